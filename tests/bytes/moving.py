@@ -1,0 +1,68 @@
+"""Moving bytes through a device and waiting for all of it: what every test of a device does."""
+
+import os
+import queue
+import warnings
+from collections.abc import Callable
+
+from tiered.bytes.arena import Buffer
+from tiered.bytes.device.base import Device, IOClass, Operation
+
+WAIT_S = 30.0  # longer than anything here takes; a lost completion fails a test instead of hanging it
+
+
+class Batch:
+    """Operations submitted to a device, and their completions."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.done: queue.SimpleQueue[Operation] = queue.SimpleQueue()
+
+    def operation(
+        self, verb: str, memory: memoryview, offset: int, *, file: int = 0, io_class: IOClass | None = None
+    ) -> Operation:
+        """Return an operation that reports here; ``verb`` is "read" or "write"."""
+        is_write = verb == "write"
+        default = IOClass.WRITE if is_write else IOClass.DEMAND
+        return Operation(
+            is_write=is_write,
+            file=file,
+            offset=offset,
+            memory=memory,
+            io_class=default if io_class is None else io_class,
+            on_done=self.done.put,
+        )
+
+    def wait(self, num: int) -> list[Operation]:
+        """Return the next ``num`` completed operations."""
+        return [self.done.get(timeout=WAIT_S) for _ in range(num)]
+
+
+def move(device: Device, verb: str, buffer: Buffer, offset: int = 0, *, file: int = 0) -> Exception | None:
+    """Read or write all of ``buffer`` at ``offset``; return the operation's error."""
+    batch = Batch(device)
+    device.submit([batch.operation(verb, buffer.memory, offset, file=file)])
+    return batch.wait(1)[0].error
+
+
+def fill(buffer: Buffer, seed: int) -> bytes:
+    """Fill ``buffer`` with bytes that differ from page to page and from seed to seed; return them."""
+    pages = range(buffer.nbytes // 4096)
+    content = b"".join(f"{seed}/{page}.".encode().ljust(64, b"#") * 64 for page in pages)
+    buffer.memory[:] = content
+    return content
+
+
+def exit_code_of_child(check: Callable[[], None]) -> int:
+    """Run ``check`` in a forked child; return 0 if it passes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forking with threads: the point here
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            check()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

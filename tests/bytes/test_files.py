@@ -1,0 +1,163 @@
+"""Data files: growth that fails, flushes that fail, privacy, and traps laid in the directory."""
+
+import errno
+import os
+import resource
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.bytes.faulty import Errors, faulty
+from tests.bytes.moving import move
+from tiered.bytes.arena import Buffer
+from tiered.bytes.device.base import SCRATCH
+from tiered.bytes.device.threads import ThreadsDevice
+from tiered.errors import CapacityError, DeviceError, UsageError
+from tiered.units import KiB, MiB
+
+
+def test_a_flush_makes_the_name_of_a_new_file_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    with faulty(tmp_path) as device:
+        device.flush()
+        assert synced == [str(tmp_path)]
+        device.grow(0, 2 * MiB)
+        device.grow(SCRATCH, 4096)
+        device.flush()
+        assert synced == [str(tmp_path)]
+        device.grow(1, 4096)
+        device.flush()
+        assert synced == [str(tmp_path)] * 2
+
+
+def test_space_that_was_allocated_before_growth_failed_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate_half(fd: int, offset: int, nbytes: int) -> None:
+        os.ftruncate(fd, offset + nbytes // 2)
+        raise OSError(errno.ENOSPC, "scripted")
+
+    with faulty(tmp_path) as device:
+        monkeypatch.setattr(os, "posix_fallocate", allocate_half)
+        with pytest.raises(CapacityError, match="scripted"):
+            device.grow(0, 2 * MiB)
+        assert device.files() == {0: 1 * MiB}
+        assert (tmp_path / "data-000").stat().st_size == 1 * MiB
+
+
+def test_growth_without_fallocate_writes_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "scripted")
+
+    with faulty(tmp_path) as device:
+        monkeypatch.setattr(os, "posix_fallocate", unsupported)
+        device.grow(0, 2 * MiB + 64 * KiB)
+        device.grow(1, 4096)
+        assert device.files() == {0: 2 * MiB + 64 * KiB, 1: 4096}
+    status = (tmp_path / "data-000").stat()
+    assert status.st_size == 2 * MiB + 64 * KiB and status.st_blocks * 512 >= status.st_size
+
+
+def test_a_failed_flush_poisons_the_device(tmp_path: Path) -> None:
+    with faulty(tmp_path) as device:
+        device.sync_error = OSError(errno.EIO, "scripted")
+        with pytest.raises(DeviceError, match=r"flush of .*data-000 failed: scripted"):
+            device.flush()
+        with pytest.raises(DeviceError, match="earlier flush"):
+            device.flush()
+        assert device.num_syncs == 1
+
+
+def test_a_flush_syncs_only_what_changed(tmp_path: Path, buffer: Buffer) -> None:
+    with faulty(tmp_path) as device:
+        device.grow(1, 64 * KiB)
+        device.grow(SCRATCH, 64 * KiB)
+        device.flush()
+        assert device.num_syncs == 2
+        device.flush()
+        assert device.num_syncs == 2
+        assert move(device, "write", buffer, file=1) is None
+        assert move(device, "write", buffer, file=SCRATCH) is None
+        assert move(device, "read", buffer, file=0) is None
+        device.flush()
+        assert device.num_syncs == 3
+        device.fault = Errors(errno.EIO)
+        assert move(device, "write", buffer) is not None  # it may have changed the file all the same
+        device.flush()
+        assert device.num_syncs == 4
+
+
+def test_growth_that_fails_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    with faulty(tmp_path) as device:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MiB, hard))
+        try:
+            for file in (0, 1, SCRATCH):
+                with pytest.raises(CapacityError, match="cannot grow"):
+                    device.grow(file, 4 * MiB)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        assert device.files() == {0: 1 * MiB}
+        assert os.listdir(tmp_path) == ["data-000"]
+        assert (tmp_path / "data-000").stat().st_size == 1 * MiB
+        device.grow(1, 4 * MiB)
+
+
+def test_a_full_file_system_refuses_growth(tmp_path: Path, buffer: Buffer) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        device = ThreadsDevice(tmp_path, num_threads=1)
+        device.grow(0, 512 * KiB)
+        with pytest.raises(CapacityError, match="No space left"):
+            device.grow(0, 2 * MiB)
+        assert device.files() == {0: 512 * KiB}
+        assert device.free_bytes() == 512 * KiB
+        assert move(device, "write", buffer, 448 * KiB) is None
+        device.close()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o777])
+def test_files_are_private_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    old = os.umask(umask)
+    try:
+        with faulty(tmp_path) as device:
+            device.grow(SCRATCH, 4096)
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "data-000").stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["data-000"]
+
+
+@pytest.mark.parametrize("trap", ["symlink", "hard link", "open to others", "directory", "fifo"])
+def test_a_trap_in_the_directory_is_refused(tmp_path: Path, trap: str) -> None:
+    victim, directory = tmp_path / "victim", tmp_path / "run"
+    directory.mkdir()
+    victim.write_bytes(bytes(4096))
+    victim.chmod(0o600)
+    name = directory / "data-000"
+    {
+        "symlink": lambda: name.symlink_to(victim),
+        "hard link": lambda: name.hardlink_to(victim),
+        "open to others": lambda: (name.write_bytes(bytes(4096)), name.chmod(0o644)),
+        "directory": name.mkdir,
+        "fifo": lambda: os.mkfifo(name, 0o600),
+    }[trap]()
+    fds = os.listdir("/proc/self/fd")
+    with pytest.raises(UsageError, match="data-000"):
+        ThreadsDevice(directory)
+    assert os.listdir("/proc/self/fd") == fds and victim.read_bytes() == bytes(4096)
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    for name in ("data-0", "data-0001", "data-abc", "xdata-000", "catalog.db"):
+        (tmp_path / name).write_bytes(b"x")
+    device = ThreadsDevice(tmp_path, num_threads=1)
+    assert device.files() == {}
+    device.close()

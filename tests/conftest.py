@@ -1,0 +1,53 @@
+"""For every test: two threads of compute, and no thread, descriptor or leased arena byte left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tiered.bytes.arena import Arena
+
+torch.set_num_threads(2)
+
+
+def _descriptors() -> dict[str, str]:
+    """Return the open descriptors and what they are; the one that lists them is gone again by then."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+        except FileNotFoundError:
+            pass
+    return found
+
+
+def _leaks(threads: set[threading.Thread], descriptors: dict[str, str], arenas: weakref.WeakSet[Arena]) -> list[str]:
+    found = [f"thread {thread.name}" for thread in threading.enumerate() if thread not in threads]
+    now = _descriptors()
+    found += [f"descriptor {number}: {what}" for number, what in now.items() if descriptors.get(number) != what]
+    return found + [f"{arena!r}: {arena.leased_nbytes} bytes leased" for arena in arenas if arena.leased_nbytes]
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail the test that leaves a thread, a descriptor or an arena's bytes behind."""
+    arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+    construct = Arena.__init__
+
+    def construct_and_note(arena: Arena, *arguments: object, **options: object) -> None:
+        construct(arena, *arguments, **options)  # type: ignore[arg-type]  # whatever the test passes
+        arenas.add(arena)
+
+    monkeypatch.setattr(Arena, "__init__", construct_and_note)
+    threads, descriptors = set(threading.enumerate()), _descriptors()
+    yield
+    if _leaks(threads, descriptors, arenas):
+        gc.collect()  # what only a cycle still holds is no leak
+    leaks = _leaks(threads, descriptors, arenas)
+    assert not leaks, f"left behind: {'; '.join(leaks)}"

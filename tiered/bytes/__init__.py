@@ -1,0 +1,1 @@
+"""Floor 1: host memory and devices; raw bytes without names or meaning."""

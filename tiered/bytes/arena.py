@@ -1,0 +1,355 @@
+"""One huge-page, page-aligned host allocation, leased in buffers under one byte budget.
+
+All DRAM that tiered keeps tensor bytes in comes from here. Who may lease how much, and what must go when nothing is
+left, is the working set's decision: an arena never waits and never chooses a victim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tiered.bytes.address_ranges import AddressRanges
+from tiered.errors import CapacityError, ClosedError, UsageError
+from tiered.units import GiB, KiB, MiB, format_bytes, round_up
+
+__all__ = ["PAGE_NBYTES", "Arena", "ArenaStatistics", "Buffer"]
+
+PAGE_NBYTES = 4 * KiB
+"""Buffers start at, and are, multiples of this."""
+
+_HUGE_PAGE_NBYTES = 2 * MiB
+_SLACK_NBYTES = 64 * MiB  # address space, not memory: room for buffers of odd sizes in a small arena
+_DEBUG_RANGE_NBYTES = 64 * GiB  # address space an arena without reuse maps at a time
+_POISONED_NBYTES = 256 * MiB  # released bytes an arena without reuse keeps filled with 0xFF
+
+# <sys/mman.h> and <asm-generic/mman-common.h> on Linux
+_PROT_READ_WRITE = 0x3
+_MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_DONTDUMP = 4, 10, 14, 16
+_HUGE_PAGE_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+_log = logging.getLogger("tiered")
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaStatistics:
+    """What an arena holds now; leased + warm never exceeds the budget."""
+
+    nbytes: int  # the budget
+    leased_nbytes: int
+    peak_nbytes: int  # most bytes leased at one time
+    warm_nbytes: int  # free bytes that still occupy memory
+    discarded_nbytes: int  # warm bytes given back to the kernel since the start; steady use keeps this constant
+    num_leased: int
+    has_huge_pages: bool
+
+
+class Buffer:
+    """An aligned slice of an arena, leased until ``Arena.release``."""
+
+    __slots__ = ("_aliases", "address", "memory", "nbytes")
+
+    def __init__(self, address: int, memory: memoryview) -> None:
+        self.address = address
+        self.nbytes = memory.nbytes
+        self.memory = memory  # uint8, writeable, all of the buffer; dead after release
+        self._aliases: list[weakref.finalize[[], ctypes.Array[ctypes.c_uint8]]] = []
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether a tensor made by ``alias`` (or a view of one) is alive."""
+        return any(alias.alive for alias in self._aliases)
+
+    def alias(self, nbytes: int, on_dead: Callable[[], object]) -> torch.Tensor:
+        """Return a uint8 tensor of shape (nbytes,) over the first ``nbytes`` of this buffer, zero copy.
+
+        Its storage is its own: ``on_dead()`` is called once the last tensor on that storage has died. The call may
+        come from any thread and from inside a garbage collection, so ``on_dead`` must be reentrant: a
+        ``queue.SimpleQueue().put`` is, taking a lock is not. It is not called at the end of the process.
+        """
+        assert 0 <= nbytes <= self.nbytes, (nbytes, self.nbytes)
+        # An empty tensor has a storage of one byte, which it never shows: a storage of none could not be watched.
+        array = _array_type(max(nbytes, 1)).from_address(self.address)
+        finalizer = weakref.finalize(array, on_dead)
+        finalizer.atexit = False
+        self._aliases = [alias for alias in self._aliases if alias.alive]
+        self._aliases.append(finalizer)
+        tensor = torch.frombuffer(array, dtype=torch.uint8)
+        return tensor if nbytes else tensor.resize_(0)
+
+    def __repr__(self) -> str:
+        return f"Buffer(0x{self.address:x}, {format_bytes(self.nbytes)}, aliased={self.is_aliased})"
+
+
+class Arena:
+    """Buffers under a budget: ``allocate_nowait(n)`` succeeds if and only if ``leased_nbytes + n <= nbytes``.
+
+    Address space is plentiful and memory is not, so the mapping is larger than the budget, and fragmentation costs
+    addresses only. Free ranges are *warm* (they occupy memory) or *cold*; a lease reuses the best fitting warm range,
+    and where one must be made of cold pages, warm ranges elsewhere are given back to the kernel first. The invariant:
+    leased + warm bytes <= budget (plus at most a huge page at each end of a warm range).
+
+    ``reuse=False`` is a debugging aid: a released buffer is filled with 0xFF and its addresses are never leased again,
+    so that a use after release shows. All methods are thread-safe. After a fork the child must not use the arena:
+    its memory does not exist there, and methods raise UsageError.
+    """
+
+    def __init__(self, nbytes: int, *, reuse: bool = True) -> None:
+        """Map the address space for a budget of ``nbytes``. Raises ValueError; CapacityError when there is none."""
+        if nbytes < 0:
+            raise ValueError(f"an arena needs a budget of 0 bytes or more, got {nbytes}")
+        self.nbytes = nbytes
+        self._reuse = reuse
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._mappings: list[_Mapping] = []
+        self._free = AddressRanges()
+        self._poisoned: deque[tuple[int, int]] = deque()  # (start, end) of released ranges, oldest first
+        self._poisoned_nbytes = 0
+        self._leased_nbytes = 0
+        self._peak_nbytes = 0
+        self._discarded_nbytes = 0
+        self._num_leased = 0
+        self._has_huge_pages = _has_huge_pages()
+        if reuse:
+            self._map([max(4 * nbytes, nbytes + _SLACK_NBYTES), nbytes + _SLACK_NBYTES, nbytes])
+        else:
+            self._map([_DEBUG_RANGE_NBYTES + nbytes])
+
+    @property
+    def leased_nbytes(self) -> int:
+        """Bytes of all buffers leased now."""
+        return self._leased_nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Most bytes that were ever leased at one time."""
+        return self._peak_nbytes
+
+    def allocate_nowait(self, nbytes: int) -> Buffer | None:
+        """Lease a buffer of ``nbytes`` rounded up to whole pages, or return None when the budget does not allow it.
+
+        Its contents are undefined. The caller owns it until ``release``. Raises ClosedError, UsageError in a fork.
+        """
+        size = round_up(nbytes, PAGE_NBYTES)
+        self._check_process()
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("the arena is closed: no buffer can be leased from it any more")
+            if self._leased_nbytes + size > self.nbytes:
+                return None
+            start = self._place(size) if size else self._mappings[0].start
+            self._leased_nbytes += size
+            self._peak_nbytes = max(self._peak_nbytes, self._leased_nbytes)
+            self._num_leased += 1
+            return Buffer(start, self._memory(start, size))
+
+    def release(self, buffer: Buffer) -> None:
+        """Give ``buffer`` back; no tensor on it may be alive, and its ``memory`` may not be used again.
+
+        Not reentrant: never call it from an ``on_dead``. Raises UsageError in a fork.
+        """
+        self._check_process()
+        assert not buffer.is_aliased, f"{buffer!r} was released under a living tensor"
+        start, end = buffer.address, buffer.address + buffer.nbytes
+        buffer.memory.release()  # lifetime: a later use of it raises ValueError; so does a second release of the buffer
+        with self._lock:
+            if start == end:
+                pass
+            elif self._reuse:
+                self._free.insert(start, end, is_warm=True)
+            else:
+                self._poison(start, end)
+            self._leased_nbytes -= buffer.nbytes
+            self._num_leased -= 1
+            if self._is_closed and not self._num_leased:
+                self._unmap()
+
+    def statistics(self) -> ArenaStatistics:
+        """Return what the arena holds now. Does not block."""
+        return ArenaStatistics(
+            nbytes=self.nbytes,
+            leased_nbytes=self._leased_nbytes,
+            peak_nbytes=self._peak_nbytes,
+            warm_nbytes=self._free.warm_nbytes,
+            discarded_nbytes=self._discarded_nbytes,
+            num_leased=self._num_leased,
+            has_huge_pages=self._has_huge_pages,
+        )
+
+    def close(self) -> None:
+        """Refuse new leases and unmap; while buffers are leased, the release of the last one unmaps. Idempotent."""
+        if self._pid != os.getpid():
+            return  # the child of a fork has no mapping, and at its addresses there may be somebody else's
+        with self._lock:
+            self._is_closed = True
+            if not self._num_leased:
+                self._unmap()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "open"
+        leased, budget = format_bytes(self._leased_nbytes), format_bytes(self.nbytes)
+        return f"Arena({state}, {leased} of {budget} leased in {self._num_leased} buffers)"
+
+    # Below: under the lock
+
+    def _place(self, size: int) -> int:
+        if not self._reuse:
+            return self._place_anew(size)
+        start = self._free.find_warm(size)
+        if start is None:
+            start = self._free.find_any(size)
+        if start is None:  # fragmentation has eaten the address space; rare, and addresses cost nothing
+            self._map([max(4 * size, size + _SLACK_NBYTES), size])
+            start = self._mappings[-1].start
+        self._free.take(start, start + size)
+        # Order: the memory that this lease is about to touch is given back elsewhere before it is touched.
+        self._discard(self._leased_nbytes + size + self._free.warm_nbytes - self.nbytes)
+        return start
+
+    def _place_anew(self, size: int) -> int:
+        """Return addresses that were never leased."""
+        start = self._free.find_any(size)
+        if start is None:
+            self._map([_DEBUG_RANGE_NBYTES + size])
+            start = self._mappings[-1].start
+        self._free.take(start, start + size)
+        return start
+
+    def _poison(self, start: int, end: int) -> None:
+        ctypes.memset(start, 0xFF, end - start)
+        self._poisoned.append((start, end))
+        self._poisoned_nbytes += end - start
+        while self._poisoned_nbytes > _POISONED_NBYTES:
+            start, end = self._poisoned.popleft()
+            _advise(start, end - start, _MADV_DONTNEED)
+            self._poisoned_nbytes -= end - start
+
+    def _discard(self, excess: int) -> None:
+        """Give at least ``excess`` warm free bytes back to the kernel, if so many are warm."""
+        # Whole huge pages first: half of one that is given back comes back as small pages, which halve the bandwidth.
+        for granule in (_HUGE_PAGE_NBYTES, PAGE_NBYTES):
+            for start, end in self._free.largest_warm() if excess > 0 else ():
+                inner_start, inner_end = round_up(start, granule), end // granule * granule
+                inner_start = max(inner_start, inner_end - round_up(excess, granule))
+                if inner_start >= inner_end:
+                    continue
+                self._free.take(inner_start, inner_end)
+                _advise(inner_start, inner_end - inner_start, _MADV_DONTNEED)
+                self._free.insert(inner_start, inner_end, is_warm=False)
+                self._discarded_nbytes += inner_end - inner_start
+                excess -= inner_end - inner_start
+                if excess <= 0:
+                    return
+
+    def _map(self, sizes: list[int]) -> None:
+        """Map the largest of ``sizes`` that the kernel grants (limits on address space may refuse the larger ones)."""
+        for size in sizes:
+            mapping = _Mapping.create(round_up(max(size, 1), _HUGE_PAGE_NBYTES))
+            if mapping is not None:
+                self._mappings.append(mapping)
+                self._free.insert(mapping.start, mapping.start + len(mapping.memory), is_warm=False)
+                return
+        raise CapacityError(
+            f"the kernel refused to map {format_bytes(sizes[-1])} for the arena; "
+            f"give a smaller DRAM budget, or raise the limit on address space (ulimit -v, vm.overcommit_memory)"
+        )
+
+    def _memory(self, start: int, size: int) -> memoryview:
+        for mapping in self._mappings:
+            offset = start - mapping.start
+            if 0 <= offset < len(mapping.memory):
+                return mapping.memory[offset : offset + size]
+        raise AssertionError(f"0x{start:x} is in no mapping")
+
+    def _unmap(self) -> None:
+        while self._mappings:
+            self._mappings.pop().unmap()
+        self._free = AddressRanges()
+        self._poisoned.clear()
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise UsageError(
+                f"the arena belongs to process {self._pid} and cannot be used in its fork {os.getpid()}; "
+                f"open a store of its own in this process"
+            )
+
+
+class _Mapping:
+    """A private anonymous mapping with huge pages, which children of a fork do not inherit."""
+
+    __slots__ = ("_address", "_nbytes", "memory", "start")
+
+    def __init__(self, address: int, nbytes: int, start: int, usable_nbytes: int) -> None:
+        self._address = address
+        self._nbytes = nbytes
+        self.start = start  # multiple of a huge page
+        self.memory = memoryview(_array_type(usable_nbytes).from_address(start)).cast("B")
+
+    @classmethod
+    def create(cls, nbytes: int) -> _Mapping | None:
+        """Map ``nbytes`` at a multiple of a huge page, or return None when the kernel refuses."""
+        # Rounding up to a huge page leaves at least a small page of the extra one behind the usable range: a gap that
+        # keeps the ranges of two mappings from ever being neighbours.
+        total = nbytes + _HUGE_PAGE_NBYTES
+        address = _libc().mmap(None, total, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
+        if address == _MAP_FAILED:
+            return None
+        # Order: all advice before the first touch. DONTFORK also keeps a fork from moving pages under running I/O.
+        _advise(address, total, _MADV_HUGEPAGE)
+        _advise(address, total, _MADV_DONTFORK)
+        _advise(address, total, _MADV_DONTDUMP)
+        return cls(address, total, round_up(address, _HUGE_PAGE_NBYTES), nbytes)
+
+    def unmap(self) -> None:
+        self.memory.release()
+        _libc().munmap(self._address, self._nbytes)
+
+
+@functools.lru_cache(maxsize=4096)  # a ctypes array type costs 20 us to make, and each size needs its own
+def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_uint8]]:
+    return ctypes.c_uint8 * nbytes
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    _libc().madvise(address, nbytes, advice)  # only ever a hint, except DONTNEED, which cannot fail on our own pages
+
+
+def _has_huge_pages() -> bool:
+    """Return whether the kernel grants huge pages on request, and warn where it does not."""
+    try:
+        has_huge_pages = "[never]" not in _HUGE_PAGE_SETTING.read_text()
+    except OSError:
+        has_huge_pages = False
+    if not has_huge_pages:
+        _log.warning(
+            "no huge pages (%s is missing or says never): direct I/O will run at about a third of its bandwidth; "
+            "as root: echo madvise > %s",
+            _HUGE_PAGE_SETTING,
+            _HUGE_PAGE_SETTING,
+        )
+    return has_huge_pages

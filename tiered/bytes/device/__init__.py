@@ -1,0 +1,1 @@
+"""Devices: raw aligned bytes at offsets of numbered files; ``base`` is the contract."""

@@ -1,0 +1,126 @@
+"""The one seam for I/O: what a device is, and the operation it carries out.
+
+A device is one directory's worth of numbered files (or a stand-in in RAM). It moves aligned bytes; it knows nothing of
+keys, digests or commits. Striping, counting, throttling and fault injection are adaptors over another device.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["SCRATCH", "Device", "DeviceStatistics", "IOClass", "Operation"]
+
+SCRATCH = -1
+"""The number of a device's unnamed scratch file: never durable, gone with the process."""
+
+
+class IOClass(enum.IntEnum):
+    """Who is waiting: a lower value is served first."""
+
+    DEMAND = 0  # a read that somebody waits for
+    PREFETCH = 1  # a read ahead of need
+    WRITE = 2  # a write-back
+
+
+class Operation:
+    """One read or write of ``len(memory)`` bytes at ``offset`` of ``file``.
+
+    ``memory`` and the range in the file belong to the operation from ``submit`` until ``on_done`` is called, whatever
+    the submitter does meanwhile. ``on_done(operation)`` is called exactly once, from any thread (also from inside
+    ``submit``), never under a lock of the device; ``error`` is then None or a TieredError. It must be brief and must
+    not raise.
+    """
+
+    __slots__ = ("error", "file", "io_class", "is_write", "memory", "offset", "on_done")
+
+    def __init__(
+        self,
+        *,
+        is_write: bool,
+        file: int,
+        offset: int,
+        memory: memoryview,
+        io_class: IOClass,
+        on_done: Callable[[Operation], None],
+    ) -> None:
+        self.is_write = is_write
+        self.file = file
+        self.offset = offset
+        self.memory = memory
+        self.io_class = io_class
+        self.on_done = on_done
+        self.error: Exception | None = None
+
+    def __repr__(self) -> str:
+        verb = "write" if self.is_write else "read"
+        return f"Operation({verb} {len(self.memory)} B at {self.offset} of file {self.file}, error={self.error!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatistics:
+    """Counters since the device was opened; bytes are those that reached or left the device."""
+
+    read_bytes: int
+    write_bytes: int
+    num_reads: int
+    num_writes: int
+    num_flushes: int
+    num_in_flight: int
+    file_bytes: int  # allocated to files, used or not
+
+
+class Device(ABC):
+    """Raw aligned bytes at offsets of numbered files.
+
+    Offsets, lengths and buffer addresses are multiples of ``alignment``. All methods are thread-safe. Every error is a
+    TieredError that names the path and the offset; the OSError is its cause.
+    """
+
+    name: str  # the directory, or what stands for it in messages
+    alignment: int  # bytes; a power of two, at least 4096
+
+    @abstractmethod
+    def files(self) -> dict[int, int]:
+        """Return the number of each file that exists and its size in bytes (SCRATCH included once it exists)."""
+
+    @abstractmethod
+    def grow(self, file: int, nbytes: int) -> None:
+        """Make ``file`` at least ``nbytes`` long, creating it where it is missing; blocks.
+
+        The space is really allocated. A new named file and its directory are durable after the next ``flush``.
+        Raises CapacityError when the space is not there, and leaves the file as it was.
+        """
+
+    @abstractmethod
+    def submit(self, operations: Sequence[Operation]) -> None:
+        """Start all ``operations``; does not block on them. Raises ClosedError, and then starts none of them.
+
+        Reads and writes are complete or an error: short ones are resubmitted, a read is retried 3 times after EIO, a
+        write never.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Make every write that completed before this call, every growth and every new file durable; blocks.
+
+        Raises DeviceError. After a failure every later flush fails too: what the device holds is then unknown.
+        """
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Return how many more bytes ``grow`` could allocate on this device now."""
+
+    @abstractmethod
+    def path(self, file: int) -> str:
+        """Return the name of ``file`` for messages."""
+
+    @abstractmethod
+    def statistics(self) -> DeviceStatistics:
+        """Return the counters."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is in flight, then release threads and descriptors. Idempotent."""

@@ -1,0 +1,109 @@
+"""Whether a directory takes O_DIRECT, at which alignment, and unnamed files: what is found out before any I/O."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiered.units import round_up
+
+__all__ = ["MIN_ALIGNMENT", "DirectProbe", "open_unnamed", "probe_direct"]
+
+MIN_ALIGNMENT = 4096  # bytes; also what the arena guarantees for addresses
+_NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
+
+# <linux/stat.h>
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_NBYTES = 256
+_STATX_DIO_ALIGN_OFFSET = 152  # u32 stx_dio_mem_align, u32 stx_dio_offset_align
+
+ReadInto = Callable[[int, memoryview, int], int]
+WriteFrom = Callable[[int, memoryview, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectProbe:
+    """The answer: direct I/O at ``alignment``, or the reason why not."""
+
+    alignment: int  # bytes, at least 4096
+    refusal: str | None  # None: direct I/O works
+
+
+def probe_direct(directory: int, pread: ReadInto, pwrite: WriteFrom) -> DirectProbe:
+    """Try direct I/O on an unnamed file in the directory open as ``directory``; blocks for one write and one read.
+
+    Raises OSError only for what would stop buffered I/O as well.
+    """
+    try:
+        fd = open_unnamed(directory, os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return DirectProbe(MIN_ALIGNMENT, "the file system refuses to open files with O_DIRECT")
+    try:
+        memory_alignment, offset_alignment = _dio_alignment(fd)
+        if not memory_alignment or not offset_alignment:
+            return DirectProbe(MIN_ALIGNMENT, "statx says that files here have no direct I/O")
+        if memory_alignment > MIN_ALIGNMENT:
+            return DirectProbe(MIN_ALIGNMENT, f"it needs memory aligned to {memory_alignment} bytes")
+        alignment = max(MIN_ALIGNMENT, offset_alignment)
+        return DirectProbe(alignment, _trial(fd, alignment, pread, pwrite))
+    finally:
+        os.close(fd)
+
+
+def open_unnamed(directory: int, flags: int) -> int:
+    """Open a new file, 0600, that has no name in ``directory`` and goes when its descriptor is closed."""
+    flags |= os.O_RDWR | os.O_CLOEXEC | os.O_EXCL
+    try:
+        fd = os.open(".", flags | os.O_TMPFILE, 0o600, dir_fd=directory)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE:
+            raise
+        name = f"scratch-{secrets.token_hex(8)}"
+        try:
+            fd = os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=directory)
+        finally:
+            with contextlib.suppress(FileNotFoundError):  # an open that O_DIRECT makes fail leaves the file behind
+                os.unlink(name, dir_fd=directory)
+    os.fchmod(fd, 0o600)  # whatever the umask took away
+    return fd
+
+
+def _dio_alignment(fd: int) -> tuple[int, int]:
+    """Return what statx says of (memory, offset) alignment; the minimum where it says nothing; 0 for no direct I/O."""
+    buffer = ctypes.create_string_buffer(_STATX_NBYTES)
+    statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+    if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) != 0:
+        return MIN_ALIGNMENT, MIN_ALIGNMENT
+    (mask,) = struct.unpack_from("=I", buffer, 0)
+    if not mask & _STATX_DIOALIGN:  # before Linux 6.1, and file systems that do not tell
+        return MIN_ALIGNMENT, MIN_ALIGNMENT
+    memory_alignment, offset_alignment = struct.unpack_from("=II", buffer, _STATX_DIO_ALIGN_OFFSET)
+    return memory_alignment, offset_alignment
+
+
+def _trial(fd: int, alignment: int, pread: ReadInto, pwrite: WriteFrom) -> str | None:
+    """Write and read one aligned block; return why that is not possible, or None."""
+    pattern = secrets.token_bytes(alignment)
+    with mmap.mmap(-1, round_up(alignment, mmap.PAGESIZE)) as pages, memoryview(pages)[:alignment] as block:
+        block[:] = pattern
+        try:
+            num_written = pwrite(fd, block, 0)
+            block[:] = bytes(alignment)
+            num_read = pread(fd, block, 0)
+        except OSError as error:
+            if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP, errno.EIO}:
+                raise
+            return f"a trial write and read failed: {error.strerror}"
+        if num_written == num_read == alignment and block == pattern:
+            return None
+        return f"a trial moved {num_written} bytes out and {num_read} back, of {alignment}"

@@ -1,0 +1,242 @@
+"""The numbered files of one directory: opening, growing, flushing, names. Reads and writes are the engines' affair."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import re
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiered.bytes.device.base import SCRATCH
+from tiered.bytes.device.direct import open_unnamed
+from tiered.errors import CapacityError, DeviceError, TieredError, UsageError
+from tiered.units import MiB, format_bytes
+
+__all__ = ["DataFile", "DataFiles", "translate"]
+
+_NAME = re.compile(r"data-(\d{3,})")
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_WRITING = {errno.EROFS, errno.EACCES, errno.EPERM}
+_NO_FALLOCATE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV}
+
+
+_NEXT_STEP = {
+    errno.EIO: "see the kernel log (dmesg) for this drive",
+    errno.EROFS: "the file system is read-only: see the kernel log (dmesg) for the reason",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENOENT: "create it first",
+    errno.EACCES: "run as the owner of the directory",
+}
+
+
+def translate(error: OSError, what: str) -> TieredError:
+    """Return the TieredError for ``error`` while doing ``what``, with ``error`` as its cause."""
+    reason = error.strerror or str(error)
+    if error.errno in _NO_SPACE:
+        translated: TieredError = CapacityError(f"{what}: {reason}; free space there, or add a directory")
+    else:
+        next_step = _NEXT_STEP.get(error.errno or 0, "check that the drive is there and mounted")
+        translated = DeviceError(f"{what}: {reason}; {next_step}")
+    translated.__cause__ = error
+    return translated
+
+
+@dataclass(slots=True)
+class DataFile:
+    """One open file. Only ``is_dirty`` and ``nbytes`` ever change."""
+
+    fd: int
+    nbytes: int
+    is_dirty: bool = False  # has writes or growth that no flush has covered
+
+
+class DataFiles:
+    """Open descriptors of ``data-000``, ``data-001``, ... and of the unnamed scratch file.
+
+    Files are 0600 whatever the umask, never followed through a link, and never shrink. Thread-safe. Every OSError comes
+    out as a TieredError that names the path.
+    """
+
+    def __init__(self, directory: str, descriptor: int, *, flags: int) -> None:
+        """Open the existing files of ``directory``, itself open as ``descriptor``, with ``flags`` (O_DIRECT or 0).
+
+        Takes over ``descriptor``. Raises UsageError for a file that is a link, no file, or open to others.
+        """
+        self._directory = directory
+        self._descriptor = descriptor
+        self._flags = flags
+        self._files: dict[int, DataFile] = {}
+        self._grow_lock = threading.Lock()  # held over system calls; readers of the table do not need it
+        self._flush_lock = threading.Lock()  # a second flush must wait for what the first has taken on
+        self._directory_is_dirty = False
+        self._flush_error: Exception | None = None
+        self._is_closed = False
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self._discover()
+            undo.pop_all()
+
+    def get(self, file: int) -> DataFile | None:
+        """Return the open file with this number. Does not block."""
+        return self._files.get(file)
+
+    def sizes(self) -> dict[int, int]:
+        """Return the number and size in bytes of each file."""
+        return {number: file.nbytes for number, file in list(self._files.items())}
+
+    def path(self, file: int) -> str:
+        """Return the path of ``file`` for messages."""
+        return f"{self._directory}/{'(scratch)' if file == SCRATCH else _file_name(file)}"
+
+    def free_bytes(self) -> int:
+        """Return the free bytes of the file system."""
+        try:
+            status = os.fstatvfs(self._descriptor)
+        except OSError as error:
+            raise translate(error, f"cannot ask for the free space of {self._directory}") from error
+        return status.f_bavail * status.f_frsize
+
+    def grow(self, file: int, nbytes: int) -> None:
+        """Make ``file`` at least ``nbytes`` long, really allocated; on failure it is as it was."""
+        with self._grow_lock:
+            data_file = self._files.get(file)
+            if data_file is not None and data_file.nbytes >= nbytes:
+                return
+            old_size = data_file.nbytes if data_file else 0
+            what = f"cannot grow {self.path(file)} from {format_bytes(old_size)} to {format_bytes(nbytes)}"
+            try:
+                if data_file is None:
+                    self._create(file, nbytes)
+                    return
+                # Order: dirty before the size is known, so that a flush which sees the new size covers it.
+                data_file.is_dirty = True
+                _allocate(data_file.fd, old_size, nbytes)
+                data_file.nbytes = nbytes
+            except OSError as error:
+                raise translate(error, what) from error
+
+    def flush(self, fdatasync: Callable[[int], None]) -> None:
+        """Make all writes marked dirty, growths and new names durable. After one failure, fail for ever."""
+        with self._flush_lock:
+            if self._flush_error is not None:
+                raise DeviceError(
+                    f"an earlier flush of {self._directory} failed, so what it holds is unknown; reopen the store"
+                ) from self._flush_error
+            what = self._directory
+            try:
+                for number, file in sorted(self._files.items()):
+                    if number != SCRATCH and file.is_dirty:
+                        what = self.path(number)
+                        file.is_dirty = False  # order: a write that ends while fdatasync runs marks it again
+                        fdatasync(file.fd)
+                if self._directory_is_dirty:
+                    what = self._directory
+                    self._directory_is_dirty = False
+                    os.fsync(self._descriptor)
+            except OSError as error:
+                # The kernel reports a failed write-back once and then forgets it: a second fdatasync would say "ok".
+                self._flush_error = error
+                raise DeviceError(
+                    f"flush of {what} failed: {error.strerror}; what it holds is unknown, nothing more is written; "
+                    f"reopen the store"
+                ) from error
+
+    def close(self) -> None:
+        """Close all descriptors. Idempotent; never call it with I/O, growth or a flush in flight."""
+        if not self._is_closed:
+            self._is_closed = True
+            for file in self._files.values():
+                os.close(file.fd)
+            os.close(self._descriptor)
+
+    def _discover(self) -> None:
+        try:
+            names = sorted(os.listdir(self._descriptor))
+        except OSError as error:
+            raise translate(error, f"cannot list {self._directory}") from error
+        for name in names:
+            match = _NAME.fullmatch(name)
+            if match is not None and name == _file_name(int(match[1])):
+                fd = self._open_existing(name)
+                self._files[int(match[1])] = DataFile(fd, os.fstat(fd).st_size)
+
+    def _open_existing(self, name: str) -> int:
+        path = f"{self._directory}/{name}"
+        flags = self._flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: a FIFO must not hang the open
+        try:
+            _check_private(os.stat(name, dir_fd=self._descriptor, follow_symlinks=False), path)
+            try:
+                fd = os.open(name, flags | os.O_RDWR, dir_fd=self._descriptor)
+            except OSError as error:
+                if error.errno not in _NO_WRITING:
+                    raise
+                fd = os.open(name, flags | os.O_RDONLY, dir_fd=self._descriptor)  # enough for mode "r"
+        except OSError as error:
+            raise translate(error, f"cannot open {path}") from error
+        try:
+            _check_private(os.fstat(fd), path)  # the same name may be another file by now
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _create(self, file: int, nbytes: int) -> None:
+        with contextlib.ExitStack() as undo:
+            if file == SCRATCH:
+                fd = open_unnamed(self._descriptor, self._flags)
+                undo.callback(os.close, fd)
+            else:
+                name = _file_name(file)
+                flags = self._flags | os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+                fd = os.open(name, flags, 0o600, dir_fd=self._descriptor)
+                undo.callback(os.unlink, name, dir_fd=self._descriptor)
+                undo.callback(os.close, fd)
+                os.fchmod(fd, 0o600)  # whatever the umask took away
+            _allocate(fd, 0, nbytes)
+            self._directory_is_dirty |= file != SCRATCH  # order: before the file can be seen, as in ``grow``
+            self._files[file] = DataFile(fd, nbytes, is_dirty=True)
+            undo.pop_all()
+
+
+def _check_private(status: os.stat_result, path: str) -> None:
+    """Refuse what somebody else may have put in the place of a data file, or may write to."""
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_mode & 0o077:
+        raise UsageError(
+            f"{path} must be a regular file with one name and mode 0600, and has {status.st_nlink} names and mode "
+            f"{stat.filemode(status.st_mode)}: check who made it, then chmod 600 it or move it away"
+        )
+
+
+def _file_name(file: int) -> str:
+    return f"data-{file:03d}"
+
+
+def _allocate(fd: int, start: int, end: int) -> None:
+    """Allocate [start, end) of the file, or leave it ``start`` bytes long. Raises OSError."""
+    if start == end:
+        return
+    try:
+        try:
+            os.posix_fallocate(fd, start, end - start)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise
+            _write_zeros(fd, start, end)  # the only way left to own the space
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            os.ftruncate(fd, start)
+        raise
+
+
+def _write_zeros(fd: int, start: int, end: int) -> None:
+    with mmap.mmap(-1, min(MiB, end - start)) as zeros, memoryview(zeros) as block:
+        while start < end:
+            num_written = os.pwritev(fd, [block[: end - start]], start)
+            if num_written == 0:
+                raise OSError(errno.EIO, "wrote 0 bytes")
+            start += num_written

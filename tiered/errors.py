@@ -1,0 +1,68 @@
+"""Every error that tiered raises of its own, in one tree split by who can mend it.
+
+Wrong arguments are ValueError or TypeError, a missing key is KeyError. A message says what failed, on what, what was
+expected, what was found, and what to do next.
+"""
+
+__all__ = [
+    "CapacityError",
+    "ClosedError",
+    "CorruptionError",
+    "DeadlineError",
+    "DeviceError",
+    "LeaseError",
+    "StepAbandonedError",
+    "StoreLostError",
+    "TieredError",
+    "UsageError",
+]
+
+
+class TieredError(Exception):
+    """Anything that tiered itself refuses or reports."""
+
+
+class UsageError(TieredError):
+    """The caller asked for something at the wrong time or place; the caller can mend it."""
+
+
+class LeaseError(UsageError):
+    """A lease is in the way, or outlived its block."""
+
+
+class StepAbandonedError(UsageError):
+    """A training step was left half done; only rollback(), resume() and close() remain."""
+
+
+class ClosedError(UsageError):
+    """The store or device is closed."""
+
+
+class CapacityError(TieredError):
+    """Too little DRAM budget, device space or compute-device memory; a larger one mends it."""
+
+
+class DeviceError(TieredError):
+    """The device did not do what it was asked: an I/O error, a failed flush, a device that is gone."""
+
+
+class DeadlineError(DeviceError):
+    """An operation did not complete in time; its buffer and extent stay quarantined until it does."""
+
+
+class StoreLostError(DeviceError):
+    """A store without commits failed after its first write: its content is gone."""
+
+
+class CorruptionError(TieredError):
+    """Bytes read are not the bytes written.
+
+    ``key`` is the record's name ("" for the catalog itself), ``file`` the path, ``offset`` the byte offset in the file
+    (-1 where the file has no meaningful offset).
+    """
+
+    def __init__(self, message: str, *, key: str = "", file: str = "", offset: int = -1) -> None:
+        super().__init__(message)
+        self.key = key
+        self.file = file
+        self.offset = offset
