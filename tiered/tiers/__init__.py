@@ -1,0 +1,1 @@
+"""Floor 3a: which bytes should be in which tier, and when they should move."""

@@ -1,0 +1,184 @@
+"""One backward, as the units see it: which gradients have come, which are final, when it is over.
+
+Autograd tells of each accumulated gradient and of the end of each graph task; a failed backward tells nothing, which
+``settle`` notices. Reentrant checkpoints nest backwards: only the end of the outermost one counts.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.autograd.graph import _engine_run_backward
+
+from tiered.errors import UsageError
+from tiered.zero.parameter import without_dispatch
+
+if TYPE_CHECKING:
+    from tiered.zero.engine import Engine
+    from tiered.zero.unit import Segment, Unit
+
+__all__ = ["Backward", "in_graph_task"]
+
+
+def in_graph_task() -> bool:
+    """Return whether this thread runs inside an autograd backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Backward:
+    """What is known of the backward that runs now.
+
+    ``done`` are the units updated in it; ``has_updated`` says that a backward has updated and ``step()`` is due.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._tasks: set[int] = set()
+        self._is_running = False
+        self._has_begun = False  # an update has begun in this step
+        self._waiting: dict[Unit, None] = {}  # accumulated, but not known to be final
+        self._watched: set[Segment] = set()
+        self.done: set[Unit] = set()
+        self.has_updated = False
+
+    def watch(self, parameter: nn.Parameter) -> None:
+        """Follow the gradient of a tiered parameter that requires one."""
+        segment: Segment = parameter.segment  # type: ignore[attr-defined]
+        with without_dispatch():
+            if segment in self._watched or not parameter.requires_grad:
+                return
+            self._watched.add(segment)
+            parameter.register_hook(lambda _: segment.unit.gradients.recall())
+            parameter.register_post_accumulate_grad_hook(lambda _: self._accumulated(segment))
+
+    def seen(self) -> None:
+        """Something of ours runs in a backward: make sure that we hear of its end."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task in self._tasks:
+            return
+        self._tasks.add(task)
+        self._is_running = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+
+    def settle(self) -> None:
+        """Notice a backward that failed: its end was never reported."""
+        if not self._is_running or in_graph_task():
+            return
+        engine = self._engine
+        self._tasks.clear()
+        self._is_running = False
+        engine.is_between = False
+        self._clear_accumulated()
+        if self._is_updating() and (self._has_begun or engine.has_gradients()):
+            engine.abandon("a backward failed after parameters were updated or gradients accumulated")
+
+    def update(self, unit: Unit) -> None:
+        """Update ``unit``'s parameters from its gradients, which end here."""
+        updater = self._engine.updater
+        assert updater is not None
+        if not self._has_begun:
+            self._has_begun = True
+            updater.begin()
+        self._waiting.pop(unit, None)
+        unit.park()
+        updater.update(unit)
+        unit.version += 1
+        self.done.add(unit)
+
+    def conclude(self) -> None:
+        """The step is over."""
+        self.done.clear()
+        self.has_updated = self._has_begun = False
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.conclude()
+        self._tasks.clear()
+        self._waiting.clear()
+        self._is_running = False
+        self._clear_accumulated()
+
+    def _is_updating(self) -> bool:
+        updater = self._engine.updater
+        return updater is not None and updater.in_backward and not self._engine.num_accumulating
+
+    def _accumulated(self, segment: Segment) -> None:
+        """Autograd has accumulated the gradient of ``segment``."""
+        self.seen()
+        if self.has_updated:
+            raise UsageError(
+                f'parameter {segment.name}: a second backward before optimizer.step() under update="backward"; expected'
+                ' one backward a step, `with tiered.accumulate(model):` around the others, or update="step"'
+            )
+        unit = segment.unit
+        if unit in self.done:
+            raise UsageError(
+                f"parameter {segment.name}: a gradient after its unit was updated in this backward; expected all of it"
+                ' before: use update="step"'
+            )
+        unit.gradients.adopt(segment)
+        segment.accumulated = True
+        if not self._is_updating():
+            return
+        self._waiting[unit] = None
+        for candidate in list(self._waiting):
+            if self._is_final(candidate):
+                self.update(candidate)
+
+    def _is_final(self, unit: Unit) -> bool:
+        """Return whether no more gradient can come for ``unit`` and nobody needs its present bytes any more.
+
+        A parameter accumulates once per graph task. One that a reentrant checkpoint will recompute more than once (it
+        was touched without gradients in the forward) accumulates in several, and is final only at the end.
+        """
+        if unit.has_references() or unit.num_ops or self._engine.is_on_stack(unit):
+            return False
+        for segment in unit.trainable_segments():
+            if not segment.accumulated:
+                return False
+            touches = segment.num_no_grad_touches
+            if touches > 1 or (touches and segment.num_grad_touches):
+                return False
+        return True
+
+    def _ended(self) -> None:
+        """A graph task of this backward is over."""
+        if _num_backwards_on_stack() > 1:
+            return  # a nested one: the outermost reports too
+        engine = self._engine
+        self._tasks.clear()
+        self._is_running = False
+        if engine.is_in_call() or not self._clear_accumulated():
+            return  # autograd.grad: nothing was accumulated
+        engine.is_between = False
+        if self._is_updating():
+            for unit in engine.units:
+                if unit.gradients.key:
+                    self.update(unit)
+            self.has_updated = True
+            self.done.clear()
+        self._waiting.clear()
+        engine.forget_touches()
+        engine.residency.park_all()
+
+    def _clear_accumulated(self) -> bool:
+        """Clear the marks of this backward; return whether there were any."""
+        found = False
+        for unit in self._engine.units:
+            for segment in unit.segments:
+                found = found or segment.accumulated
+                segment.accumulated = False
+        return found
+
+
+def _num_backwards_on_stack() -> int:
+    """Return how many backwards this thread is inside of (reentrant checkpoints nest them)."""
+    frame, count = sys._getframe(1), 0
+    code = _engine_run_backward.__code__
+    while frame is not None:
+        count += frame.f_code is code
+        frame = frame.f_back  # type: ignore[assignment]
+    return count

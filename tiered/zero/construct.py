@@ -1,0 +1,146 @@
+"""construct: run a model's ordinary constructor with its parameters going into the store as they are made.
+
+Each parameter becomes a key of its own, faulting in for reading and writing while the constructor initialises it. So a
+model larger than memory gets exactly the weights, and uses exactly the random numbers, of the ordinary constructor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tiered.store.store import Store
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from tiered.errors import UsageError
+from tiered.store.working_set import Lease
+from tiered.zero.parameter import TieredParameter, placeholder, without_dispatch
+from tiered.zero.unit import Segment
+
+__all__ = ["ConstructedParameter", "construct"]
+
+_numbers = itertools.count()
+
+
+class ConstructedParameter:
+    """One parameter between its constructor and ``shard``: a scratch key of its own, leased while it is used.
+
+    Stands where a sharded parameter has its unit and engine.
+    """
+
+    def __init__(self, construction: _Construction, segment: Segment) -> None:
+        self.engine = construction
+        self.key = f"construct/{next(_numbers)}"
+        self.segment = segment
+        self.lease: Lease | None = None
+        self.num_ops = 0
+        segment.unit = self  # type: ignore[assignment]
+
+    def describe(self) -> str:
+        """Return the state in words, for messages."""
+        return "under construction" if self.engine.is_open else "constructed, not sharded"
+
+    def show(self) -> None:
+        """Lease the bytes and make the parameter a view of them."""
+        if self.lease is None:
+            self.lease = self.engine.store.working_set.lease(self.key, "rw")
+            self.engine.shown[self] = None
+            with without_dispatch():
+                self.segment.parameter.data = self.segment.view(self.lease.tensor)
+
+    def park(self) -> None:
+        """Give the lease back; what still looks at the bytes keeps them."""
+        if self.lease is not None:
+            lease, self.lease = self.lease, None
+            self.engine.shown.pop(self, None)
+            with without_dispatch():
+                self.segment.parameter.data = placeholder(self.segment.shape, self.segment.dtype)
+            lease.release()
+
+
+class _Construction:
+    """One ``with construct(store):`` block: takes every parameter that is registered on a module."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.is_open = True
+        self.num_exporting = 0  # never inside state_dict
+        self.shown: dict[ConstructedParameter, None] = {}  # oldest first
+        store.working_set.add_reclaimer(self._reclaim)
+
+    def take(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        """Move ``parameter``, which ``module`` registers as ``name``, into the store; same object, same values."""
+        if (
+            type(parameter) is not nn.Parameter
+            or parameter.device.type != "cpu"
+            or parameter.layout is not torch.strided
+        ):
+            return None  # tied (ours already), on meta, or somebody else's subclass
+        segment = Segment(f"{type(module).__name__}.{name}", parameter, parameter.dtype)
+        constructed = ConstructedParameter(self, segment)
+        working_set = self.store.working_set
+        working_set.create(constructed.key, max(segment.nbytes, 1), scratch=True)
+        lease = working_set.lease(constructed.key, "w")
+        constructed.lease = lease
+        self.shown[constructed] = None
+        view = segment.view(lease.tensor)
+        with torch.no_grad():
+            view.copy_(parameter)
+            parameter.data = view
+        parameter.__class__ = TieredParameter
+        parameter.segment = segment  # type: ignore[attr-defined]
+        return None
+
+    @contextlib.contextmanager
+    def access(self, segment: Segment, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Show the parameter for one operation, which may write it."""
+        if not self.is_open:
+            raise UsageError(
+                f"parameter {segment.name}: {getattr(func, '__name__', func)} after `with tiered.construct(store):`;"
+                " expected tiered.shard(model, store) first"
+            )
+        constructed: Any = segment.unit
+        constructed.show()
+        constructed.num_ops += 1
+        try:
+            yield
+        finally:
+            constructed.num_ops -= 1
+
+    def require_gradient(self, parameter: nn.Parameter) -> None:
+        """Nothing to follow: gradients come after ``shard``."""
+
+    def park_all(self) -> None:
+        """Give every lease back."""
+        for constructed in list(self.shown):
+            constructed.park()
+
+    def _reclaim(self, nbytes: int) -> bool:
+        for constructed in list(self.shown):
+            if constructed.num_ops == 0:
+                constructed.park()
+                return True
+        return False
+
+
+@contextlib.contextmanager
+def construct(store: Store) -> Iterator[None]:
+    """Build a model whose parameters live in ``store`` from the moment they are made.
+
+    ``with tiered.construct(store): model = GPT(...)``, then ``tiered.shard(model, store)``. The constructor runs as it
+    is; parameters may be read and written inside the block, in DRAM bounded by the store's budget. Parameters on the
+    meta device and tensors that are not parameters stay as they are. Not thread-safe. Raises CapacityError when one
+    parameter is larger than the budget.
+    """
+    construction = _Construction(store)
+    hook = register_module_parameter_registration_hook(construction.take)
+    try:
+        yield
+    finally:
+        hook.remove()
+        construction.park_all()
+        construction.is_open = False

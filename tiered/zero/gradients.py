@@ -1,0 +1,208 @@
+"""The gradients of a unit: one flat buffer, a scratch key of the store, shown as the parameters' ``.grad``.
+
+Gradients stay in DRAM while the budget allows; under pressure they go to NVMe and ``.grad`` becomes a guard. Clipping
+by global norm lives here because it must see them all, streamed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tiered.errors import UsageError
+from tiered.store.working_set import Lease
+from tiered.units import round_up
+from tiered.zero.parameter import GuardedGradient, TieredParameter, guarded_gradient, without_dispatch
+
+if TYPE_CHECKING:
+    from tiered.zero.unit import Segment, Unit
+
+__all__ = ["UnitGradients", "clip_grad_norm_"]
+
+
+class UnitGradients:
+    """The gradients of one unit in one buffer, in the parameters' dtypes, each segment on 64 bytes.
+
+    Invariant: ``.grad`` of a parameter with a gradient is a view of the leased buffer, or a guard when the bytes are
+    the working set's. ``factors`` are the clip factors that the next update multiplies with, in fp32.
+    """
+
+    __slots__ = ("_num_leases", "busy", "factors", "key", "lease", "nbytes", "unit", "working_set")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.working_set = unit.working_set
+        self.lease: Lease | None = None
+        self.key = ""  # "": there are no gradients
+        self.nbytes = self.lay_out()
+        self.busy = False  # being read by an update: not to be stored away
+        self.factors: dict[Segment, torch.Tensor] = {}
+        self._num_leases = 0
+
+    def lay_out(self) -> int:
+        """Place the trainable segments; return the bytes their gradients take."""
+        offset = 0
+        for segment in self.unit.trainable_segments():
+            segment.grad_offset = offset
+            offset = round_up(offset + segment.nbytes, 64)
+        return offset
+
+    def open(self) -> torch.Tensor:
+        """Lease the buffer and return it: (nbytes,) uint8; what is stored is swapped in and shown as ``.grad``."""
+        if self.lease is not None:
+            return self.lease.tensor
+        if self.key:
+            self.lease = self.working_set.lease(self.key, "rw")
+        else:
+            self.nbytes = self.lay_out()
+            self._num_leases += 1
+            key = f"model/gradient/{self.unit.name}/{self._num_leases}"
+            self.working_set.create(key, self.nbytes, scratch=True)
+            self.lease = self.working_set.lease(key, "w")
+            self.key = key
+        self.unit.engine.residency.gradients_opened(self)
+        with without_dispatch():
+            for segment in self.unit.segments:
+                if segment.has_gradient:
+                    segment.parameter.grad = segment.view(self.lease.tensor, segment.grad_offset)
+        return self.lease.tensor
+
+    def recall(self) -> None:
+        """Before autograd adds to a gradient: bring back what is stored, refuse what is clipped already."""
+        if self.factors:
+            raise UsageError(
+                f"unit {self.unit.name!r}: backward after tiered.clip_grad_norm_ and before optimizer.step(); expected"
+                " all micro-steps first, then the clipping, then the step"
+            )
+        if self.key and self.lease is None:
+            self.open()
+
+    def adopt(self, segment: Segment) -> None:
+        """Take over what autograd has accumulated in ``.grad``: move it into the buffer unless it is there."""
+        with without_dispatch():
+            gradient = segment.parameter.grad
+            assert gradient is not None
+            if gradient.layout is not torch.strided:
+                raise UsageError(
+                    f"parameter {segment.name}: a {gradient.layout} gradient; expected a dense one:"
+                    " build the embedding with sparse=False"
+                )
+            view = segment.view(self.open(), segment.grad_offset)
+            if gradient.data_ptr() != view.data_ptr():
+                view.copy_(gradient.detach())
+                segment.parameter.grad = view
+        segment.has_gradient = True
+
+    def flat(self, segment: Segment) -> torch.Tensor:
+        """Return the (numel,) gradient of ``segment`` in memory order; the buffer must be open."""
+        assert self.lease is not None
+        return segment.flat(self.lease.tensor, segment.grad_offset)
+
+    def store_away(self) -> bool:
+        """Give the buffer back to the working set and leave guards; return whether there was anything to give."""
+        if self.lease is None or self.busy:
+            return False
+        with without_dispatch():
+            for segment in self.unit.segments:
+                if segment.has_gradient:
+                    segment.parameter.grad = guarded_gradient(segment.shape, segment.dtype)
+        lease, self.lease = self.lease, None
+        self.unit.engine.residency.gradients_closed(self)
+        lease.release()
+        self.working_set.swap_out([self.key])
+        return True
+
+    def drop(self) -> None:
+        """Forget the gradients; ``.grad`` of each becomes None. Bytes a caller still sees live as long as its view."""
+        with without_dispatch():
+            for segment in self.unit.segments:
+                if segment.has_gradient:
+                    segment.parameter.grad = None
+                segment.has_gradient = False
+        self.factors.clear()
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            self.unit.engine.residency.gradients_closed(self)
+        if self.key:
+            ended = lease.release() if lease is not None else True
+            self.unit.engine.residency.discard(self.key, ended=ended)
+        self.key = ""
+
+    def zero(self) -> None:
+        """Fill the gradients with zeros and keep them (``zero_grad(set_to_none=False)``)."""
+        if self.key:
+            self.open().zero_()
+        self.factors.clear()
+
+
+def clip_grad_norm_(
+    model: nn.Module | Iterable[torch.Tensor],
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Clip the global norm of the gradients of ``model``'s parameters; return it as a fp32 scalar.
+
+    The bits are those of ``torch.nn.utils.clip_grad_norm_`` over the fp32 gradients in the order of
+    ``model.parameters()``: a norm per whole parameter, then the norm of the norms, then
+    ``max_norm / (norm + 1e-6)`` clamped to 1. The factor is applied in fp32 by the next ``optimizer.step()``; the
+    gradients themselves are left as they are. Streams gradients that are on NVMe. Blocks. Raises RuntimeError for a
+    non-finite norm when ``error_if_nonfinite``, UsageError under ``update="backward"``.
+    """
+    tensors = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
+    norms: list[torch.Tensor] = []
+    clipped: list[torch.Tensor] = []
+    with torch.no_grad(), without_dispatch():
+        for tensor in tensors:
+            if tensor.grad is None:
+                continue
+            clipped.append(tensor)
+            norms.append(_norm(tensor, float(norm_type)))
+        if not norms:
+            return torch.tensor(0.0)
+        total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+        if error_if_nonfinite and not math.isfinite(total.item()):
+            raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}: not clipped")
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for tensor in clipped:
+            _scale(tensor, factor)
+    return total
+
+
+def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return the fp32 norm of one parameter's gradient."""
+    if not isinstance(tensor, TieredParameter):
+        assert tensor.grad is not None
+        return torch.linalg.vector_norm(tensor.grad, norm_type, dtype=_accumulator(tensor.dtype))
+    segment = tensor.segment
+    updater = segment.unit.engine.updater
+    if updater is not None and updater.in_backward:
+        raise UsageError(
+            f'parameter {segment.name}: clipping under update="backward", where gradients are used up as they become'
+            ' final; expected tiered.AdamW(..., update="step")'
+        )
+    gradients = segment.unit.gradients
+    view = segment.view(gradients.open(), segment.grad_offset)
+    factor = gradients.factors.get(segment)
+    if factor is not None:
+        return torch.linalg.vector_norm(view.to(_accumulator(view.dtype)) * factor, norm_type)
+    return torch.linalg.vector_norm(view, norm_type, dtype=_accumulator(view.dtype))
+
+
+def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> None:
+    if not isinstance(tensor, TieredParameter):
+        assert tensor.grad is not None and not isinstance(tensor.grad, GuardedGradient)
+        tensor.grad.mul_(factor.to(tensor.grad.dtype))
+        return
+    factors = tensor.segment.unit.gradients.factors
+    old = factors.get(tensor.segment)
+    factors[tensor.segment] = factor if old is None else old * factor
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

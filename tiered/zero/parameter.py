@@ -1,0 +1,210 @@
+"""TieredParameter: a parameter that faults in like a page, and refuses to be touched at the wrong time.
+
+An ``nn.Parameter`` keeps its identity and changes its class. Its values live in the store; each operation that touches
+them leases the owning unit first. Metadata (shape, dtype, grad, hooks) passes through untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tiered.errors import UsageError
+
+if TYPE_CHECKING:
+    from tiered.zero.unit import Segment
+
+__all__ = ["GuardedGradient", "TieredParameter", "guarded_gradient", "is_write", "placeholder", "without_dispatch"]
+
+without_dispatch = torch._C.DisableTorchFunctionSubclass
+"""Context manager: inside it a TieredParameter is a plain tensor."""
+
+
+def _functions(names: str) -> set[Any]:
+    found: set[Any] = set()
+    for name in names.split():
+        member = getattr(torch.Tensor, name, None)
+        if member is None:
+            continue
+        found |= {member} if callable(member) else {member.__get__, member.__set__}
+        found |= {member.__delete__} if name == "grad" else set()
+        if callable(getattr(torch, name, None)):
+            found.add(getattr(torch, name))
+    return found
+
+
+_METADATA = _functions(
+    "shape dtype device layout ndim requires_grad grad is_leaf grad_fn _version output_nr _backward_hooks "
+    "_post_accumulate_grad_hooks name names retains_grad is_sparse is_sparse_csr is_quantized is_meta is_cuda is_cpu "
+    "is_xpu is_mps is_mkldnn is_nested is_xla is_ipu is_vulkan is_mtia is_maia itemsize nbytes _grad _cdata "
+    "size dim numel nelement element_size is_floating_point is_complex is_signed is_inference is_conj is_neg "
+    "requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad get_device is_same_size __len__ "
+    "__hash__ type_as_is has_names dense_dim sparse_dim"
+)
+_LAYOUT = _functions("stride is_contiguous storage_offset dim_order is_non_overlapping_and_dense")
+_REQUIRES_GRAD = {torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_}
+_FORBIDDEN: dict[Any, str] = {
+    torch.Tensor.__deepcopy__: "deepcopy of a sharded parameter; copy model.state_dict() into a model built afresh",
+    torch.Tensor.__reduce_ex__: "pickling of a sharded parameter; save model.state_dict(), or commit the store",
+    torch.Tensor.share_memory_: "share_memory_() of a sharded parameter; its bytes belong to the store",
+}
+_CASTS = {
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.double: torch.float64,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
+}
+
+
+class TieredParameter(nn.Parameter):
+    """A parameter whose values live in a store; made by ``construct`` and ``shard``, never directly.
+
+    ``segment`` says where the values are. Shape, dtype, ``requires_grad`` and ``grad`` are the true ones at any time.
+    Inside a forward or backward of the model, and inside ``tiered.unsharded``, it behaves as any parameter; elsewhere
+    touching the values raises UsageError.
+    """
+
+    segment: Segment
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with without_dispatch():
+                result = func(*args, **kwargs)
+            if func in _REQUIRES_GRAD:
+                args[0].segment.unit.engine.require_gradient(args[0])
+            return result
+        parameters = list(_find(args)) + list(_find(kwargs.values()))
+        if not parameters:  # another subclass brought us here
+            with without_dispatch():
+                return func(*args, **kwargs)
+        first = parameters[0]
+        if func in _LAYOUT:
+            return func(first.segment.layout(), *args[1:], **kwargs)
+        if func is torch.Tensor.__repr__:
+            return _describe(first)
+        if func in _FORBIDDEN:
+            raise UsageError(f"parameter {first.segment.name}: refused {_FORBIDDEN[func]}")
+        if _is_no_op(func, args, kwargs):
+            return first
+        with ExitStack() as stack:
+            for parameter in parameters:
+                stack.enter_context(parameter.segment.unit.engine.access(parameter.segment, func, args, kwargs))
+            with without_dispatch():
+                if func is _GET_DATA:  # shares the version counter, so that a write through it is noticed
+                    return args[0].detach()
+                result = func(*args, **kwargs)
+                if func is torch.Tensor.detach and first.segment.unit.engine.num_exporting:
+                    return result.clone()  # state_dict(): the caller's own
+                return result
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return _describe(self)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise UsageError(f"parameter {self.segment.name}: refused {_FORBIDDEN[torch.Tensor.__deepcopy__]}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(f"parameter {self.segment.name}: refused {_FORBIDDEN[torch.Tensor.__reduce_ex__]}")
+
+
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class GuardedGradient(torch.Tensor):
+    """What ``parameter.grad`` is while the gradient's bytes are on NVMe: the true shape and dtype, and an error."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA or func in {torch.Tensor.data.__get__, torch.Tensor.detach}:  # type: ignore[attr-defined]
+            with without_dispatch():
+                return func(*args, **(kwargs or {}))
+        raise UsageError(
+            f"{getattr(func, '__name__', func)} on a gradient that is on NVMe because the DRAM budget does not hold it:"
+            " use tiered.clip_grad_norm_ (it streams), or give the store a larger dram="
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        with without_dispatch():
+            return f"GuardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, on NVMe)"
+
+
+def guarded_gradient(shape: tuple[int, ...], dtype: torch.dtype) -> GuardedGradient:
+    """Return a gradient that may be assigned to a parameter of this shape and dtype and refuses every use."""
+    return placeholder(shape, dtype).as_subclass(GuardedGradient)
+
+
+def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of true shape and dtype without bytes: it reads NaN (0 for integers) and refuses writes.
+
+    It is the backstop behind a TieredParameter; every ordinary way to reach it raises first.
+    """
+    tensor = _blank(dtype).expand(shape)
+    return tensor
+
+
+@functools.cache
+def _blank(dtype: torch.dtype) -> torch.Tensor:
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    tensor = torch.full((), value, dtype=dtype)
+    torch._C._set_throw_on_mutable_data_ptr(tensor)  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether ``func`` would write to a TieredParameter among its arguments."""
+    if any(True for _ in _find((kwargs.get("out"),))) or func is _SET_DATA:
+        return True
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    if not in_place or name in {"__index__", "__int__", "__invert__"}:
+        return False
+    target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+    return any(True for _ in _find((target,)))
+
+
+def _find(values: Any) -> Iterator[TieredParameter]:
+    """Yield the tiered parameters in ``values``, looking into lists, tuples and dicts."""
+    for value in values:
+        if isinstance(value, TieredParameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _find(value)
+        elif isinstance(value, dict):
+            yield from _find(value.values())
+
+
+def _is_no_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether ``func`` would hand back its first argument itself, as in ``model.to(...)`` without a change."""
+    target = args[0] if args else None
+    if not isinstance(target, TieredParameter):
+        return False
+    if func is _SET_DATA:
+        return args[1] is target
+    if func in _CASTS:
+        return target.dtype == _CASTS[func]
+    if func is torch.Tensor.cpu:
+        return target.device.type == "cpu"
+    if func is not torch.Tensor.to or any(isinstance(arg, torch.Tensor) for arg in args[1:]) or kwargs.get("copy"):
+        return False
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
+    return device in (None, target.device) and dtype in (None, target.dtype) and memory_format is None
+
+
+def _describe(parameter: TieredParameter) -> str:
+    with without_dispatch():
+        return (
+            f"TieredParameter({parameter.segment.name!r}, shape={tuple(parameter.shape)}, dtype={parameter.dtype},"
+            f" requires_grad={parameter.requires_grad}, {parameter.segment.unit.describe()})"
+        )

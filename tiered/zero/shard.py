@@ -1,0 +1,274 @@
+"""shard: give a model's parameters to a store, divide them into units, and hook the model up.
+
+The values move a unit at a time; what happens at run time afterwards is the engine's business.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiered.store.store import Store
+from torch import nn
+
+from tiered.errors import CapacityError, UsageError
+from tiered.tiers.placement import choose_held
+from tiered.units import format_bytes, parse_bytes
+from tiered.zero.budget import smallest_budget
+from tiered.zero.construct import ConstructedParameter
+from tiered.zero.division import UnitRule, divide_into_units
+from tiered.zero.engine import Engine
+from tiered.zero.masters import master_key, master_offsets
+from tiered.zero.parameter import TieredParameter, placeholder, without_dispatch
+from tiered.zero.state import ModelState, RandomState, hook_state_dicts
+from tiered.zero.unit import Segment, Unit
+from tiered.zero.weights import Weights
+
+__all__ = ["shard"]
+
+_log = logging.getLogger("tiered")
+
+
+def shard(
+    model: nn.Module,
+    store: Store,
+    *,
+    unit: UnitRule = None,
+    stage: int = 3,
+    param_dtype: torch.dtype | None = None,
+    weights: Mapping[str, torch.Tensor] | str | Path | Sequence[str | Path] | None = None,
+    device: str = "auto",
+    activations: str = "auto",
+    hold: str | int = "auto",
+) -> nn.Module:
+    """Move the parameters of ``model`` into ``store`` and return the same model, ready to train.
+
+    ``unit`` says which modules move together (see ``divide_into_units``). ``param_dtype`` casts floating parameters;
+    the values before the cast become the fp32 masters. ``weights``: a state dict, or safetensors file(s) or a folder of
+    them, for a model built on the meta device; read a unit at a time. ``hold``: how much of the budget keeps bytes in
+    DRAM for good: "auto", 0, or a size such as "2GiB". ``stage`` is 1, 2 or 3; on one rank they are the same.
+
+    A store that already holds this model is adopted as it is: its values stay, and ``store.resume()`` must come before
+    the first forward. Parameters keep their objects, names, shapes and ``requires_grad``. Blocks while bytes move.
+
+    Raises CapacityError for a budget that is too small (with the smallest one that works) or too little device space,
+    UsageError for a store that holds another model (with the differences), TypeError for parameters it cannot keep.
+    """
+    if stage not in (1, 2, 3):
+        raise ValueError(f"stage={stage}; expected 1, 2 or 3")
+    if device not in ("auto", "cpu") or activations not in ("auto", "keep"):
+        raise UsageError(
+            f"device={device!r}, activations={activations!r}; expected 'auto' or 'cpu', and 'auto' or 'keep'"
+        )
+    if any(
+        isinstance(p, TieredParameter) and not isinstance(p.segment.unit, ConstructedParameter)
+        for p in model.parameters()
+    ):
+        raise UsageError("tiered.shard on a model that is sharded already; expected each model once")
+    if store.registered("tiered.model"):
+        raise UsageError("tiered.shard of a second model into one store; expected one store per model")
+    source = Weights(model, weights)
+    modules = divide_into_units(model, unit)
+    units = _make_units(model, modules, store, param_dtype)
+    smallest = smallest_budget(units)
+    budget = store.working_set.budget_bytes
+    if budget < smallest:
+        raise CapacityError(
+            f"DRAM budget {budget} bytes ({format_bytes(budget)}) is too small for this model; the smallest working"
+            f" budget is {smallest} bytes ({format_bytes(smallest)}): root unit + 2 largest units with gradients + 3"
+            " buckets of state + tile scratch. Give dram= at least that, or smaller units"
+        )
+    largest = max(u.nbytes + _grad_nbytes(u) for u in units)
+    spare = budget - smallest
+    held_bytes = _held_bytes(hold, spare, largest)
+    state = ModelState(model, units)
+    committed = store.registered_state("tiered.model") if store.durable else None
+    if committed is not None:
+        state.compare(committed)
+    _fill(store, units, source, adopt=committed is not None)
+    engine = Engine(store, model, units, window_bytes=spare - held_bytes + largest)
+    engine.held_bytes = held_bytes
+    store.working_set.hold(choose_held({u.key: u.nbytes for u in units}, {}, held_bytes))
+    engine.must_resume = committed is not None
+    _hook(model, modules, units, engine)
+    hook_state_dicts(model, engine)
+    store.add_guard(engine.guard)
+    if store.durable:
+        state.engine = engine
+        store.register("tiered.model", state)
+        store.register("tiered.random", RandomState())
+    _log.info(
+        "sharded %d parameters into %d units, %s held in DRAM",
+        sum(len(u.segments) for u in units),
+        len(units),
+        format_bytes(held_bytes),
+    )
+    return model
+
+
+def _held_bytes(hold: str | int, spare: int, largest: int) -> int:
+    """Return the bytes that placement may keep in DRAM for good: what was asked, or all but read-ahead."""
+    if hold == "auto":
+        return max(0, spare - largest)
+    wanted = parse_bytes(hold)
+    if wanted > spare:
+        raise CapacityError(
+            f"hold={format_bytes(wanted)} leaves too little to work with; expected at most {format_bytes(spare)} of"
+            ' this budget: give the store a larger dram=, or hold="auto"'
+        )
+    return wanted
+
+
+def _grad_nbytes(unit: Unit) -> int:
+    return sum(segment.nbytes for segment in unit.segments if segment.trainable)
+
+
+def _make_units(
+    model: nn.Module, modules: dict[str, nn.Module], store: Store, param_dtype: torch.dtype | None
+) -> list[Unit]:
+    """Give each parameter to the innermost unit above the first module that names it; the root unit comes first."""
+    members: dict[str, list[Segment]] = {"": [], **{name: [] for name in modules}}
+    seen: set[int] = set()
+    for module_name, module in model.named_modules():
+        owner = max((n for n in modules if module_name == n or module_name.startswith(f"{n}.")), key=len, default="")
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            full = f"{module_name}.{name}" if module_name else name
+            members[owner].append(_segment(full, parameter, param_dtype))
+    if not seen:
+        raise UsageError("tiered.shard of a model without parameters; expected at least one")
+    named = {name: segments for name, segments in members.items() if segments or not name}
+    return [
+        Unit(name or "root", f"model/parameters/{name or 'root'}", segments, store.working_set)
+        for name, segments in named.items()
+    ]
+
+
+def _segment(name: str, parameter: nn.Parameter, param_dtype: torch.dtype | None) -> Segment:
+    if parameter.layout is not torch.strided or parameter.is_quantized or parameter.device.type not in {"cpu", "meta"}:
+        raise TypeError(
+            f"parameter {name}: {parameter.layout} on {parameter.device}; expected a dense tensor on the CPU"
+        )
+    if not isinstance(parameter, TieredParameter) and type(parameter) is not nn.Parameter:
+        raise TypeError(f"parameter {name}: subclass {type(parameter).__name__}; expected a plain nn.Parameter")
+    cast = param_dtype if param_dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
+    return Segment(name, parameter, cast)
+
+
+def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) -> None:
+    """Write each unit's values, and the masters of what is cast; with ``adopt`` the store's own values stay."""
+    working_set = store.working_set
+    if not adopt:
+        nbytes = sum(unit.nbytes for unit in units)
+        masters = sum(4 * s.numel for unit in units for s in unit.segments if source.is_cast(s))
+        store.reserve_space((nbytes + masters) * (2 if store.durable else 1), scratch=not store.durable)
+    for unit in units:
+        if not adopt:
+            _fill_unit(store, unit, source)
+        for segment in unit.segments:
+            _convert(segment, working_set)
+
+
+def _fill_unit(store: Store, unit: Unit, source: Weights) -> None:
+    working_set = store.working_set
+    working_set.create(unit.key, unit.nbytes)
+    lease = working_set.lease(unit.key, "w")
+    try:
+        lease.tensor.zero_()
+        for segment in unit.segments:
+            source.copy(segment, segment.view(lease.tensor))
+    finally:
+        lease.release()
+    working_set.swap_out([unit.key])
+    offsets = {s: offset for s, offset in master_offsets(unit.segments).items() if source.is_cast(s)}
+    if not offsets:
+        return
+    offsets = master_offsets(unit.segments)
+    last = max(offsets, key=lambda s: offsets[s])
+    key = master_key(unit.name)
+    working_set.create(key, (offsets[last] + last.numel) * 4)
+    lease = working_set.lease(key, "w")
+    try:
+        for segment, offset in offsets.items():
+            flat = lease.tensor.view(torch.float32)[offset : offset + segment.numel]
+            source.copy(segment, flat.as_strided(segment.shape, segment.strides))
+    finally:
+        lease.release()
+    working_set.swap_out([key])
+
+
+def _convert(segment: Segment, working_set: Any) -> None:
+    """Make the parameter a TieredParameter of ``segment``, without values of its own."""
+    parameter = segment.parameter
+    if isinstance(parameter, TieredParameter):
+        constructed: Any = parameter.segment.unit
+        constructed.park()
+        working_set.delete([constructed.key])
+    with without_dispatch():
+        parameter.data = placeholder(segment.shape, segment.dtype)
+    parameter.__class__ = TieredParameter
+    parameter.segment = segment  # type: ignore[attr-defined]
+
+
+def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit], engine: Engine) -> None:
+    by_name = {unit.name: unit for unit in units}
+    unit_of = {module: by_name[name] for name, module in modules.items() if name in by_name}
+    unit_of[model] = by_name["root"]
+    for module in model.modules():
+        if module is not model and not any(True for _ in module.parameters()):
+            continue
+        unit = unit_of.get(module)
+        module.register_forward_pre_hook(_enter(engine, unit), prepend=True, with_kwargs=True)
+        module.register_forward_hook(_exit(engine), with_kwargs=True, always_call=True)
+        _wrap_methods(module, engine, unit)
+    for unit in units:
+        for segment in unit.segments:
+            engine.backward.watch(segment.parameter)
+
+
+def _enter(engine: Engine, unit: Unit | None) -> Callable[..., None]:
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        engine.enter(module, unit)
+
+    return enter
+
+
+def _exit(engine: Engine) -> Callable[..., Any]:
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return engine.exit(module, output)
+
+    return leave
+
+
+def _wrap_methods(module: nn.Module, engine: Engine, unit: Unit | None) -> None:
+    """Let the methods that the user's class defines beside ``forward`` use parameters as a forward may."""
+    for cls in type(module).__mro__:
+        if cls.__module__.split(".")[0] == "torch" or not issubclass(cls, nn.Module):
+            continue
+        for name, function in vars(cls).items():
+            special = name.startswith("__") or name in {"forward", "extra_repr"} or hasattr(nn.Module, name)
+            suspended = inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function)
+            if special or suspended or not inspect.isfunction(function) or name in vars(module):
+                continue
+            setattr(module, name, _wrap(getattr(module, name), module, engine, unit))
+
+
+def _wrap(method: Callable[..., Any], module: nn.Module, engine: Engine, unit: Unit | None) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = None
+        engine.enter(module, unit)
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            output = engine.exit(module, output)
+        return output
+
+    return call

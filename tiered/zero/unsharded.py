@@ -1,0 +1,88 @@
+"""unsharded and accumulate: the two blocks in which a sharded model behaves otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import xxhash
+from torch import nn
+
+from tiered.errors import CapacityError, UsageError
+from tiered.units import format_bytes
+from tiered.zero.engine import Engine
+from tiered.zero.parameter import TieredParameter
+from tiered.zero.unit import Segment, Unit
+
+__all__ = ["accumulate", "unsharded"]
+
+
+@contextlib.contextmanager
+def unsharded(module: nn.Module) -> Iterator[nn.Module]:
+    """Make the parameters of ``module`` (and of the modules in it) ordinary, readable and writable ones.
+
+    Between steps only. The bytes are the store's own: keep no tensor on them beyond the block. What is written counts
+    as trained: for a bf16 parameter that changed, the written values become its fp32 master. Raises CapacityError when
+    the module does not fit the DRAM budget (use it on one unit at a time), UsageError inside a forward or backward.
+    """
+    units = _units_of(module)
+    engine = units[0].engine
+    engine.check_idle("unsharded")
+    budget = engine.working_set.budget_bytes
+    nbytes = sum(unit.nbytes for unit in units)
+    if nbytes > budget:
+        raise CapacityError(
+            f"unsharded({type(module).__name__}) needs {format_bytes(nbytes)} of DRAM, the budget is"
+            f" {format_bytes(budget)}; expected a smaller module: use it on one unit at a time, or `tiered export`"
+        )
+    shielded = engine.residency.shielded
+    added = [unit for unit in units if unit not in shielded]
+    shielded |= set(added)
+    digests: dict[Segment, int] = {}
+    try:
+        for unit in added:
+            unit.park()
+            unit.show("rw")
+            digests |= {segment: _digest(unit, segment) for segment in unit.segments}
+        yield module
+    finally:
+        changed = [s for s, digest in digests.items() if s.unit.lease is not None and _digest(s.unit, s) != digest]
+        shielded -= set(added)
+        for unit in added:
+            unit.park()
+        for segment in changed:
+            segment.unit.version += 1
+            engine.written(segment, None)
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Inside this block a backward only adds to the gradients; the first one outside adds and updates.
+
+    For ``update="backward"``; under ``update="step"`` every backward only adds, and the block changes nothing.
+    """
+    engine = _units_of(model)[0].engine
+    engine.num_accumulating += 1
+    try:
+        yield
+    finally:
+        engine.backward.settle()
+        engine.num_accumulating -= 1
+
+
+def _units_of(module: nn.Module) -> list[Unit]:
+    units: dict[Unit, None] = {}
+    for parameter in module.parameters():
+        if not isinstance(parameter, TieredParameter) or not isinstance(parameter.segment.unit.engine, Engine):
+            raise UsageError(f"{type(module).__name__} is not sharded; expected a model that tiered.shard returned")
+        units[parameter.segment.unit] = None
+    if not units:
+        raise UsageError(f"{type(module).__name__} has no parameters; expected a sharded module")
+    return list(units)
+
+
+def _digest(unit: Unit, segment: Segment) -> int:
+    assert unit.lease is not None
+    flat = segment.flat(unit.lease.tensor)
+    return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy()) if flat.numel() else 0
