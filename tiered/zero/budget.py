@@ -7,7 +7,7 @@ buckets of state + what is in flight (the tile scratch of the update).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tiered.units import round_up
 from tiered.zero.codec import PIECE_ALIGNMENT, TileScratch, divide
@@ -15,7 +15,7 @@ from tiered.zero.codec import PIECE_ALIGNMENT, TileScratch, divide
 if TYPE_CHECKING:
     from tiered.zero.unit import Segment, Unit
 
-__all__ = ["TILE_NUMEL", "bucket_numel_for", "smallest_budget", "tile_numel_for"]
+__all__ = ["TILE_NUMEL", "Shares", "bucket_numel_for", "share_out", "smallest_budget", "tile_numel_for"]
 
 TILE_NUMEL = 1 << 20
 """Elements that one kernel call updates: a tile and its state stay in L2 (design.md, section 9)."""
@@ -36,16 +36,49 @@ def bucket_numel_for(num_trainable: Iterable[int]) -> int:
 
 def smallest_budget(units: Sequence[Unit]) -> int:
     """Return the smallest DRAM budget in bytes that trains ``units`` (the root unit first) with exact state."""
-    trainable = [[segment for segment in unit.segments if segment.trainable] for unit in units]
-    numel = bucket_numel_for(sum(segment.numel for segment in segments) for segments in trainable)
-    buckets = [bucket for segments in trainable for bucket in divide("", segments, numel)]
-    bucket = round_up(max((bucket.nbytes for bucket in buckets), default=0), _PAGE)
+    trainable, numel = _trainable(units)
+    bucket = _largest_bucket(trainable, numel)
     sizes = [
         round_up(unit.nbytes, _PAGE) + round_up(sum(round_up(s.nbytes, 64) for s in segments), _PAGE)
         for unit, segments in zip(units, trainable, strict=True)
     ]
     scratch = round_up(TileScratch.nbytes(tile_numel_for(numel, trainable)), _PAGE)
     return sizes[0] + sum(sorted(sizes[1:], reverse=True)[:2]) + 3 * bucket + scratch
+
+
+class Shares(NamedTuple):
+    """How a budget is shared out beyond the smallest one, in bytes."""
+
+    held: int  # kept in DRAM for good
+    window: int  # on its way in, ahead of need
+
+
+def share_out(units: Sequence[Unit], budget_bytes: int, *, held: int | None = None) -> Shares:
+    """Return what placement may hold and how far the schedule reads ahead under ``budget_bytes``.
+
+    Read-ahead wants the next unit's parameters and 3 buckets; what is being written must find room beside it, or bytes
+    that were read ahead are evicted before their use and read twice. All else is held. ``held`` overrides the choice.
+    """
+    trainable, numel = _trainable(units)
+    buckets = 3 * _largest_bucket(trainable, numel)
+    spare = budget_bytes - smallest_budget(units)
+    parameters = max(unit.nbytes for unit in units)
+    gradients = max(sum(segment.nbytes for segment in segments) for segments in trainable)
+    if held is None:
+        held = max(0, spare - buckets)
+    return Shares(held, min(parameters + buckets, spare - held + max(gradients, parameters)))
+
+
+def _trainable(units: Sequence[Unit]) -> tuple[list[list[Segment]], int]:
+    """Return the trainable segments of each unit, and the elements per bucket that follow."""
+    trainable = [[segment for segment in unit.segments if segment.trainable] for unit in units]
+    return trainable, bucket_numel_for(sum(segment.numel for segment in segments) for segments in trainable)
+
+
+def _largest_bucket(trainable: Iterable[Sequence[Segment]], numel: int) -> int:
+    """Return the bytes of the largest bucket."""
+    buckets = [bucket for segments in trainable for bucket in divide("", segments, numel)]
+    return round_up(max((bucket.nbytes for bucket in buckets), default=0), _PAGE)
 
 
 def tile_numel_for(bucket_numel: int, segments: Iterable[Sequence[Segment]]) -> int:

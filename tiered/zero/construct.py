@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tiered.store.store import Store
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tiered.errors import UsageError
+from tiered.store.store import Store
 from tiered.store.working_set import Lease
 from tiered.zero.parameter import TieredParameter, placeholder, without_dispatch
 from tiered.zero.unit import Segment

@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from tiered.store.store import Store
 from torch import nn
 
 from tiered.errors import StepAbandonedError, StoreLostError, UsageError
+from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
 from tiered.tiers.schedule import NextUsePolicy, Schedule
 from tiered.tiers.trace import Trace

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from tiered.store.store import Store
 from torch.optim.optimizer import Optimizer
 
 from tiered.errors import UsageError
+from tiered.store.store import Store
 from tiered.zero.budget import bucket_numel_for, tile_numel_for
 from tiered.zero.codec import Bucket, Fields, Hyperparameters, decode_master, divide, encode_master
 from tiered.zero.engine import Engine

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiered.store.store import Store
 from torch import nn
 
 from tiered.errors import CapacityError, UsageError
+from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
 from tiered.units import format_bytes, parse_bytes
-from tiered.zero.budget import smallest_budget
+from tiered.zero.budget import share_out, smallest_budget
 from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
@@ -83,17 +83,15 @@ def shard(
             f" budget is {smallest} bytes ({format_bytes(smallest)}): root unit + 2 largest units with gradients + 3"
             " buckets of state + tile scratch. Give dram= at least that, or smaller units"
         )
-    largest = max(u.nbytes + _grad_nbytes(u) for u in units)
-    spare = budget - smallest
-    held_bytes = _held_bytes(hold, spare, largest)
+    held, window = share_out(units, budget, held=_held_bytes(hold, budget - smallest))
     state = ModelState(model, units)
     committed = store.registered_state("tiered.model") if store.durable else None
     if committed is not None:
         state.compare(committed)
     _fill(store, units, source, adopt=committed is not None)
-    engine = Engine(store, model, units, window_bytes=spare - held_bytes + largest)
-    engine.held_bytes = held_bytes
-    store.working_set.hold(choose_held({u.key: u.nbytes for u in units}, {}, held_bytes))
+    engine = Engine(store, model, units, window_bytes=window)
+    engine.held_bytes = held
+    store.working_set.hold(choose_held({u.key: u.nbytes for u in units}, {}, held))
     engine.must_resume = committed is not None
     _hook(model, modules, units, engine)
     hook_state_dicts(model, engine)
@@ -106,15 +104,15 @@ def shard(
         "sharded %d parameters into %d units, %s held in DRAM",
         sum(len(u.segments) for u in units),
         len(units),
-        format_bytes(held_bytes),
+        format_bytes(held),
     )
     return model
 
 
-def _held_bytes(hold: str | int, spare: int, largest: int) -> int:
-    """Return the bytes that placement may keep in DRAM for good: what was asked, or all but read-ahead."""
+def _held_bytes(hold: str | int, spare: int) -> int | None:
+    """Return how many bytes the caller wants held for good; None leaves it to placement."""
     if hold == "auto":
-        return max(0, spare - largest)
+        return None
     wanted = parse_bytes(hold)
     if wanted > spare:
         raise CapacityError(
@@ -122,10 +120,6 @@ def _held_bytes(hold: str | int, spare: int, largest: int) -> int:
             ' this budget: give the store a larger dram=, or hold="auto"'
         )
     return wanted
-
-
-def _grad_nbytes(unit: Unit) -> int:
-    return sum(segment.nbytes for segment in unit.segments if segment.trainable)
 
 
 def _make_units(

@@ -52,14 +52,14 @@ class UpdatePipeline:
         keys = [bucket.key for bucket in due]
         for index, bucket in enumerate(due):
             self._working_set.prefetch(keys[index : index + 1 + _READ_AHEAD])
-            use(bucket.key)
-            self._update(bucket, sources)
+            self._update(bucket, sources, use)
             self._working_set.swap_out([bucket.key])
 
-    def _update(self, bucket: Bucket, sources: Mapping[Segment, Source]) -> None:
+    def _update(self, bucket: Bucket, sources: Mapping[Segment, Source], use: Callable[[str], None]) -> None:
         assert self.scratch is not None
         lease = self._working_set.lease(bucket.key, "rw")
         try:
+            use(bucket.key)  # order: once it is leased, or what is read ahead would push it out as just used
             for piece in bucket.pieces:
                 source = sources.get(piece.segment)
                 if source is not None:
