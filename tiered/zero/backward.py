@@ -7,6 +7,7 @@ Autograd tells of each accumulated gradient and of the end of each graph task; a
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,8 +52,12 @@ class Backward:
             if segment in self._watched or not parameter.requires_grad:
                 return
             self._watched.add(segment)
-            parameter.register_hook(lambda _: segment.unit.gradients.recall())
-            parameter.register_post_accumulate_grad_hook(lambda _: self._accumulated(segment))
+            parameter.register_hook(  # type: ignore[no-untyped-call]
+                lambda _: segment.unit.gradients.recall()
+            )
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _: self._accumulated(segment)
+            )
 
     def seen(self) -> None:
         """Something of ours runs in a backward: make sure that we hear of its end."""
@@ -176,9 +181,10 @@ class Backward:
 
 def _num_backwards_on_stack() -> int:
     """Return how many backwards this thread is inside of (reentrant checkpoints nest them)."""
-    frame, count = sys._getframe(1), 0
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
     code = _engine_run_backward.__code__
     while frame is not None:
         count += frame.f_code is code
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return count

@@ -149,10 +149,15 @@ class TileScratch:
 
     def __init__(self, buffer: torch.Tensor, numel: int) -> None:
         self.numel = numel
-        views = buffer[: self.nbytes(numel)].view(torch.float32).split(numel)
+        views = buffer[: self.nbytes(numel)].view(torch.float32).view(3, numel)
         self.master = views[0]
         self.gradient = views[1]
         self.work = views[2].view(torch.int32)
+
+    def release(self) -> None:
+        """Let go of the buffer; the scratch is of no use any more."""
+        self.master = self.gradient = torch.empty(0)
+        self.work = torch.empty(0, dtype=torch.int32)
 
     @staticmethod
     def nbytes(numel: int) -> int:
@@ -230,7 +235,9 @@ def update_piece(
 def _scaled(gradient: torch.Tensor, factor: torch.Tensor | None, scratch: TileScratch) -> torch.Tensor:
     result = scratch.gradient[: gradient.numel()]
     result.copy_(gradient)
-    return result if factor is None else result.mul_(factor)
+    if factor is not None:
+        result.mul_(factor)
+    return result
 
 
 def _adamw(parameter: torch.Tensor, gradient: torch.Tensor, state: Fields, hyper: Hyperparameters) -> None:

@@ -80,7 +80,23 @@ class _Construction:
             or parameter.layout is not torch.strided
         ):
             return None  # tied (ours already), on meta, or somebody else's subclass
-        segment = Segment(f"{type(module).__name__}.{name}", parameter, parameter.dtype)
+        self._place(f"{type(module).__name__}.{name}", parameter)
+        parameter.__class__ = TieredParameter
+        return None
+
+    def assign(self, segment: Segment, value: torch.Tensor) -> None:
+        """``parameter.data = value`` in a constructor: another key, of the value's shape, strides and dtype."""
+        old: Any = segment.unit
+        lease, old.lease = old.lease, None
+        self.shown.pop(old)
+        segment.parameter.data = value
+        self._place(segment.name, segment.parameter)
+        lease.release()
+        self.store.working_set.delete([old.key])
+
+    def _place(self, name: str, parameter: nn.Parameter) -> None:
+        """Give ``parameter``, an ordinary tensor now, a key of its own, and show it there with the same values."""
+        segment = Segment(name, parameter, parameter.dtype)
         constructed = ConstructedParameter(self, segment)
         working_set = self.store.working_set
         working_set.create(constructed.key, max(segment.nbytes, 1), scratch=True)
@@ -91,9 +107,7 @@ class _Construction:
         with torch.no_grad():
             view.copy_(parameter)
             parameter.data = view
-        parameter.__class__ = TieredParameter
         parameter.segment = segment  # type: ignore[attr-defined]
-        return None
 
     @contextlib.contextmanager
     def access(self, segment: Segment, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
@@ -137,7 +151,7 @@ def construct(store: Store) -> Iterator[None]:
     parameter is larger than the budget.
     """
     construction = _Construction(store)
-    hook = register_module_parameter_registration_hook(construction.take)
+    hook = register_module_parameter_registration_hook(construction.take)  # type: ignore[arg-type]
     try:
         yield
     finally:

@@ -30,8 +30,10 @@ def divide_into_units(model: nn.Module, rule: UnitRule) -> dict[str, nn.Module]:
     """
     if rule is None:
         return _default(model)
+    chosen: dict[str, nn.Module]
     if isinstance(rule, type | tuple):
-        chosen = {name: module for name, module in model.named_modules() if name and isinstance(module, rule)}
+        kinds: Any = rule
+        chosen = {name: module for name, module in model.named_modules() if name and isinstance(module, kinds)}
     elif callable(rule):
         chosen = {name: module for name, module in model.named_modules() if name and rule(name, module)}
     else:
@@ -40,8 +42,8 @@ def divide_into_units(model: nn.Module, rule: UnitRule) -> dict[str, nn.Module]:
         )
     chosen = {name: module for name, module in chosen.items() if _nbytes(module)}
     if not chosen:
-        kinds = sorted({type(module).__name__ for module in model.modules()})
-        raise UsageError(f"unit={rule!r} matches no module with parameters; the model has {', '.join(kinds)}")
+        present = sorted({type(module).__name__ for module in model.modules()})
+        raise UsageError(f"unit={rule!r} matches no module with parameters; the model has {', '.join(present)}")
     return chosen
 
 
@@ -56,7 +58,7 @@ def _default(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if name and not _inside(name, units) and _own_nbytes(module) >= large:
             units[name] = module
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    order: dict[str, int] = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return dict(sorted(units.items(), key=lambda item: order[item[0]]))
 
 
@@ -65,7 +67,7 @@ def _is_repeated(container: nn.Module) -> bool:
     return len(kinds) > len(set(kinds))
 
 
-def _inside(name: str, units: dict[str, Any]) -> bool:
+def _inside(name: str, units: dict[str, nn.Module]) -> bool:
     return any(name == unit or name.startswith(f"{unit}.") for unit in units)
 
 

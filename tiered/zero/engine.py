@@ -25,7 +25,7 @@ from tiered.zero.gradients import UnitGradients
 from tiered.zero.outputs import any_requires_grad, own
 from tiered.zero.parameter import is_write
 from tiered.zero.residency import Residency
-from tiered.zero.saved import SavedPair
+from tiered.zero.saved import SavedPair, other_pair_in_force
 
 if TYPE_CHECKING:
     from tiered.zero.codec import Bucket
@@ -206,7 +206,7 @@ class Engine:
         self._stack.append(frame)
         if len(self._stack) == 1:
             self._enter_outermost(type(module).__name__)
-        if self._num_pairs == 0 and torch.is_grad_enabled():
+        if self._num_pairs == 0 and torch.is_grad_enabled() and not _is_recomputing():
             pair = SavedPair(self)
             pair.enter()
             frame.pair = pair
@@ -254,7 +254,7 @@ class Engine:
 
     def _pair_for_operation(self) -> AbstractContextManager[Any]:
         """Return the pair of hooks for an operation outside any module call; inside one they are in force already."""
-        if self._num_pairs or not torch.is_grad_enabled():
+        if self._num_pairs or not torch.is_grad_enabled() or _is_recomputing():
             return nullcontext()
         return SavedPair(self)
 
@@ -262,6 +262,16 @@ class Engine:
         """A unit has leased its bytes: park what is idle, ask for what comes next."""
         self.residency.opened(unit, {frame.unit for frame in self._stack})
         self.schedule.use(unit.key)
+
+    def assign(self, segment: Segment, value: torch.Tensor) -> None:
+        """``parameter.data = value`` while it is shown for writing: the values are copied. Raises UsageError."""
+        if value.shape != segment.shape or value.dtype != segment.dtype:
+            raise UsageError(
+                f"parameter {segment.name}: .data = {tuple(value.shape)} {value.dtype}; expected the {segment.shape}"
+                f" {segment.dtype} that it was sharded with"
+            )
+        with torch.no_grad():
+            segment.parameter.copy_(value)
 
     def require_gradient(self, parameter: nn.Parameter) -> None:
         """A parameter's ``requires_grad`` was set: follow its gradient."""
@@ -373,6 +383,11 @@ class Engine:
         self._stack.clear()
 
 
+def _is_recomputing() -> bool:
+    """Return whether a non-reentrant checkpoint recomputes: what it saves now, its own pair must see, weights included."""
+    return in_graph_task() and other_pair_in_force() is not None
+
+
 def _hint(name: str) -> str:
     if name in {"to", "float", "half", "double", "bfloat16", "cuda", "type"}:
         return "to change dtype or device pass param_dtype= or device= to tiered.shard; "
@@ -387,4 +402,9 @@ def _watch_forks() -> None:
     global _is_watching
     if not _is_watching:
         _is_watching = True
-        os.register_at_fork(after_in_child=lambda: [engine.forget() for engine in list(_engines)])
+        os.register_at_fork(after_in_child=_forget_all)
+
+
+def _forget_all() -> None:
+    for engine in list(_engines):
+        engine.forget()

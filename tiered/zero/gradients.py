@@ -165,7 +165,7 @@ def clip_grad_norm_(
             norms.append(_norm(tensor, float(norm_type)))
         if not norms:
             return torch.tensor(0.0)
-        total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+        total = _vector_norm(torch.stack(norms), float(norm_type))
         if error_if_nonfinite and not math.isfinite(total.item()):
             raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}: not clipped")
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -178,7 +178,7 @@ def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     """Return the fp32 norm of one parameter's gradient."""
     if not isinstance(tensor, TieredParameter):
         assert tensor.grad is not None
-        return torch.linalg.vector_norm(tensor.grad, norm_type, dtype=_accumulator(tensor.dtype))
+        return _vector_norm(tensor.grad, norm_type)
     segment = tensor.segment
     updater = segment.unit.engine.updater
     if updater is not None and updater.in_backward:
@@ -190,8 +190,13 @@ def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     view = segment.view(gradients.open(), segment.grad_offset)
     factor = gradients.factors.get(segment)
     if factor is not None:
-        return torch.linalg.vector_norm(view.to(_accumulator(view.dtype)) * factor, norm_type)
-    return torch.linalg.vector_norm(view, norm_type, dtype=_accumulator(view.dtype))
+        return _vector_norm(view.to(_accumulator(view.dtype)) * factor, norm_type)
+    return _vector_norm(view, norm_type)
+
+
+def _vector_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=_accumulator(tensor.dtype))
+    return norm
 
 
 def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> None:

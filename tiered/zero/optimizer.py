@@ -6,7 +6,6 @@ is codec.py's business, how it streams update.py's.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,9 +15,9 @@ from torch.optim.optimizer import Optimizer
 from tiered.errors import UsageError
 from tiered.store.store import Store
 from tiered.zero.budget import bucket_numel_for, tile_numel_for
-from tiered.zero.codec import Bucket, Fields, Hyperparameters, decode_master, divide, encode_master
+from tiered.zero.codec import Hyperparameters
 from tiered.zero.engine import Engine
-from tiered.zero.masters import master_key, master_offsets
+from tiered.zero.optimizer_state import OptimizerState, StateUnit
 from tiered.zero.parameter import TieredParameter, without_dispatch
 from tiered.zero.plain import PlainUnit
 from tiered.zero.unit import Segment, Unit
@@ -68,12 +67,12 @@ class AdamW(Optimizer):
         self.format = state
         self._segments: dict[torch.Tensor, Segment] = {}
         self._known: set[Segment] = set()
-        self._buckets: dict[Any, list[Bucket]] = {}
         self._hypers: dict[Segment, dict[str, Any]] = {}
-        self._steps: dict[Segment, int] = {}
         self._engines: list[Engine] = []
         self._plain: PlainUnit | None = None
-        self._pipeline: UpdatePipeline | None = None
+        self._is_attached = False
+        self._pipeline: UpdatePipeline
+        self._state: OptimizerState
         super().__init__(params, defaults)
         self._store = self._find_store(store)
         self._attach()
@@ -85,7 +84,7 @@ class AdamW(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's optimizers do; only while the optimizer is being made."""
-        if getattr(self, "_pipeline", None) is not None:
+        if self._is_attached:
             raise UsageError("add_param_group after construction; expected all groups when tiered.AdamW is made")
         with without_dispatch():
             super().add_param_group(param_group)
@@ -136,76 +135,37 @@ class AdamW(Optimizer):
                 self._segments[parameter] = parameter.segment
         self._known = set(self._segments.values())
         committed = self._store.registered_state("tiered.optimizer") if self._store.durable else None
-        units: list[Unit | PlainUnit] = [unit for engine in self._engines for unit in engine.units]
+        units: list[StateUnit] = [unit for engine in self._engines for unit in engine.units]
         units += [self._plain] if self._plain is not None else []
         managed = {segment for parameter, segment in self._segments.items() if _requires_grad(parameter)}
         numel = bucket_numel_for(sum(s.numel for s in unit.segments if s in managed) for unit in units)
         if isinstance(committed, dict):
             numel = int(committed.get("bucket_numel", numel))
-        self._bucket_numel = numel
-        for unit in units:
-            segments = [segment for segment in unit.segments if segment in managed]
-            self._buckets[unit] = divide(f"model/state/{unit.name}", segments, numel)
-            self._steps |= dict.fromkeys(segments, 0)
         self._pipeline = UpdatePipeline(self._store.working_set, tile_numel_for(numel, [list(managed)]))
         try:
-            self._create_state(adopt=committed)
+            scratch = self._pipeline.scratch
+            self._state = OptimizerState(self._store, units, managed, bucket_numel=numel, scratch=scratch)
+            if committed is None:
+                self._state.create()
+            else:
+                _compare(committed, self._description())
+                self._state.adopt()
         except BaseException:
             self._pipeline.close()
             raise
         self._store.add_guard(self._guard)
         self._store.register("tiered.optimizer", _Registered(self))
+        self._is_attached = True
         for engine in self._engines:
             engine.updater = self
-            engine.write_listeners.append(self._set_master)
-            engine.set_state_keys({unit: self._buckets[unit] for unit in engine.units}, in_backward=self.in_backward)
-
-    def _create_state(self, adopt: object) -> None:
-        working_set = self._store.working_set
-        state_nbytes = sum(bucket.nbytes for buckets in self._buckets.values() for bucket in buckets)
-        if adopt is not None:
-            _compare(adopt, self._description())
-            self._store.reserve_space(state_nbytes)
-            return
-        self._store.reserve_space(state_nbytes * (2 if self._store.durable else 1), scratch=not self._store.durable)
-        for unit, buckets in self._buckets.items():
-            key = master_key(unit.name)
-            masters = working_set.lease(key, "r") if key in self._store else None
-            offsets = master_offsets(unit.segments) if masters is not None else {}
-            for bucket in buckets:
-                working_set.create(bucket.key, bucket.nbytes)
-                lease = working_set.lease(bucket.key, "w")
-                try:
-                    lease.tensor.zero_()
-                    if masters is not None:
-                        self._encode(bucket, lease.tensor, masters.tensor.view(torch.float32), offsets)
-                finally:
-                    lease.release()
-                working_set.swap_out([bucket.key])
-            if masters is not None:
-                masters.release()
-                working_set.delete([key])
-
-    def _encode(self, bucket: Bucket, state: torch.Tensor, masters: torch.Tensor, offsets: dict[Segment, int]) -> None:
-        for piece in bucket.pieces:
-            if piece.segment in offsets:
-                start = offsets[piece.segment] + piece.start
-                self._encode_piece(piece.fields(state), masters[start : start + piece.numel])
-
-    def _encode_piece(self, fields: Fields, masters: torch.Tensor) -> None:
-        """Write the remainders of ``masters`` (fp32) to ``fields``, tile by tile."""
-        assert self._pipeline is not None and self._pipeline.scratch is not None
-        scratch = self._pipeline.scratch
-        for start in range(0, masters.numel(), scratch.numel):
-            master = masters[start : start + scratch.numel]
-            n = master.numel()
-            tile = Fields(*(None if field is None else field[start : start + n] for field in fields))  # type: ignore[arg-type]
-            rounded = scratch.gradient.view(torch.bfloat16)[:n]
-            encode_master(master, rounded, tile, scratch.work[:n])
+            engine.write_listeners.append(self._state.set_master)
+            engine.set_state_keys(
+                {unit: self._state.buckets[unit] for unit in engine.units}, in_backward=self.in_backward
+            )
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do one optimizer step; returns what ``closure`` returned. Blocks.
 
         Takes ownership of the gradients: ``.grad`` is None afterwards.
@@ -253,16 +213,12 @@ class AdamW(Optimizer):
                 ' ones; expected changes after step(), or tiered.AdamW(..., update="step")'
             )
 
-    def manages(self, segment: Segment) -> bool:
-        """Return whether this optimizer updates ``segment``."""
-        return segment in self._steps
-
     def update(self, unit: Unit) -> None:
         """Update those parameters of ``unit`` that have a gradient and drop the gradients. Blocks."""
         gradients = unit.gradients
         managed = [s for s in unit.segments if s.has_gradient and s in self._known]
         for segment in managed:
-            if segment not in self._steps:
+            if segment not in self._state.steps:
                 raise UsageError(
                     f"parameter {segment.name} has a gradient but was frozen when tiered.AdamW was made; expected"
                     " requires_grad=True before, or a new optimizer"
@@ -277,39 +233,37 @@ class AdamW(Optimizer):
         gradients.drop()
 
     def _update_unit(self, unit: Unit, managed: list[Segment]) -> None:
-        assert self._pipeline is not None
         lease = self._store.working_set.lease(unit.key, "rw")
         sources: dict[Segment, Source] = {}
         try:
             unit.gradients.open()
             for segment in managed:
                 factor = unit.gradients.factors.get(segment)
-                parameter = segment.flat(lease.tensor)
-                sources[segment] = Source(parameter, unit.gradients.flat(segment), factor, self._next_hyper(segment))
+                sources[segment] = Source(
+                    segment.flat(lease.tensor), unit.gradients.flat(segment), factor, self._next_hyper(segment)
+                )
             with without_dispatch():
-                self._pipeline.run(self._buckets[unit], sources, unit.engine.schedule.use)
+                self._pipeline.run(self._state.buckets[unit], sources, unit.engine.schedule.use)
         finally:
             sources.clear()
-            parameter = None
             lease.release()
 
     def _step_plain(self, unit: PlainUnit) -> None:
-        assert self._pipeline is not None
         self.begin()
-        sources = {
+        sources: dict[Segment, Source] = {
             segment: Source(segment.memory(), segment.gradient(), None, self._next_hyper(segment))
             for segment in unit.segments
-            if segment.parameter.grad is not None and segment in self._steps
+            if segment.parameter.grad is not None and segment in self._state.steps
         }
-        self._pipeline.run(self._buckets[unit], sources, lambda _: None)
+        self._pipeline.run(self._state.buckets[unit], sources, lambda _: None)
 
     def _next_hyper(self, segment: Segment) -> Hyperparameters:
         group = self._hypers[segment]
-        self._steps[segment] += 1
+        self._state.steps[segment] += 1
         beta1, beta2 = group["betas"]
         return Hyperparameters(
             lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
-            maximize=group["maximize"], step=torch.tensor(float(self._steps[segment])),
+            maximize=group["maximize"], step=torch.tensor(float(self._state.steps[segment])),
         )  # fmt: skip
 
     # -- state ----------------------------------------------------------------------------------------------------
@@ -325,8 +279,8 @@ class AdamW(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 segment = self._segments[parameter]
-                if self._steps.get(segment):
-                    result["state"][index] = self._gather(segment)
+                if self._state.steps.get(segment):
+                    result["state"][index] = self._state.gather(segment)
                 index += 1
         return result
 
@@ -340,91 +294,18 @@ class AdamW(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 segment = self._segments[parameter]
-                if segment in self._steps:
-                    self._scatter(segment, states.get(index))
+                if segment in self._state.steps:
+                    self._state.scatter(segment, states.get(index))
                 index += 1
 
     def _check_idle(self, what: str) -> None:
         for engine in self._engines:
             engine.check_idle(what)
 
-    def _pieces(self, segment: Segment, mode: str) -> Iterator[tuple[int, int, Fields]]:
-        """Yield (start, stop, fields) of each stretch of ``segment``'s state, leased in ``mode`` meanwhile."""
-        for bucket in self._buckets[segment.unit]:
-            for piece in bucket.pieces:
-                if piece.segment is segment:
-                    lease = self._store.working_set.lease(bucket.key, mode)  # type: ignore[arg-type]
-                    try:
-                        yield piece.start, piece.stop, piece.fields(lease.tensor)
-                    finally:
-                        lease.release()
-
-    def _gather(self, segment: Segment) -> dict[str, torch.Tensor]:
-        dtype = torch.float64 if segment.dtype == torch.float64 else torch.float32
-        names = ["exp_avg", "exp_avg_sq"] + (["master"] if segment.dtype == torch.bfloat16 else [])
-        flats = {name: torch.empty(segment.numel, dtype=dtype) for name in names}
-        with self._readable(segment) as hi:
-            for start, stop, fields in self._pieces(segment, "r"):
-                exp_avg_sq = flats["exp_avg_sq"][start:stop].copy_(fields.exp_avg_sq)
-                flats["exp_avg"][start:stop].copy_(fields.exp_avg)
-                if fields.lo is not None:
-                    copied = Fields(fields.lo, fields.exp_avg, exp_avg_sq)
-                    work = torch.empty(stop - start, dtype=torch.int32)
-                    decode_master(hi[start:stop], copied, flats["master"][start:stop], work)
-                fields = None  # type: ignore[assignment]
-        shaped = {name: flat.as_strided(segment.shape, segment.strides) for name, flat in flats.items()}
-        return {"step": torch.tensor(float(self._steps[segment])), **shaped}
-
-    def _scatter(self, segment: Segment, state: dict[str, Any] | None) -> None:
-        self._steps[segment] = int(float(state["step"])) if state else 0
-        flats = {
-            name: _in_memory_order(segment, state[name])
-            for name in ("exp_avg", "exp_avg_sq", "master")
-            if state and name in state
-        }
-        master = flats.get("master")
-        with self._readable(segment) as hi:
-            if master is None and segment.dtype == torch.bfloat16:
-                master = hi.float()
-        for start, stop, fields in self._pieces(segment, "rw"):
-            for field, name in ((fields.exp_avg, "exp_avg"), (fields.exp_avg_sq, "exp_avg_sq")):
-                field.copy_(flats[name][start:stop]) if name in flats else field.zero_()
-            if fields.lo is not None and master is not None:
-                self._encode_piece(fields, master[start:stop])
-            field = fields = None  # type: ignore[assignment]
-
-    @contextlib.contextmanager
-    def _readable(self, segment: Segment) -> Iterator[torch.Tensor]:
-        """Lease the parameter's values: (numel,) in memory order."""
-        if self._plain is not None and segment.unit is self._plain:
-            yield segment.memory()
-            return
-        lease = self._store.working_set.lease(segment.unit.key, "r")
-        try:
-            yield segment.flat(lease.tensor)
-        finally:
-            lease.release()
-
-    def _set_master(self, segment: Segment, source: torch.Tensor | None) -> None:
-        """The caller has replaced the values of ``segment``: its master becomes ``source``, or those values."""
-        if segment.dtype != torch.bfloat16 or segment not in self._steps:
-            return
-        master = None
-        if source is not None and source.dtype in {torch.float32, torch.float64} and source.shape == segment.shape:
-            master = _in_memory_order(segment, source.float())
-        for start, stop, fields in self._pieces(segment, "rw"):
-            fields.exp_avg_sq.view(torch.int32).bitwise_and_(0x7FFFFFFF)
-            assert fields.lo is not None
-            if master is None:
-                fields.lo.zero_()
-            else:
-                self._encode_piece(fields, master[start:stop])
-            fields = None  # type: ignore[assignment]
-
     # -- what is committed ----------------------------------------------------------------------------------------
 
     def _guard(self, word: str) -> None:
-        if word == "close" and self._pipeline is not None:
+        if word == "close":
             self._pipeline.close()
         if word in {"rollback", "resume"}:
             self._frozen = None
@@ -434,20 +315,24 @@ class AdamW(Optimizer):
         return {
             "class": "AdamW",
             "state": self.format,
-            "bucket_numel": self._bucket_numel,
+            "bucket_numel": self._state.bucket_numel,
             "groups": [[names[p] for p in group["params"]] for group in self.param_groups],
-            "managed": [segment.name for segment in self._steps],
+            "managed": [segment.name for segment in self._state.steps],
         }
 
     def committed_state(self) -> dict[str, Any]:
         """Return what a commit must keep beside the buckets: step counts and hyperparameters."""
         hyper = [{k: v for k, v in group.items() if k not in {"params", "param_names"}} for group in self.param_groups]
-        return {**self._description(), "steps": {s.name: n for s, n in self._steps.items()}, "hyperparameters": hyper}
+        return {
+            **self._description(),
+            "steps": {s.name: n for s, n in self._state.steps.items()},
+            "hyperparameters": hyper,
+        }
 
     def load_committed_state(self, state: dict[str, Any]) -> None:
         """Take back what ``committed_state`` returned; raises UsageError with a diff when it is another optimizer's."""
         _compare(state, self._description())
-        self._steps = {segment: state["steps"][segment.name] for segment in self._steps}
+        self._state.steps = {segment: state["steps"][segment.name] for segment in self._state.steps}
         for group, hyper in zip(self.param_groups, state["hyperparameters"], strict=True):
             group.update(hyper)
 
@@ -465,13 +350,6 @@ class _Registered:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take them back."""
         self._optimizer.load_committed_state(state)
-
-
-def _in_memory_order(segment: Segment, value: torch.Tensor) -> torch.Tensor:
-    """Return ``value``'s elements in the order in which ``segment`` keeps them: (numel,)."""
-    ordered = torch.empty_strided(segment.shape, segment.strides, dtype=value.dtype)
-    ordered.copy_(value)
-    return ordered.as_strided((segment.numel,), (1,))
 
 
 def _requires_grad(parameter: torch.Tensor) -> bool:

@@ -47,7 +47,8 @@ _METADATA = _functions(
     "__hash__ type_as_is has_names dense_dim sparse_dim"
 )
 _LAYOUT = _functions("stride is_contiguous storage_offset dim_order is_non_overlapping_and_dense")
-_REQUIRES_GRAD = {torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_}
+_SET_REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_REQUIRES_GRAD = {_SET_REQUIRES_GRAD, torch.Tensor.requires_grad_}
 _FORBIDDEN: dict[Any, str] = {
     torch.Tensor.__deepcopy__: "deepcopy of a sharded parameter; copy model.state_dict() into a model built afresh",
     torch.Tensor.__reduce_ex__: "pickling of a sharded parameter; save model.state_dict(), or commit the store",
@@ -99,8 +100,10 @@ class TieredParameter(nn.Parameter):
             for parameter in parameters:
                 stack.enter_context(parameter.segment.unit.engine.access(parameter.segment, func, args, kwargs))
             with without_dispatch():
-                if func is _GET_DATA:  # shares the version counter, so that a write through it is noticed
+                if func == _GET_DATA:  # shares the version counter, so that a write through it is noticed
                     return args[0].detach()
+                if func == _SET_DATA:  # the bytes stay where they are: another tensor's would be out of the store's sight
+                    return first.segment.unit.engine.assign(first.segment, args[1])
                 result = func(*args, **kwargs)
                 if func is torch.Tensor.detach and first.segment.unit.engine.num_exporting:
                     return result.clone()  # state_dict(): the caller's own
@@ -158,13 +161,13 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def _blank(dtype: torch.dtype) -> torch.Tensor:
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     tensor = torch.full((), value, dtype=dtype)
-    torch._C._set_throw_on_mutable_data_ptr(tensor)  # type: ignore[attr-defined]
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor
 
 
 def is_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether ``func`` would write to a TieredParameter among its arguments."""
-    if any(True for _ in _find((kwargs.get("out"),))) or func is _SET_DATA:
+    if any(True for _ in _find((kwargs.get("out"),))) or func == _SET_DATA:
         return True
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
@@ -190,7 +193,7 @@ def _is_no_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     target = args[0] if args else None
     if not isinstance(target, TieredParameter):
         return False
-    if func is _SET_DATA:
+    if func == _SET_DATA:
         return args[1] is target
     if func in _CASTS:
         return target.dtype == _CASTS[func]

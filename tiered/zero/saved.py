@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from tiered.zero.engine import Engine
     from tiered.zero.unit import ReferenceToken, Unit
 
-__all__ = ["SavedPair", "SavedReference"]
+__all__ = ["SavedPair", "SavedReference", "other_pair_in_force"]
+
+
+_Pair = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def other_pair_in_force() -> _Pair | None:
+    """Return the pack and unpack hooks that are in force now, if any are."""
+    pair: _Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return pair if pair and pair[0] is not None else None
 
 
 class SavedReference:
@@ -55,12 +64,12 @@ class SavedPair:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._outer: _Pair | None = None
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
 
     def enter(self) -> None:
         """Put the pair in force. Raises UsageError where torch has switched such hooks off."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self._outer = outer if outer and outer[0] is not None else None
         try:
             self._hooks.__enter__()

@@ -97,7 +97,6 @@ def shard(
     hook_state_dicts(model, engine)
     store.add_guard(engine.guard)
     if store.durable:
-        state.engine = engine
         store.register("tiered.model", state)
         store.register("tiered.random", RandomState())
     _log.info(

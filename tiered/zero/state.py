@@ -131,10 +131,10 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
             engine.residency.park_all()
 
     for module in model.modules():
-        module.register_state_dict_pre_hook(begin_export)
-        module.register_state_dict_post_hook(end_export)
-        module.register_load_state_dict_pre_hook(begin_load)
-        module.register_load_state_dict_post_hook(end_load)
+        module.register_state_dict_pre_hook(begin_export)  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(end_export)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(begin_load)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(end_load)  # type: ignore[no-untyped-call]
 
 
 def _check_room(module: nn.Module, engine: Engine) -> None:

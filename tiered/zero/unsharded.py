@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import xxhash
@@ -85,4 +86,5 @@ def _units_of(module: nn.Module) -> list[Unit]:
 def _digest(unit: Unit, segment: Segment) -> int:
     assert unit.lease is not None
     flat = segment.flat(unit.lease.tensor)
-    return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+    content: Any = flat.view(torch.uint8).numpy()
+    return xxhash.xxh3_64_intdigest(content) if flat.numel() else 0

@@ -41,7 +41,8 @@ class UpdatePipeline:
         self._working_set = working_set
         self._buffer = working_set.reserve(TileScratch.nbytes(tile_numel))
         memory = torch.frombuffer(self._buffer.memory, dtype=torch.uint8)
-        self.scratch: TileScratch | None = TileScratch(memory, tile_numel)
+        self.scratch = TileScratch(memory, tile_numel)
+        self._is_open = True
 
     def run(self, buckets: Sequence[Bucket], sources: Mapping[Segment, Source], use: Callable[[str], None]) -> None:
         """Update in place every piece of ``buckets`` whose segment is in ``sources``; blocks.
@@ -56,7 +57,6 @@ class UpdatePipeline:
             self._working_set.swap_out([bucket.key])
 
     def _update(self, bucket: Bucket, sources: Mapping[Segment, Source], use: Callable[[str], None]) -> None:
-        assert self.scratch is not None
         lease = self._working_set.lease(bucket.key, "rw")
         try:
             use(bucket.key)  # order: once it is leased, or what is read ahead would push it out as just used
@@ -77,6 +77,7 @@ class UpdatePipeline:
 
     def close(self) -> None:
         """Give the scratch back. Idempotent."""
-        if self.scratch is not None:
-            self.scratch = None
+        if self._is_open:
+            self._is_open = False
+            self.scratch.release()
             self._working_set.unreserve(self._buffer)

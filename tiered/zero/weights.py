@@ -35,8 +35,8 @@ class Weights:
         self._mapping: Mapping[str, torch.Tensor] | None = source if isinstance(source, Mapping) else None
         self._files: dict[str, Any] = {}
         if source is not None and self._mapping is None:
-            for path in _paths([source] if isinstance(source, str | Path) else list(source)):  # type: ignore[arg-type]
-                reader: Any = safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+            for path in _paths([source] if isinstance(source, str | Path) else list(source)):
+                reader: Any = safe_open(path, framework="pt")
                 self._files |= dict.fromkeys(reader.keys(), reader)
         self._dtypes: dict[Segment, bool] = {}
         self._has_source = source is not None

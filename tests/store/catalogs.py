@@ -1,0 +1,95 @@
+"""Rows, roots and homes of catalogs, for every test of them."""
+
+import random
+import sqlite3
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+from tiered.bytes.device.memory import SimulatedDisk
+from tiered.store.catalog import Root, Row, SqliteCatalog
+from tiered.store.checksum import num_blocks
+from tiered.store.extents import Extent
+from tiered.store.simulated_catalog import SimulatedCatalog
+
+UUID = bytes(range(16))
+ROOT = Root(store_uuid=UUID, generation=0, next_key_id=1, num_directories=2, state="{}")
+
+NAMES = ["layer.0.weight", "", "a\0b", "x" * 10_000, "\ud800 alone", "schön/日本", "../../etc/passwd", "🜁"]
+
+
+def row_of(key_id, name=None, *, nbytes=5000, generation=1, seed=0):
+    rng = random.Random(seed + key_id)
+    extents = (Extent(0, 0, 8192 * key_id, -(-nbytes // 4096) * 4096),) if nbytes else ()
+    return Row(
+        key_id=key_id,
+        name=f"key {key_id}" if name is None else name,
+        dtype="bfloat16",
+        shape=(nbytes // 2,),
+        nbytes=nbytes,
+        generation=generation,
+        extents=extents,
+        digests=rng.randbytes(8 * num_blocks(nbytes)),
+        inline=None,
+    )
+
+
+def inline_row(key_id, content, generation=1):
+    return Row(key_id, f"inline {key_id}", "uint8", (len(content),), len(content), generation, (), b"", content)
+
+
+def root_of(generation, next_key_id=1 << 40, state="{}"):
+    return replace(ROOT, generation=generation, next_key_id=next_key_id, state=state)
+
+
+class SqliteHome:
+    """Where a catalog file lives; ``reopen`` is what a new process does."""
+
+    def __init__(self, directory):
+        self.path = directory / "catalog.db"
+
+    def create(self, root=ROOT):
+        return SqliteCatalog.create(self.path, root)
+
+    def reopen(self, **options):
+        return SqliteCatalog(self.path, **options)
+
+
+class SimulatedHome:
+    def __init__(self, directory):
+        self.disk = SimulatedDisk()
+
+    def create(self, root=ROOT):
+        return SimulatedCatalog.create(self.disk, root)
+
+    def reopen(self):
+        return SimulatedCatalog(self.disk)
+
+
+def content_of(home, **options):
+    with closing(home.reopen(**options)) as catalog:
+        return catalog.load()
+
+
+class FailingConnection:
+    """A connection on which statements that start with a word fail, as a drive makes them."""
+
+    def __init__(self, connection, word, code):
+        self._connection, self._word, self._code = connection, word, code
+
+    def execute(self, sql, *parameters):
+        if self._word and sql.startswith(self._word):
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = self._code
+            raise error
+        return self._connection.execute(sql, *parameters)
+
+    def __getattr__(self, name):
+        return getattr(self._connection, name)
+
+
+@contextmanager
+def failing(catalog, word, code):
+    connection = catalog._connection
+    catalog._connection = FailingConnection(connection, word, code)
+    yield
+    catalog._connection = connection

@@ -1,0 +1,118 @@
+"""Stores over simulated devices, small enough to evict, split, stream and run out of everything."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tiered.bytes.arena import Arena
+from tiered.bytes.device.base import Device, DeviceStatistics, Operation
+from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
+from tiered.store.opening import empty_root
+from tiered.store.simulated_catalog import SimulatedCatalog
+from tiered.store.store import Store
+from tiered.units import KiB, MiB
+
+BUDGET_NBYTES = 128 * KiB
+WAIT_S = 30.0  # longer than anything here takes; a lost wake-up fails a test instead of hanging it
+
+
+def simulated_store(
+    disk: SimulatedDisk | None = None,
+    *,
+    budget_nbytes: int = BUDGET_NBYTES,
+    num_devices: int = 1,
+    durable: bool = True,
+    deadline_s: float = WAIT_S,
+    wrap: Callable[[Device], Device] = lambda device: device,
+) -> Store:
+    """Open the store on ``disk``, creating it where there is none. ``wrap`` puts an adaptor around each device."""
+    disk = SimulatedDisk(capacity_nbytes=4 * MiB, can_lose_power=False) if disk is None else disk
+    catalog = None
+    if durable:
+        is_new = disk.load("catalog") is None
+        root = empty_root(uuid.UUID(int=7).bytes, num_devices)
+        catalog = SimulatedCatalog.create(disk, root) if is_new else SimulatedCatalog(disk)
+    devices = [wrap(MemoryDevice(disk, index)) for index in range(num_devices)]
+    return Store._from_parts(Arena(budget_nbytes), devices, catalog, durable=durable, deadline_s=deadline_s)
+
+
+def numbers(nbytes: int, seed: int = 0) -> torch.Tensor:
+    """Return (nbytes,) uint8, different for each seed."""
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+class GatedDevice(Device):
+    """Another device, whose operations a test can hold up, fail and watch.
+
+    ``hold`` chooses operations that wait until ``open``; ``fail`` returns the error an operation is to end with.
+    ``events`` are "read", "write", "flush" and "grow", as they are asked for.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.name = device.name
+        self.alignment = device.alignment
+        self.hold: Callable[[Operation], bool] = lambda operation: False
+        self.fail: Callable[[Operation], Exception | None] = lambda operation: None
+        self.events: list[str] = []
+        self.held: list[Operation] = []
+        self.has_held = threading.Event()
+        self.device = device
+
+    def submit(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            self.events.append("write" if operation.is_write else "read")
+            error = self.fail(operation)
+            if error is not None:
+                operation.error = error
+                operation.on_done(operation)
+            elif self.hold(operation):
+                self.held.append(operation)
+                self.has_held.set()
+            else:
+                self.device.submit([operation])
+
+    def open(self) -> None:
+        """Let what is held go on, and hold nothing any more."""
+        self.hold = lambda operation: False
+        while self.held:
+            self.device.submit([self.held.pop(0)])
+
+    def files(self) -> dict[int, int]:
+        return self.device.files()
+
+    def grow(self, file: int, nbytes: int) -> None:
+        self.events.append("grow")
+        self.device.grow(file, nbytes)
+
+    def flush(self) -> None:
+        self.events.append("flush")
+        self.device.flush()
+
+    def free_bytes(self) -> int:
+        return self.device.free_bytes()
+
+    def path(self, file: int) -> str:
+        return self.device.path(file)
+
+    def statistics(self) -> DeviceStatistics:
+        return self.device.statistics()
+
+    def close(self) -> None:
+        self.device.close()
+
+
+class Counter:
+    """Something with a state to register."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, object]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]

@@ -1,0 +1,266 @@
+import os
+import sqlite3
+import stat
+import threading
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.store.catalogs import (
+    NAMES,
+    ROOT,
+    UUID,
+    FailingConnection,
+    SimulatedHome,
+    SqliteHome,
+    content_of,
+    inline_row,
+    root_of,
+    row_of,
+)
+from tiered.errors import ClosedError, DeadlineError, UsageError
+from tiered.store.checksum import BLOCK_NBYTES
+from tiered.store.extents import Extent
+from tiered.store.row import encode_root, encode_row
+
+
+@pytest.fixture(params=[SqliteHome, SimulatedHome])
+def home(request, tmp_path):
+    return request.param(tmp_path)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return SqliteHome(tmp_path)
+
+
+def test_new_catalog_is_empty(home):
+    with closing(home.create()) as catalog:
+        assert catalog.load() == (ROOT, [])
+    assert content_of(home) == (ROOT, [])
+
+
+def test_rows_come_back_in_order(home):
+    rows = [row_of(i + 1, name) for i, name in enumerate(NAMES)]
+    rows += [
+        row_of(50, nbytes=0),
+        row_of(51, nbytes=3 * BLOCK_NBYTES + 1),
+        inline_row(60, b""),
+        inline_row(61, b"\0\1"),
+    ]
+    root = root_of(7, state='{"step": "ünïcode"}')
+    with closing(home.create()) as catalog:
+        catalog.apply(root, rows[::-1], [])
+        assert catalog.load() == (root, rows)
+    assert content_of(home) == (root, rows)
+
+
+def test_apply_replaces_inserts_and_deletes(home):
+    with closing(home.create()) as catalog:
+        catalog.apply(root_of(1), [row_of(1), row_of(2), row_of(3)], [])
+        newer = row_of(2, generation=2, seed=9)
+        catalog.apply(root_of(2), [newer, row_of(4)], [1, 99])
+        assert catalog.load() == (root_of(2), [newer, row_of(3), row_of(4)])
+        catalog.apply(root_of(3), [], [2, 3, 4])
+    assert content_of(home) == (root_of(3), [])
+
+
+def test_a_row_in_both_lists_is_gone(home):
+    with closing(home.create()) as catalog:
+        catalog.apply(root_of(1), [row_of(1)], [1])
+    assert content_of(home) == (root_of(1), [])
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.tuples(st.sets(st.integers(1, 12)), st.sets(st.integers(1, 12))), max_size=6))
+def test_catalog_agrees_with_a_dict(tmp_path_factory, commits):
+    for home in (SqliteHome(tmp_path_factory.mktemp("catalog")), SimulatedHome(None)):
+        model = {}
+        with closing(home.create()) as catalog:
+            for generation, (upserts, deleted) in enumerate(commits, 1):
+                rows = [row_of(key_id, generation=generation, seed=generation) for key_id in upserts]
+                catalog.apply(root_of(generation), rows, sorted(deleted))
+                model |= {row.key_id: row for row in rows}
+                model = {key_id: row for key_id, row in model.items() if key_id not in deleted}
+        root, rows = content_of(home)
+        assert root.generation == len(commits)
+        assert rows == [model[key_id] for key_id in sorted(model)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        replace(row_of(1), digests=b"short"),
+        replace(row_of(1), extents=()),
+        replace(row_of(1), extents=(Extent(0, -1, 0, 8192),)),
+        replace(row_of(1), key_id=0),
+        replace(row_of(1), nbytes=-1),
+        replace(row_of(1), shape=(-1,)),
+        replace(inline_row(1, b"ab"), nbytes=3),
+        replace(inline_row(1, b"ab"), extents=(Extent(0, 0, 0, 4096),)),
+    ],
+)
+def test_rows_that_no_store_may_write_are_refused(home, row):
+    with closing(home.create()) as catalog:
+        with pytest.raises(ValueError):
+            catalog.apply(root_of(1), [row], [])
+        assert catalog.load() == (ROOT, [])
+
+
+def test_closed_catalog_says_so(home):
+    catalog = home.create()
+    catalog.close()
+    catalog.close()
+    with pytest.raises(ClosedError):
+        catalog.load()
+    with pytest.raises(ClosedError):
+        catalog.apply(root_of(1), [], [])
+    assert "closed" in repr(catalog)
+
+
+def test_creating_twice_is_refused(home):
+    home.create().close()
+    with pytest.raises(UsageError, match="already"):
+        home.create()
+
+
+def test_opening_what_is_not_there_is_refused(home):
+    with pytest.raises(UsageError, match="no catalog"):
+        home.reopen()
+
+
+# --- the file ---
+
+
+def test_sqlite_file_is_as_documented(file):
+    with closing(file.create()) as catalog:
+        catalog.apply(root_of(1), [row_of(1)], [])
+    with closing(sqlite3.connect(file.path)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (1,)
+        assert connection.execute("PRAGMA page_size").fetchone() == (4096,)
+        assert connection.execute("PRAGMA encoding").fetchone() == ("UTF-8",)
+        body, digest = encode_row(row_of(1), UUID)
+        assert connection.execute("SELECT key_id, body, digest FROM records").fetchall() == [(1, body, digest)]
+        total = int.from_bytes(digest, "little")
+        assert connection.execute("SELECT one, format, body, digest FROM root").fetchall() == [
+            (1, 1, *encode_root(root_of(1), 1, total))
+        ]
+
+
+def test_durability_settings_are_those_of_the_crash_argument(file):
+    with closing(file.create()) as catalog:
+        connection = catalog._connection
+        assert connection.execute("PRAGMA journal_mode").fetchone() == (b"truncate",)
+        assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
+        assert connection.execute("PRAGMA cell_size_check").fetchone() == (1,)
+        assert connection.execute("PRAGMA trusted_schema").fetchone() == (0,)
+
+
+@pytest.mark.parametrize("umask", [0, 0o777])
+def test_files_are_private_whatever_the_umask(file, umask):
+    old = os.umask(umask)
+    try:
+        with closing(file.create()) as catalog:
+            catalog.apply(root_of(1), [row_of(1)], [])
+            modes = {entry.name: stat.S_IMODE(entry.stat().st_mode) for entry in os.scandir(file.path.parent)}
+    finally:
+        os.umask(old)
+    assert modes == {"catalog.db": 0o600, "catalog.db-journal": 0o600}
+
+
+# --- other readers, threads and processes ---
+
+
+def test_a_live_catalog_can_be_read(file):
+    with closing(file.create()) as catalog:
+        catalog.apply(root_of(1), [row_of(1)], [])
+        with closing(file.reopen(read_only=True)) as reader:
+            assert reader.load() == (root_of(1), [row_of(1)])
+            catalog.apply(root_of(2), [row_of(2)], [])
+            assert reader.load() == (root_of(2), [row_of(1), row_of(2)])
+            with pytest.raises(UsageError, match="read-only"):
+                reader.apply(root_of(3), [], [])
+
+
+def test_a_reader_in_the_way_is_a_deadline_and_nothing_changes(file):
+    file.create().close()
+    with closing(file.reopen(deadline_s=0.05)) as catalog, closing(sqlite3.connect(file.path)) as other:
+        other.isolation_level = None
+        other.execute("BEGIN")
+        other.execute("SELECT * FROM root").fetchall()
+        with pytest.raises(DeadlineError, match="another process"):
+            catalog.apply(root_of(1), [row_of(1)], [])
+        other.execute("COMMIT")
+        catalog.apply(root_of(1), [row_of(1)], [])
+        assert catalog.load() == (root_of(1), [row_of(1)])
+
+
+def test_threads_take_turns(file):
+    with closing(file.create()) as catalog:
+        threads = [
+            threading.Thread(target=catalog.apply, args=(root_of(1), [row_of(key_id)], [])) for key_id in range(1, 9)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [row.key_id for row in catalog.load()[1]] == list(range(1, 9))
+
+
+def in_child(check):
+    """Run ``check`` in a forked child; it must return True."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(0 if check() else 1)
+        except BaseException:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_cannot_use_it_and_harms_nothing(file):
+    with closing(file.create()) as catalog:
+        catalog.apply(root_of(1), [row_of(1)], [])
+
+        def refused():
+            with pytest.raises(UsageError, match="after a fork"):
+                catalog.load()
+            with pytest.raises(UsageError, match="after a fork"):
+                catalog.apply(root_of(2), [], [])
+            catalog.close()
+            return True
+
+        assert in_child(refused) == 0
+        catalog.apply(root_of(2), [row_of(2)], [])
+        assert catalog.load() == (root_of(2), [row_of(1), row_of(2)])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_waits_for_the_transaction(file):
+    with closing(file.create()) as catalog:
+        started, forked = threading.Event(), threading.Event()
+        seen = []
+
+        class Slow(FailingConnection):
+            def execute(self, sql, *parameters):
+                if sql.startswith("COMMIT"):
+                    started.set()
+                    forked.wait(0.2)  # would be set if the fork had not waited
+                    seen.append(forked.is_set())
+                return super().execute(sql, *parameters)
+
+        connection = catalog._connection
+        catalog._connection = Slow(connection, "", 0)
+        thread = threading.Thread(target=catalog.apply, args=(root_of(1), [row_of(1)], []))
+        thread.start()
+        started.wait()
+        assert in_child(lambda: not connection.in_transaction) == 0
+        forked.set()
+        thread.join()
+        catalog._connection = connection
+        assert seen == [False]
+        assert catalog.load() == (root_of(1), [row_of(1)])

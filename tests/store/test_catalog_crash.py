@@ -1,0 +1,171 @@
+import os
+import random
+import shutil
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from tests.store.catalogs import (
+    ROOT,
+    FailingConnection,
+    SqliteHome,
+    content_of,
+    failing,
+    root_of,
+    row_of,
+)
+from tiered.bytes.device.memory import PowerCutError, SimulatedDisk
+from tiered.errors import CapacityError, CorruptionError, DeadlineError, DeviceError
+from tiered.store.simulated_catalog import SimulatedCatalog
+
+
+@pytest.fixture
+def file(tmp_path):
+    return SqliteHome(tmp_path)
+
+
+def test_leftovers_of_a_crashed_creation_are_replaced(file, tmp_path):
+    file.create().close()
+    journal = b"stale journal of another catalog"
+    file.path.unlink()
+    for name in ("catalog.db.new", "catalog.db.new-journal", "catalog.db-journal", "catalog.db-wal"):
+        (tmp_path / name).write_bytes(journal)
+    file.create().close()
+    assert content_of(file) == (ROOT, [])
+    assert os.listdir(tmp_path) == ["catalog.db"]
+
+
+def test_creation_does_not_follow_a_planted_link(file, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (tmp_path / "catalog.db.new").symlink_to(victim)
+    (tmp_path / "catalog.db-journal").symlink_to(victim)
+    with closing(file.create()) as catalog:
+        catalog.apply(root_of(1), [row_of(1)], [])
+    assert victim.read_bytes() == b"precious"
+
+
+def crash_in_commit(file, home):
+    """Leave in ``home`` what a process killed in the middle of a commit leaves: a journal, and half-changed pages."""
+    with closing(file.create()) as catalog:
+        rows = [row_of(key_id) for key_id in range(1, 300)]
+        catalog.apply(root_of(1, state="old"), rows, [])
+        connection = catalog._connection
+        connection.execute("PRAGMA cache_size=1")  # so that pages reach the file before the commit
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("UPDATE records SET body = zeroblob(300)")
+        for name in ("catalog.db", "catalog.db-journal"):
+            shutil.copy2(file.path.parent / name, home.path.parent / name)
+        connection.execute("ROLLBACK")
+        assert file.path.read_bytes() != home.path.read_bytes()
+    return root_of(1, state="old"), rows
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_commit_cut_short_never_happened(file, tmp_path, read_only):
+    (tmp_path / "copy").mkdir()
+    home = SqliteHome(tmp_path / "copy")
+    content = crash_in_commit(file, home)
+    assert (home.path.parent / "catalog.db-journal").stat().st_size > 512
+    assert content_of(home, read_only=read_only) == content
+    assert content_of(home, read_only=True) == content
+
+
+def test_a_damaged_journal_is_found(file, tmp_path):
+    (tmp_path / "copy").mkdir()
+    home = SqliteHome(tmp_path / "copy")
+    content = crash_in_commit(file, home)
+    image, journal = (home.path.parent / n for n in ("catalog.db", "catalog.db-journal"))
+    saved = image.read_bytes(), journal.read_bytes()
+    rng = random.Random(3)
+    outcomes = set()
+    for _ in range(60):
+        damaged = bytearray(saved[1])
+        damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        image.write_bytes(saved[0])
+        journal.write_bytes(damaged)
+        try:
+            outcomes.add(content_of(home) == content)
+        except CorruptionError:
+            outcomes.add("found")
+    assert "found" in outcomes and False not in outcomes
+
+
+@pytest.mark.parametrize("word", ["BEGIN", "UPDATE", "COMMIT"])
+def test_after_an_io_error_nothing_more_is_committed(file, word):
+    with closing(file.create()) as catalog:
+        catalog.apply(root_of(1), [row_of(1)], [])
+        with failing(catalog, word, sqlite3.SQLITE_IOERR_FSYNC):
+            with pytest.raises(DeviceError, match="could not commit"):
+                catalog.apply(root_of(2), [row_of(2)], [])
+        with pytest.raises(DeviceError, match="unknown"):
+            catalog.apply(root_of(2), [row_of(2)], [])
+        assert "failed" in repr(catalog)
+    assert content_of(file) == (root_of(1), [row_of(1)])
+
+
+@pytest.mark.parametrize("code, error", [(sqlite3.SQLITE_FULL, CapacityError), (sqlite3.SQLITE_BUSY, DeadlineError)])
+def test_a_full_drive_or_a_busy_file_changes_nothing_and_can_be_retried(file, code, error):
+    with closing(file.create()) as catalog:
+        with failing(catalog, "COMMIT", code), pytest.raises(error):
+            catalog.apply(root_of(1), [row_of(1)], [])
+        assert catalog.load() == (ROOT, [])
+        catalog.apply(root_of(1), [row_of(1)], [])
+    assert content_of(file) == (root_of(1), [row_of(1)])
+
+
+def test_a_really_full_file(file):
+    with closing(file.create()) as catalog:
+        catalog.apply(root_of(1), [row_of(1)], [])
+        catalog._connection.execute("PRAGMA max_page_count=5")
+        with pytest.raises(CapacityError):
+            catalog.apply(root_of(2), [row_of(key_id) for key_id in range(2, 500)], [])
+        assert catalog.load() == (root_of(1), [row_of(1)])
+        catalog.apply(root_of(2), [row_of(2)], [])
+    assert content_of(file) == (root_of(2), [row_of(1), row_of(2)])
+
+
+def test_interrupted_commit_leaves_no_transaction(file):
+    class Interrupted(FailingConnection):
+        def execute(self, sql, *parameters):
+            if sql.startswith("UPDATE"):
+                raise KeyboardInterrupt
+            return super().execute(sql, *parameters)
+
+    with closing(file.create()) as catalog:
+        connection = catalog._connection
+        catalog._connection = Interrupted(connection, "", 0)
+        with pytest.raises(KeyboardInterrupt):
+            catalog.apply(root_of(1), [row_of(1)], [])
+        catalog._connection = connection
+        assert not connection.in_transaction
+        catalog.apply(root_of(1), [row_of(1)], [])
+        assert catalog.load() == (root_of(1), [row_of(1)])
+
+
+def test_a_state_too_large_is_refused_before_anything_happens(file, monkeypatch):
+    monkeypatch.setattr("tiered.store.catalog._MAX_VALUE_NBYTES", 1000)
+    with closing(file.create()) as catalog:
+        with pytest.raises(CapacityError, match="keys of their own"):
+            catalog.apply(root_of(1, state="x" * 500), [], [])
+
+
+@pytest.mark.parametrize("policy", ["drop", "keep", "subset", "torn"])
+def test_simulated_commit_is_atomic_under_power_cuts(policy):
+    seen = set()
+    for seed in range(20):
+        disk = SimulatedDisk()
+        with closing(SimulatedCatalog.create(disk, ROOT)) as catalog:
+            catalog.apply(root_of(1), [row_of(1)], [])
+            disk.crash_at = disk.num_operations
+            with pytest.raises(PowerCutError):
+                catalog.apply(root_of(2), [row_of(2)], [1])
+            with pytest.raises(DeviceError):
+                catalog.apply(root_of(2), [row_of(2)], [1])
+        after = disk.power_cut(random.Random(seed), policy)
+        with closing(SimulatedCatalog(after)) as catalog:
+            content = catalog.load()
+        assert content in ((root_of(1), [row_of(1)]), (root_of(2), [row_of(2)]))
+        seen.add(content[0].generation)
+    assert seen == {1} if policy == "drop" else seen

@@ -1,0 +1,436 @@
+import itertools
+import json
+import os
+import stat
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tiered.errors import CorruptionError, DeviceError, UsageError
+from tiered.store import directory as directory_module
+from tiered.store.directory import CATALOG_NAME, Directories, create_private_file, scratch_directories
+from tiered.store.identity import Identity
+
+
+def finish(directories):
+    """What the store does next: the catalog, then data files."""
+    os.close(create_private_file(directories.paths[0] / CATALOG_NAME))
+    for path in directories.paths:
+        os.close(create_private_file(path / "data-000"))
+
+
+def make_store(*paths):
+    with closing(Directories.open(paths)) as directories:
+        assert directories.created
+        finish(directories)
+        return directories.store_uuid
+
+
+def refused(paths, mode="a", *, match):
+    before = snapshot(paths)
+    with pytest.raises(UsageError, match=match):
+        Directories.open(paths, mode)
+    assert snapshot(paths) == before
+
+
+def snapshot(paths):
+    """Names, contents and permissions; the lock's pid may change."""
+    found = {}
+    for path in paths:
+        for root, _, files in os.walk(path):
+            found[root] = os.lstat(root).st_mode
+            for name in files:
+                if name != "lock":
+                    full = os.path.join(root, name)
+                    content = os.readlink(full) if os.path.islink(full) else Path(full).read_bytes()
+                    found[full] = (os.lstat(full).st_mode, content)
+    return found
+
+
+@pytest.fixture
+def two(tmp_path):
+    return tmp_path / "a", tmp_path / "b"
+
+
+# --- creation ---
+
+
+def test_creation_makes_private_directories_whatever_the_umask(tmp_path):
+    for umask in (0, 0o777):
+        path = tmp_path / f"{umask}" / "deep" / "run"
+        old = os.umask(umask)
+        try:
+            with closing(Directories.open([path])) as directories:
+                assert directories.created and directories.paths == (path,) and len(directories.store_uuid) == 16
+        finally:
+            os.umask(old)
+        assert {stat.S_IMODE(p.stat().st_mode) for p in (path, path.parent, path.parent.parent)} == {0o700}
+        assert {name: stat.S_IMODE((path / name).stat().st_mode) for name in os.listdir(path)} == {
+            "lock": 0o600,
+            "identity": 0o600,
+        }
+
+
+def test_an_empty_directory_becomes_private(tmp_path):
+    tmp_path.chmod(0o755)
+    (tmp_path / "lost+found").mkdir()
+    Directories.open([tmp_path]).close()
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+
+
+def test_a_store_opens_with_its_directories_in_any_order(two):
+    store_uuid = make_store(*two)
+    for paths in (two, two[::-1], [f"{two[1]}/", f"{two[0]}/../a"]):
+        for mode in "ar":
+            with closing(Directories.open(paths, mode)) as directories:
+                assert directories.paths == two
+                assert directories.store_uuid == store_uuid and not directories.created
+
+
+def test_the_identity_file_is_as_documented(two):
+    store_uuid = make_store(*two)
+    fields = json.loads((two[1] / "identity").read_text())
+    assert fields.keys() == {"format", "index", "number", "store", "digest"}
+    assert (fields["format"], fields["index"], fields["number"], fields["store"]) == (1, 1, 2, store_uuid.hex())
+    assert Identity(bytes(range(16)), 1, 3).encode().decode() == (
+        '{"format": 1, "index": 1, "number": 3, "store": "000102030405060708090a0b0c0d0e0f", '
+        '"digest": "a9feea672b7387d7"}\n'
+    )
+
+
+def test_a_link_to_a_directory_is_followed(tmp_path, two):
+    make_store(*two)
+    (tmp_path / "link").symlink_to(two[0])
+    with closing(Directories.open([two[1], tmp_path / "link"])) as directories:
+        assert directories.paths == two
+
+
+def test_modes(tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(UsageError, match="no directory"):
+        Directories.open([path], "r")
+    path.mkdir()
+    with pytest.raises(UsageError, match="no store is here"):
+        Directories.open([path], "r")
+    with closing(Directories.open([path], "x")) as directories:
+        finish(directories)
+    refused([path], "x", match="holds a store already")
+    with pytest.raises(ValueError, match="mode"):
+        Directories.open([path], "w")
+    with pytest.raises(ValueError, match="at least one"):
+        Directories.open([])
+
+
+# --- refusals; nothing is touched ---
+
+
+def test_the_set_of_directories_must_be_the_stored_one(tmp_path, two):
+    make_store(*two)
+    other = tmp_path / "other"
+    make_store(other)
+    (tmp_path / "empty").mkdir()
+    refused([two[0]], match=r"has 2 directories, got 1 with the numbers 1; missing: 2")
+    refused([two[1]], match=r"numbers 2; missing: 1")
+    refused([*two, tmp_path / "empty"], match="empty is empty")
+    refused([*two, tmp_path / "missing"], match="missing is empty")
+    refused([two[0], tmp_path / "empty"], match="empty is empty")
+    refused([*two, other], match="other is directory 1 of 1 of store")
+    refused([two[0], other], match="of store")
+    refused([two[0], two[0]], match="given twice")
+    assert not (tmp_path / "missing").exists()
+
+
+def test_a_copied_directory_is_refused(tmp_path, two):
+    make_store(*two)
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-a", two[0], copy], check=True)
+    refused([*two, copy], match="missing: none, one is there twice")
+    refused([two[0], copy], match="missing: 2")
+
+
+def test_a_directory_with_something_else_in_it_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    refused([tmp_path], match=r"thesis\.tex")
+    (tmp_path / "thesis.tex").unlink()
+    (tmp_path / CATALOG_NAME).touch(0o600)
+    refused([tmp_path], match=CATALOG_NAME)
+
+
+def test_a_file_is_not_a_directory(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="not a directory"):
+        Directories.open([tmp_path / "file"])
+    with pytest.raises(UsageError, match="not a directory"):
+        scratch_directories([tmp_path / "file"])
+
+
+@pytest.mark.parametrize("name", ["lock", "identity", CATALOG_NAME, "data-000"])
+def test_planted_links_and_loose_files_are_refused(tmp_path, name):
+    path, victim = tmp_path / "run", tmp_path / "victim"
+    make_store(path)
+    victim.write_text("precious")
+    victim.chmod(0o600)
+    (path / name).chmod(0o644)
+    refused([path], match="0600")
+    (path / name).unlink()
+    (path / name).symlink_to(victim)
+    refused([path], match="regular file")
+    (path / name).unlink()
+    (path / name).mkdir()
+    with pytest.raises(UsageError, match="regular file"):
+        Directories.open([path])
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["lock", "identity", "identity.new", "catalog.db.new"])
+def test_creation_writes_through_no_planted_link(tmp_path, name):
+    path, victim = tmp_path / "run", tmp_path / "victim"
+    victim.write_text("precious")
+    path.mkdir()
+    (path / name).symlink_to(victim)
+    try:
+        Directories.open([path]).close()
+    except UsageError:
+        pass
+    assert victim.read_text() == "precious"
+
+
+def test_a_dangling_link_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="symbolic link"):
+        Directories.open([tmp_path / "link"])
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_store_that_others_can_reach_is_refused(tmp_path):
+    make_store(tmp_path)
+    tmp_path.chmod(0o750)
+    refused([tmp_path], match="chmod 700")
+
+
+def test_another_users_directory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 12345)
+    refused([tmp_path], match="belongs to user")
+
+
+def test_damaged_identity_is_corruption(tmp_path):
+    make_store(tmp_path)
+    path = tmp_path / "identity"
+    good = path.read_bytes()
+    for i in range(len(good)):
+        for bit in (1, 0x80):
+            path.write_bytes(good[:i] + bytes([good[i] ^ bit]) + good[i + 1 :])
+            with pytest.raises(CorruptionError) as caught:
+                Directories.open([tmp_path])
+            assert caught.value.file == str(path)
+    for bad in (b"", good[:-1], b"[]", b"[" * 4000, b"{}", b"null", good + good, b"\xff" * 100_000):
+        path.write_bytes(bad)
+        with pytest.raises(CorruptionError):
+            Directories.open([tmp_path])
+
+
+def test_newer_identity_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("tiered.store.identity._FORMAT", 2)
+    make_store(tmp_path)
+    monkeypatch.undo()
+    refused([tmp_path], match="format 2")
+
+
+# --- creations that were cut short ---
+
+
+class CutShortError(Exception):
+    pass
+
+
+def test_creation_cut_short_anywhere_is_redone(tmp_path, monkeypatch):
+    """Each call that changes something fails in turn, and another one in the second attempt; the third creates."""
+    calls, fail_at = 0, 0
+
+    def counted(function):
+        def call(*arguments, **options):
+            nonlocal calls
+            calls += 1
+            if calls == fail_at:
+                raise CutShortError
+            return function(*arguments, **options)
+
+        return call
+
+    for name in ("fsync_directory", "create_private_file"):
+        monkeypatch.setattr(directory_module, name, counted(getattr(directory_module, name)))
+    for name in ("rename", "unlink", "mkdir"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # the order is at stake here, and drives are slow
+    num_cut = 0
+    for first in itertools.count(1):
+        paths = [tmp_path / str(first) / name for name in "abc"]
+        for attempt, call_to_fail in enumerate((first, 3 + first * 7 % 29)):
+            calls, fail_at = 0, call_to_fail
+            try:
+                turned = attempt * (first % 2)  # in the same order, and in another one
+                Directories.open(paths[turned:] + paths[:turned]).close()
+            except CutShortError:
+                num_cut += attempt == 0
+        fail_at = 0
+        with closing(Directories.open(paths)) as directories:
+            assert directories.created and directories.paths == tuple(paths)
+            finish(directories)
+        with closing(Directories.open(paths)) as directories:
+            assert not directories.created
+        if num_cut < first:
+            break
+    assert num_cut > 20
+
+
+def test_an_unfinished_creation_is_redone_in_every_writing_mode(tmp_path):
+    Directories.open([tmp_path]).close()
+    with pytest.raises(UsageError, match="no store"):
+        Directories.open([tmp_path], "r")
+    for mode in "xa":
+        with closing(Directories.open([tmp_path], mode)) as directories:
+            assert directories.created
+
+
+def test_a_part_of_an_unfinished_creation_is_refused_where_the_catalog_may_be_elsewhere(two):
+    Directories.open(two).close()
+    refused([two[1]], match="missing: 1")
+    with closing(Directories.open([two[0]])) as directories:
+        assert directories.created
+
+
+def test_data_without_a_catalog_is_never_thrown_away(two):
+    make_store(*two)
+    (two[0] / CATALOG_NAME).unlink()
+    before = snapshot(two)
+    with pytest.raises(CorruptionError, match="the catalog was lost"):
+        Directories.open(two)
+    assert snapshot(two) == before
+
+
+def test_a_file_system_error_is_a_device_error(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(directory_module, "fsync_directory", fail)
+    with pytest.raises(DeviceError, match="Input/output"):
+        Directories.open([tmp_path / "run"])
+
+
+# --- locks ---
+
+
+def test_what_another_process_does_before_the_lock_is_ours_counts(tmp_path, monkeypatch):
+    lock, made = directory_module._lock, []
+
+    def lock_late(path, *, shared):
+        monkeypatch.setattr(directory_module, "_lock", lock)
+        made.append(make_store(path))
+        return lock(path, shared=shared)
+
+    monkeypatch.setattr(directory_module, "_lock", lock_late)
+    with closing(Directories.open([tmp_path / "run"])) as directories:
+        assert not directories.created and [directories.store_uuid] == made
+
+
+def test_a_copy_of_the_descriptor_does_not_keep_the_lock(tmp_path):
+    """A child that was forked a moment ago has one, until it comes to close it."""
+    directories = Directories.open([tmp_path])
+    copies = [os.dup(fd) for fd in directories._locks]
+    directories.close()
+    Directories.open([tmp_path]).close()
+    for fd in copies:
+        os.close(fd)
+
+
+def test_a_second_opener_is_told_the_pid(two):
+    make_store(*two)
+    for first, second in ("aa", "ar", "ra", "ax"):
+        with closing(Directories.open(two, first)):
+            expected = "holds a store already" if second == "x" else f"open in process {os.getpid()}"
+            refused(two, second, match=expected)
+            refused(two[::-1], "a", match=f"open in process {os.getpid()}")
+    with closing(Directories.open(two, "r")), closing(Directories.open(two, "r")):
+        pass
+    assert (two[0] / "lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_creation_holds_the_lock(tmp_path):
+    with closing(Directories.open([tmp_path])):
+        refused([tmp_path], match=f"open in process {os.getpid()}")
+        refused([tmp_path], "x", match=f"open in process {os.getpid()}")
+
+
+def test_a_refused_opener_leaves_no_lock(two, tmp_path):
+    make_store(*two)
+    with closing(Directories.open(two, "r")):
+        refused(two, match="open in process")
+    Directories.open(two).close()
+
+
+def test_close_is_idempotent_and_releases(tmp_path):
+    directories = Directories.open([tmp_path])
+    assert "open" in repr(directories)
+    directories.close()
+    directories.close()
+    assert "closed" in repr(directories)
+    Directories.open([tmp_path]).close()
+
+
+HOLD = """
+import sys
+from tiered.store.directory import Directories
+held = Directories.open(sys.argv[1:])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_dead_owners_lock_is_free(tmp_path):
+    make_store(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout.readline() == "held\n"
+        refused([tmp_path], match=f"open in process {process.pid}")
+        process.kill()
+        process.wait()
+        with closing(Directories.open([tmp_path], "r")):
+            refused([tmp_path], match=f"open in process {os.getpid()}")
+        Directories.open([tmp_path]).close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_does_not_hold_the_lock(tmp_path):
+    directories = Directories.open([tmp_path])
+    finish(directories)
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(write_end)
+        os.read(read_end, 1)  # lives on after the parent has closed the store
+        os._exit(0 if "closed" in repr(directories) else 1)
+    try:
+        refused([tmp_path], match=f"open in process {os.getpid()}")
+        directories.close()
+        Directories.open([tmp_path]).close()
+    finally:
+        os.close(write_end)
+        os.close(read_end)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+# --- scratch ---
+
+
+def test_scratch_directories_are_made_and_hold_no_store(tmp_path):
+    assert scratch_directories([tmp_path / "new" / "a", tmp_path]) == (tmp_path / "new" / "a", tmp_path)
+    assert stat.S_IMODE((tmp_path / "new" / "a").stat().st_mode) == 0o700
+    assert os.listdir(tmp_path / "new" / "a") == []
+    make_store(tmp_path / "store")
+    with pytest.raises(UsageError, match="holds a store"):
+        scratch_directories([tmp_path / "store"])

@@ -1,0 +1,304 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tiered.bytes.device.base import SCRATCH
+from tiered.errors import CapacityError, CorruptionError
+from tiered.store.checksum import BLOCK_NBYTES
+from tiered.store.extents import GROWTH_NBYTES, Extent, ExtentAllocator, pieces
+from tiered.store.free_ranges import FreeRanges
+from tiered.units import MiB, round_up
+
+PAGE = 4096
+UNIT = MiB  # the alignment of the model's allocator
+
+
+def allocator_of(*sizes, alignment=PAGE, max_file_nbytes=1 << 40):
+    allocator = ExtentAllocator(len(sizes), alignment, max_file_nbytes=max_file_nbytes)
+    for device, size in enumerate(sizes):
+        allocator.add_space(device, 0, 0, size)
+    return allocator
+
+
+def grow(allocator, plan, sizes):
+    for device, file, size in plan:
+        allocator.add_space(device, file, sizes.get((device, file), 0), size)
+        sizes[device, file] = size
+
+
+def units_of(extents):
+    return {
+        (e.device, e.file, unit) for e in extents for unit in range(e.offset // UNIT, (e.offset + e.nbytes) // UNIT)
+    }
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """The allocator against a set of free pages."""
+
+    def __init__(self):
+        super().__init__()
+        self.allocator = ExtentAllocator(2, UNIT, max_file_nbytes=64 * UNIT)
+        self.sizes = {}
+        self.free = {False: set(), True: set()}
+        self.used = []
+        self.num_quarantined = 0
+
+    @rule(device=st.integers(0, 1), file=st.integers(-1, 2), growth=st.integers(0, 20))
+    def add_space(self, device, file, growth):
+        old = self.sizes.get((device, file), 0)
+        self.sizes[device, file] = old + growth * UNIT
+        self.allocator.add_space(device, file, old, old + growth * UNIT)
+        self.free[file == SCRATCH] |= {(device, file, old // UNIT + i) for i in range(growth)}
+
+    @rule(nbytes=st.integers(0, 30 * UNIT), scratch=st.booleans())
+    def allocate(self, nbytes, scratch):
+        free = self.free[scratch]
+        extents = self.allocator.allocate_nowait(nbytes, scratch=scratch)
+        if round_up(nbytes, UNIT) > len(free) * UNIT:
+            assert extents is None
+            return
+        pages = units_of(extents)
+        assert sum(e.nbytes for e in extents) == round_up(nbytes, UNIT) == len(pages) * UNIT
+        assert pages <= free
+        free -= pages
+        if extents:
+            self.used.append((extents, scratch))
+
+    @rule(device=st.integers(0, 1), file=st.integers(0, 2), page=st.integers(0, 40), count=st.integers(1, 8))
+    def claim(self, device, file, page, count):
+        extent = Extent(device, file, page * UNIT, count * UNIT)
+        if units_of([extent]) <= self.free[False]:
+            self.allocator.claim(extent)
+            self.free[False] -= units_of([extent])
+            self.used.append(((extent,), False))
+        else:
+            with pytest.raises(CorruptionError):
+                self.allocator.claim(extent, "key")
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data(), quarantine=st.booleans())
+    def end(self, data, quarantine):
+        extents, scratch = self.used.pop(data.draw(st.integers(0, len(self.used) - 1)))
+        if quarantine:
+            self.allocator.quarantine(extents)
+            self.num_quarantined += len(units_of(extents))
+        else:
+            self.allocator.free(extents)
+            self.free[scratch] |= units_of(extents)
+        with pytest.raises(AssertionError):
+            self.allocator.free(extents)
+
+    @rule(nbytes=st.integers(1, 200 * UNIT), scratch=st.booleans())
+    def grow(self, nbytes, scratch):
+        plan = self.allocator.plan_growth(nbytes, scratch=scratch)
+        assert (plan == []) == (round_up(nbytes, UNIT) <= len(self.free[scratch]) * UNIT)
+        for device, file, size in plan:
+            assert (file == SCRATCH) == scratch and (scratch or size <= 64 * UNIT)
+            old = self.sizes.get((device, file), 0)
+            assert size > old
+            self.allocator.add_space(device, file, old, size)
+            self.sizes[device, file] = size
+            self.free[scratch] |= {(device, file, page) for page in range(old // UNIT, size // UNIT)}
+        extents = self.allocator.allocate_nowait(nbytes, scratch=scratch)
+        self.free[scratch] -= units_of(extents)
+        self.used.append((extents, scratch))
+
+    @invariant()
+    def counters_agree(self):
+        assert self.allocator.free_nbytes == len(self.free[False]) * UNIT
+        assert self.allocator.free_scratch_nbytes == len(self.free[True]) * UNIT
+        used = {
+            scratch: sum(len(units_of(e)) for e, s in self.used if s is scratch) * UNIT for scratch in (False, True)
+        }
+        assert self.allocator.used_nbytes == used[False]
+        assert self.allocator.used_scratch_nbytes == used[True]
+        assert self.allocator.quarantined_nbytes == self.num_quarantined * UNIT
+
+
+TestAllocatorMachine = AllocatorMachine.TestCase
+TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 3)), max_size=60), st.integers(0, 400))
+def test_free_ranges_agree_with_a_set(cuts, nbytes):
+    ranges, free = FreeRanges(), set(range(3000))
+    ranges.add(0, 3000)
+    for start, length in cuts:
+        wanted = set(range(start, start + length))
+        assert ranges.take(start, start + length) == (wanted <= free)
+        if wanted <= free:
+            free -= wanted
+    runs = [start for start in free if start - 1 not in free]
+    lengths = {start: next(n for n in range(1, 3001) if start + n not in free) for start in runs}
+    best = min(((length, start) for start, length in lengths.items() if length >= nbytes), default=None)
+    found = ranges.take_best(nbytes) if nbytes else None
+    if nbytes:
+        assert found == (best[1] if best else None)
+
+
+def test_many_free_ranges_stay_in_order():
+    ranges = FreeRanges()
+    ranges.add(0, 20_000)
+    for start in [*range(1, 20_000, 4), *range(3, 20_000, 4)]:
+        assert ranges.take(start, start + 1)
+    assert ranges.nbytes == 10_000
+    assert ranges.take_best(2) is None
+    for start in reversed(range(1, 20_000, 2)):
+        ranges.add(start, start + 1)
+    assert ranges.take_longest(1 << 30) == (0, 20_000)
+
+
+def test_best_fit_takes_the_shortest_range_that_is_long_enough():
+    allocator = allocator_of(10 * PAGE)
+    extents = [allocator.allocate_nowait(n * PAGE)[0] for n in (3, 1, 2, 1, 3)]
+    allocator.free([extents[0], extents[2], extents[4]])
+    assert allocator.allocate_nowait(2 * PAGE) == (extents[2],)
+
+
+def test_a_record_is_split_only_when_no_range_is_long_enough():
+    allocator = allocator_of(7 * PAGE)
+    extents = [allocator.allocate_nowait(PAGE)[0] for _ in range(7)]
+    allocator.free(extents[::2])
+    assert len(allocator.allocate_nowait(3 * PAGE)) == 3
+    assert allocator.allocate_nowait(2 * PAGE) is None
+    assert allocator.free_nbytes == PAGE
+
+
+def test_another_device_with_a_long_range_comes_before_splitting():
+    allocator = allocator_of(3 * PAGE, 4 * PAGE)
+    first = allocator.allocate_nowait(PAGE)
+    assert first[0].device == 0
+    allocator.allocate_nowait(PAGE)
+    (extent,) = allocator.allocate_nowait(3 * PAGE)
+    assert extent.device == 1
+
+
+def test_large_records_are_spread_in_shares_of_whole_blocks():
+    allocator = allocator_of(*[64 * MiB] * 3)
+    extents = allocator.allocate_nowait(7 * BLOCK_NBYTES + PAGE)
+    assert [(e.device, e.nbytes) for e in extents] == [
+        (0, 3 * BLOCK_NBYTES),
+        (1, 3 * BLOCK_NBYTES),
+        (2, BLOCK_NBYTES + PAGE),
+    ]
+    for nbytes, shares in ((3, [1, 1, 1]), (4, [2, 1, 1]), (6, [2, 2, 2])):
+        extents = allocator.allocate_nowait(nbytes * BLOCK_NBYTES)
+        assert [e.nbytes // BLOCK_NBYTES for e in extents] == shares
+        assert sorted(e.device for e in extents) == [0, 1, 2]
+
+
+def test_small_records_take_the_devices_in_turn():
+    allocator = allocator_of(*[64 * MiB] * 3)
+    assert [allocator.allocate_nowait(PAGE)[0].device for _ in range(6)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_nothing_needs_no_extent():
+    assert allocator_of(PAGE).allocate_nowait(0) == ()
+
+
+@pytest.mark.parametrize(
+    "extent",
+    [
+        Extent(0, 0, 9 * PAGE, 2 * PAGE),
+        Extent(0, 0, 1 << 62, PAGE),
+        Extent(0, 0, 0, 1 << 62),
+        Extent(0, 1, 0, PAGE),
+        Extent(0, SCRATCH, 0, PAGE),
+        Extent(-1, 0, 0, PAGE),
+        Extent(1, 0, 0, PAGE),
+        Extent(0, 0, 512, PAGE),
+        Extent(0, 0, PAGE, 512),
+        Extent(0, 0, -PAGE, PAGE),
+        Extent(0, 0, PAGE, 0),
+        Extent(0, 0, PAGE, -PAGE),
+        Extent(0, 0, 3 * PAGE, 2 * PAGE),
+    ],
+)
+def test_claim_refuses_what_cannot_be(extent):
+    allocator = allocator_of(10 * PAGE)
+    allocator.claim(Extent(0, 0, 4 * PAGE, PAGE))
+    with pytest.raises(CorruptionError) as caught:
+        allocator.claim(extent, "layer.0.weight")
+    assert caught.value.key == "layer.0.weight" and caught.value.offset == extent.offset
+    assert allocator.free_nbytes == 9 * PAGE
+
+
+def test_space_must_follow_what_is_there():
+    allocator = allocator_of(10 * PAGE)
+    with pytest.raises(ValueError, match="does not follow"):
+        allocator.add_space(0, 0, 9 * PAGE, 11 * PAGE)
+
+
+def test_a_length_off_the_alignment_counts_up_to_the_last_page():
+    allocator = allocator_of(2 * PAGE + 100)
+    assert allocator.free_nbytes == 2 * PAGE
+    allocator.add_space(0, 0, 2 * PAGE + 100, 4 * PAGE)
+    assert len(allocator.allocate_nowait(4 * PAGE)) == 1
+
+
+def test_ranges_do_not_run_from_file_to_file():
+    allocator = ExtentAllocator(1, PAGE, max_file_nbytes=2 * PAGE)
+    for file in range(3):
+        allocator.add_space(0, file, 0, 2 * PAGE)
+    assert sorted(allocator.allocate_nowait(6 * PAGE)) == [Extent(0, file, 0, 2 * PAGE) for file in range(3)]
+
+
+def test_growth_is_at_least_64_mib_and_an_eighth():
+    assert ExtentAllocator(2, PAGE).plan_growth(PAGE) == [(0, 0, GROWTH_NBYTES)]
+    allocator = allocator_of(1024 * MiB)
+    allocator.allocate_nowait(1024 * MiB)
+    assert allocator.plan_growth(PAGE) == [(0, 0, 1024 * MiB + 128 * MiB)]
+    assert allocator.plan_growth(300 * MiB) == [(0, 0, 1324 * MiB)]
+
+
+def test_growth_goes_on_in_the_next_file_at_the_cap():
+    allocator = allocator_of(100 * MiB, max_file_nbytes=128 * MiB)
+    allocator.allocate_nowait(100 * MiB)
+    sizes = {(0, 0): 100 * MiB}
+    plan = allocator.plan_growth(200 * MiB)
+    assert plan == [(0, 0, 128 * MiB), (0, 1, 128 * MiB), (0, 2, 64 * MiB)]
+    grow(allocator, plan, sizes)
+    assert sum(e.nbytes for e in allocator.allocate_nowait(200 * MiB)) == 200 * MiB
+
+
+def test_scratch_has_one_file_without_a_cap():
+    allocator = ExtentAllocator(1, PAGE, max_file_nbytes=128 * MiB)
+    assert allocator.plan_growth(500 * MiB, scratch=True) == [(0, SCRATCH, 500 * MiB)]
+
+
+def test_growth_stays_within_the_room_of_each_device():
+    allocator = ExtentAllocator(2, PAGE)
+    plan = allocator.plan_growth(100 * MiB, room=[20 * MiB + 1, 300 * MiB])
+    assert plan == [(0, 0, 20 * MiB), (1, 0, 80 * MiB)]
+    grow(allocator, plan, {})
+    assert allocator.allocate_nowait(100 * MiB) is not None
+    assert ExtentAllocator(1, PAGE).plan_growth(PAGE, room=[3 * PAGE]) == [(0, 0, 3 * PAGE)]
+
+
+def test_growth_beyond_all_rooms_is_refused():
+    with pytest.raises(CapacityError, match=r"100\.0 MiB more are needed .* room for 30\.0 MiB"):
+        ExtentAllocator(2, PAGE).plan_growth(100 * MiB, room=[20 * MiB, 10 * MiB])
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.data())
+def test_pieces_are_the_logical_range(sizes, data):
+    extents = [Extent(i % 2, i, 1000 * i, size) for i, size in enumerate(sizes)]
+    where = [(e.device, e.file, e.offset + i) for e in extents for i in range(e.nbytes)]
+    start = data.draw(st.integers(0, len(where)))
+    nbytes = data.draw(st.integers(0, len(where) - start))
+    found = list(pieces(extents, start, nbytes))
+    assert all(piece.nbytes > 0 for piece in found)
+    assert [(e.device, e.file, e.offset + i) for e in found for i in range(e.nbytes)] == where[start : start + nbytes]
+
+
+def test_pieces_beyond_the_end_are_an_error():
+    with pytest.raises(ValueError, match="1 bytes beyond"):
+        list(pieces([Extent(0, 0, 0, 10)], 5, 6))
+
+
+def test_arguments_are_checked():
+    for bad in ((0, PAGE), (1, 3), (1, 0)):
+        with pytest.raises(ValueError, match="expected at least one device"):
+            ExtentAllocator(*bad)
+    assert "free" in repr(allocator_of(PAGE))

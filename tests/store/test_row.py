@@ -1,0 +1,110 @@
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+
+from tests.store.catalogs import ROOT, UUID, row_of
+from tiered.errors import CorruptionError
+from tiered.store import row as codec
+from tiered.store.catalog import Root, Row
+from tiered.store.extents import Extent
+from tiered.store.row import RootHeader, decode_root, decode_rows, encode_root, encode_row
+
+# --- the format is fixed ---
+
+
+def test_bytes_of_a_row_are_fixed():
+    row = Row(3, "w", "float32", (2, 3), 24, 5, (Extent(1, 2, 4096, 8192),), bytes(range(8)), None)
+    body, digest = encode_row(row, UUID)
+    assert body.hex() == (
+        "0500000000000000" "1800000000000000" "01000000" "01000000" "07" "02" "00"
+        "77" "666c6f61743332" "0200000000000000" "0300000000000000"
+        "0100" "02000000" "0010000000000000" "0020000000000000" "0001020304050607"
+    )  # fmt: skip
+    assert digest.hex() == "799874d7658e2526"
+
+
+def test_bytes_of_the_root_are_fixed():
+    body, digest = encode_root(Root(UUID, 5, 9, 2, '{"a":1}'), 3, 2**64 + 7)
+    assert body.hex() == UUID.hex() + (
+        "0500000000000000" "0900000000000000" "02000000" "0300000000000000" "0700000000000000" "7b2261223a317d"
+    )  # fmt: skip
+    assert digest.hex() == "c5b58644b5fb5279"
+
+
+# --- hostile numbers: nothing is allocated that the bytes do not hold ---
+
+HEADER = RootHeader(UUID, generation=5, next_key_id=100, num_directories=2, num_rows=1, digest_sum=0)
+
+
+def decode_one(key_id, body, header=HEADER):
+    digest = codec._row_digest(key_id, body, codec._row_seed(UUID))
+    return decode_rows([(key_id, body, digest)], replace(header, digest_sum=int.from_bytes(digest, "little")), "file")
+
+
+def test_row_bodies_cut_or_altered_anywhere_are_decoded_within_their_size():
+    good, _ = encode_row(row_of(7, "name"), UUID)
+    assert decode_one(7, good) == [row_of(7, "name")]
+    tracemalloc.start()
+    try:
+        for i in range(len(good)):
+            for value in (0, 1, 0x7F, 0x80, 0xFF):
+                body = good[:i] + bytes([value]) + good[i + 1 :]
+                try:
+                    (row,) = decode_one(7, body)
+                except CorruptionError as error:
+                    assert error.file == "file"
+                else:
+                    assert encode_row(row, UUID)[0] == body
+            with pytest.raises(CorruptionError):
+                decode_one(7, good[:i])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        (row_of(100), "the next key id is 100"),
+        (row_of(7, generation=6), "generation 6"),
+        (replace(row_of(7), extents=(Extent(2, 0, 0, 8192),)), "outside the store's 2 directories"),
+    ],
+)
+def test_rows_that_do_not_go_with_the_root_are_corruption(row, problem):
+    with pytest.raises(CorruptionError, match=problem) as caught:
+        decode_one(row.key_id, encode_row(row, UUID)[0])
+    assert caught.value.key == row.name
+
+
+def test_rows_lost_added_or_stale_are_corruption():
+    raw = {row.key_id: (row.key_id, *encode_row(row, UUID)) for row in (row_of(1), row_of(2), row_of(3, "key 2"))}
+    total = sum(int.from_bytes(raw[key_id][2], "little") for key_id in (1, 2))
+    header = replace(HEADER, num_rows=2, digest_sum=total % 2**64)
+    assert len(decode_rows([raw[1], raw[2]], header, "file")) == 2
+    for rows in ([raw[1]], [], [*raw.values()], [raw[1], raw[3]]):
+        with pytest.raises(CorruptionError):
+            decode_rows(rows, header, "file")
+    stale = (1, *encode_row(row_of(1, seed=5), UUID))
+    with pytest.raises(CorruptionError, match="not those of the last commit"):
+        decode_rows([stale, raw[2]], header, "file")
+    both = (raw[2], raw[3])
+    header = replace(header, digest_sum=sum(int.from_bytes(r[2], "little") for r in both) % 2**64)
+    with pytest.raises(CorruptionError, match="same name"):
+        decode_rows(both, header, "file")
+
+
+def test_a_row_of_another_key_or_store_does_not_match():
+    body, digest = encode_row(row_of(7), UUID)
+    for key_id, uuid in ((8, UUID), (7, bytes(16))):
+        with pytest.raises(CorruptionError, match="digest"):
+            decode_rows([(key_id, body, digest)], replace(HEADER, store_uuid=uuid), "file")
+
+
+def test_root_cut_or_altered_anywhere_is_corruption():
+    body, digest = encode_root(ROOT, 0, 0)
+    assert decode_root(body, digest, "file")[0] == ROOT
+    for i in range(len(body)):
+        for other in (body[:i], body[:i] + bytes([body[i] ^ 1]) + body[i + 1 :]):
+            with pytest.raises(CorruptionError):
+                decode_root(other, digest, "file")

@@ -1,0 +1,236 @@
+"""The command line up to the store: arguments, plans, refusals, what is asked."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tiered.cli import main
+from tiered.errors import CapacityError, UsageError
+from tiered.train.config import RunConfig, RunDials
+from tiered.train.data import Corpus
+from tiered.train.interruption import Interruption
+from tiered.train.plan import Plan
+from tiered.train.progress import StepRecord, open_display
+
+TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "32", "--dram", "32MiB")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A file of 30 KB to learn from."""
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"one word, one meaning; " * 1300)
+    return file
+
+
+def plan(**given: object) -> Plan:
+    config = RunConfig.of_given({name: value for name, value in given.items() if name != "steps"})
+    dials = RunDials.of_committed({}, given)
+    return Plan(config, dials, (Path("runs/demo"),), durable=True, first_step=0)
+
+
+class TestRefusals:
+    """One line on standard error, exit status 2, nothing made."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (["--stepz", "3"], "--steps"),
+            (["--steps", "three"], "--steps"),
+            (["--steps", "0"], "steps must be at least 1, got 0"),
+            (["--dram", "much"], "--dram: expected a size such as"),
+            (["--dram", "1MiB"], "dram must be at least 16.0 MiB, got 1.0 MiB"),
+            (["--params", "some"], "--params: expected a number such as"),
+            (["--params", "1M", "--layers", "2"], "--params chooses layers, width and heads: give it or --layers"),
+            (["--width", "100", "--heads", "16"], "width 100 is not a multiple of heads 16"),
+            (["--dtype", "bf17"], "dtype must be one of bf16, fp32; got 'bf17'"),
+            (["--update", "never"], "update must be one of backward, step"),
+            (["--state", "compact"], "state must be one of exact"),
+            (["--clip", "1", "--update", "backward"], "clipping needs every gradient"),
+            (["--lr", "-1"], "lr must be a positive number"),
+            (["--lr", "nan"], "lr must be a positive number"),
+            (["--seed", "-1"], "seed must be at least 0"),
+            (["--commit-every", "0"], "commit-every must be at least 1"),
+            (["--data", "/nowhere/at/all"], "no data at /nowhere/at/all"),
+            (["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
+            (["--json", "/tmp"], "cannot write /tmp: it is a directory"),
+            (["--resume", "--fresh"], "give one of them"),
+            (["--resume", "--no-durable"], "--no-durable leaves nothing to resume"),
+        ],
+    )
+    def test_bad_arguments(
+        self, arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        store = tmp_path / "run"
+        assert main(["train", "--store", str(store), *arguments]) == 2
+        error = capsys.readouterr().err
+        assert says in error
+        assert error.count("\n") == 1
+        assert not store.exists()
+
+    def test_an_unknown_command_is_answered_with_the_nearest_one(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["trian"]) == 2
+        assert "Did you mean 'train'" in capsys.readouterr().err
+
+    def test_a_model_that_does_not_fit_on_the_device(
+        self, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        store = tmp_path / "run"
+        assert main(["train", "--store", str(store), "--data", str(text), "--params", "100T"]) == 2
+        captured = capsys.readouterr()
+        assert "not enough space for the run" in captured.err
+        assert "in all" in captured.out, "the plan comes first"
+        assert not store.exists()
+
+
+class TestConfiguration:
+    """Defaults, and what a resumed run takes from its commit."""
+
+    def test_the_default_is_the_model_of_the_peers(self) -> None:
+        config = RunConfig.of_given({})
+        assert (config.layers, config.width, config.heads, config.context) == (8, 2048, 16, 256)
+        assert (config.batch, config.dtype, config.update, config.lr) == (4, "bf16", "backward", 4.9e-5)
+
+    @pytest.mark.parametrize("given", [{"clip": 1.0}, {"accumulate": 3}])
+    def test_clipping_and_accumulation_select_the_update_step(self, given: dict[str, object]) -> None:
+        assert RunConfig.of_given(given).update == "step"
+
+    def test_accumulation_goes_with_the_update_backward_when_that_is_asked_for(self) -> None:
+        assert RunConfig.of_given({"accumulate": 3, "update": "backward"}).update == "backward"
+
+    def test_heads_follow_a_width_they_do_not_divide(self) -> None:
+        assert RunConfig.of_given({"width": 200}).heads == 8
+
+    def test_a_resumed_run_is_what_it_was(self) -> None:
+        config = RunConfig.of_given({"layers": 2, "clip": 0.5, "seed": 7})
+        assert RunConfig.of_committed(asdict(config), {}) == config
+        assert RunConfig.of_committed(asdict(config), {"seed": 7, "layers": 2}) == config
+
+    def test_another_model_or_optimizer_is_refused_with_a_diff(self) -> None:
+        config = RunConfig.of_given({"layers": 2, "lr": 1e-4})
+        with pytest.raises(UsageError, match=r"layers 2 -> 3; lr 0.0001 -> 0.001.*--fresh"):
+            RunConfig.of_committed(asdict(config), {"layers": 3, "lr": 1e-3})
+        with pytest.raises(UsageError, match="width 2048 -> 512"):
+            RunConfig.of_committed(asdict(config), {"params": 10_000_000})
+
+    def test_dials_may_change(self) -> None:
+        dials = RunDials.of_committed({}, {"steps": 5, "data": ("a", "b")})
+        again = RunDials.of_committed(asdict(dials), {"dram": 1 << 28})
+        assert again == RunDials(steps=5, dram=1 << 28, data=("a", "b"))
+
+
+class TestPlan:
+    """The arithmetic of section 8."""
+
+    def test_bytes_of_the_default(self) -> None:
+        default = plan()
+        assert default.step_write_nbytes == 12 * 404_443_136
+        assert default.space_nbytes == 32 * 404_443_136
+        assert default.write_nbytes == (24 * 12 + 28) * 404_443_136
+        lines = "\n".join(default.lines(Corpus((), name="nothing")))
+        assert "404.4 M parameters" in lines
+        assert "training in memory would need 6.0 GiB" in lines
+        assert "4.5 GiB per step, 4.4 TiB per 1,000 steps and directory" in lines
+        assert not default.warnings()
+
+    def test_gradients_over_the_budget_count(self) -> None:
+        assert plan(clip=1.0).step_write_nbytes == 14 * 404_443_136
+        assert plan(clip=1.0, dram=1 << 32).step_write_nbytes == 12 * 404_443_136
+
+    def test_above_10_tb_the_dials_are_named(self) -> None:
+        (warning,) = plan(steps=3000).warnings()
+        assert all(dial in warning for dial in ("--dram", "--commit-every", "--no-durable", "--state"))
+
+    def test_space_is_counted_per_file_system_and_less_what_is_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        directories = (tmp_path / "one", tmp_path / "two")
+        tiny = RunConfig.of_given({"params": 100_000})
+        short = Plan(tiny, RunDials(), directories, durable=True, first_step=0)
+        monkeypatch.setattr("tiered.train.plan._free_nbytes", lambda path: short.space_nbytes - 1)
+        with pytest.raises(CapacityError, match=r"one, .*two: it needs 3\.0 MiB"):
+            short.check_space()
+        directories[0].mkdir()
+        (directories[0] / "data-000").write_bytes(b"x" * 8192)
+        short.check_space()
+
+
+class TestDisplay:
+    """What is shown while a run works."""
+
+    RECORD = StepRecord(3, 5.25, 2.0, 2048, 4 * 10**9, 3 * 10**9, 0.5)
+
+    def test_a_line_per_step_where_there_is_no_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with open_display(24, first_step=0, quiet=False) as display:
+            display.step(self.RECORD)
+        assert capsys.readouterr().out == (
+            "step 3/24  2.00 s  loss 5.250  1,024 tokens/s  read 2.00 write 1.50 GB/s  stall 25%\n"
+        )
+
+    def test_a_bar_on_a_terminal(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", "160")
+        with open_display(24, first_step=0, quiet=False) as display:
+            display.note("building the model")
+            display.step(self.RECORD)
+        shown = capsys.readouterr().out
+        assert "3/24" in shown
+        assert "loss 5.250" in shown
+
+    def test_nothing_when_quiet(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with open_display(24, first_step=0, quiet=True) as display:
+            display.note("building the model")
+            display.step(self.RECORD)
+        assert not capsys.readouterr().out
+
+
+class TestInterruption:
+    """Ctrl-C is a request first, the end second."""
+
+    @pytest.mark.parametrize("times", [1, 2])
+    def test_ctrl_c_in_a_process_of_its_own(self, tmp_path: Path, text: Path, times: int) -> None:
+        store = str(tmp_path / "run")
+        command = [sys.executable, "-m", "tiered.cli", "train", *TINY, "--data", str(text), "--store", store]
+        root = Path(__file__).parents[1]
+        with subprocess.Popen(
+            [*command, "--steps", "100000"], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            while not process.stdout.readline().startswith("step 2/"):
+                assert process.poll() is None, process.stderr.read()
+            for _ in range(times):
+                process.send_signal(signal.SIGINT)
+                while not process.stderr.readline().startswith(("stopping as soon", "the run is")):
+                    pass
+            said = process.stdout.read()
+            assert process.wait() == 130
+        if times == 1:
+            assert "stopped by Ctrl-C; the run is resumable from step" in said
+        assert main(["verify", store]) == 0
+
+    def test_the_first_signal_is_a_request(self, capfd: pytest.CaptureFixture[str]) -> None:
+        before = signal.getsignal(signal.SIGINT)
+        with Interruption("stopping soon", lambda: "gone") as interruption:
+            assert not interruption.requested
+            signal.raise_signal(signal.SIGINT)
+            assert interruption.requested
+        assert signal.getsignal(signal.SIGINT) == before
+        assert capfd.readouterr().err == "\nstopping soon\n"
+
+    def test_the_second_signal_ends_the_process(
+        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        statuses: list[int] = []
+        monkeypatch.setattr("os._exit", statuses.append)
+        with Interruption("stopping soon", lambda: "gone"):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        assert statuses == [130]
+        assert capfd.readouterr().err.startswith("\nstopping soon\n\ngone\n")

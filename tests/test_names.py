@@ -1,0 +1,133 @@
+"""One word, one meaning; and the few things that no file of the package may contain."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "tiered").rglob("*.py"))
+
+INSTEAD = {  # the word not to say in a name of ours: the word to say
+    "backend": "device",
+    "cached": "resident or held",
+    "chunk": "extent, bucket or tile",
+    "epoch": "generation",
+    "fetch": "swap in",
+    "handler": "a noun for what it is",
+    "helper": "a noun for what it is",
+    "impl": "a noun for what it is",
+    "iteration": "step",
+    "manager": "store, or a noun for what it is",
+    "misc": "a noun for what it is",
+    "offload": "swap out",
+    "pool": "arena",
+    "preload": "prefetch",
+    "region": "extent",
+    "save": "commit",
+    "spill": "swap out",
+    "staging": "buffer",
+    "swapper": "store",
+    "sync": "commit or flush",
+    "upload": "copy in",
+    "util": "a noun for what it is",
+    "utils": "a noun for what it is",
+}
+
+FORBIDDEN = {
+    r"\bpickle\b(?! of)": "no pickle",
+    r"\btorch\.(load|save)\b": "torch.load and torch.save pickle",
+    r"\bdef __del__\b": "lifetimes end in close() or weakref.finalize",
+    r"\bdaemon\s*=\s*True\b": "threads end in close()",
+}
+
+
+def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield the names that ``tree`` gives to things, with their lines: not those it only uses."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+
+
+def words(name: str) -> list[str]:
+    """Return the words of ``swap_in``, ``SwapIn`` or ``SWAP_IN``, in lower case."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+
+
+def code(source: str) -> str:
+    """Return ``source`` without comments and docstrings, where saying "no pickle" is allowed."""
+    return ast.unparse(_without_docstrings(ast.parse(source)))
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value = ast.Constant(None)
+    return tree
+
+
+def test_words_are_found_in_every_spelling() -> None:
+    assert [words(name) for name in ("swap_in", "SwapIn", "SWAP_IN", "_ODirect")] == [
+        ["swap", "in"],
+        ["swap", "in"],
+        ["swap", "in"],
+        ["o", "direct"],
+    ]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_names_use_the_words_of_the_house(file: Path) -> None:
+    found = [
+        f"{file.name}:{line}: {name} says {word!r}; say {INSTEAD[word]}"
+        for name, line in names(ast.parse(file.read_text()))
+        for word in words(name)
+        if word in INSTEAD
+    ]
+    found += [
+        f"{file.name}: the file says {word!r}; say {INSTEAD[word]}" for word in words(file.stem) if word in INSTEAD
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_nothing_forbidden_is_used(file: Path) -> None:
+    text = code(file.read_text())
+    assert not [f"{file.name}: {reason}" for pattern, reason in FORBIDDEN.items() if re.search(pattern, text)]
+
+
+@pytest.mark.parametrize("text", ["import pickle", "torch.load(f)", "class A:\n def __del__(self): pass"])
+def test_forbidden_things_are_seen(text: str) -> None:
+    assert any(re.search(pattern, code(text)) for pattern in FORBIDDEN)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_module_docstrings_are_short_and_exports_sorted(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    docstring = ast.get_docstring(tree)
+    assert docstring, f"{file} does not say what lives in it"
+    if file.name != "catalog.py":  # the format and the crash argument, on one screen
+        assert len(docstring.splitlines()) <= 10
+    exports = [node.value for node in tree.body if isinstance(node, ast.Assign) and _assigns(node, "__all__")]
+    assert exports or file.name == "__init__.py", f"{file} has no __all__"
+    for export in exports:
+        listed = ast.literal_eval(export)
+        assert listed == sorted(set(listed), key=_isort_order)
+
+
+def _assigns(node: ast.Assign, name: str) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+
+
+def _isort_order(name: str) -> tuple[int, str]:
+    """Constants, then classes, then functions, as the linter sorts exports."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)

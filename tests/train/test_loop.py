@@ -1,0 +1,280 @@
+"""The main job, whole and small: train, stop, go on, look, check."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiered
+from tiered.cli import main
+from tiered.train.data import Loader
+
+TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "32", "--dram", "32MiB")
+JSON_KEYS = {
+    "params",
+    "steps",
+    "losses",
+    "step_seconds",
+    "read_bytes_per_param",
+    "write_bytes_per_param",
+    "peak_rss_bytes",
+    "dram_budget_bytes",
+    "state_bytes",
+    "bytes_written",
+    "generation",
+    "stall_seconds",
+    "versions",
+}
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Call ``tiered train`` on the tiny model with the store ``run`` and its figures in ``run.json``."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"one word, one meaning; " * 1300)
+
+    def call(*options: str, store: str = "run", sizes: tuple[str, ...] = TINY) -> int:
+        places = ("--store", str(tmp_path / store), "--json", str(tmp_path / f"{store}.json"))
+        data = () if "--resume" in options else ("--data", str(text))
+        return main(["train", *places, *data, *sizes, *options])
+
+    return call
+
+
+def figures(tmp_path: Path, store: str = "run") -> dict[str, Any]:
+    found = json.loads((tmp_path / f"{store}.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """Return what the files in ``directory`` hold; the lock's says only who had it last."""
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "lock"}
+
+
+def interrupt_at_batch(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Press Ctrl-C just as the batch ``number`` is drawn."""
+    draw = Loader.__next__
+
+    def draw_and_interrupt(loader: Loader) -> Any:
+        if loader.position == number:
+            signal.raise_signal(signal.SIGINT)
+        return draw(loader)
+
+    monkeypatch.setattr(Loader, "__next__", draw_and_interrupt)
+
+
+def test_a_run_says_what_it_will_do_and_what_it_did(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--steps", "8") == 0
+    out, err = capsys.readouterr()
+    assert not err
+    for word in ("model", "data", "job", "memory", "space", "writes", "loss", "time", "moved", "wrote", "run", "go on"):
+        assert f"\n{word} " in f"\n{out}"
+    assert "step 8/8" in out
+    found = figures(tmp_path)
+    assert set(found) == JSON_KEYS
+    assert found["steps"] == list(range(1, 9))
+    assert found["losses"][-1] < found["losses"][0] - 0.5
+    assert found["generation"] == 8
+    assert found["dram_budget_bytes"] == 32 << 20
+    assert found["state_bytes"] >= 12 * found["params"]
+    assert found["write_bytes_per_param"] >= 12
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--dtype", "fp32"),
+        ("--update", "step"),
+        ("--clip", "0.5"),
+        ("--accumulate", "2"),
+        ("--accumulate", "2", "--update", "backward"),
+    ],
+)
+def test_the_budget_changes_no_loss(run: Run, tmp_path: Path, options: tuple[str, ...]) -> None:
+    sizes = ("--layers", "8", "--width", "128", "--heads", "4", "--context", "32", "--steps", "3", "--quiet")
+    assert run("--dram", "16MiB", *options, store="small", sizes=sizes) == 0
+    assert run("--dram", "512MiB", "--no-durable", *options, store="large", sizes=sizes) == 0
+    small, large = figures(tmp_path, "small"), figures(tmp_path, "large")
+    assert small["losses"] == large["losses"]
+    assert small["state_bytes"] > small["dram_budget_bytes"]
+    assert small["read_bytes_per_param"] > 1, "it has passed through the tiers"
+    assert large["read_bytes_per_param"] == 0, "it has not"
+
+
+def test_accumulation_gives_the_same_losses_with_both_updates(run: Run, tmp_path: Path) -> None:
+    for update in ("step", "backward"):
+        assert run("--steps", "3", "--quiet", "--accumulate", "2", "--update", update, store=update) == 0
+    assert figures(tmp_path, "step")["losses"] == figures(tmp_path, "backward")["losses"]
+
+
+def test_an_existing_run_is_not_touched_without_being_told(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--steps", "2", "--quiet") == 0
+    before = content(tmp_path / "run")
+    capsys.readouterr()
+    assert run("--steps", "2") == 2
+    error = capsys.readouterr().err
+    assert "holds a run at step 2: go on with it with --resume" in error
+    assert error.count("\n") == 1
+    assert run("--steps", "2", "--no-durable") == 2
+    assert run("--steps", "2", "--fresh") == 2, "there is no terminal to ask on"
+    assert run("--resume", "--lr", "0.5") == 2
+    error = capsys.readouterr().err
+    assert "there is no terminal to ask on: add --yes" in error
+    assert "lr 0.001 -> 0.5" in error
+    assert content(tmp_path / "run") == before
+
+
+def test_a_resumed_run_has_the_losses_of_the_undisturbed_one(run: Run, tmp_path: Path) -> None:
+    assert run("--steps", "5", "--quiet", store="whole") == 0
+    assert run("--steps", "2", "--quiet") == 0
+    losses = figures(tmp_path)["losses"]
+    assert run("--resume", "--steps", "5", "--quiet", "--dram", "16MiB", sizes=()) == 0
+    assert losses + figures(tmp_path)["losses"] == figures(tmp_path, "whole")["losses"]
+    assert figures(tmp_path)["steps"] == [3, 4, 5]
+
+
+def test_a_finished_run_has_nothing_left_to_do(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--steps", "2", "--quiet") == 0
+    before = content(tmp_path / "run")
+    assert run("--resume", sizes=()) == 0
+    assert "the run has done its 2 steps" in capsys.readouterr().out
+    assert (figures(tmp_path)["losses"], figures(tmp_path)["generation"]) == ([], 2)
+    assert content(tmp_path / "run") == before
+
+
+def test_fresh_removes_the_run_and_nothing_else(run: Run, tmp_path: Path) -> None:
+    assert run("--steps", "3", "--quiet") == 0
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    losses = figures(tmp_path)["losses"]
+    (tmp_path / "run" / "notes.txt").rename(tmp_path / "notes.txt")
+    assert run("--steps", "3", "--quiet", "--fresh", "--yes") == 0
+    assert figures(tmp_path)["losses"] == losses
+    assert figures(tmp_path)["generation"] == 3
+
+
+def test_resume_without_a_commit_starts_from_step_0(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiered.Store(tmp_path / "run", dram="16MiB").close()
+    assert run("--resume", "--data", str(tmp_path / "text.txt"), "--steps", "2") == 0
+    assert "nothing is committed there yet: starting from step 0" in capsys.readouterr().out
+    assert figures(tmp_path)["steps"] == [1, 2]
+
+
+def test_ctrl_c_in_a_step_commits_it_and_says_how_to_go_on(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--steps", "4", "--quiet", store="whole") == 0
+    with monkeypatch.context() as patch:
+        interrupt_at_batch(patch, 1)
+        assert run("--steps", "4", "--commit-every", "4") == 130
+    assert "the run is resumable from step 2" in capsys.readouterr().out
+    losses = figures(tmp_path)["losses"]
+    assert run("--resume", sizes=()) == 0
+    assert losses + figures(tmp_path)["losses"] == figures(tmp_path, "whole")["losses"]
+
+
+def test_ctrl_c_while_the_model_is_made_leaves_a_run_that_starts_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shard_and_interrupt(*arguments: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return shard(*arguments, **options)
+
+    shard = tiered.shard
+    with monkeypatch.context() as patch:
+        patch.setattr(tiered, "shard", shard_and_interrupt)
+        assert run("--steps", "2") == 130
+    assert "nothing was committed yet, the run is resumable from step 0" in capsys.readouterr().out
+    assert run("--resume", "--data", str(tmp_path / "text.txt"), "--steps", "2", "--quiet") == 0
+    assert figures(tmp_path)["steps"] == [1, 2]
+
+
+def test_without_durability_nothing_is_left(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--steps", "2", "--no-durable") == 0
+    assert "gone with this process" in capsys.readouterr().out
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_two_directories_hold_one_run(run: Run, tmp_path: Path) -> None:
+    other = ("--store", str(tmp_path / "other"))
+    assert run("--steps", "2", "--quiet", *other) == 0
+    assert run("--resume", "--steps", "3", "--quiet", *other, sizes=()) == 0
+    assert figures(tmp_path)["steps"] == [3]
+    assert main(["verify", str(tmp_path / "other"), str(tmp_path / "run")]) == 0
+
+
+def test_a_loss_that_is_no_number_stops_the_run_before_it_is_learnt_from(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--steps", "9", "--quiet", "--lr", "1e30") == 2
+    error = capsys.readouterr().err
+    assert "start again with a lower --lr" in error
+    assert "the run is resumable from step" in error
+
+
+def test_a_budget_that_is_too_small_names_one_that_works(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--steps", "1", "--dram", "16MiB", "--params", "20M", sizes=()) == 2
+    error = capsys.readouterr().err
+    assert "smallest" in error
+    assert error.count("\n") == 1
+
+
+def test_a_second_process_on_a_run_is_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--steps", "1", "--quiet") == 0
+    with tiered.Store(tmp_path / "run", dram="16MiB"):
+        assert run("--resume", "--steps", "2", sizes=()) == 2
+        assert main(["verify", str(tmp_path / "run")]) == 2
+        assert "is open in process" in capsys.readouterr().err
+        assert main(["inspect", str(tmp_path / "run")]) == 0
+    assert "generation" in capsys.readouterr().out
+
+
+def test_inspect_shows_keys_and_state(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--steps", "2", "--quiet") == 0
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "generation 2" in out
+    assert '"step": 2' in out
+    assert "blocks.1" in out
+    assert "uint8" in out
+    assert main(["inspect", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_verify_names_key_file_and_offset_of_damage(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--steps", "2", "--quiet") == 0
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    with tiered.Store(tmp_path / "run", dram="16MiB", mode="r") as store:
+        record = max(store.records(), key=lambda record: record.nbytes)
+    offset = record.extents[0].offset
+    file = tmp_path / "run" / "data-000"
+    with open(file, "r+b") as stream:
+        stream.seek(offset)
+        byte = stream.read(1)[0]
+        stream.seek(offset)
+        stream.write(bytes([byte ^ 1]))
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "run")]) == 1
+    out = capsys.readouterr().out
+    assert record.name in out
+    assert str(file) in out
+    assert str(offset) in out

@@ -1,0 +1,83 @@
+"""A process of its own that trains a model with more than 4 GB of state under a small budget; prints one line of JSON.
+
+usage: python -m tests.zero.large_training DIRECTORY DRAM_BYTES NUM_UNITS WIDTH
+
+It imports, prints its resident bytes, and waits for a line on standard input before it goes on.
+"""
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import tiered
+from tiered.bytes.arena import Arena
+
+NUM_STEPS = 2
+
+
+class Tower(nn.Module):
+    """Square layers one after the other: many parameters and, with one row of input, little else."""
+
+    def __init__(self, num_units: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num_units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def resident_nbytes() -> int:
+    """Return the bytes of memory that this process has now."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS"))
+
+
+class Saved:
+    """Counts the bytes of saved tensors that are not parameters: what the reference keeps in memory, too."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.nbytes += tensor.nbytes
+        return tensor
+
+
+def main(directory: str, dram_bytes: int, num_units: int, width: int) -> None:
+    """Train and report."""
+    print(json.dumps({"resident_bytes": resident_nbytes()}), flush=True)
+    sys.stdin.readline()
+    arena, saved = Arena(dram_bytes), Saved()
+    with tiered.Store(directory, dram=dram_bytes, durable=False, _arena=arena) as store:
+        torch.manual_seed(0)
+        with tiered.construct(store):
+            model = Tower(num_units, width)
+        model = tiered.shard(model, store, param_dtype=torch.bfloat16)
+        optimizer = tiered.AdamW(model.parameters(), lr=1e-3, update="backward")
+        losses = []
+        for step in range(NUM_STEPS):
+            x = torch.randn(1, width, generator=torch.Generator().manual_seed(step)).bfloat16()
+            with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+                loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    report = {
+        "losses": losses,
+        "params": num_units * width**2,
+        "saved_bytes": saved.nbytes // NUM_STEPS,
+        "arena_peak_bytes": arena.peak_nbytes,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

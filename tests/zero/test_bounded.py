@@ -1,0 +1,249 @@
+"""All that tiered keeps in DRAM stays under the budget, down to the smallest one that the formula allows."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiered
+from tests.models import CASES, GPT, Case, batch_of_tokens
+from tests.reference import Recipe
+from tests.zero.training import (
+    assert_same,
+    budget_named_in,
+    debug_store,
+    reference,
+    reference_of,
+    smallest_budget,
+    start,
+)
+from tiered.bytes.arena import Arena
+from tiered.errors import CapacityError
+from tiered.units import GiB, KiB, MiB, round_up
+
+PAGE = 4096
+
+
+class Layers(nn.Module):
+    """Linear layers of the given sizes, without biases, each a unit, around a root with one parameter."""
+
+    def __init__(self, *shapes: tuple[int, int]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(shapes[0][0]))
+        self.layers = nn.ModuleList(nn.Linear(*shape, bias=False) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.scale.dtype) * self.scale
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def layers_case(*shapes: tuple[int, int]) -> Case:
+    return Case(
+        lambda: Layers(*shapes),
+        lambda index: (torch.randn(2, shapes[0][0], generator=torch.Generator().manual_seed(index)),),
+    )
+
+
+def formula(shapes: list[tuple[int, int]], param_dtype: torch.dtype | None) -> int:
+    """Return section 2's smallest budget of ``Layers``: root + 2 largest units + 3 buckets + one tile of the update.
+
+    Buckets hold an eighth of the largest unit, rounded up to 1,024 elements; a tile needs three fp32 copies.
+    """
+    itemsize, state_itemsize = (2, 10) if param_dtype is not None else (4, 8)
+    units = sorted((n * m for n, m in shapes), reverse=True)
+    bucket_numel = round_up(-(-units[0] // 8), 1024)
+
+    def with_gradient(numel: int) -> int:
+        return 2 * round_up(round_up(numel * itemsize, 64), PAGE)
+
+    buckets = 3 * round_up(bucket_numel * state_itemsize, PAGE)
+    tile = round_up(12 * bucket_numel, PAGE)
+    return with_gradient(shapes[0][0]) + with_gradient(units[0]) + with_gradient(units[1]) + buckets + tile
+
+
+SHAPES: dict[str, list[tuple[int, int]]] = {
+    "equal_units": [(64, 64)] * 6,
+    "unequal_units": [(64, 96), (96, 32), (32, 256), (256, 40), (40, 64)],
+    "one_large_unit": [(128, 128), (128, 512), (512, 128), (128, 16)],
+    "a_hundred_kilobytes_each": [(160, 160)] * 4,
+}
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_smallest_budget_is_the_formula_and_trains(
+    name: str, param_dtype: torch.dtype | None, update: str, tmp_path: Path
+) -> None:
+    case, recipe = layers_case(*SHAPES[name]), Recipe(param_dtype=param_dtype)
+    expected = formula(SHAPES[name], param_dtype)
+    assert smallest_budget(case, recipe, update, tmp_path / "probe") == expected
+    with debug_store(tmp_path / "store", expected, durable=False) as store:
+        assert_same(start(case, recipe, store, update).run(), reference(case, recipe))
+
+
+@pytest.mark.parametrize("name", ["gpt", "cnn", "lstm", "odd_sizes", "nested_units", "units_of_one_layer"])
+def test_a_page_below_the_smallest_budget_is_refused_with_the_number(name: str, tmp_path: Path) -> None:
+    nbytes = smallest_budget(CASES[name], Recipe(), "step", tmp_path / "probe")
+    with debug_store(tmp_path / "store", nbytes - 1, durable=False) as store:
+        with pytest.raises(CapacityError) as refusal:
+            start(CASES[name], Recipe(), store)
+    assert budget_named_in(refusal.value) == nbytes
+    assert str(nbytes - 1) in str(refusal.value)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_the_same_budget_serves_commits_and_a_resumed_run(update: str, tmp_path: Path) -> None:
+    case, recipe = CASES["gpt"], Recipe(param_dtype=torch.bfloat16)
+    nbytes = smallest_budget(case, recipe, update, tmp_path / "probe")
+    with debug_store(tmp_path / "store", nbytes) as store:
+        session = start(case, recipe, store, update)
+        for step in range(3):
+            session.run_step(step)
+            store.commit({"step": step + 1}, wait=False)
+    with debug_store(tmp_path / "store", nbytes) as store:
+        session = start(case, recipe, store, update, seed=1)
+        assert store.resume() == {"step": 3}
+        session.run_step(3)
+        session.trained.losses[:0] = reference_of("gpt", torch.bfloat16).losses[:3]
+        assert_same(session.collect(), reference_of("gpt", torch.bfloat16))
+
+
+def test_a_megabyte_of_state_runs_in_16_MiB(tmp_path: Path) -> None:
+    case, recipe = Case(lambda: GPT(12), batch_of_tokens), Recipe(param_dtype=torch.bfloat16)
+    assert 12 * sum(p.numel() for p in GPT(12).parameters()) > 1e6
+    assert smallest_budget(case, recipe, "backward", tmp_path / "probe") <= 16 * MiB
+    with debug_store(tmp_path / "store", 16 * MiB, durable=False) as store:
+        assert_same(start(case, recipe, store, "backward").run(), reference(case, recipe))
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_state_of_eight_budgets(param_dtype: torch.dtype | None, update: str, tmp_path: Path) -> None:
+    """The gradients alone (2 or 4 bytes per parameter of 12) are larger than the budget: under "step" they stream."""
+    shapes = [(192, 192)] * 40
+    case, recipe = layers_case(*shapes), Recipe(param_dtype=param_dtype, num_steps=3)
+    state_nbytes = 12 * sum(n * m for n, m in shapes)
+    nbytes = state_nbytes // 8
+    arena = Arena(nbytes)
+    with tiered.Store(tmp_path, dram=nbytes, durable=False, _arena=arena) as store:
+        session = start(case, recipe, store, update)
+        for step in range(recipe.num_steps):
+            session.run_step(step)
+        assert arena.peak_nbytes <= nbytes
+        assert_same(session.collect(), reference(case, recipe))
+    assert arena.leased_nbytes == 0
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_clipping_streams_gradients_that_do_not_fit(accumulated: int, tmp_path: Path) -> None:
+    case = layers_case(*[(192, 192)] * 40)
+    recipe = Recipe(param_dtype=torch.bfloat16, num_steps=2, max_norm=1e-3, num_micro_steps=accumulated)
+    nbytes = smallest_budget(case, recipe, "step", tmp_path / "probe")
+    with debug_store(tmp_path / "store", nbytes, durable=False) as store:
+        assert_same(start(case, recipe, store).run(), reference(case, recipe))
+
+
+def test_gradients_on_nvme_raise_when_touched(tmp_path: Path) -> None:
+    case, recipe = layers_case(*[(192, 192)] * 40), Recipe()
+    nbytes = smallest_budget(case, recipe, "step", tmp_path / "probe")
+    with debug_store(tmp_path / "store", nbytes, durable=False) as store:
+        session = start(case, recipe, store)
+        case.loss(session.model, case.batch(0)).backward()
+        with pytest.raises(tiered.UsageError, match="clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(session.model.parameters(), 1.0)
+        session.optimizer.step()
+        assert all(parameter.grad is None for parameter in session.model.parameters())
+
+
+# -- a process of its own ------------------------------------------------------------------------------------------
+
+NUM_UNITS, WIDTH = 22, 4096
+DRAM = 512 * MiB
+LARGEST_GRADIENT = 2 * WIDTH**2
+ALLOWANCE = 128 * MiB
+
+
+@contextlib.contextmanager
+def memory_group() -> Iterator[Path | str]:
+    """Make a cgroup (v1) below this process's own; give its directory, or the reason why there is none."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = next((line.split(":", 2)[2] for line in lines if "memory" in line.split(":", 2)[1].split(",")), None)
+    if own is None:
+        yield "no cgroup v1 memory controller"
+        return
+    group = Path(f"/sys/fs/cgroup/memory{own}") / f"tiered-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        yield f"cannot make a memory cgroup: {error}"
+        return
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+@pytest.fixture(scope="module")
+def large_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Train more than 4 GB of state in a process of its own, inside a memory cgroup of the allowed size if there are any.
+
+    A shell stands between: ``ru_maxrss`` starts with what the parent of an exec had in memory.
+    """
+    directory = tmp_path_factory.mktemp("large")
+    arguments = f"{directory}/store {DRAM} {NUM_UNITS} {WIDTH}"
+    command = f"{sys.executable} -m tests.zero.large_training {arguments}; exit $?"
+    with memory_group() as group:
+        shell = f"echo $$ > {group}/cgroup.procs && {command}" if isinstance(group, Path) else command
+        process = subprocess.Popen(
+            ["sh", "-c", shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+            cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            resident_bytes = json.loads(process.stdout.readline())["resident_bytes"]
+            bound = resident_bytes + DRAM + NUM_UNITS * 3 * 2 * WIDTH + 2 * LARGEST_GRADIENT + ALLOWANCE
+            if isinstance(group, Path):
+                (group / "memory.limit_in_bytes").write_text(str(bound))
+            out, _ = process.communicate("go\n", timeout=170)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        assert process.returncode == 0, f"exit status {process.returncode} under a bound of {bound} bytes"
+        result = json.loads(out.splitlines()[-1]) | {"resident_bytes": resident_bytes, "bound": bound}
+        if isinstance(group, Path):
+            result["group_peak_bytes"] = int((group / "memory.max_usage_in_bytes").read_text())
+            result["group_limit_bytes"] = int((group / "memory.limit_in_bytes").read_text())
+        else:
+            result["no_group"] = group
+        yield result
+
+
+def test_four_gigabytes_of_state_stay_in_the_budget(large_run: dict[str, Any]) -> None:
+    """ru_maxrss <= after import + budget + what the reference saves + 2 x the largest unit's gradient + 128 MiB."""
+    assert 12 * large_run["params"] > 4 * GiB
+    assert large_run["arena_peak_bytes"] <= DRAM
+    bound = large_run["resident_bytes"] + DRAM + large_run["saved_bytes"] + 2 * LARGEST_GRADIENT + ALLOWANCE
+    assert large_run["saved_bytes"] < 2 * MiB
+    assert large_run["peak_rss_bytes"] <= bound
+    assert len(set(large_run["losses"])) == len(large_run["losses"])
+    assert all(0 < loss < 1 for loss in large_run["losses"])
+
+
+def test_four_gigabytes_of_state_run_in_a_cgroup_of_that_size(large_run: dict[str, Any]) -> None:
+    if "no_group" in large_run:
+        pytest.skip(large_run["no_group"])
+    assert large_run["group_limit_bytes"] <= large_run["bound"] < large_run["group_limit_bytes"] + 4 * KiB
+    assert large_run["group_peak_bytes"] <= large_run["group_limit_bytes"]

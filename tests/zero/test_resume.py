@@ -1,0 +1,379 @@
+"""Resuming and rolling back continue with the same bits, or refuse with a diff and lose nothing."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiered
+from tests.models import CASES, GPT, Block, Case, batch_of_tokens
+from tests.reference import Recipe, Trained
+from tests.zero.test_invisible import by_decay, cosine
+from tests.zero.training import Session, assert_same, debug_store, reference, smallest_budget, start
+from tiered.errors import CorruptionError, StepAbandonedError, StoreLostError, UsageError
+
+NUM_STEPS = 6
+
+
+@dataclass
+class Loader:
+    """A loader with a position."""
+
+    case: Case
+    position: int = 0
+
+    def __next__(self) -> tuple[Any, ...]:
+        self.position += 1
+        return self.case.batch(self.position - 1)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return self
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@dataclass
+class Job:
+    """A user's whole script: model, optimizer, scheduler and loader, all registered, and resumed."""
+
+    session: Session
+    loader: Loader
+    step: int
+
+    def run(self, until: int, *, wait: bool = True) -> None:
+        """Train to step ``until`` with a commit after each."""
+        for step in range(self.step, until):
+            batch = next(self.loader)
+            self.session.case = replace(self.session.case, batch=lambda _, batch=batch: batch)
+            self.session.run_step(step)
+            self.session.store.commit({"step": step + 1}, wait=wait)
+            self.step = step + 1
+
+
+def job(case: Case, recipe: Recipe, store: tiered.Store, update: str = "step", seed: int = 7) -> Job:
+    """Start or go on; a run that goes on gets other seeds, which resuming must undo."""
+    loader = Loader(case)
+    store.register("loader", loader)
+    session = start(case, recipe, store, update, seed=seed)
+    return Job(session, loader, store.resume().get("step", 0))
+
+
+def undisturbed(case: Case, recipe: Recipe) -> Trained:
+    return reference(case, replace(recipe, num_steps=NUM_STEPS))
+
+
+CASES_TO_RESUME = ("cnn", "lstm", "gpt", "data_dependent_order", "unused_parameter", "frozen_part", "mixed_dtypes")
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", CASES_TO_RESUME)
+def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
+    name: str, param_dtype: torch.dtype | None, update: str, tmp_path: Path
+) -> None:
+    """Batch norm's buffers, dropout's generator, the scheduler and the loader included; three processes' worth."""
+    case, recipe = CASES[name], Recipe(param_dtype=param_dtype, schedule=cosine, param_groups=by_decay)
+    if name in ("unused_parameter", "data_dependent_order"):
+        case = Case(case.build, case.batch, case.loss)
+    nbytes = smallest_budget(case, recipe, update, tmp_path / "probe")
+    losses: list[Tensor] = []
+    for life, until in enumerate((2, 3, NUM_STEPS)):
+        with debug_store(tmp_path / "store", nbytes) as store:
+            resumed = job(case, recipe, store, update, seed=7 + 100 * life)
+            assert resumed.step == len(losses)
+            counter = getattr(resumed.session.model, "num_forwards", None)
+            if counter is not None:  # a plain attribute is the user's own business
+                resumed.session.model.num_forwards = resumed.step
+            resumed.run(until, wait=life != 1)
+            losses += resumed.session.trained.losses
+            final = resumed.session.collect()
+    final.losses = losses
+    assert_same(final, undisturbed(case, recipe))
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_budget_and_update_may_change_between_lives(update: str, tmp_path: Path) -> None:
+    case, recipe = CASES["gpt"], Recipe(param_dtype=torch.bfloat16)
+    other = {"step": "backward", "backward": "step"}[update]
+    losses: list[Tensor] = []
+    for kind, nbytes, until in ((update, 32 << 20, 2), (other, 1 << 20, 4), (update, 3 << 20, NUM_STEPS)):
+        with debug_store(tmp_path, nbytes) as store:
+            resumed = job(case, recipe, store, kind, seed=nbytes)
+            resumed.run(until)
+            losses += resumed.session.trained.losses
+            final = resumed.session.collect()
+    final.losses = losses
+    assert_same(final, undisturbed(case, recipe))
+
+
+def test_a_store_without_a_commit_starts_from_step_0(tmp_path: Path) -> None:
+    case, recipe = CASES["cnn"], Recipe()
+    with pytest.raises(RuntimeError, match="stopped by the test"), debug_store(tmp_path) as store:
+        first = job(case, recipe, store)
+        first.session.run_step(0)
+        raise RuntimeError("stopped by the test")
+    with debug_store(tmp_path) as store:
+        resumed = job(case, recipe, store)
+        assert resumed.step == 0
+        resumed.run(NUM_STEPS)
+        assert_same(resumed.session.collect(), undisturbed(case, recipe))
+
+
+def test_leaving_by_an_exception_loses_what_came_after_the_last_commit(tmp_path: Path) -> None:
+    case, recipe = CASES["cnn"], Recipe()
+    with pytest.raises(RuntimeError, match="stopped by the test"), debug_store(tmp_path) as store:
+        first = job(case, recipe, store)
+        first.run(2)
+        first.session.run_step(2)
+        raise RuntimeError("stopped by the test")
+    with debug_store(tmp_path) as store:
+        resumed = job(case, recipe, store, seed=1)
+        assert resumed.step == 2
+        resumed.run(NUM_STEPS)
+        resumed.session.trained.losses[:0] = first.session.trained.losses[:2]
+        assert_same(resumed.session.collect(), undisturbed(case, recipe))
+
+
+def test_training_before_resume_is_refused(tmp_path: Path) -> None:
+    """A store that holds a run: going on without resume() would lose it."""
+    case, recipe = CASES["gpt"], Recipe()
+    with debug_store(tmp_path) as store:
+        job(case, recipe, store).run(2)
+    with debug_store(tmp_path) as store:
+        session = start(case, recipe, store)
+        with pytest.raises(UsageError, match="resume"):
+            session.run_step(0)
+        with pytest.raises(UsageError, match="resume"):
+            store.commit({"step": 1})
+    with debug_store(tmp_path) as store:
+        assert job(case, recipe, store).step == 2
+
+
+# -- rollback and abandoned steps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rollback_undoes_steps(param_dtype: torch.dtype | None, update: str, tmp_path: Path) -> None:
+    case, recipe = CASES["gpt"], Recipe(param_dtype=param_dtype)
+    nbytes = smallest_budget(case, recipe, update, tmp_path / "probe")
+    with debug_store(tmp_path / "store", nbytes) as store:
+        ours = job(case, recipe, store, update)
+        ours.run(3)
+        kept = len(ours.session.trained.losses)
+        for step in (70, 71):
+            ours.session.run_step(step)
+        del ours.session.trained.losses[kept:]
+        store.rollback()
+        assert store.resume()["step"] == 3
+        ours.run(NUM_STEPS)
+        assert_same(ours.session.collect(), undisturbed(case, recipe))
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_rollback_alone_restores_parameters_and_moments(update: str, tmp_path: Path) -> None:
+    case, recipe = CASES["other_methods"], Recipe(param_dtype=torch.bfloat16)
+    with debug_store(tmp_path) as store:
+        ours = job(case, recipe, store, update)
+        ours.run(2)
+        session = ours.session
+        parameters, state = session.model.state_dict(), session.optimizer.state_dict()["state"]
+        session.run_step(2)
+        store.rollback()
+        found = session.optimizer.state_dict()["state"]
+        assert all(torch.equal(values, parameters[name]) for name, values in session.model.state_dict().items())
+        assert found.keys() == state.keys()
+        for index, values in state.items():
+            assert all(torch.equal(torch.as_tensor(found[index][key]), torch.as_tensor(values[key])) for key in values)
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+FAILURES: dict[str, Callable[[nn.Module], Any]] = {
+    "in_forward": lambda model: model.blocks[2].register_forward_pre_hook(fail),
+    "in_backward": lambda model: model.blocks[1].register_full_backward_hook(fail),
+    "in_backward_of_first": lambda model: model.emb.register_full_backward_hook(fail),
+    "in_gradient": lambda model: model.get_parameter("blocks.0.fc.weight").register_hook(fail),
+    "interrupt_in_forward": lambda model: model.blocks[2].register_forward_hook(interrupt),
+    "interrupt_in_backward": lambda model: model.get_parameter("blocks.1.fc.weight").register_hook(interrupt),
+}
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_step_that_fails_is_undone_by_rollback(failure: str, update: str, tmp_path: Path) -> None:
+    """The last generation stays intact and usable; until then nothing but the way back is offered."""
+    case, recipe = CASES["gpt"], Recipe()
+    with debug_store(tmp_path) as store:
+        ours = job(case, recipe, store, update)
+        ours.run(3)
+        handle = FAILURES[failure](ours.session.model)
+        with pytest.raises((ZeroDivisionError, KeyboardInterrupt)):
+            ours.session.run_step(99)
+        handle.remove()
+        if update == "backward" and "forward" not in failure:
+            with pytest.raises(StepAbandonedError, match="rollback"):
+                ours.session.run_step(99)
+            with pytest.raises(StepAbandonedError, match="rollback"):
+                store.commit({"step": 99})
+            with pytest.raises(StepAbandonedError, match="rollback"):
+                ours.session.optimizer.step()
+            with pytest.raises(StepAbandonedError, match="rollback"):
+                ours.session.model.state_dict()
+        ours.session.optimizer.zero_grad() if update == "step" else None
+        store.rollback()
+        assert store.resume()["step"] == 3
+        ours.run(NUM_STEPS)
+        assert_same(ours.session.collect(), undisturbed(case, recipe))
+
+
+def test_a_forward_after_backward_without_step_abandons(tmp_path: Path) -> None:
+    case, recipe = CASES["gpt"], Recipe()
+    with debug_store(tmp_path) as store:
+        ours = job(case, recipe, store, "backward")
+        ours.run(3)
+        case.loss(ours.session.model, case.batch(50)).backward()
+        for _ in range(2):
+            with pytest.raises(StepAbandonedError, match="rollback"):
+                case.loss(ours.session.model, case.batch(51))
+        assert store.resume()["step"] == 3  # resume alone is a way back, too
+        ours.run(NUM_STEPS)
+        assert_same(ours.session.collect(), undisturbed(case, recipe))
+
+
+def test_an_abandoned_step_leaves_a_resumable_store(tmp_path: Path) -> None:
+    case, recipe = CASES["gpt"], Recipe()
+    with debug_store(tmp_path) as store:
+        ours = job(case, recipe, store, "backward")
+        ours.run(2)
+        ours.session.model.blocks[0].register_full_backward_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            ours.session.run_step(9)
+    with debug_store(tmp_path) as store:
+        resumed = job(case, recipe, store, "backward", seed=3)
+        assert resumed.step == 2
+        resumed.run(NUM_STEPS)
+        resumed.session.trained.losses[:0] = ours.session.trained.losses[:2]
+        assert_same(resumed.session.collect(), undisturbed(case, recipe))
+
+
+def test_a_store_without_commits_has_no_way_back(tmp_path: Path) -> None:
+    case, recipe = CASES["gpt"], Recipe()
+    with debug_store(tmp_path, durable=False) as store:
+        session = start(case, recipe, store, "backward")
+        session.run_step(0)
+        for refused in (store.commit, store.rollback, store.resume):
+            with pytest.raises(UsageError, match="durable"):
+                refused()
+        session.run_step(1)
+        session.model.blocks[0].register_full_backward_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            session.run_step(2)
+        with pytest.raises(StoreLostError, match="durable"):
+            session.run_step(3)
+
+
+# -- another model or optimizer ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    with debug_store(tmp_path / "run") as store:
+        job(CASES["gpt"], Recipe(param_groups=by_decay), store).run(2)
+    return tmp_path / "run"
+
+
+def wider() -> nn.Module:
+    model = GPT()
+    model.head = nn.Linear(24, 67, bias=False)
+    return model
+
+
+def renamed() -> nn.Module:
+    model = GPT()
+    model.output = model.head
+    del model.head
+    model.head = None
+    return model
+
+
+def frozen() -> nn.Module:
+    model = GPT()
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+def with_buffer() -> nn.Module:
+    model = GPT()
+    model.register_buffer("extra", torch.ones(3))
+    return model
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "more_blocks": (lambda: GPT(5), r"blocks\.4"),
+    "fewer_blocks": (lambda: GPT(3), r"blocks\.3"),
+    "other_shape": (wider, r"head\.weight.*61.*67|head\.weight.*67.*61"),
+    "other_name": (renamed, r"head\.weight"),
+    "other_module": (lambda: nn.ModuleDict({"a": Block()}), r"emb\.weight"),
+}
+
+
+def assert_the_run_is_intact(directory: Path) -> None:
+    with debug_store(directory) as store:
+        resumed = job(CASES["gpt"], Recipe(param_groups=by_decay), store, seed=1)
+        assert resumed.step == 2
+        resumed.run(NUM_STEPS)
+        final = resumed.session.collect()
+    expected = undisturbed(CASES["gpt"], Recipe(param_groups=by_decay))
+    expected.losses = expected.losses[2:]
+    assert_same(final, expected)
+
+
+def assert_refused(directory: Path, build: Callable[[], nn.Module], recipe: Recipe, match: str) -> None:
+    with pytest.raises(UsageError, match=match) as refusal:
+        with debug_store(directory) as store:
+            job(Case(build, batch_of_tokens), recipe, store)
+    assert not isinstance(refusal.value, StepAbandonedError | CorruptionError)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_model_is_refused_with_a_diff(other: str, run_directory: Path) -> None:
+    build, match = OTHERS[other]
+    assert_refused(run_directory, build, Recipe(param_groups=by_decay if other != "other_module" else None), match)
+    assert_the_run_is_intact(run_directory)
+
+
+def test_another_dtype_is_refused_with_a_diff(run_directory: Path) -> None:
+    recipe = Recipe(param_groups=by_decay, param_dtype=torch.bfloat16)
+    assert_refused(run_directory, GPT, recipe, "(?s)float32.*bfloat16|bfloat16.*float32")
+    assert_the_run_is_intact(run_directory)
+
+
+@pytest.mark.parametrize("groups", [None, lambda model: by_decay(model)[::-1]], ids=["one_group", "other_order"])
+def test_another_optimizer_is_refused_with_a_diff(groups: Any, run_directory: Path) -> None:
+    assert_refused(run_directory, GPT, Recipe(param_groups=groups), "group")
+    assert_the_run_is_intact(run_directory)
+
+
+def test_other_buffers_are_refused_with_a_diff(run_directory: Path) -> None:
+    assert_refused(run_directory, with_buffer, Recipe(param_groups=by_decay), "extra")
+    assert_the_run_is_intact(run_directory)
+
+
+def test_something_registered_that_the_run_had_not_is_refused(run_directory: Path) -> None:
+    assert_refused(run_directory, GPT, Recipe(param_groups=by_decay, schedule=cosine), "scheduler")
+    assert_the_run_is_intact(run_directory)

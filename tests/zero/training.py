@@ -1,0 +1,176 @@
+"""The training loop of design.md's section 5 through tiered, for comparison with ``tests/reference.py``."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiered
+from tests.models import CASES, Case
+from tests.reference import Recipe, Trained, train
+from tiered.bytes.arena import Arena
+from tiered.errors import CapacityError
+from tiered.store.working_set import WorkingSet
+
+__all__ = ["ROOMY_NBYTES", "SEED", "Session", "assert_same", "debug_store", "reference", "smallest_budget", "start"]
+
+ROOMY_NBYTES = 32 << 20
+SEED = 7
+
+
+@contextmanager
+def debug_store(directory: Path, nbytes: int = ROOMY_NBYTES, **options: Any) -> Iterator[tiered.Store]:
+    """Open a store whose arena poisons what is released and never leases an address again."""
+    arena = Arena(nbytes, reuse=False)
+    with tiered.Store(directory, dram=nbytes, _arena=arena, **options) as store:
+        yield store
+    assert arena.peak_nbytes <= nbytes
+
+
+@dataclass(slots=True)
+class Session:
+    """A model in training: what a user's script holds."""
+
+    case: Case
+    recipe: Recipe
+    update: str
+    store: tiered.Store
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    trained: Trained
+
+    def run_step(self, step: int) -> None:
+        """Train one step."""
+        num = self.recipe.num_micro_steps
+        for micro_step in range(num):
+            adds_only = self.update == "backward" and micro_step < num - 1
+            with tiered.accumulate(self.model) if adds_only else nullcontext():
+                loss = self.case.loss(self.model, self.case.batch(step * num + micro_step))
+                (loss / num).backward()
+            self.trained.losses.append(loss.detach().clone())
+            del loss
+        if self.recipe.max_norm is not None:
+            self.trained.norms.append(tiered.clip_grad_norm_(self.model, self.recipe.max_norm).clone())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if self.recipe.between is not None:
+            self.trained.seen += self.recipe.between(self.model, step)
+
+    def run(self) -> Trained:
+        """Train all steps and return what the reference returns."""
+        for step in range(self.recipe.num_steps):
+            self.run_step(step)
+        return self.collect()
+
+    def collect(self) -> Trained:
+        """Copy parameters, buffers and the optimizer's state out of the store."""
+        state = self.model.state_dict()
+        self.trained.parameters = {name: state[name] for name, _ in self.model.named_parameters()}
+        self.trained.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        order = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+        for index, values in self.optimizer.state_dict()["state"].items():
+            self.trained.exp_avg[order[index]] = values["exp_avg"]
+            self.trained.exp_avg_sq[order[index]] = values["exp_avg_sq"]
+            self.trained.num_updates[order[index]] = int(values["step"])
+            if "master" in values:
+                self.trained.masters[order[index]] = values["master"]
+        return self.trained
+
+
+def start(
+    case: Case, recipe: Recipe, store: tiered.Store, update: str = "step", *, hold: Any = "auto", seed: int = SEED
+) -> Session:
+    """Build, shard and get ready to train; the seeds are those of the reference."""
+    torch.manual_seed(seed)
+    with tiered.construct(store):
+        model = case.build()
+    model = tiered.shard(model, store, unit=case.unit, param_dtype=recipe.param_dtype, hold=hold)
+    optimizer = tiered.AdamW(recipe.groups(model), update=update, **recipe.adamw)
+    scheduler = None if recipe.schedule is None else recipe.schedule(optimizer)
+    if scheduler is not None:
+        store.register("scheduler", scheduler)
+    torch.manual_seed(seed + 1)
+    return Session(case, recipe, update, store, model, optimizer, scheduler, Trained())
+
+
+def reference(case: Case, recipe: Recipe, seed: int = SEED) -> Trained:
+    """Train in memory, by plain PyTorch."""
+    torch.manual_seed(seed)
+    model = case.build()
+    torch.manual_seed(seed + 1)
+    return train(model, case.batch, case.loss, recipe)
+
+
+@cache
+def reference_of(name: str, param_dtype: torch.dtype | None) -> Trained:
+    """Return the reference of a case of the zoo under the default recipe."""
+    return reference(CASES[name], Recipe(param_dtype=param_dtype))
+
+
+def smallest_budget(case: Case, recipe: Recipe, update: str, directory: Path, **options: Any) -> int:
+    """Return the smallest budget, in bytes, as the refusal of one that is too small names it."""
+    with pytest.raises(CapacityError) as refusal:
+        with debug_store(directory, 16 << 10, durable=False, **options) as store:
+            start(case, recipe, store, update)
+    return budget_named_in(refusal.value)
+
+
+def budget_named_in(error: BaseException) -> int:
+    """Return the number of bytes that a refusal names as the smallest working budget."""
+    found = re.search(r"smallest working budget is ([\d,_]+) bytes", str(error))
+    assert found is not None, f"the message names no smallest working budget: {error}"
+    return int(found[1].replace(",", "").replace("_", ""))
+
+
+def assert_same(trained: Trained, expected: Trained) -> None:
+    """Assert that every bit is that of the reference; the message names the first few that differ."""
+    for what in ("losses", "norms", "seen"):
+        ours, theirs = getattr(trained, what), getattr(expected, what)
+        assert len(ours) == len(theirs), f"{what}: {len(ours)} of {len(theirs)}"
+        different = [index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)]
+        assert not different, f"{what} differ at {different}: {ours} instead of {theirs}"
+    assert trained.num_updates == expected.num_updates
+    for what in ("parameters", "buffers", "exp_avg", "exp_avg_sq", "masters"):
+        ours, theirs = getattr(trained, what), getattr(expected, what)
+        if what == "masters":  # a parameter that is its own has none, nor has one that was never updated
+            theirs = {n: t for n, t in theirs.items() if n in expected.exp_avg and n in expected.cast}
+        assert ours.keys() == theirs.keys(), what
+        different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+        assert not different, f"{what} differ: {different}"
+        assert all(ours[name].dtype == theirs[name].dtype for name in theirs), what
+
+
+@contextmanager
+def counted_swaps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Count by key how often bytes that were not resident were asked for, on demand or ahead of need."""
+    swaps: Counter[str] = Counter()
+    lease, prefetch = WorkingSet.lease, WorkingSet.prefetch
+
+    def counting_lease(self: WorkingSet, key: str, mode: str) -> Any:
+        if mode != "w" and not self.is_resident(key):
+            swaps[key] += 1
+        return lease(self, key, mode)
+
+    def counting_prefetch(self: WorkingSet, keys: Any) -> int:
+        keys = list(keys)
+        absent = [key for key in keys if not self.is_resident(key)]
+        result = prefetch(self, keys)
+        swaps.update(key for key in absent if self.is_resident(key))
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkingSet, "lease", counting_lease)
+        patch.setattr(WorkingSet, "prefetch", counting_prefetch)
+        yield swaps

@@ -1,0 +1,176 @@
+"""The command line: options in, one job called, one line on standard error and exit status 2 for what is refused.
+
+No decision about stores or training is made here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from typer.exceptions import TyperException
+
+from tiered.errors import TieredError
+from tiered.units import parse_bytes, parse_count
+
+__all__ = ["app", "main"]
+
+_T = TypeVar("_T")
+
+app = typer.Typer(
+    add_completion=False,
+    help="Train models larger than memory: tensors live in NVMe files and pass through a DRAM budget.",
+)
+
+
+Data = Annotated[
+    list[Path] | None,
+    typer.Option(help="Text file or directory; again for more. Default: the source of Python's standard library."),
+]
+Store = Annotated[
+    list[Path] | None, typer.Option(help="Directory to keep the run in; again to stripe over more. Default: runs/demo.")
+]
+Dram = Annotated[str | None, typer.Option(metavar="SIZE", help="DRAM budget, such as 8GiB. Default: 1GiB.")]
+Params = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Model size, such as 0.4B, instead of layers, width and heads.")
+]
+Layers = Annotated[int | None, typer.Option(help="Default: 8.")]
+Width = Annotated[int | None, typer.Option(help="Default: 2048.")]
+Heads = Annotated[int | None, typer.Option(help="Default: 16, or fewer to suit the width.")]
+Context = Annotated[int | None, typer.Option(help="Tokens a sample is long. Default: 256.")]
+Batch = Annotated[int | None, typer.Option(help="Samples in a micro-step. Default: 4.")]
+Steps = Annotated[int | None, typer.Option(help="Total of the run, resumed parts included. Default: 24.")]
+Lr = Annotated[float | None, typer.Option(help="Learning rate. Default: 0.1 / width, at most 1e-3.")]
+Clip = Annotated[float | None, typer.Option(help="Largest norm of the gradient; selects --update step.")]
+Accumulate = Annotated[int | None, typer.Option(help="Micro-steps in a step; selects --update step. Default: 1.")]
+Dtype = Annotated[str | None, typer.Option(metavar="bf16|fp32", help="Default: bf16.")]
+Update = Annotated[str | None, typer.Option(metavar="backward|step", help="When state is updated. Default: backward.")]
+State = Annotated[str | None, typer.Option(metavar="exact", help="Form of the optimizer's state. Default: exact.")]
+CommitEvery = Annotated[int | None, typer.Option(metavar="N", help="Steps between commits. Default: 1.")]
+Durable = Annotated[bool, typer.Option(help="Without: no commits, half the space, nothing to resume.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same losses, whatever the budget. Default: 0.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the run in the store; options left out are the run's.")
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Remove the store that is there and start anew.")]
+Json = Annotated[Path | None, typer.Option(help="Write the figures of this run to a file.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing before the end.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Answer every question with yes.")]
+Run = Annotated[list[Path], typer.Argument(help="The run's directory, or all of them.")]
+
+
+@app.command()
+def train(
+    data: Data = None,
+    store: Store = None,
+    dram: Dram = None,
+    params: Params = None,
+    layers: Layers = None,
+    width: Width = None,
+    heads: Heads = None,
+    context: Context = None,
+    batch: Batch = None,
+    steps: Steps = None,
+    lr: Lr = None,
+    clip: Clip = None,
+    accumulate: Accumulate = None,
+    dtype: Dtype = None,
+    update: Update = None,
+    state: State = None,
+    commit_every: CommitEvery = None,
+    durable: Durable = True,
+    seed: Seed = None,
+    resume: Resume = False,
+    fresh: Fresh = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    yes: Yes = False,
+) -> int:
+    """Train a byte-level GPT on text; model and optimizer live in the store."""
+    options: dict[str, Any] = dict(
+        layers=layers, width=width, heads=heads, context=context, batch=batch, lr=lr, clip=clip, accumulate=accumulate,
+        dtype=dtype, update=update, state=state, seed=seed, steps=steps, commit_every=commit_every,
+        data=tuple(str(path.absolute()) for path in data or ()) or None,
+        dram=_parsed("--dram", parse_bytes, dram), params=_parsed("--params", parse_count, params),
+    )  # fmt: skip
+    from tiered.train.launch import Request, train  # torch takes a second or two: not for a mistyped option
+
+    return train(
+        Request(
+            directories=tuple(store or [Path("runs/demo")]),
+            given={name: value for name, value in options.items() if value is not None},
+            durable=durable,
+            resume=resume,
+            fresh=fresh,
+            yes=yes,
+            quiet=quiet,
+            json_file=json,
+            program=_program(),
+        )
+    )
+
+
+@app.command()
+def inspect(run: Run) -> int:
+    """Show a run's keys, their dtypes and bytes, its generation and committed state; also while it is in use."""
+    from tiered.train.found import describe
+
+    for line in describe(run):
+        print(line)
+    return 0
+
+
+@app.command()
+def verify(run: Run) -> int:
+    """Read and check every byte of a run; exit status 1 and key, file and offset on damage."""
+    from tiered.train.found import check
+
+    return check(run)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 2 for what is refused, 130 after Ctrl-C."""
+    try:
+        return int(app(arguments, prog_name="tiered", standalone_mode=False) or 0)
+    except TyperException as error:
+        return _refuse(error.format_message(), "try --help")
+    except (TieredError, ValueError) as error:
+        return _refuse(str(error), *getattr(error, "__notes__", ()))
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # `tiered inspect RUN | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        return _refuse(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted; nothing was changed", file=sys.stderr)
+        return 130
+
+
+def _parsed(option: str, parse: Callable[[str], _T], text: str | None) -> _T | None:
+    try:
+        return None if text is None else parse(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
+
+
+def _program() -> str:
+    """Return how the user calls us: the bare name when that is on the path, else where we lie."""
+    called = Path(sys.argv[0])
+    if called.suffix == ".py":
+        return "python -m tiered.cli"
+    found = shutil.which(called.name)
+    return called.name if found and os.path.samefile(found, called) else os.path.relpath(called)
+
+
+def _refuse(message: str, *hints: str) -> int:
+    print("; ".join([f"tiered: {' '.join(message.split())}", *hints]), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

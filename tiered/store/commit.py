@@ -1,0 +1,192 @@
+"""Commit: seal what a generation contains, bring it to the devices, name it in the catalog; and the way back.
+
+The order that makes it atomic: all writes landed and checked, every device flushed, one catalog transaction, and only
+then are the superseded extents free.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
+from tiered.store.catalog import Catalog
+from tiered.store.deadline import Deadline
+from tiered.store.entry import Entry
+from tiered.store.records import Sealed
+from tiered.store.row import Root
+from tiered.store.working_set import WorkingSet
+from tiered.store.write_back import Shortage
+from tiered.units import MiB
+
+__all__ = ["Committer"]
+
+_log = logging.getLogger("tiered")
+
+_MAX_NUM_WRITING = 64  # writes a commit keeps in flight: enough for any drive, few enough to keep demand reads quick
+_MAX_WRITING_BYTES = 256 * MiB
+
+
+class Committer:
+    """Takes a store from one generation to the next, one commit at a time.
+
+    The flush runs in a thread that ends with it, so a caller may wait or go on. After a failure there nothing can be
+    written any more: ``failure`` has the reason, and reopening the store decides which generation it holds.
+    """
+
+    def __init__(self, working_set: WorkingSet, catalog: Catalog, root: Root) -> None:
+        self.root = root  # the last committed generation's
+        self.failure: Exception | None = None
+        self.lost_generation = 0
+        self.num_commits = 0
+        self._working_set = working_set
+        self._records = working_set.records
+        self._condition = working_set.condition
+        self._catalog = catalog
+        self._thread: threading.Thread | None = None
+
+    def start(self, state: str) -> int:
+        """Seal the open generation, with ``state`` riding along, and start to flush it; return its number.
+
+        Blocks while another commit runs. Raises LeaseError while a key is leased for writing or such a lease lingers,
+        CapacityError when the devices lack space: then nothing is sealed.
+        """
+        while True:
+            self.wait()
+            with self._condition:
+                self._working_set.residents.drain()
+                self._working_set.room.raise_failure()
+                if self._records.sealed is not None:  # another thread's; it came first
+                    continue
+                self._refuse_writers("commit", lingering=True)
+                missing = self._take_targets()
+                if not missing:
+                    sealed = self._records.seal(state)
+                    # A thread of its own, not a daemon: the interpreter waits for it, and no call can interrupt it.
+                    self._thread = threading.Thread(target=self._finish, args=(sealed,), name="tiered-commit")
+                    self._thread.start()
+                    return sealed.generation
+            self._working_set.room.grow(Shortage(missing, scratch=False))
+
+    def wait(self) -> None:
+        """Wait until no commit runs, successful or not. Raises DeadlineError."""
+        deadline = Deadline("completion of the running commit", self._working_set.deadline_s)
+        with self._condition:
+            while self._records.sealed is not None and self.failure is None:
+                deadline.wait(self._condition, self._records.commit_progress())
+            thread = self._thread
+        if thread is not None:
+            thread.join()  # it has nothing left to do
+
+    def roll_back(self) -> None:
+        """Return to the last sealed generation, without I/O. Raises LeaseError while a key is leased for writing."""
+        self.wait()
+        deadline = Deadline("rollback", self._working_set.deadline_s)
+        with self._condition:
+            while True:
+                self._working_set.residents.drain()
+                self._working_set.check(writing=True)
+                self._refuse_writers("rollback", lingering=False)
+                busy = next((entry for entry in self._records.unsealed() if not entry.is_settled), None)
+                if busy is None:
+                    break
+                self._working_set.wait_for(busy, deadline)
+            self._working_set.room.write_back.error = None  # of bytes that are given up now
+            for entry in self._records.roll_back():
+                self._working_set.residents.drop(entry)
+
+    def _refuse_writers(self, operation: str, *, lingering: bool) -> None:
+        leased = [entry.name for entry in self._records.unsealed() if _has_writer(entry, lingering=lingering)]
+        if leased:
+            names = ", ".join(map(repr, leased[:5])) + (", ..." if len(leased) > 5 else "")
+            raise LeaseError(
+                f"{operation} while {names} {'is' if len(leased) == 1 else 'are'} leased for writing, or tensors of "
+                "such a lease are alive; release them first"
+            )
+
+    def _take_targets(self) -> int:
+        """Give every changed entry that has not landed the extents for it; return how many bytes are missing."""
+        missing = 0
+        records = self._records
+        for entry in list(records.changed):
+            if entry.row is not None:
+                continue
+            if entry.is_inline:
+                self._working_set.room.write_back.land_inline(entry)
+            elif entry.landing is None and records.take_target(entry) is None:
+                missing += self._working_set.space.round_up(entry.nbytes)
+        return missing
+
+    # Below: the flush, in its own thread
+
+    def _finish(self, sealed: Sealed) -> None:
+        try:
+            self._write(sealed)
+            self._working_set.space.flush()
+            sealed.phase += 1
+            root = Root(
+                store_uuid=self.root.store_uuid,
+                generation=sealed.generation,
+                next_key_id=self._records.next_key_id,
+                num_directories=self.root.num_directories,
+                state=sealed.state,
+            )
+            self._catalog.apply(root, list(sealed.rows.values()), [entry.key_id for entry in sealed.removed])
+        except BaseException as error:  # whatever it is, it must reach the caller
+            self._fail(sealed, error)
+            return
+        with self._condition:
+            self._records.committed()  # Order: only now may the superseded extents be reused
+            self.root = root
+            self.num_commits += 1
+            self._condition.notify_all()
+
+    def _write(self, sealed: Sealed) -> None:
+        """Write what is sealed and has not landed; wait until it has."""
+        write_back = self._working_set.room.write_back
+        deadline = Deadline(f"commit of generation {sealed.generation}", self._working_set.deadline_s)
+        while True:
+            with self._condition:
+                if write_back.sealed_error is not None:
+                    raise write_back.sealed_error
+                if not sealed.num_pending:
+                    sealed.phase += 1
+                    return
+                batch: list[Entry] = []
+                nbytes = write_back.writing_bytes
+                while sealed.to_write and nbytes < _MAX_WRITING_BYTES:
+                    if write_back.num_writing + len(batch) >= _MAX_NUM_WRITING:
+                        break
+                    batch.append(sealed.to_write.popleft())
+                    nbytes += batch[-1].nbytes
+                transfers, _ = write_back.plan([entry for entry in batch if entry.is_pending], max(1, nbytes))
+                if not transfers and not batch:
+                    deadline.wait(self._condition, sealed.num_pending)
+            for transfer in transfers:
+                transfer.start()
+
+    def _fail(self, sealed: Sealed, error: BaseException) -> None:
+        if not isinstance(error, Exception):
+            error = DeviceError(f"the commit was interrupted: {error!r}")
+        _log.error("generation %d was not committed: %s", sealed.generation, error)
+        with self._condition:
+            self.failure = error
+            self.lost_generation = sealed.generation
+            self._condition.notify_all()
+
+    def refusal(self) -> TieredError | None:
+        """Return what every call must raise after a failed commit."""
+        if self.failure is None:
+            return None
+        kind = CapacityError if isinstance(self.failure, CapacityError) else DeviceError
+        refusal = kind(
+            f"generation {self.lost_generation} was not committed: {self.failure}. Nothing can be done with this store "
+            "but close() it; opened again it holds the last committed generation, with its digests checked"
+        )
+        refusal.__cause__ = self.failure
+        return refusal
+
+
+def _has_writer(entry: Entry, *, lingering: bool) -> bool:
+    residence = entry.residence
+    return residence is not None and bool(residence.writers if lingering else residence.open_writers)

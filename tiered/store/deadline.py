@@ -1,0 +1,55 @@
+"""Bounded waiting on a condition: a warning at half time, DeadlineError at the end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from tiered.errors import DeadlineError
+
+__all__ = ["Deadline"]
+
+_log = logging.getLogger("tiered")
+
+
+class Deadline:
+    """The patience of one operation. Time counts from the last sign of progress."""
+
+    __slots__ = ("_limit_s", "_operation", "_progress", "_start_s", "_warned", "waited_s")
+
+    def __init__(self, operation: str, limit_s: float) -> None:
+        """``operation`` says what waits for what, with its key: ``"lease of 'a'"``."""
+        self.waited_s = 0.0
+        self._operation = operation
+        self._limit_s = limit_s
+        self._start_s = time.monotonic()
+        self._progress: object = None
+        self._warned = False
+
+    def wait(self, condition: threading.Condition, progress: object = None) -> None:
+        """Wait until ``condition``, whose lock is held, is notified (or for a while); the caller then looks again.
+
+        ``progress`` is any value that changes as long as what is waited for comes closer: then the time starts anew.
+        Raises DeadlineError.
+        """
+        now = self.check(progress)
+        half_s = self._start_s + self._limit_s / 2
+        condition.wait((half_s if now < half_s else self._start_s + self._limit_s) - now)
+        self.waited_s += time.monotonic() - now
+
+    def check(self, progress: object = None) -> float:
+        """Raise DeadlineError when the time is over, warn when half of it is; return the time."""
+        now = time.monotonic()
+        if progress != self._progress:
+            self._progress, self._start_s, self._warned = progress, now, False
+        waited_s = now - self._start_s
+        if waited_s >= self._limit_s:
+            raise DeadlineError(
+                f"{self._operation} did not happen within {self._limit_s:g} s; what is in flight keeps its buffers and "
+                "extents until it completes: check the drive, or close the store"
+            )
+        if waited_s >= self._limit_s / 2 and not self._warned:
+            self._warned = True
+            _log.warning("%s takes long: %.1f s so far, an error after %g s", self._operation, waited_s, self._limit_s)
+        return now

@@ -1,0 +1,146 @@
+"""Generations: the order of things in commit, rollback, resume and the last commit of close.
+
+What rides along (registered objects, the caller's state) and who is asked first (guards) is here; how bytes become
+durable is in commit.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tiered.errors import TieredError, UsageError
+from tiered.store.catalog import Catalog
+from tiered.store.commit import Committer
+from tiered.store.registry import Registry, committed_state, encode_user_state
+from tiered.store.row import Root
+from tiered.store.working_set import WorkingSet
+from tiered.units import format_bytes
+
+__all__ = ["Generations"]
+
+_log = logging.getLogger("tiered")
+
+
+class Generations:
+    """The commits of one store. Without a catalog (``durable=False``) there are none, and asking for one raises.
+
+    One call at a time seals or rolls back. Guards and registered objects are called without the store's lock.
+    """
+
+    def __init__(self, working_set: WorkingSet, catalog: Catalog | None, root: Root) -> None:
+        self.guards: list[Callable[[str], None]] = []
+        self.registry = Registry()
+        self._working_set = working_set
+        self._records = working_set.records
+        self._committer = None if catalog is None else Committer(working_set, catalog, root)
+        self._user_text = encode_user_state(committed_state(root.state)[0])
+        self._root = root
+        self._turn = threading.RLock()  # reentrant: a guard may roll back
+        self._was_told = False  # the caller knows of the failure
+
+    @property
+    def root(self) -> Root:
+        """The last committed one."""
+        return self._root if self._committer is None else self._committer.root
+
+    @property
+    def num_commits(self) -> int:
+        return 0 if self._committer is None else self._committer.num_commits
+
+    def refuse(self) -> None:
+        """Raise when a commit has failed: nothing can be done any more."""
+        refusal = None if self._committer is None else self._committer.refusal()
+        if refusal is not None:
+            self._was_told = True
+            raise refusal
+
+    def commit(self, state: Mapping[str, Any] | None) -> int:
+        """Seal, start to flush, and return the generation's number."""
+        committer = self._ready("commit")
+        with self._turn:
+            self._ask("commit")
+            text = self._user_text if state is None else encode_user_state(dict(state))
+            generation = committer.start(self.registry.encode(text))
+            self._user_text = text
+            return generation
+
+    def wait(self) -> None:
+        """Wait for the running commit, and raise if it failed."""
+        if self._committer is not None:
+            self._committer.wait()
+        self.refuse()
+
+    def roll_back(self) -> None:
+        """Return to the last sealed generation, all that is registered included."""
+        committer = self._ready("rollback")
+        with self._turn:
+            self._ask("rollback")
+            self.wait()
+            user, registered = committed_state(committer.root.state)
+            if self.registry and not committer.root.generation:
+                raise UsageError("rollback: nothing was committed yet, so what is registered has no state to return to")
+            self.registry.check(registered, committer.root.generation)
+            committer.roll_back()
+            self._user_text = encode_user_state(user)
+            self.registry.load(registered)
+
+    def resume(self) -> dict[str, Any]:
+        """Load the last committed generation into all that is registered; return the caller's state."""
+        committer = self._ready("resume")
+        with self._turn:
+            self._ask("resume")
+            self.wait()
+            if not committer.root.generation:
+                return {}
+            user, registered = committed_state(committer.root.state)
+            self.registry.check(registered, committer.root.generation)
+            if self._records.has_changes:
+                committer.roll_back()
+                self._user_text = encode_user_state(user)
+            self.registry.load(registered)
+            return user
+
+    def finish(self, *, commit: bool) -> Exception | None:
+        """The store closes: ask the guards, commit what changed if that is wanted; return why it did not happen."""
+        try:
+            self._ask("close")
+            if self._committer is not None and not self._was_told:
+                self.wait()
+                if commit and self._records.has_changes:
+                    self._committer.start(self.registry.encode(self._user_text))
+                    self.wait()
+            return None
+        except Exception as error:  # whatever it is, the store closes
+            return error
+        finally:
+            self._report_dropped()
+
+    def _report_dropped(self) -> None:
+        dropped = [*self._records.changed, *self._records.removed]
+        if dropped and self._committer is not None:
+            _log.warning(
+                "closed without a commit: changes to %d keys, %s, since generation %d are dropped",
+                len(dropped),
+                format_bytes(sum(entry.nbytes for entry in dropped)),
+                self._records.generation,
+            )
+
+    def _ready(self, operation: str) -> Committer:
+        self._working_set.check(writing=operation != "resume")
+        if self._committer is None:
+            raise UsageError(f"{operation}() on a store with durable=False, which has no commits")
+        return self._committer
+
+    def _ask(self, word: str) -> None:
+        for guard in list(self.guards):
+            guard(word)
+
+    def finish_at_exit(self) -> None:
+        """The process ends and nobody closed the store: let a sealed generation become durable."""
+        try:
+            self.wait()
+        except TieredError as error:
+            _log.error("the process ends before generation %d is durable: %s", self._records.generation, error)

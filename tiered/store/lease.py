@@ -1,0 +1,209 @@
+"""Lease: the counted right to use a resident tensor, and the views that the public face hands out.
+
+Whether a lease is granted is the working set's decision; here is what a granted one looks like and how it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from tiered.errors import LeaseError, UsageError
+from tiered.store.entry import Alias, Spec
+
+if TYPE_CHECKING:
+    from tiered.store.working_set import WorkingSet
+
+__all__ = ["EndedView", "Lease", "LeaseBlock", "Mode", "ReadOnlyView", "tensor_over"]
+
+Mode = Literal["r", "w", "rw"]
+
+
+def tensor_over(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """Return the tensor of ``spec`` on the storage of ``flat``, a (nbytes,) uint8 tensor.
+
+    It is no view in autograd's sense: nothing but the storage itself keeps the bytes alive.
+    """
+    tensor = torch.empty(0, dtype=spec.dtype)
+    tensor.set_(flat.untyped_storage(), 0, spec.shape)  # type: ignore[call-overload]  # a storage is a source too
+    return tensor
+
+
+class Lease:
+    """A leased tensor: ``tensor`` until ``release``. Made by ``WorkingSet.lease``; the arena owns the bytes.
+
+    The lease ends when its last tensor has died; until then its bytes stay counted. Dropping a lease without
+    releasing it releases it.
+    """
+
+    __slots__ = ("_alias", "_tensor", "_working_set", "key", "mode")
+
+    def __init__(self, working_set: WorkingSet, key: str, mode: str, alias: Alias, tensor: torch.Tensor) -> None:
+        self.key = key
+        self.mode = mode
+        self._working_set = working_set
+        self._alias = alias
+        self._tensor: torch.Tensor | None = tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor, typed and shaped as the record says, over bytes of the arena. Raises LeaseError once released."""
+        if self._tensor is None:
+            raise LeaseError(f"the lease of {self.key!r} was released; lease it again")
+        return self._tensor
+
+    def release(self) -> bool:
+        """Drop the lease's own reference; return whether the lease has ended (no other tensor is alive). Idempotent."""
+        self._tensor = None
+        return self._working_set.released(self._alias)
+
+    def __repr__(self) -> str:
+        state = "released" if self._tensor is None else "open"
+        return f"Lease({self.key!r}, {self.mode!r}, {state})"
+
+
+class LeaseBlock:
+    """What ``Store.lease`` returns: a context manager around one lease."""
+
+    __slots__ = ("_key", "_lease", "_make_lease", "_mode", "_view")
+
+    def __init__(self, make_lease: Callable[[str, str], Lease], key: str, mode: Mode) -> None:
+        self._make_lease = make_lease
+        self._key = key
+        self._mode = mode
+        self._lease: Lease | None = None
+        self._view: torch.Tensor | None = None
+
+    def __enter__(self) -> torch.Tensor:
+        if self._lease is not None:
+            raise LeaseError(f"this lease of {self._key!r} was entered before; call lease() again")
+        self._lease = self._make_lease(self._key, self._mode)
+        view = self._lease.tensor
+        if self._mode == "r":
+            view = view.as_subclass(ReadOnlyView)
+            view.tiered_key = self._key
+        self._view = view
+        return view
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._lease is not None and self._view is not None
+        view, self._view = self._view, None
+        _end_view(view, self._key)
+        del view
+        if not self._lease.release() and error is None:
+            raise LeaseError(
+                f"the lease of {self._key!r} ended while tensors made from its view are alive: clone() what must "
+                "outlive the block; until they are gone their bytes count in the DRAM budget"
+            )
+
+
+def _end_view(view: torch.Tensor, key: str) -> None:
+    """Take the bytes away from the object that the caller's ``as`` name still refers to."""
+    with torch._C.DisableTorchFunctionSubclass():
+        view.data = torch.empty(0, dtype=view.dtype)
+        view.grad = None
+    view.__class__ = EndedView
+    view.tiered_key = key  # type: ignore[attr-defined]
+
+
+class EndedView(torch.Tensor):
+    """A view after its block: every use raises."""
+
+    tiered_key: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        ended = next((arg for arg in _flatten((args, kwargs)) if isinstance(arg, EndedView)), None)
+        key = "a key" if ended is None else repr(ended.__dict__.get("tiered_key", ""))
+        raise UsageError(f"{_name_of(func)} on a view whose lease of {key} has ended; lease it again")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"EndedView({self.__dict__.get('tiered_key', '')!r})"
+
+
+class ReadOnlyView(torch.Tensor):
+    """A view of a lease for reading: everything but writing. What shares its bytes is read-only too."""
+
+    tiered_key: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        target = next((arg for arg in _targets(func, name, args, kwargs) if isinstance(arg, ReadOnlyView)), None)
+        if target is not None:
+            raise UsageError(
+                f"{name} would write to {target.__dict__.get('tiered_key', '')!r} through a lease for reading; lease it "
+                'with mode="rw", or clone() the view'
+            )
+        views = [arg for arg in _flatten((args, kwargs)) if isinstance(arg, ReadOnlyView)]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if name in {"numpy", "__array__"}:
+                result.flags.writeable = False
+                return result
+            return _guard(result, views)
+
+
+def _guard(result: Any, views: list[ReadOnlyView]) -> Any:
+    """Return ``result`` with each tensor that shares bytes with ``views`` made read-only."""
+    if isinstance(result, ReadOnlyView):
+        return result
+    if isinstance(result, torch.Tensor):
+        for view in views:
+            if result.layout is torch.strided and _address(result) == _address(view):
+                guarded = result.as_subclass(ReadOnlyView)
+                guarded.tiered_key = view.__dict__.get("tiered_key", "")
+                return guarded
+        return result
+    if type(result) in (list, tuple):
+        return type(result)(_guard(item, views) for item in result)
+    return result
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+_ALWAYS_WRITES = {"__setitem__", "__dlpack__", "__delitem__"}
+_FIRST_ONLY = ("__i",)
+_NO_WRITES = {"__index__", "__int__", "__invert__", "__init__", "__init_subclass__"}
+
+
+def _targets(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return what ``func`` would write to."""
+    targets = list(_flatten((kwargs.get("out"),)))
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    if func in _SETTERS or name in _ALWAYS_WRITES or (name.startswith(_FIRST_ONLY) and name not in _NO_WRITES):
+        is_in_place = True
+    if is_in_place and name.startswith(("_fused_", "_foreach_")):
+        targets += _flatten(args)
+    elif is_in_place:
+        targets += _flatten(args[:1] or tuple(kwargs.values())[:1])
+    return targets
+
+
+_SETTERS = {torch.Tensor.data.__set__, torch.Tensor.real.__set__, torch.Tensor.imag.__set__}  # type: ignore[attr-defined]
+
+
+def _flatten(values: Any) -> list[Any]:
+    """Return the leaves of nested lists, tuples and dicts."""
+    if isinstance(values, dict):
+        values = values.values()
+    leaves: list[Any] = []
+    for value in values:
+        leaves += _flatten(value) if isinstance(value, list | tuple | dict) else [value]
+    return leaves
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", repr(func))

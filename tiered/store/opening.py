@@ -1,0 +1,149 @@
+"""Opening: from paths and an engine's name to the parts of a store. What goes wrong here leaves nothing open."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tiered.bytes.arena import Arena
+from tiered.bytes.device.base import Device
+from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
+from tiered.bytes.device.threads import ThreadsDevice
+from tiered.errors import CapacityError, TieredError, UsageError
+from tiered.store.catalog import Catalog, SqliteCatalog
+from tiered.store.directory import CATALOG_NAME, Directories, scratch_directories
+from tiered.store.row import Root
+from tiered.store.simulated_catalog import SimulatedCatalog
+from tiered.store.state import encode
+from tiered.units import MiB, format_bytes, parse_bytes
+
+__all__ = ["ENGINES", "MIN_DRAM_NBYTES", "Parts", "dram_budget", "empty_root", "open_parts"]
+
+ENGINES = ("auto", "threads", "memory")
+MIN_DRAM_NBYTES = 8 * MiB
+"""The smallest budget a store opens with: two blocks, so that tensors of any size can pass through."""
+
+_PLANNED_ENGINES = ("uring", "aiofiles", "mmap")
+_log = logging.getLogger("tiered")
+
+Path = str | os.PathLike[str]
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a store is made of."""
+
+    arena: Arena
+    devices: Sequence[Device]
+    catalog: Catalog | None
+    directories: Directories | None = None
+
+    def close(self, release_buffers: Callable[[], None]) -> None:
+        """Close everything; blocks. ``release_buffers`` is called when nothing is in flight any more.
+
+        Raises DeadlineError when something in flight does not complete: buffers and mapping then stay, all else is
+        closed, and this may be called again.
+        """
+        failure: Exception | None = None
+        for device in self.devices:
+            try:
+                device.close()
+            except TieredError as error:
+                failure = failure or error
+        # Order: the lock goes last, when nothing of this process can write any more.
+        if self.catalog is not None:
+            self.catalog.close()
+        if failure is not None:
+            raise failure
+        if self.directories is not None:
+            self.directories.close()
+        release_buffers()  # Lifetime: only now does no operation use them
+        self.arena.close()
+
+
+def dram_budget(dram: int | str | None) -> int:
+    """Return the DRAM budget in bytes; by default half of what is free, which is logged. Raises CapacityError."""
+    if dram is None:
+        budget = _available_nbytes() // 2 // MiB * MiB
+        _log.info("dram= not given: the budget is %s, half of what is free", format_bytes(budget))
+    else:
+        budget = parse_bytes(dram)
+    if budget < MIN_DRAM_NBYTES:
+        raise CapacityError(f"a DRAM budget of {format_bytes(budget)}; the smallest is {format_bytes(MIN_DRAM_NBYTES)}")
+    return budget
+
+
+def empty_root(store_uuid: bytes, num_directories: int) -> Root:
+    """Return the root of a store in which nothing was committed."""
+    return Root(store_uuid, generation=0, next_key_id=1, num_directories=num_directories, state=encode({}))
+
+
+def open_parts(paths: Sequence[Path], *, arena: Arena, durable: bool, engine: str, mode: str) -> Parts:
+    """Open or create a store's devices and catalog around ``arena``. Raises UsageError, DeviceError and others."""
+    _check_engine(engine)
+    if mode not in ("a", "x", "r"):
+        raise ValueError(f'mode must be "a", "x" or "r", got {mode!r}')
+    if engine == "memory":
+        return _open_memory(max(1, len(paths)), arena, durable)
+    if not paths:
+        raise UsageError('a store needs a directory, as in tiered.Store("/nvme0/run"), or engine="memory"')
+    if not durable:
+        if mode == "r":
+            raise UsageError('durable=False keeps nothing that mode="r" could read')
+        with contextlib.ExitStack() as stack:
+            devices = _open_devices(scratch_directories(paths), stack)
+            stack.pop_all()
+            return Parts(arena, devices, None)
+    with contextlib.ExitStack() as stack:
+        directories = Directories.open(paths, mode)  # type: ignore[arg-type]  # checked above
+        stack.callback(directories.close)
+        catalog_path = directories.paths[0] / CATALOG_NAME
+        if directories.created:
+            root = empty_root(directories.store_uuid, len(directories.paths))
+            catalog = SqliteCatalog.create(catalog_path, root)
+        else:
+            catalog = SqliteCatalog(catalog_path, read_only=mode == "r")
+        stack.callback(catalog.close)
+        devices = _open_devices(directories.paths, stack)
+        stack.pop_all()
+        return Parts(arena, devices, catalog, directories)
+
+
+def _open_devices(paths: Sequence[os.PathLike[str]], stack: contextlib.ExitStack) -> list[Device]:
+    devices: list[Device] = []
+    for path in paths:
+        devices.append(ThreadsDevice(path))
+        stack.callback(devices[-1].close)
+    return devices
+
+
+def _open_memory(num_devices: int, arena: Arena, durable: bool) -> Parts:
+    disk = SimulatedDisk(can_lose_power=False)
+    devices = [MemoryDevice(disk, index) for index in range(num_devices)]
+    catalog = SimulatedCatalog.create(disk, empty_root(uuid.uuid4().bytes, num_devices)) if durable else None
+    _log.warning('engine="memory": the devices are RAM outside the DRAM budget, and gone when the process ends')
+    return Parts(arena, devices, catalog)
+
+
+def _check_engine(engine: str) -> None:
+    if engine in ENGINES:
+        return
+    there_is = f"there is: {', '.join(map(repr, ENGINES))}"
+    if engine in _PLANNED_ENGINES:
+        raise UsageError(f"engine={engine!r} is not part of this version of tiered; {there_is}")
+    close = difflib.get_close_matches(str(engine), ENGINES + _PLANNED_ENGINES, 1)
+    raise UsageError(f"engine={engine!r} is unknown; {there_is}" + (f"; did you mean {close[0]!r}?" if close else ""))
+
+
+def _available_nbytes() -> int:
+    """Return MemAvailable of /proc/meminfo."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise CapacityError("/proc/meminfo does not say how much memory is free; give dram=")

@@ -1,0 +1,95 @@
+"""Registry: the objects whose state is part of every commit, and the text that carries it.
+
+The text is JSON: ``{"registered": {name: state_dict}, "state": the user's}``, each encoded by state.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+from tiered.errors import UsageError
+from tiered.store.state import decode, encode
+
+__all__ = ["Registry", "Stateful", "committed_state", "encode_user_state"]
+
+_log = logging.getLogger("tiered")
+
+
+class Stateful(Protocol):
+    """Anything with a state to save and load, such as a scheduler or a loader."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+def committed_state(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the user's state and, by name, what the registered objects had, from a root's text."""
+    decoded = cast(dict[str, Any], decode(text))
+    return decoded.get("state", {}), decoded.get("registered", {})
+
+
+class Registry:
+    """Registered objects by name. Their methods are called without locks, in the order of registration."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Stateful] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._objects
+
+    def __bool__(self) -> bool:
+        return bool(self._objects)
+
+    def add(self, name: str, item: Stateful) -> None:
+        """Register ``item``. Raises TypeError when its state cannot be encoded, UsageError for a taken name."""
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(item, method, None)):
+                raise TypeError(f"register({name!r}): {type(item).__name__} has no method {method}")
+        if not isinstance(name, str) or name.startswith("$"):
+            raise ValueError(f"register: expected a name that does not start with '$', got {name!r}")
+        if name in self._objects and self._objects[name] is not item:
+            raise UsageError(f"register({name!r}): the name is taken by a {type(self._objects[name]).__name__}")
+        encode(item.state_dict(), name=f"{name}.state_dict()")
+        self._objects[name] = item
+
+    def encode(self, user_text: str) -> str:
+        """Return the text of a commit: every registered object's state as it is now, and ``user_text``."""
+        parts = (
+            f"{json.dumps(name)}:{encode(item.state_dict(), name=f'{name}.state_dict()')}"
+            for name, item in self._objects.items()
+        )
+        return f'{{"registered":{{{",".join(parts)}}},"state":{user_text}}}'
+
+    def check(self, committed: Mapping[str, Any], generation: int) -> None:
+        """Raise UsageError when something registered is not in ``committed``; warn of what is there and nobody took."""
+        missing = [name for name in self._objects if name not in committed]
+        unclaimed = [name for name in committed if name not in self._objects]
+        if missing:
+            raise UsageError(
+                f"generation {generation} was committed without what is registered now: missing "
+                f"{', '.join(map(repr, missing))}; committed but not registered: "
+                f"{', '.join(map(repr, unclaimed)) or 'nothing'}; register the same names as the run that committed it"
+            )
+        if unclaimed:
+            _log.warning(
+                "generation %d holds the state of %s, which nobody has registered: it is not loaded, and the next "
+                "commit drops it",
+                generation,
+                ", ".join(map(repr, unclaimed)),
+            )
+
+    def load(self, committed: Mapping[str, Any]) -> None:
+        """Hand every registered object its state."""
+        for name, item in list(self._objects.items()):
+            item.load_state_dict(committed[name])
+
+
+def encode_user_state(state: object) -> str:
+    """Return the text of the state a caller commits. Raises TypeError for anything but a dict of encodable values."""
+    if not isinstance(state, dict):
+        raise TypeError(f"commit: expected the state as a dict, got {type(state).__name__}")
+    return encode(state, name="state")

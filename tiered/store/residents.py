@@ -1,0 +1,234 @@
+"""Residents: whose bytes are in DRAM, who uses them, and what may go.
+
+Bookkeeping under the store's lock: it leases buffers from the arena, evicts clean entries and counts leases, but never
+waits and never does I/O. Waiting and swapping in is in working_set.py, swapping out in write_back.py.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Protocol
+
+from tiered.bytes.arena import Arena, Buffer
+from tiered.store.entry import Alias, Entry, Residence, Residency
+
+__all__ = ["EvictionPolicy", "LeastRecentlyUsed", "Residents"]
+
+
+class EvictionPolicy(Protocol):
+    """Chooses what to evict; it sees names and sizes, never bytes."""
+
+    def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
+        """Return the key to evict among ``evictable`` (name -> bytes, least recently used first).
+
+        ``incoming`` is the key that a prefetch wants room for, and None means that it should not have it. It is None
+        for a caller that waits: then there must be an answer. Called under the store's lock: never call the store.
+        """
+
+
+class LeastRecentlyUsed:
+    """The default policy: whatever has not been used for longest, for prefetches too."""
+
+    def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
+        return next(iter(evictable), None)
+
+
+class Residents:
+    """Entries in DRAM, within the arena's budget.
+
+    The invariant: a clean entry that nobody uses and that is not held is in ``clean``; a dirty one that nobody writes
+    and that is not held is in ``dirty``; all others are in neither.
+    """
+
+    def __init__(self, arena: Arena, condition: threading.Condition) -> None:
+        self.arena = arena
+        self.policy: EvictionPolicy = LeastRecentlyUsed()
+        self.clean: OrderedDict[str, int] = OrderedDict()  # name -> bytes, least recently used first
+        self.dirty: OrderedDict[Entry, None] = OrderedDict()  # oldest first
+        self.clean_bytes = 0
+        self.dirty_bytes = 0
+        self.resident_bytes = 0
+        self.orphan_bytes = 0
+        self.num_evictions = 0
+        self.num_arriving = 0  # swap ins in flight
+        self.users: Counter[int] = Counter()  # thread -> living leases and reservations it asked for
+        self._condition = condition
+        self._entries: Mapping[str, Entry] = {}
+        self._ends: queue.SimpleQueue[Alias] = queue.SimpleQueue()
+        self._is_closed = False
+        self._pid = os.getpid()
+
+    def watch(self, entries: Mapping[str, Entry]) -> None:
+        """Take ``entries``, name -> entry, as the table that ``clean`` names keys of."""
+        self._entries = entries
+
+    # Below: buffers
+
+    def take_nowait(self, nbytes: int) -> Buffer | None:
+        """Lease a buffer, evicting clean entries as needed; None when the rest is in use."""
+        while True:
+            buffer = self.arena.allocate_nowait(nbytes)
+            if buffer is not None or not self.clean:
+                return buffer
+            victim = self.policy.victim(self.clean, None)
+            self._evict(victim if victim is not None and victim in self.clean else next(iter(self.clean)))
+
+    def take_ahead(self, nbytes: int, incoming: str) -> Buffer | None:
+        """Lease a buffer for a prefetch of ``incoming``, evicting only what the policy offers."""
+        while True:
+            buffer = self.arena.allocate_nowait(nbytes)
+            if buffer is not None or not self.clean:
+                return buffer
+            victim = self.policy.victim(self.clean, incoming)
+            if victim is None or victim not in self.clean:
+                return None
+            self._evict(victim)
+
+    def give_back(self, buffer: Buffer) -> None:
+        self.arena.release(buffer)
+        self._condition.notify_all()
+
+    def _evict(self, name: str) -> None:
+        entry = self._entries[name]
+        self.drop(entry)
+        entry.state = Residency.STORED
+        self.num_evictions += 1
+
+    # Below: entries
+
+    def admit(self, entry: Entry, buffer: Buffer) -> Residence:
+        """Make ``buffer`` the entry's bytes in DRAM."""
+        assert entry.residence is None
+        entry.residence = Residence(buffer, entry)
+        self.resident_bytes += entry.nbytes
+        return entry.residence
+
+    def drop(self, entry: Entry) -> None:
+        """Forget the entry's bytes in DRAM; living tensors keep theirs. The caller sets the state."""
+        self.withdraw(entry)
+        residence, entry.residence = entry.residence, None
+        if residence is None:
+            return
+        self.resident_bytes -= entry.nbytes
+        residence.entry = None
+        if residence.is_idle:
+            self.give_back(residence.buffer)
+        else:
+            self.orphan_bytes += residence.buffer.nbytes
+
+    def withdraw(self, entry: Entry) -> None:
+        """Take the entry out of the queues: it is about to be used, written or dropped."""
+        if self.clean.pop(entry.name, None) is not None:
+            self.clean_bytes -= entry.nbytes
+        elif entry in self.dirty:
+            del self.dirty[entry]
+            self.dirty_bytes -= entry.nbytes
+
+    def offer(self, entry: Entry) -> None:
+        """Put the entry into the queue its state calls for, if any; at the end unless it is leaving."""
+        residence = entry.residence
+        if residence is None or entry.held:
+            return
+        if entry.state is Residency.CLEAN and residence.is_idle and entry.name not in self.clean:
+            self.clean[entry.name] = entry.nbytes
+            self.clean_bytes += entry.nbytes
+            if residence.is_leaving:
+                self.clean.move_to_end(entry.name, last=False)
+        elif entry.state is Residency.DIRTY and not residence.writers and entry not in self.dirty:
+            self.dirty[entry] = None
+            self.dirty_bytes += entry.nbytes
+        else:
+            return
+        self._condition.notify_all()  # somebody may wait for room
+
+    def renew(self, entry: Entry) -> None:
+        """The entry will be used soon: last candidate for eviction."""
+        if entry.name in self.clean:
+            self.clean.move_to_end(entry.name)
+
+    def demote(self, entry: Entry) -> None:
+        """The entry is done with for now: first candidate for eviction, once it is clean."""
+        if entry.residence is not None:
+            entry.residence.is_leaving = True
+        if entry.name in self.clean:
+            self.clean.move_to_end(entry.name, last=False)
+
+    # Below: leases
+
+    def open(self, entry: Entry, *, is_writer: bool) -> Alias:
+        """Count a new lease of a resident entry; its tensor is the caller's to make."""
+        residence = entry.residence
+        assert residence is not None
+        if is_writer or entry.state is Residency.CLEAN:  # a dirty one may be written while it is read
+            self.withdraw(entry)
+        residence.aliases += 1
+        residence.writers += is_writer
+        residence.open_writers += is_writer
+        residence.open_readers += not is_writer
+        residence.is_leaving = False
+        alias = Alias(residence, is_writer=is_writer, thread_id=threading.get_ident())
+        self.users[alias.thread_id] += 1
+        return alias
+
+    def release(self, alias: Alias) -> None:
+        """The lease was released; it lingers until its last tensor has died."""
+        if not alias.is_released:
+            alias.is_released = True
+            alias.residence.open_writers -= alias.is_writer
+            alias.residence.open_readers -= not alias.is_writer
+
+    def report_end(self, alias: Alias) -> None:
+        """The last tensor of a lease has died. Called by a finalizer: any thread, inside a collection, any lock held."""
+        self._ends.put(alias)
+        if self._is_closed:
+            self._reap()
+
+    def drain(self) -> None:
+        """Note the leases that have ended since the last call."""
+        while not self._ends.empty():
+            alias = self._ends.get_nowait()
+            self.release(alias)
+            alias.has_ended = True
+            self.forget_user(alias.thread_id)
+            residence = alias.residence
+            residence.aliases -= 1
+            residence.writers -= alias.is_writer
+            self.settle(residence)
+
+    def settle(self, residence: Residence) -> None:
+        """A use of ``residence`` has ended: offer its entry, or give an orphan back."""
+        if residence.entry is not None:
+            self.offer(residence.entry)
+        elif residence.is_idle:
+            self.orphan_bytes -= residence.buffer.nbytes
+            self.give_back(residence.buffer)
+
+    def forget_user(self, thread_id: int) -> None:
+        """One lease or reservation of ``thread_id`` has ended."""
+        self.users[thread_id] -= 1
+        if self.users[thread_id] <= 0:
+            del self.users[thread_id]
+        self._condition.notify_all()
+
+    def close(self) -> None:
+        """Give every buffer back that no lease holds; the others follow when their last tensor dies."""
+        self.drain()
+        for entry in self._entries.values():
+            if entry.residence is not None:
+                self.drop(entry)
+        self._is_closed = True
+
+    def _reap(self) -> None:
+        # Lifetime: after close nobody drains any more, so finalizers do. Never blocking: whoever holds the lock may be
+        # the very frame that a collection interrupted; it, or the next end, finds the queue.
+        if self._pid != os.getpid():
+            return
+        while not self._ends.empty() and self._condition.acquire(blocking=False):
+            try:
+                self.drain()
+            finally:
+                self._condition.release()

@@ -1,0 +1,197 @@
+"""Room: bytes of the DRAM budget for callers that wait for them, made by writing, waiting, and asking for them back.
+
+It decides when write-back starts; what is written is write_back.py's choice, what is evicted the policy's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from tiered.bytes.arena import Buffer
+from tiered.errors import CapacityError
+from tiered.store.deadline import Deadline
+from tiered.store.entry import Entry
+from tiered.store.records import Records
+from tiered.store.residents import Residents
+from tiered.store.space import Space
+from tiered.store.transfer import Transfer
+from tiered.store.write_back import Shortage, WriteBack
+from tiered.units import format_bytes
+
+__all__ = ["Room"]
+
+
+class Room:
+    """Buffers for callers that may block. ``refuse`` raises when the store serves no more calls."""
+
+    def __init__(
+        self,
+        residents: Residents,
+        records: Records,
+        space: Space,
+        condition: threading.Condition,
+        *,
+        deadline_s: float,
+        refuse: Callable[[], None],
+    ) -> None:
+        self.budget_bytes = residents.arena.nbytes
+        self.write_back = WriteBack(condition, residents, records, space)
+        self.reclaimers: list[Callable[[int], bool]] = []
+        self.num_waiting = 0  # callers that wait for memory: prefetches stand back
+        self.wait_s = 0.0
+        self._residents = residents
+        self._records = records
+        self._space = space
+        self._condition = condition
+        self._deadline_s = deadline_s
+        self._refuse = refuse
+        self._reservations: dict[Buffer, int] = {}  # and the thread that asked for it
+
+    # Below: without the lock
+
+    def reserve(self, nbytes: int) -> Buffer:
+        """Lease ``nbytes`` of the arena; blocks. Raises CapacityError, DeadlineError, DeviceError."""
+        deadline = Deadline(f"reservation of {format_bytes(nbytes)} of the DRAM budget", self._deadline_s)
+        while True:
+            buffer = self.reserve_nowait(nbytes)
+            if buffer is not None:
+                return buffer
+            self.make(nbytes, deadline)
+
+    def reserve_nowait(self, nbytes: int) -> Buffer | None:
+        """Lease ``nbytes`` of the arena if evicting clean tensors is enough."""
+        with self._condition:
+            self._residents.drain()
+            buffer = self._residents.take_nowait(self._space.round_up(nbytes))
+            if buffer is not None:
+                self._reservations[buffer] = threading.get_ident()
+                self._residents.users[threading.get_ident()] += 1
+            return buffer
+
+    def unreserve(self, buffer: Buffer) -> None:
+        """Give back what ``reserve`` returned; no tensor on it may be alive."""
+        with self._condition:
+            self.drop(buffer)
+
+    def make(self, nbytes: int, deadline: Deadline) -> None:
+        """Take one step towards ``nbytes`` of free budget: write, wait, or reclaim. The caller then tries again.
+
+        Raises CapacityError when no step is left, DeadlineError, and what went wrong in the background.
+        """
+        needed = self._space.round_up(nbytes)
+        start_s = time.monotonic()
+        with self._condition:
+            self._residents.drain()
+            self.raise_failure()
+            if self._has_room(needed):
+                return
+            leased = self._residents.arena.leased_nbytes - self._residents.clean_bytes
+            missing = needed + leased - self.budget_bytes - self.write_back.writing_bytes
+            transfers, shortage = self.write_back.plan(self._residents.dirty, missing)
+            is_waiting = not transfers and shortage is None and self._is_moving()
+            if is_waiting:
+                self._wait(deadline)
+        _start(transfers)
+        if shortage is not None:
+            self.grow(shortage)
+        elif not transfers and not is_waiting:
+            self._reclaim(needed, deadline)
+        self.wait_s += time.monotonic() - start_s
+
+    def pump(self) -> None:
+        """Start to write the oldest dirty bytes when they exceed an eighth of the budget; does not wait for them."""
+        excess = self._residents.dirty_bytes - self.budget_bytes // 8
+        if excess > 0:
+            self.write(self._residents.dirty, excess)
+
+    def write(self, entries: Iterable[Entry], nbytes: int) -> None:
+        """Start writes of ``nbytes`` among ``entries``, early; who cannot do without them reports a lack of space."""
+        with self._condition:
+            transfers, shortage = self.write_back.plan(entries, nbytes)
+        _start(transfers)
+        if shortage is None:
+            return
+        try:
+            self.grow(shortage)
+        except CapacityError:  # nothing is lost: the bytes are in DRAM, and a commit or a full budget will report it
+            return
+        with self._condition:
+            transfers, _ = self.write_back.plan(entries, nbytes - sum(transfer.row.nbytes for transfer in transfers))
+        _start(transfers)
+
+    def grow(self, shortage: Shortage) -> None:
+        """Grow the files; CapacityError says what a commit would free."""
+        try:
+            self._space.grow(shortage.nbytes, scratch=shortage.scratch)
+        except CapacityError as error:
+            with self._condition:
+                raise self._space.explain(error, self._records.superseded()) from error
+
+    def _reclaim(self, needed: int, deadline: Deadline) -> None:
+        """Nothing is in flight: ask the reclaimers, then wait for other threads' leases, then give up."""
+        deadline.check()
+        for reclaim in list(self.reclaimers):
+            if reclaim(needed):
+                return
+        with self._condition:
+            self._residents.drain()
+            if self._has_room(needed) or self._is_moving() or self._residents.dirty:
+                return
+            if any(thread_id != threading.get_ident() for thread_id in self._residents.users):
+                self._wait(deadline)
+                return
+            raise CapacityError(self._explain(needed))
+
+    # Below: under the lock
+
+    def drop(self, buffer: Buffer) -> None:
+        """Give back what ``reserve`` returned."""
+        self.take_over(buffer)
+        self._residents.give_back(buffer)
+
+    def take_over(self, buffer: Buffer) -> None:
+        """What ``reserve`` returned becomes a key's bytes."""
+        self._residents.forget_user(self._reservations.pop(buffer))
+
+    def raise_failure(self) -> None:
+        """Raise when no call can be served, or what a write-back failed of since the last call."""
+        self._refuse()
+        error, self.write_back.error = self.write_back.error, None
+        if error is not None:
+            raise error
+
+    def _has_room(self, needed: int) -> bool:
+        """Whether evicting what is clean would be enough."""
+        return self._residents.arena.leased_nbytes - self._residents.clean_bytes + needed <= self.budget_bytes
+
+    def _is_moving(self) -> bool:
+        """Whether something is in flight that will make bytes evictable or free."""
+        is_blocked = self._records.sealed is not None and bool(self._residents.dirty)
+        return self._residents.num_arriving > 0 or self.write_back.num_writing > 0 or is_blocked
+
+    def _wait(self, deadline: Deadline) -> None:
+        self.num_waiting += 1
+        try:
+            deadline.wait(self._condition, self._records.commit_progress())
+        finally:
+            self.num_waiting -= 1
+
+    def _explain(self, needed: int) -> str:
+        resident = [entry for entry in self._records.entries.values() if entry.residence is not None]
+        leased = [entry for entry in resident if entry.residence is not None and entry.residence.aliases]
+        held = sum(entry.nbytes for entry in resident if entry.held)
+        names = ", ".join(repr(entry.name) for entry in leased[:5]) + (", ..." if len(leased) > 5 else "")
+        return (
+            f"no room for {format_bytes(needed)} in the DRAM budget of {format_bytes(self.budget_bytes)}: "
+            f"{format_bytes(sum(entry.nbytes for entry in leased))} are leased ({names or 'none'}), "
+            f"{format_bytes(held)} held, {format_bytes(self._residents.orphan_bytes)} kept alive by tensors of past "
+            f"leases, {format_bytes(sum(buffer.nbytes for buffer in self._reservations))} reserved; release leases, or "
+            "give a larger dram="
+        )
+
+
+def _start(transfers: Sequence[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.start()

@@ -1,0 +1,408 @@
+"""Store: the public face. A mapping of tensors with leases, commit, rollback, and everything that rides along.
+
+It says what happens in which order; how it happens is in working_set.py, values.py, streaming.py and commit.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from tiered.bytes.arena import Arena
+from tiered.bytes.device.base import Device
+from tiered.errors import ClosedError, UsageError
+from tiered.stats import StoreStatistics
+from tiered.store.catalog import Catalog
+from tiered.store.entry import Record
+from tiered.store.generations import Generations
+from tiered.store.lease import LeaseBlock, Mode
+from tiered.store.opening import Parts, dram_budget, empty_root, open_parts
+from tiered.store.records import Records
+from tiered.store.registry import Stateful, committed_state
+from tiered.store.residents import Residents
+from tiered.store.row import Row
+from tiered.store.space import Space
+from tiered.store.streaming import Streams, VerifyReport
+from tiered.store.values import Values
+from tiered.store.working_set import WorkingSet
+from tiered.units import format_bytes, parse_bytes
+
+__all__ = ["Store"]
+
+_T = TypeVar("_T")
+_DEADLINE_S = 60.0
+
+
+class Store(MutableMapping[str, torch.Tensor]):
+    """Tensors on NVMe by name, with commits. All methods are thread-safe; a forked child must not use it.
+
+    ``with Store(...) as store:`` closes it: a normal exit commits what is complete, an exception does not.
+    """
+
+    device_memory: int | None  # the compute device's budget in bytes
+
+    def __init__(
+        self,
+        *directories: str | os.PathLike[str],
+        dram: int | str | None = None,
+        device_memory: int | str | None = None,
+        durable: bool = True,
+        engine: str = "auto",
+        mode: str = "a",
+        _arena: Arena | None = None,
+    ) -> None:
+        """Open or create the store in ``directories``, striped over them; blocks.
+
+        ``dram`` bounds all that it keeps in DRAM (default: half of what is free), ``device_memory`` what it keeps on
+        the compute device. ``durable=False`` makes swap space that vanishes with the process. ``mode`` "a" opens or
+        creates, "x" creates, "r" only reads. Raises UsageError, CapacityError, CorruptionError, DeviceError; nothing
+        stays open then.
+        """
+        self.device_memory = None if device_memory is None else parse_bytes(device_memory)
+        arena = _arena if _arena is not None else Arena(dram_budget(dram))
+        try:
+            parts = open_parts(directories, arena=arena, durable=durable, engine=engine, mode=mode)
+        except BaseException:
+            arena.close()
+            raise
+        self._assemble(parts, durable=durable, mode=mode, deadline_s=_DEADLINE_S)
+
+    @classmethod
+    def _from_parts(
+        cls,
+        arena: Arena,
+        devices: Sequence[Device],
+        catalog: Catalog | None,
+        *,
+        durable: bool = True,
+        mode: str = "a",
+        deadline_s: float = _DEADLINE_S,
+    ) -> Store:
+        """Return a store of given parts; it closes them."""
+        store = cls.__new__(cls)
+        store.device_memory = None
+        store._assemble(Parts(arena, devices, catalog), durable=durable, mode=mode, deadline_s=deadline_s)
+        return store
+
+    def _assemble(self, parts: Parts, *, durable: bool, mode: str, deadline_s: float) -> None:
+        self.durable = durable
+        self._parts = parts
+        self._pid = os.getpid()
+        self._is_closed = False  # no call is served any more
+        self._is_released = False  # everything was given back
+        self._closing = threading.Lock()
+        try:
+            self._connect(parts, deadline_s, is_read_only=mode == "r")
+        except BaseException:
+            parts.close(lambda: None)
+            raise
+        # Order: threading's own list runs last in, first out, so before the devices' entries and before threads are
+        # joined: a commit that was sealed is finished when the interpreter ends.
+        register: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
+        register(_finish_at_exit, weakref.ref(self))
+
+    def _connect(self, parts: Parts, deadline_s: float, *, is_read_only: bool) -> None:
+        root = empty_root(bytes(16), len(parts.devices))
+        rows: list[Row] = []
+        if parts.catalog is not None:
+            root, rows = parts.catalog.load()
+        if root.num_directories != len(parts.devices):
+            raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
+        condition = threading.Condition(threading.Lock())
+        space = Space(parts.devices, root.store_uuid, condition, deadline_s=deadline_s)
+        records = Records(space, durable=self.durable, generation=root.generation, next_key_id=root.next_key_id)
+        records.load(rows)
+        self.working_set = WorkingSet(
+            Residents(parts.arena, condition),
+            records,
+            space,
+            condition,
+            deadline_s=deadline_s,
+            refuse=self._refuse,
+            is_read_only=is_read_only,
+        )
+        self._records = records
+        self._condition = condition
+        self._streams = Streams(self.working_set)
+        self._values = Values(self.working_set, self._streams)
+        self._generations = Generations(self.working_set, parts.catalog, root)
+
+    # Below: the mapping
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        """Return a copy of the tensor of ``key``, the caller's own. KeyError."""
+        return self._values.get(_checked(key))
+
+    def get(
+        self,
+        key: str,
+        default: Any = None,
+        *,
+        out: torch.Tensor | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> Any:
+        """Return a copy of the tensor of ``key``, or ``default`` where there is none; blocks.
+
+        The copy is a new tensor, on the CPU or on ``device``, or ``out``: contiguous, of the same dtype and shape, not
+        requiring grad. Raises ValueError, TypeError, LeaseError (it is leased for writing), CorruptionError.
+        """
+        try:
+            return self._values.get(_checked(key), out=out, device=device)
+        except KeyError:
+            return default
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        """Make a copy of ``value`` the tensor of ``key``, in DRAM first; a commit makes it durable."""
+        self._values.put(_checked(key), value)
+
+    def __delitem__(self, key: str) -> None:
+        """Drop ``key``; a commit makes it durable. KeyError; LeaseError while it is leased for writing."""
+        self.working_set.check(writing=True)
+        if key not in self:
+            raise KeyError(key)
+        self.working_set.delete([key])
+
+    def __contains__(self, key: object) -> bool:
+        self._refuse()
+        with self._condition:
+            return self._records.find(key) is not None
+
+    def __len__(self) -> int:
+        self._refuse()
+        with self._condition:
+            return len(self._records)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over a snapshot of the names."""
+        self._refuse()
+        with self._condition:
+            return iter([entry.name for entry in self._records.visible()])
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return copies of the tensors of ``keys``, swapped in ahead of need. KeyError."""
+        return self._values.get_many([_checked(key) for key in keys])
+
+    def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Put each of ``values``, a mapping or pairs."""
+        pairs = values.items() if isinstance(values, Mapping) else values
+        self._values.put_many((_checked(key), value) for key, value in pairs)
+
+    def prefetch(self, keys: Iterable[str]) -> int:
+        """Hint that ``keys`` are needed soon, in this order; never blocks on I/O. Returns bytes in DRAM or coming."""
+        return self.working_set.prefetch(keys)
+
+    def lease(self, key: str, mode: Mode = "r") -> LeaseBlock:
+        """Lease the arena's own bytes of ``key`` for a block: ``with store.lease("a", mode="rw") as view``.
+
+        "r" views refuse writes; "w" starts undefined; "rw" keeps what was written even if the block raises. While a
+        lease for writing is open, commit, rollback, put, delete and other leases of the key raise LeaseError. So does
+        the end of the block while tensors made from the view are alive. Entering raises KeyError, CapacityError.
+        """
+        if mode not in ("r", "w", "rw"):
+            raise ValueError(f'lease of {key!r}: expected mode "r", "w" or "rw", got {mode!r}')
+        return LeaseBlock(self.working_set.lease, _checked(key), mode)
+
+    async def aget(self, key: str) -> torch.Tensor:
+        """``store[key]`` without blocking the event loop. A cancelled one goes on in its thread, to no effect."""
+        return await self._in_thread(lambda: self[key])
+
+    async def aput(self, key: str, value: torch.Tensor) -> None:
+        """``store[key] = value`` without blocking the event loop; ``value`` must not change meanwhile."""
+        await self._in_thread(lambda: self.__setitem__(key, value))
+
+    async def _in_thread(self, call: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(None, call)
+
+    # Below: generations
+
+    @property
+    def generation(self) -> int:
+        """The number of the last committed generation; 0 when there is none."""
+        return self._generations.root.generation
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state that was committed with ``generation``; a copy."""
+        return committed_state(self._generations.root.state)[0]
+
+    def commit(self, state: Mapping[str, Any] | None = None, *, wait: bool = True) -> int:
+        """Seal everything as it is now, with ``state`` riding along, and make it durable; return the generation.
+
+        What is sealed when this returns: all keys, the ``state_dict()`` of all that is registered, and ``state`` (None:
+        the last one again). With ``wait=False`` it becomes durable in the background; the next call raises what goes
+        wrong there. Raises LeaseError while a key is leased for writing, CapacityError and TypeError with nothing
+        sealed; DeviceError when the generation is lost: then only close() is left.
+        """
+        generation = self._generations.commit(state)
+        if wait:
+            self.wait_for_commit()
+        return generation
+
+    def wait_for_commit(self) -> None:
+        """Wait until what was sealed is durable. Raises DeviceError when it is lost, DeadlineError."""
+        self._refuse()
+        self._generations.wait()
+
+    def rollback(self) -> None:
+        """Return to the last sealed generation, every registered object included; rewrites nothing. Blocks shortly.
+
+        Keys created since are gone, "r" leases keep the bytes they have. Raises UsageError when something is registered
+        and nothing was ever committed, LeaseError while a key is leased for writing.
+        """
+        self._generations.roll_back()
+
+    def register(self, name: str, item: Stateful) -> None:
+        """Make ``item.state_dict()`` part of every commit under ``name``; ``resume`` and ``rollback`` load it again.
+
+        Raises TypeError when the state has something that cannot be kept, naming where; UsageError for a taken name.
+        """
+        self._refuse()
+        self._generations.registry.add(name, item)
+
+    def registered(self, name: str) -> bool:
+        """Whether something is registered under ``name``."""
+        return name in self._generations.registry
+
+    def registered_state(self, name: str) -> Any | None:
+        """Return the state that the last commit has for ``name``; None where it has none."""
+        return committed_state(self._generations.root.state)[1].get(name)
+
+    def resume(self) -> dict[str, Any]:
+        """Load the last committed generation into all that is registered; return its state, {} if there is none.
+
+        Changes since then are rolled back first. Raises UsageError with the differences when something is registered
+        that the commit does not have.
+        """
+        return self._generations.resume()
+
+    def add_guard(self, guard: Callable[[str], None]) -> None:
+        """Have ``guard(word)`` called, without locks, at the start of "commit", "rollback", "resume" and "close".
+
+        It may finish deferred work, roll back, or raise to refuse. One that raises at "close" keeps close from
+        committing.
+        """
+        self._generations.guards.append(guard)
+
+    def reserve_space(self, nbytes: int, *, scratch: bool = False) -> None:
+        """Make sure now that ``nbytes`` more than earlier calls reserved can be written. Raises CapacityError."""
+        self.working_set.check(writing=True)
+        self.working_set.space.reserve(nbytes, scratch=scratch or not self.durable)
+
+    # Below: looking
+
+    def verify(self) -> VerifyReport:
+        """Read every block on the devices and check its digest; blocks. Damage is in the report, not raised."""
+        self._refuse()
+        return self._streams.verify()
+
+    def records(self) -> list[Record]:
+        """Return what is known of each key, in the order of creation. Touches no bytes."""
+        with self._condition:
+            return [entry.record() for entry in self._records.visible()]
+
+    def statistics(self) -> StoreStatistics:
+        """Return the counters of the store, its working set and its devices."""
+        devices = [device.statistics() for device in self._parts.devices]
+        space = self.working_set.space
+        with self._condition:
+            num_keys, used, free = len(self._records), space.used_nbytes, space.free_nbytes
+        return StoreStatistics(
+            generation=self.generation,
+            num_keys=num_keys,
+            num_commits=self._generations.num_commits,
+            used_bytes=used,
+            free_bytes=free,
+            quarantined_bytes=space.quarantined_nbytes,
+            file_bytes=sum(device.file_bytes for device in devices),
+            read_bytes=sum(device.read_bytes for device in devices),
+            write_bytes=sum(device.write_bytes for device in devices),
+            num_flushes=sum(device.num_flushes for device in devices),
+            working_set=self.working_set.statistics(),
+        )
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "open"
+        where = ", ".join(device.name for device in self._parts.devices)
+        leased, budget = self._parts.arena.leased_nbytes, self._parts.arena.nbytes
+        return (
+            f"<Store {where}: {state}, {len(self._records)} keys, generation {self.generation}, {format_bytes(leased)} "
+            f"of {format_bytes(budget)} in DRAM>"
+        )
+
+    # Below: the end
+
+    def close(self) -> None:
+        """Commit what is complete, then give everything back; blocks. Idempotent.
+
+        Bytes under living tensors of leases follow when these die. Raises, once everything is given back, what kept the
+        commit from happening: LeaseError, CapacityError, DeviceError.
+        """
+        self._close(commit=True)
+
+    def __enter__(self) -> Store:
+        self._refuse()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._close(commit=error is None)
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"and closing the store failed: {failure}")
+
+    def _close(self, *, commit: bool) -> None:
+        if self._pid != os.getpid():
+            return  # nothing of it is the child's to close
+        with self._closing:
+            if self._is_released:
+                return
+            failure = None if self._is_closed else self._generations.finish(commit=commit)
+            self._is_closed = True
+            self._parts.close(self._release_buffers)
+            self._is_released = True
+        if failure is not None:
+            raise failure
+
+    def _release_buffers(self) -> None:
+        with self._condition:
+            self.working_set.residents.close()
+
+    def _refuse(self) -> None:
+        """Raise when no call can be served any more."""
+        if self._pid != os.getpid():
+            raise UsageError(
+                f"the store belongs to process {self._pid} and cannot be used in its fork {os.getpid()}; pass worker "
+                "processes plain tensors, or open a store of their own there"
+            )
+        if self._is_closed:
+            raise ClosedError("the store is closed")
+        self._generations.refuse()
+
+
+def _checked(key: str) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"expected a str as the key, got {type(key).__name__}")
+    return key
+
+
+def _finish_at_exit(reference: weakref.ref[Store]) -> None:
+    store = reference()
+    if store is not None and not store._is_closed and store._pid == os.getpid():
+        store._generations.finish_at_exit()

@@ -1,0 +1,176 @@
+"""Values: whole tensors in and out of the store, by copy. Checks what a caller may put and what ``out`` may be."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+
+import torch
+
+from tiered.bytes.arena import Buffer
+from tiered.errors import UsageError
+from tiered.store.entry import INLINE_NBYTES, Residency, Spec
+from tiered.store.row import Row
+from tiered.store.streaming import Streams
+from tiered.store.working_set import WorkingSet
+
+__all__ = ["Values"]
+
+_NUM_AHEAD = 64  # keys that get_many prefetches
+
+
+class Values:
+    """put and get. Small tensors go to their row, ordinary ones through the working set, large ones are streamed."""
+
+    def __init__(self, working_set: WorkingSet, streams: Streams) -> None:
+        self._working_set = working_set
+        self._records = working_set.records
+        self._condition = working_set.condition
+        self._streams = streams
+
+    def put(self, key: str, value: torch.Tensor) -> None:
+        """Make a copy of ``value`` the tensor of ``key``; the last put wins. Readers see the old one or the new one.
+
+        Raises TypeError for what is no plain strided tensor, LeaseError, CapacityError, DeviceError.
+        """
+        self._working_set.check(writing=True)
+        plain = _plain(key, value)
+        spec = Spec(plain.dtype, tuple(plain.shape))
+        flat = plain.reshape(-1).view(torch.uint8)  # (nbytes,) uint8
+        scratch = not self._records.durable
+        if spec.nbytes <= INLINE_NBYTES:
+            host = flat.cpu()
+            self._install(key, spec, ctypes.string_at(host.data_ptr(), spec.nbytes) if spec.nbytes else b"")
+        elif self._streams.must_stream(spec.nbytes):
+            self._streams.put(key, flat, spec, scratch=scratch)
+        else:
+            buffer = self._working_set.room.reserve(spec.nbytes)
+            try:
+                buffer.alias(spec.nbytes, _ignore).copy_(flat)
+                self._install(key, spec, buffer)
+            except BaseException:
+                self._working_set.unreserve(buffer)
+                raise
+        self._working_set.room.pump()
+
+    def _install(self, key: str, spec: Spec, content: Buffer | bytes) -> None:
+        scratch = not self._records.durable
+        working_set = self._working_set
+        with self._condition:
+            entry = working_set.settled(key, "put")
+            if entry is None or entry.spec != spec or entry.scratch != scratch:
+                entry = working_set.replace(entry, key, spec, scratch=scratch)
+            else:
+                working_set.residents.drop(entry)
+            self._records.touch(entry)
+            if isinstance(content, bytes):
+                entry.row = self._records.inline_row(entry, content)
+                entry.state = Residency.STORED
+            else:
+                working_set.room.take_over(content)
+                working_set.residents.admit(entry, content)
+                entry.state = Residency.DIRTY
+                working_set.residents.offer(entry)
+
+    def get(
+        self, key: str, *, out: torch.Tensor | None = None, device: torch.device | str | int | None = None
+    ) -> torch.Tensor:
+        """Return a copy of the tensor of ``key``: a new one, on ``device``, or ``out``. KeyError."""
+        if out is not None and device is not None and torch.device(device) != out.device:
+            raise ValueError(f"get({key!r}): out is on {out.device}, device={device!r}; give one of them")
+        target = torch.device("cpu" if device is None else device) if out is None else out.device
+        row = self._stored_row(key)
+        if row is not None and row.inline is not None:
+            result = _result(Spec.of(row), key, out, target)
+            if row.nbytes:
+                _flat(result).copy_(torch.frombuffer(bytearray(row.inline), dtype=torch.uint8))
+            return result
+        if row is not None:
+            result = _result(Spec.of(row), key, out, target)
+            self._streams.get(row, _flat(result))
+            return result
+        lease = self._working_set.lease(key, "r")
+        try:
+            result = _result(Spec(lease.tensor.dtype, tuple(lease.tensor.shape)), key, out, target)
+            _flat(result).copy_(_flat(lease.tensor))
+        finally:
+            lease.release()
+        return result
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return copies of the tensors of ``keys``, swapping in ahead."""
+        names = list(keys)
+        found: dict[str, torch.Tensor] = {}
+        for i, name in enumerate(names):
+            if i % (_NUM_AHEAD // 2) == 0:
+                self._working_set.prefetch(islice(names, i, i + _NUM_AHEAD))
+            found[name] = self.get(name)
+        return found
+
+    def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Put each of ``values``; not atomic before the commit."""
+        items: Iterator[tuple[str, torch.Tensor]] = iter(values.items() if isinstance(values, Mapping) else values)
+        for key, value in items:
+            self.put(key, value)
+
+    def _stored_row(self, key: str) -> Row | None:
+        """Return the row to read past the working set: inline, or to be streamed and then with a stream begun."""
+        self._working_set.check(writing=False)
+        with self._condition:
+            self._working_set.residents.drain()
+            self._working_set.room.raise_failure()
+            entry = self._records.find(key)
+            if entry is None:
+                raise KeyError(key)
+            row = entry.row
+            if row is None or row.inline is not None:
+                return row
+            if not self._streams.must_stream(row.nbytes) or entry.residence is not None:
+                return None
+            self._working_set.space.begin_stream(row.extents)
+            return row
+
+
+def _plain(key: str, value: torch.Tensor) -> torch.Tensor:
+    """Return ``value`` detached, resolved and contiguous. Raises TypeError for what a store cannot keep."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"put of {key!r}: expected a torch.Tensor, got {type(value).__name__}")
+    problem = ""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        problem = f"the subclass {type(value).__name__}; pass value.as_subclass(torch.Tensor) if its bytes are all"
+    elif value.is_meta:
+        problem = "a meta tensor, which has no bytes"
+    elif value.layout is not torch.strided:
+        problem = f"a tensor of layout {value.layout}; pass value.to_dense(), or its parts under keys of their own"
+    elif value.is_quantized:
+        problem = f"a quantised tensor ({value.dtype}); pass value.int_repr() and keep scale and zero point yourself"
+    if problem:
+        raise TypeError(f"put of {key!r}: expected a dense strided tensor, got {problem}")
+    return value.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _result(spec: Spec, key: str, out: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Return ``out``, or a new tensor of ``spec``. Raises TypeError or ValueError for an ``out`` that does not fit."""
+    if out is None:
+        return torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    if not isinstance(out, torch.Tensor) or out.layout is not torch.strided or out.is_meta:
+        raise TypeError(f"get({key!r}): out must be a dense tensor")
+    if out.dtype != spec.dtype or tuple(out.shape) != spec.shape:
+        raise ValueError(
+            f"get({key!r}): expected out of {spec.dtype} {list(spec.shape)}, got {out.dtype} {list(out.shape)}"
+        )
+    if not out.is_contiguous() or out.is_conj() or out.is_neg():
+        raise ValueError(f"get({key!r}): out must be contiguous and not a lazy conjugate or negative")
+    if out.requires_grad:
+        raise UsageError(f"get({key!r}): out requires grad; pass out.detach()")
+    return out
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the (nbytes,) uint8 view of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _ignore() -> None:
+    """What happens at the end of an alias that lives for one copy."""

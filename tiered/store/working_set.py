@@ -1,0 +1,406 @@
+"""The working set: which tensors are in DRAM, under one byte budget. The only owner of residency.
+
+Leasing, swapping in and replacing are here; bookkeeping is in residents.py, swapping out in write_back.py, waiting for
+memory in room.py, generations in records.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from tiered.bytes.arena import Buffer
+from tiered.bytes.device.base import IOClass
+from tiered.errors import LeaseError, UsageError
+from tiered.stats import SwapStatistics, WorkingSetStatistics
+from tiered.store.deadline import Deadline
+from tiered.store.entry import Alias, Entry, Residence, Residency, Spec
+from tiered.store.lease import Lease, tensor_over
+from tiered.store.need import Need
+from tiered.store.records import Records
+from tiered.store.residents import EvictionPolicy, Residents
+from tiered.store.room import Room
+from tiered.store.space import Space
+from tiered.store.transfer import Transfer
+
+__all__ = ["EvictionPolicy", "Lease", "WorkingSet"]
+
+
+class WorkingSet:
+    """Tensors in DRAM and on their way, within ``budget_bytes``. All methods are thread-safe.
+
+    The invariant: *a tensor is always readable from at least one tier*. A failed write leaves it resident, a failed
+    read gives its buffer back. What happens is decided under the one lock of the store; I/O is submitted without it.
+    Every wait has a deadline and ends in DeadlineError; a failure in the background is raised by the next call.
+    """
+
+    def __init__(
+        self,
+        residents: Residents,
+        records: Records,
+        space: Space,
+        condition: threading.Condition,
+        *,
+        deadline_s: float,
+        refuse: Callable[[], None],
+        is_read_only: bool = False,
+    ) -> None:
+        """``refuse`` raises when the store serves no more calls; the parts share ``condition``."""
+        self.budget_bytes = residents.arena.nbytes
+        self.condition = condition
+        self.residents = residents
+        self.records = records
+        self.space = space
+        self.deadline_s = deadline_s
+        self.room = Room(residents, records, space, condition, deadline_s=deadline_s, refuse=refuse)
+        self.streamed_in_bytes = 0
+        self.streamed_out_bytes = 0
+        self._refuse = refuse
+        self._is_read_only = is_read_only
+        self._pid = os.getpid()
+        self._num_leases = 0
+        self._swapped_in = {IOClass.DEMAND: [0, 0], IOClass.PREFETCH: [0, 0]}  # bytes, count
+        self._demand_wait_s = 0.0
+        residents.watch(records.entries)
+
+    # Below: leases
+
+    def create(
+        self,
+        key: str,
+        nbytes: int,
+        *,
+        scratch: bool = False,
+        dtype: torch.dtype = torch.uint8,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        """Make ``key`` a tensor whose bytes are undefined until its first "w" lease; an existing one is replaced.
+
+        ``shape`` defaults to (nbytes / itemsize,). Scratch keys are never in a commit. No device space is taken yet.
+        Raises LeaseError when the key is leased for writing.
+        """
+        spec = Spec(dtype, (nbytes // dtype.itemsize,) if shape is None else tuple(shape))
+        if spec.nbytes != nbytes:
+            raise ValueError(f"create({key!r}): expected {spec.nbytes} bytes for {spec.shape} of {dtype}, got {nbytes}")
+        self.check(writing=True)
+        with self.condition:
+            scratch = scratch or not self.records.durable
+            self.replace(self.settled(key, "replacement"), key, spec, scratch=scratch)
+
+    def lease(self, key: str, mode: str) -> Lease:
+        """Lease the tensor of ``key``: "r" shared, "rw" exclusive, "w" exclusive and undefined at first. Blocks.
+
+        Swaps it in, making room by evicting what is clean, writing what is dirty, and asking the reclaimers. A lease
+        for writing makes the key dirty. Bytes that a lingering lease still reads are copied, not overwritten.
+        Raises KeyError, LeaseError (an unreleased lease conflicts), CapacityError, CorruptionError, DeviceError.
+        """
+        if mode not in ("r", "w", "rw"):
+            raise ValueError(f'lease of {key!r}: expected mode "r", "w" or "rw", got {mode!r}')
+        self.check(writing=mode != "r")
+        alias, spec, old = self._obtain(key, mode, Deadline(f"lease of {key!r} for {mode!r}", self.deadline_s))
+        buffer = alias.residence.buffer
+        try:
+            if old is not None and mode == "rw":  # somebody still reads the old bytes: this lease has its own
+                ctypes.memmove(buffer.address, old.buffer.address, spec.nbytes)
+            flat = buffer.alias(spec.nbytes, functools.partial(self.residents.report_end, alias))
+            lease = Lease(self, key, mode, alias, tensor_over(flat, spec))
+        except BaseException:
+            self.residents.report_end(alias)
+            raise
+        finally:
+            if old is not None:
+                self._unclaim(old)
+        self.room.pump()
+        return lease
+
+    def released(self, alias: Alias) -> bool:
+        """Note that a lease was released; return whether its last tensor has died. Works after close as well."""
+        if self._pid != os.getpid():
+            return True  # in a forked child there is nothing to give back
+        with self.condition:
+            self.residents.release(alias)
+            self.residents.drain()
+            has_ended = alias.has_ended
+        self.room.pump()
+        return has_ended
+
+    def _obtain(self, key: str, mode: str, deadline: Deadline) -> tuple[Alias, Spec, Residence | None]:
+        """Return the granted lease, what it looks like, and the claimed residence it must copy from, if any."""
+        reading: Transfer | None = None  # the swap in that this call has started
+        claim: Residence | None = None  # what it reads into: not to be evicted before it is leased here
+        try:
+            while True:
+                with self.condition:
+                    entry, need = self._await_need(key, mode, deadline)
+                    if need is Need.NOTHING:
+                        self._demand_wait_s += deadline.waited_s
+                        return self._grant(entry, mode, None)
+                    if need is Need.SWAP_IN and reading is not None and reading.error is not None:
+                        raise reading.error
+                    buffer = self.residents.take_nowait(self.space.round_up(entry.nbytes))
+                    if buffer is not None and need is Need.BUFFER:
+                        return self._grant(entry, mode, buffer)
+                    if buffer is not None:
+                        claim = self._claim(self.residents.admit(entry, buffer), instead_of=claim)
+                        reading = self._begin_read(entry, claim, IOClass.DEMAND)
+                    nbytes = entry.nbytes
+                if buffer is None:
+                    self.room.make(nbytes, deadline)
+                elif reading is not None:
+                    reading.start()
+        finally:
+            if claim is not None:
+                self._unclaim(claim)
+
+    def _await_need(self, key: str, mode: str, deadline: Deadline) -> tuple[Entry, Need]:
+        """Return the entry and what a lease of it lacks, once nothing in flight has a hold on it."""
+        while True:
+            entry = self._find(key)
+            need = Need.of(entry, mode)
+            if need is not Need.PATIENCE:
+                return entry, need
+            self.wait_for(entry, deadline)
+
+    def _grant(self, entry: Entry, mode: str, buffer: Buffer | None) -> tuple[Alias, Spec, Residence | None]:
+        old: Residence | None = None
+        if buffer is not None:
+            old = entry.residence
+            if old is not None:
+                self._claim(old)
+            self.residents.drop(entry)
+            self.residents.admit(entry, buffer)
+        alias = self.residents.open(entry, is_writer=mode != "r")
+        if mode != "r":
+            self.records.touch(entry)
+            entry.state = Residency.DIRTY
+        self._num_leases += 1
+        return alias, entry.spec, old
+
+    # Below: swapping in
+
+    def prefetch(self, keys: Iterable[str]) -> int:
+        """Start to swap in ``keys``, in order, up to the first that does not fit. A hint: never blocks on I/O.
+
+        Returns how many bytes of them are resident or on their way. Unknown keys are passed over. Never raises for
+        capacity or an I/O error: the lease that needs the bytes tries again and reports.
+        """
+        self.check(writing=False)
+        transfers: list[Transfer] = []
+        nbytes = 0
+        with self.condition:
+            self.residents.drain()
+            for key in keys:
+                entry = self.records.entries.get(key)
+                if entry is None or entry.state is Residency.UNDEFINED:
+                    continue
+                if entry.state is Residency.STORED:
+                    buffer = None
+                    if not self.room.num_waiting:
+                        buffer = self.residents.take_ahead(self.space.round_up(entry.nbytes), key)
+                    if buffer is None:
+                        break
+                    transfer = self._begin_read(entry, self.residents.admit(entry, buffer), IOClass.PREFETCH)
+                    transfers += [transfer] if transfer is not None else []
+                else:
+                    self.residents.renew(entry)
+                nbytes += entry.nbytes
+        for transfer in transfers:
+            transfer.start()
+        return nbytes
+
+    def _begin_read(self, entry: Entry, residence: Residence, io_class: IOClass) -> Transfer | None:
+        """Return the transfer to start without the lock; None for an inline entry, which is clean at once."""
+        assert entry.row is not None
+        if entry.row.inline is not None:
+            residence.buffer.memory[: entry.nbytes] = entry.row.inline
+            entry.state = Residency.CLEAN
+            self.residents.offer(entry)
+            return None
+        entry.state = Residency.ARRIVING
+        self.residents.num_arriving += 1
+        return self.space.transfer(entry.row, residence.buffer, io_class, functools.partial(self._arrived, entry))
+
+    def _arrived(self, entry: Entry, transfer: Transfer) -> None:
+        with self.condition:
+            self.residents.num_arriving -= 1
+            if transfer.error is None:
+                entry.state = Residency.CLEAN
+                counts = self._swapped_in[transfer.io_class]
+                counts[0] += entry.nbytes
+                counts[1] += 1
+                self.residents.offer(entry)
+            else:
+                entry.state = Residency.STORED
+                self.residents.drop(entry)
+            self.condition.notify_all()
+
+    # Below: hints, memory
+
+    def swap_out(self, keys: Iterable[str]) -> None:
+        """Done with ``keys`` for now: start to write dirty ones, make clean ones the first candidates for eviction.
+
+        Held keys and keys that are leased for writing are passed over. Does not wait for the writes.
+        """
+        self.check(writing=False)
+        with self.condition:
+            self.residents.drain()
+            entries = [entry for key in keys if (entry := self.records.entries.get(key)) and not entry.held]
+            for entry in entries:
+                self.residents.demote(entry)
+        self.room.write(entries, sum(entry.nbytes for entry in entries))
+
+    def hold(self, keys: Iterable[str]) -> None:
+        """Keep ``keys`` resident for good once they are; they are written by commits only. KeyError."""
+        self._set_held(keys, True)
+
+    def release_hold(self, keys: Iterable[str]) -> None:
+        """Make ``keys`` ordinary again. KeyError."""
+        self._set_held(keys, False)
+
+    def _set_held(self, keys: Iterable[str], held: bool) -> None:
+        with self.condition:
+            for key in keys:
+                entry = self._find(key)
+                self.residents.withdraw(entry)
+                entry.held = held
+                self.residents.offer(entry)
+
+    def set_policy(self, policy: EvictionPolicy) -> None:
+        """Let ``policy`` choose what to evict from now on."""
+        with self.condition:
+            self.residents.policy = policy
+
+    def add_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
+        """Let ``reclaim(nbytes)`` be asked, without locks, when a caller waits for memory and nothing else helps.
+
+        It runs in that caller's thread, may release leases, and returns whether it gave something back.
+        """
+        self.room.reclaimers.append(reclaim)
+
+    def is_resident(self, key: str) -> bool:
+        """Whether the bytes of ``key`` are in DRAM now."""
+        entry = self.records.entries.get(key)
+        return entry is not None and entry.state in (Residency.CLEAN, Residency.DIRTY, Residency.DEPARTING)
+
+    def reserve(self, nbytes: int) -> Buffer:
+        """Lease ``nbytes`` of the arena for the caller's own use; blocks and evicts as a lease does.
+
+        Give it back with ``unreserve``. Raises CapacityError, DeadlineError, DeviceError.
+        """
+        self.check(writing=False)
+        return self.room.reserve(nbytes)
+
+    def unreserve(self, buffer: Buffer) -> None:
+        """Give back what ``reserve`` returned; no tensor on it may be alive. Works after close as well."""
+        self.room.unreserve(buffer)
+
+    def statistics(self) -> WorkingSetStatistics:
+        """Return a snapshot."""
+        with self.condition:
+            self.residents.drain()
+            residents, write_back = self.residents, self.room.write_back
+            demand, prefetch = self._swapped_in[IOClass.DEMAND], self._swapped_in[IOClass.PREFETCH]
+            return WorkingSetStatistics(
+                budget_bytes=self.budget_bytes,
+                arena_bytes=residents.arena.leased_nbytes,
+                peak_bytes=residents.arena.peak_nbytes,
+                resident_bytes=residents.resident_bytes,
+                evictable_bytes=residents.clean_bytes,
+                dirty_bytes=residents.dirty_bytes,
+                writing_bytes=write_back.writing_bytes,
+                orphan_bytes=residents.orphan_bytes,
+                num_evictions=residents.num_evictions,
+                num_leases=self._num_leases,
+                demand_wait_s=self._demand_wait_s,
+                memory_wait_s=self.room.wait_s,
+                swaps=SwapStatistics(
+                    demand_bytes=demand[0],
+                    num_demands=demand[1],
+                    prefetch_bytes=prefetch[0],
+                    num_prefetches=prefetch[1],
+                    swap_out_bytes=write_back.swap_out_bytes,
+                    num_swap_outs=write_back.num_swap_outs,
+                    streamed_in_bytes=self.streamed_in_bytes,
+                    streamed_out_bytes=self.streamed_out_bytes,
+                ),
+            )
+
+    # Below: replacing, for the rest of the store; the first two without the lock, the others under it
+
+    def check(self, *, writing: bool) -> None:
+        """Raise when the store is closed, failed or forked, or read only where ``writing``."""
+        self._refuse()
+        if writing and self._is_read_only:
+            raise UsageError('the store was opened with mode="r": nothing can be written; open it with mode="a"')
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Drop ``keys`` and their bytes; a commit makes it durable. KeyError; LeaseError when leased for writing."""
+        self.check(writing=True)
+        for key in keys:
+            with self.condition:
+                entry = self.settled(key, "deletion")
+                if entry is None:
+                    raise KeyError(key)
+                self.records.remove(entry)
+                self.residents.drop(entry)
+
+    def settled(self, key: str, operation: str) -> Entry | None:
+        """Return the entry of ``key``, if there is one, with nothing in flight and no open lease for writing."""
+        deadline = Deadline(f"{operation} of {key!r}", self.deadline_s)
+        while True:
+            self.residents.drain()
+            self.room.raise_failure()
+            entry = self.records.entries.get(key)
+            if entry is None:
+                return None
+            if entry.residence is not None and entry.residence.open_writers:
+                raise LeaseError(f"{operation} of {key!r}, which is leased for writing; release the lease first")
+            if entry.is_settled:
+                return entry
+            self.wait_for(entry, deadline)
+
+    def replace(self, old: Entry | None, key: str, spec: Spec, *, scratch: bool, key_id: int | None = None) -> Entry:
+        """Return a new UNDEFINED entry for ``key`` in the place of ``old``, which is settled."""
+        if old is not None:
+            self.records.remove(old)
+            self.residents.drop(old)
+        entry = self.records.add(key, spec, scratch=scratch, key_id=key_id)
+        entry.held = old is not None and old.held
+        return entry
+
+    def wait_for(self, entry: Entry, deadline: Deadline) -> None:
+        """Wait for a change of ``entry``; what it has in DRAM is not evicted meanwhile."""
+        residence = entry.residence
+        if residence is not None:
+            residence.claims += 1
+        try:
+            deadline.wait(self.condition, self.records.commit_progress() if entry.is_pending else None)
+        finally:
+            if residence is not None:
+                residence.claims -= 1
+                self.residents.settle(residence)
+
+    def _find(self, key: str) -> Entry:
+        self.residents.drain()
+        self.room.raise_failure()
+        entry = self.records.entries.get(key)
+        if entry is None:
+            raise KeyError(key)
+        return entry
+
+    def _claim(self, residence: Residence, instead_of: Residence | None = None) -> Residence:
+        if instead_of is not None:
+            instead_of.claims -= 1
+            self.residents.settle(instead_of)
+        residence.claims += 1
+        return residence
+
+    def _unclaim(self, residence: Residence) -> None:
+        with self.condition:
+            residence.claims -= 1
+            self.residents.settle(residence)

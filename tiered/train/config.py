@@ -1,0 +1,151 @@
+"""What a run is: the numbers that decide its bits, and the dials that do not.
+
+The first ride along in every commit and are fixed for the run's life; the second may change whenever it is resumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+
+from tiered.errors import UsageError
+from tiered.train.model import Shape
+from tiered.units import MiB, format_bytes
+
+__all__ = ["DTYPES", "STATES", "UPDATES", "RunConfig", "RunDials"]
+
+DTYPES = ("bf16", "fp32")
+UPDATES = ("backward", "step")
+STATES = ("exact",)
+
+_MIN_DRAM = 16 * MiB
+"""No store works in less: section 2 of the design."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """What decides the losses of a run. Raises ValueError for values that do not go together."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int = 4
+    lr: float = 5e-5
+    clip: float | None = None
+    accumulate: int = 1
+    dtype: str = "bf16"
+    update: str = "backward"
+    state: str = "exact"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_at_least(1, batch=self.batch, accumulate=self.accumulate)
+        _check_at_least(0, seed=self.seed)
+        for name, value in (("lr", self.lr), ("clip", self.clip)):
+            if value is not None and not (0 < value < math.inf):
+                raise ValueError(f"{name} must be a positive number, got {value}")
+        for name, choices in (("dtype", DTYPES), ("update", UPDATES), ("state", STATES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        if self.clip is not None and self.update != "step":
+            raise ValueError(
+                "clipping needs every gradient before the first update: leave --update out, or say --update step"
+            )
+
+    @property
+    def shape(self) -> Shape:
+        """The model's shape."""
+        return Shape(self.layers, self.width, self.heads, self.context)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step learns from."""
+        return self.batch * self.context * self.accumulate
+
+    @classmethod
+    def of_given(cls, given: Mapping[str, object]) -> RunConfig:
+        """Return the configuration of a new run: what was given, and defaults for the rest.
+
+        ``given`` has this class's names and ``params`` (int), which stands for layers, width and heads; other names
+        are passed over. The default learning rate is 0.1 / width and at most 1e-3: at width 2048, of 3e-5 to 3e-4, the
+        one that falls fastest in six steps without warm-up. clip and accumulate select the update "step".
+        """
+        names = {field.name for field in fields(cls)}
+        chosen = {**asdict(Shape()), **{name: value for name, value in given.items() if name in names}}
+        chosen |= _shape_of_params(given)
+        width = chosen["width"]
+        if "heads" not in given and "width" in given and isinstance(width, int):
+            chosen["heads"] = math.gcd(width, Shape().heads)
+        if not {"clip", "accumulate"}.isdisjoint(given):
+            chosen.setdefault("update", "step")
+        if isinstance(width, int) and width > 0:
+            chosen.setdefault("lr", min(1e-3, float(f"{0.1 / width:.1e}")))
+        config = cls(**chosen)
+        config.shape  # noqa: B018  # checks that the sizes go together
+        return config
+
+    @classmethod
+    def of_committed(cls, committed: Mapping[str, object], given: Mapping[str, object]) -> RunConfig:
+        """Return the configuration a run was committed with. Raises UsageError with a diff when ``given`` differs."""
+        names = [field.name for field in fields(cls)]
+        unknown = sorted(set(names) ^ set(committed))
+        if unknown:
+            raise UsageError(f"the run's configuration is another version's: {', '.join(unknown)} unknown or missing")
+        asked = {name: value for name, value in given.items() if name in names} | _shape_of_params(given)
+        differing = [
+            f"{name} {committed[name]} -> {asked[name]}"
+            for name in names
+            if name in asked and asked[name] != committed[name]
+        ]
+        if differing:
+            raise UsageError(
+                f"the run was started with other values ({'; '.join(differing)}): "
+                "leave these options out to go on with it, or start anew with --fresh"
+            )
+        return cls(**committed)  # type: ignore[arg-type]  # written by asdict() of this class
+
+
+def _shape_of_params(given: Mapping[str, object]) -> dict[str, object]:
+    """Return the shape that ``params`` stands for, {} where it is not given."""
+    params = given.get("params")
+    if not isinstance(params, int):
+        return {}
+    clashing = [f"--{name}" for name in ("layers", "width", "heads") if name in given]
+    if clashing:
+        raise ValueError(f"--params chooses layers, width and heads: give it or {' and '.join(clashing)}, not both")
+    context = given.get("context", Shape().context)
+    assert isinstance(context, int)
+    shape = asdict(Shape.of_size(params, context=context))
+    return {name: shape[name] for name in ("layers", "width", "heads")}
+
+
+@dataclass(frozen=True, slots=True)
+class RunDials:
+    """What may change while a run lives: it changes how long and where it runs, never a loss."""
+
+    steps: int = 24
+    dram: int = 1 << 30  # bytes
+    commit_every: int = 1
+    data: tuple[str, ...] = ()  # paths; none: the standard library's source
+
+    def __post_init__(self) -> None:
+        _check_at_least(1, steps=self.steps, commit_every=self.commit_every)
+        if self.dram < _MIN_DRAM:
+            raise ValueError(f"dram must be at least {format_bytes(_MIN_DRAM)}, got {format_bytes(self.dram)}")
+
+    @classmethod
+    def of_committed(cls, committed: Mapping[str, object], given: Mapping[str, object]) -> RunDials:
+        """Return the dials that a run had, with those given now in their place; {} for a new run."""
+        names = {field.name for field in fields(cls)}
+        chosen = {name: value for name, value in {**committed, **given}.items() if name in names}
+        data = chosen.get("data", ())
+        assert isinstance(data, Sequence)
+        return cls(**{**chosen, "data": tuple(data)})  # type: ignore[arg-type]  # written by asdict(), or options
+
+
+def _check_at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name.replace('_', '-')} must be at least {least}, got {value}")

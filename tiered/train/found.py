@@ -1,0 +1,125 @@
+"""What the directories of a run already hold, and how to look at it, check it, or be rid of it.
+
+Whoever looks changes nothing; only ``remove_store`` does, and only files that a store owns.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiered
+from tiered.errors import CorruptionError, UsageError
+from tiered.store.catalog import Root, Row, SqliteCatalog
+from tiered.store.directory import CATALOG_NAME, Directories, fsync_directory
+from tiered.store.registry import committed_state
+from tiered.units import MiB, format_bytes
+
+__all__ = ["FoundRun", "check", "describe", "find_run", "holds_store", "remove_store"]
+
+_OWNED = re.compile(rf"identity|data-\d{{3,}}|{re.escape(CATALOG_NAME)}(-journal|\.new|\.new-journal)?")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRun:
+    """What a store has committed last."""
+
+    state: dict[str, Any]
+    generation: int
+
+
+def holds_store(directories: Sequence[Path]) -> bool:
+    """Return whether any of ``directories`` holds a store that has come to a catalog, or what is left of one."""
+    return any(entry.name.startswith((CATALOG_NAME, "data-")) for path in directories for entry in _owned(path))
+
+
+def find_run(directories: Sequence[Path]) -> FoundRun | None:
+    """Return what the store in ``directories`` has committed, None where it has not committed anything.
+
+    Raises UsageError for anything but exactly one store, and while a writer has it open; CorruptionError for a damaged
+    catalog.
+    """
+    if not any((path / CATALOG_NAME).exists() for path in directories):
+        return None
+    locked = Directories.open(directories, "r")
+    try:
+        root, _ = _load(directories)
+    finally:
+        locked.close()
+    return FoundRun(committed_state(root.state)[0], root.generation) if root.generation else None
+
+
+def describe(directories: Sequence[Path]) -> Iterator[str]:
+    """Yield lines that say what the store in ``directories`` has committed; safe beside a live writer.
+
+    Reads the catalog in one short transaction, and no tensor's bytes. Raises UsageError where there is no store.
+    """
+    root, rows = _load(directories)
+    state, registered = committed_state(root.state)
+    rows.sort(key=lambda row: row.name)
+    width = max((len(row.name) for row in rows), default=0)
+    for row in rows:
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        yield f"{row.name:{width}}  {row.dtype:14} {shape:>16} {row.nbytes:>14,} B  generation {row.generation}"
+    yield f"{len(rows)} keys, {format_bytes(sum(row.nbytes for row in rows))}, in {root.num_directories} directories"
+    yield f"generation {root.generation}"
+    yield f"registered {', '.join(registered) or 'nothing'}"
+    yield f"state {json.dumps(state, default=repr)}"
+
+
+def check(directories: Sequence[Path]) -> int:
+    """Read and check every byte of the store, say what was found, and return 0, or 1 for damage; blocks."""
+    try:
+        with tiered.Store(*directories, dram=64 * MiB, mode="r") as store:
+            report = store.verify()
+            generation = store.generation
+    except CorruptionError as error:
+        print(f"damaged: {error}")
+        return 1
+    for damage in report.errors:
+        print(f"damaged: {damage}")
+    print(
+        f"read {format_bytes(report.nbytes)} in {report.num_blocks} blocks of {report.num_keys} keys, "
+        f"generation {generation}: {len(report.errors) or 'none'} damaged"
+    )
+    return 0 if report.is_clean else 1
+
+
+def remove_store(directories: Sequence[Path]) -> None:
+    """Remove the files of the store in ``directories`` for good; blocks.
+
+    The writer's lock is held meanwhile. Data goes before the catalog and the identities last: whatever a crash leaves
+    is still known as a store, and can be removed again. Raises UsageError for anything but exactly one store.
+    """
+    locked = Directories.open(directories, "a")
+    try:
+        for prefix in ("data-", CATALOG_NAME, "identity"):
+            for path in reversed(locked.paths):
+                for entry in _owned(path):
+                    if entry.name.startswith(prefix):
+                        entry.unlink()
+                fsync_directory(path)
+    finally:
+        locked.close()
+
+
+def _load(directories: Sequence[Path]) -> tuple[Root, list[Row]]:
+    homes = [path / CATALOG_NAME for path in directories if (path / CATALOG_NAME).exists()]
+    if len(homes) != 1:
+        where = ", ".join(map(str, directories))
+        found = "none" if not homes else f"{len(homes)} of them"
+        raise UsageError(f"no run in {where}: expected one {CATALOG_NAME} there, found {found}")
+    catalog = SqliteCatalog(homes[0], read_only=True)
+    try:
+        return catalog.load()
+    finally:
+        catalog.close()
+
+
+def _owned(directory: Path) -> Iterator[Path]:
+    if directory.is_dir():
+        yield from (entry for entry in sorted(directory.iterdir()) if _OWNED.fullmatch(entry.name))

@@ -1,0 +1,163 @@
+"""From what the command line asks for to a job that runs: everything is refused here that can be refused.
+
+No store is written to before the plan has been said and agreed to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tiered
+from tiered.errors import UsageError
+from tiered.train.config import RunConfig, RunDials
+from tiered.train.data import Corpus, Loader
+from tiered.train.found import FoundRun, find_run, holds_store, remove_store
+from tiered.train.interruption import INTERRUPTED, Interruption
+from tiered.train.loop import Job, ResumeHint
+from tiered.train.plan import Plan
+from tiered.train.summary import Outcome
+from tiered.units import MiB
+
+__all__ = ["Request", "train"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the command line asks for; ``given`` has the options given, by their names in RunConfig and RunDials."""
+
+    directories: tuple[Path, ...]
+    given: Mapping[str, object]
+    durable: bool = True
+    resume: bool = False
+    fresh: bool = False
+    yes: bool = False
+    quiet: bool = False
+    json_file: Path | None = None
+    program: str = "tiered"  # how the user calls us, for the commands we suggest
+
+    def __post_init__(self) -> None:
+        if self.resume and self.fresh:
+            raise UsageError("--resume goes on with the run, --fresh removes it: give one of them")
+        if self.resume and not self.durable:
+            raise UsageError("--no-durable leaves nothing to resume: give --resume or --no-durable")
+        if self.json_file:
+            _check_writable(self.json_file.absolute())
+
+    @property
+    def options(self) -> list[str]:
+        """``given``, as the options it came from."""
+        return [
+            part
+            for name, value in self.given.items()
+            for one in (value if isinstance(value, tuple) else (value,))
+            for part in (f"--{name.replace('_', '-')}", str(one))
+        ]
+
+    def command(self, *options: str) -> str:
+        """Return the command that calls the job on the same store with ``options``."""
+        stores = [part for directory in self.directories for part in ("--store", str(directory))]
+        return f"{self.program} {shlex.join(['train', *options, *stores])}"
+
+
+def _check_writable(file: Path) -> None:
+    if not file.parent.is_dir():
+        raise UsageError(f"cannot write {file}: the directory does not exist")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UsageError(f"cannot write {file}: it is a directory, or not yours to write")
+
+
+def train(request: Request) -> int:
+    """Run the job and return its exit status: 0, or 130 when Ctrl-C stopped it in good order.
+
+    Everything that can be refused is refused before the store is touched. Raises TieredError and ValueError.
+    """
+    found = _find(request)
+    plan = _plan(request, found)
+    corpus = Corpus.of_paths(plan.dials.data) if plan.dials.data else Corpus.of_standard_library()
+    config = plan.config
+    loader = Loader(corpus, batch=config.batch, context=config.context, seed=config.seed)
+    _say(request, plan, corpus)
+    plan.check_space()
+    go_on = request.command("--resume", "--steps", str(2 * plan.dials.steps))
+    if not plan.num_steps:
+        print(f"the run has done its {plan.dials.steps} steps; go on: {go_on}")
+        with tiered.Store(*request.directories, dram=16 * MiB, mode="r") as store:
+            _write_json(request, Outcome.of(plan, (), store))
+        return 0
+    if request.fresh and holds_store(request.directories):
+        _confirm_removal(request)
+        remove_store(request.directories)
+    hint = ResumeHint(plan, resume=request.command("--resume"), start=request.command("--resume", *request.options))
+    with Interruption(
+        "stopping as soon as the step in hand is finished and committed (Ctrl-C again: at once)", lambda: str(hint)
+    ) as interruption:
+        outcome = Job(plan, loader, interruption, hint).run(quiet=request.quiet)
+    if outcome:
+        print("\n".join(outcome.lines(None if interruption.requested else go_on)))
+        _write_json(request, outcome)
+    if interruption.requested:
+        print(f"stopped by Ctrl-C; {hint}")
+        return INTERRUPTED
+    return 0
+
+
+def _write_json(request: Request, outcome: Outcome) -> None:
+    if request.json_file:
+        request.json_file.write_text(f"{json.dumps(outcome.as_json())}\n")
+
+
+def _say(request: Request, plan: Plan, corpus: Corpus) -> None:
+    if not request.quiet:
+        print("\n".join(plan.lines(corpus)), flush=True)
+        if request.resume and not plan.first_step:
+            print("nothing is committed there yet: starting from step 0", flush=True)
+    for line in plan.warnings():
+        print(f"warning: {line}", file=sys.stderr)
+
+
+def _find(request: Request) -> FoundRun | None:
+    """Return the committed run to go on with; UsageError when there is one and nobody said what to do with it."""
+    if request.fresh or not holds_store(request.directories):
+        return None
+    where = ", ".join(map(str, request.directories))
+    if not request.durable:
+        raise UsageError(f"{where} holds a store, --no-durable needs a directory without one: choose another --store")
+    found = find_run(request.directories)
+    if found is None:
+        return None
+    if "config" not in found.state:
+        raise UsageError(f"{where} holds a store that is no training run: choose another --store")
+    if not request.resume:
+        raise UsageError(
+            f"{where} holds a run at step {found.state['step']}: "
+            "go on with it with --resume, or remove it and start anew with --fresh"
+        )
+    return found
+
+
+def _plan(request: Request, found: FoundRun | None) -> Plan:
+    state = found.state if found else {}
+    config = RunConfig.of_committed(state["config"], request.given) if found else RunConfig.of_given(request.given)
+    return Plan(
+        config,
+        RunDials.of_committed(state.get("dials", {}), request.given),
+        request.directories,
+        durable=request.durable,
+        first_step=state.get("step", 0),
+    )
+
+
+def _confirm_removal(request: Request) -> None:
+    where = ", ".join(map(str, request.directories))
+    if request.yes:
+        return
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError(f"--fresh removes the store in {where} and there is no terminal to ask on: add --yes")
+    if input(f"remove the store in {where} for good? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise UsageError(f"nothing was removed; {where} is as it was")

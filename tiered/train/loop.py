@@ -1,0 +1,158 @@
+"""The training loop: build or resume the model in the store, step, commit.
+
+It is the loop that any user would write around a model of their own, with a stopwatch and an ear for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+
+import numpy as np
+import torch
+
+import tiered
+from tiered.errors import TieredError, UsageError
+from tiered.train.data import Loader
+from tiered.train.interruption import Interruption
+from tiered.train.model import GPT
+from tiered.train.plan import Plan
+from tiered.train.progress import Display, StepRecord, open_display
+from tiered.train.summary import Outcome
+
+__all__ = ["Job", "ResumeHint"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class ResumeHint:
+    """What to tell somebody whose run stops now. ``step`` is the last one committed, -1 before the first commit."""
+
+    def __init__(self, plan: Plan, *, resume: str, start: str) -> None:
+        self.step = plan.first_step or -1
+        self._durable = plan.durable
+        self._resume = resume
+        self._start = start
+
+    def __str__(self) -> str:
+        if not self._durable:
+            return "nothing is kept of a run with --no-durable"
+        if self.step < 0:
+            return f"nothing was committed yet, the run is resumable from step 0: {self._start}"
+        return f"the run is resumable from step {self.step}: {self._resume}"
+
+
+class _StoppedError(Exception):
+    """Leaves the store's block before the first step, so that no half-built model is committed on the way out."""
+
+
+class Job:
+    """One process's part of a run, used by the main thread; after ``run`` the store is closed, whatever happened.
+
+    A step is either committed whole or does not count: the run is always resumable from its last commit.
+    """
+
+    def __init__(self, plan: Plan, loader: Loader, interruption: Interruption, hint: ResumeHint) -> None:
+        self._plan = plan
+        self._config = plan.config
+        self._loader = loader
+        self._interruption = interruption
+        self._hint = hint
+        self._sealed_step = -1
+        self._step_of: dict[int, int] = {}  # by generation sealed in this process
+
+    def run(self, *, quiet: bool) -> Outcome | None:
+        """Train to the plan's last step or to Ctrl-C; return what came of it, None when no step was begun."""
+        plan = self._plan
+        try:
+            with tiered.Store(*plan.directories, dram=plan.dials.dram, durable=plan.durable) as store:
+                with open_display(plan.dials.steps, first_step=plan.first_step, quiet=quiet) as display:
+                    return self._train(store, display)
+        except _StoppedError:
+            return None
+        except TieredError as error:
+            error.add_note(str(self._hint))
+            raise
+
+    def _train(self, store: tiered.Store, display: Display) -> Outcome:
+        display.note(f"{'going on with' if self._plan.first_step else 'building'} the model")
+        model, optimizer, step = self._build(store)
+        if self._interruption.requested:
+            raise _StoppedError
+        records: list[StepRecord] = []
+        before = store.statistics()
+        while step < self._plan.dials.steps and not self._interruption.requested:
+            begun = time.perf_counter()
+            loss = self._step(model, optimizer, step)
+            step += 1
+            if step % self._plan.dials.commit_every == 0:
+                self._commit(store, step)
+            now = store.statistics()
+            record = StepRecord(
+                step=step,
+                loss=loss,
+                seconds=time.perf_counter() - begun,
+                num_tokens=self._config.tokens_per_step,
+                read_bytes=now.read_bytes - before.read_bytes,
+                write_bytes=now.write_bytes - before.write_bytes,
+                stall_seconds=now.stall_seconds - before.stall_seconds,
+            )
+            before = now
+            records.append(record)
+            display.step(record)
+        self._finish(store, step)
+        return Outcome.of(self._plan, records, store)
+
+    def _build(self, store: tiered.Store) -> tuple[torch.nn.Module, torch.optim.Optimizer, int]:
+        """Return the model, its optimizer and the number of steps done, all as the last commit left them."""
+        config = self._config
+        random.seed(config.seed)
+        np.random.seed(config.seed % 2**32)
+        torch.manual_seed(config.seed)
+        with tiered.construct(store):
+            built = GPT(config.shape)
+        model = tiered.shard(built, store, param_dtype=_DTYPES[config.dtype])
+        optimizer = tiered.AdamW(model.parameters(), lr=config.lr, update=config.update, state=config.state)
+        if not self._plan.durable:
+            return model, optimizer, 0
+        store.register("loader", self._loader)
+        return model, optimizer, store.resume().get("step", 0)
+
+    def _step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Make one optimizer step and return the mean loss of its micro-steps."""
+        config, total = self._config, 0.0
+        for micro_step in range(config.accumulate):
+            only_adds = config.update == "backward" and micro_step < config.accumulate - 1
+            with tiered.accumulate(model) if only_adds else nullcontext():
+                tokens, targets = next(self._loader)  # each int64 (batch, context)
+                loss = model(tokens, targets)
+                if not math.isfinite(loss.item()):
+                    raise UsageError(f"the loss of step {step + 1} is {loss.item()}: start again with a lower --lr")
+                (loss if config.accumulate == 1 else loss / config.accumulate).backward()
+            total += loss.item()
+        if config.clip:
+            tiered.clip_grad_norm_(model, config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total / config.accumulate
+
+    def _commit(self, store: tiered.Store, step: int) -> None:
+        """Seal ``step``, and note which step is durable by now."""
+        if self._plan.durable:
+            state = {"step": step, "config": asdict(self._config), "dials": asdict(self._plan.dials)}
+            self._step_of[store.commit(state, wait=False)] = self._sealed_step = step
+            self._note_durable(store)
+
+    def _note_durable(self, store: tiered.Store) -> None:
+        self._hint.step = self._step_of.get(store.generation, self._hint.step)
+
+    def _finish(self, store: tiered.Store, step: int) -> None:
+        """Make what is done durable, also between two commits."""
+        if self._sealed_step != step:
+            self._commit(store, step)
+        if self._plan.durable:
+            store.wait_for_commit()
+            self._note_durable(store)

@@ -1,0 +1,151 @@
+"""What a run will take, said before it starts: parameters, memory, space, bytes written.
+
+Arithmetic from section 8 of the design and what the file systems have free; nothing is opened or written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiered.errors import CapacityError
+from tiered.train.config import RunConfig, RunDials
+from tiered.train.data import Corpus
+from tiered.units import divide_up, format_bytes, format_count
+
+__all__ = ["Plan"]
+
+STATE_BYTES_PER_PARAM = 12
+"""bf16 and the master's other 16 bits, or fp32; and two fp32 moments: persistent, and written once per step."""
+
+MASTER_BYTES_PER_PARAM = 4
+"""fp32 masters of bf16 parameters, from when the model is made until the optimizer's state is: reserved beside it."""
+
+FIRST_BYTES_PER_PARAM = 28
+"""Written while model and optimizer are made: values, units, masters, state, some of it twice (26.6 seen at 0.4 B)."""
+
+IN_MEMORY_BYTES_PER_PARAM = 16
+"""bf16 parameters and gradients, fp32 master and two moments; or all four in fp32. Activations come on top."""
+
+_MANY_BYTES = 10 * 10**12
+"""What a run may write before it is worth a warning: one percent of a consumer drive's rated life."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The forecast of one run; all byte counts are upper bounds, reached when no state stays in DRAM."""
+
+    config: RunConfig
+    dials: RunDials
+    directories: tuple[Path, ...]
+    durable: bool
+    first_step: int  # steps done before this process
+
+    @property
+    def num_params(self) -> int:
+        """The model's parameters."""
+        return self.config.shape.num_params
+
+    @property
+    def num_steps(self) -> int:
+        """Steps left to do."""
+        return max(0, self.dials.steps - self.first_step)
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of gradients that pass through the device each step: with the update "step", when over the budget."""
+        nbytes = self.num_params * (2 if self.config.dtype == "bf16" else 4)
+        return nbytes if self.config.update == "step" and 2 * nbytes > self.dials.dram else 0
+
+    @property
+    def space_nbytes(self) -> int:
+        """Bytes on the device: two sets of what a commit may replace, one where there are no commits."""
+        sets = 2 if self.durable else 1
+        return sets * self._set_bytes_per_param * self.num_params + self.gradient_nbytes
+
+    @property
+    def _set_bytes_per_param(self) -> int:
+        return STATE_BYTES_PER_PARAM + (MASTER_BYTES_PER_PARAM if self.config.dtype == "bf16" else 0)
+
+    @property
+    def step_write_nbytes(self) -> int:
+        """Bytes one step writes."""
+        return STATE_BYTES_PER_PARAM * self.num_params + self.gradient_nbytes
+
+    @property
+    def write_nbytes(self) -> int:
+        """Bytes this process writes: its steps, and the model's first state when it starts from nothing."""
+        first = FIRST_BYTES_PER_PARAM * self.num_params if not self.first_step else 0
+        return first + self.num_steps * self.step_write_nbytes
+
+    def check_space(self) -> None:
+        """Raise CapacityError unless each file system has room for its share, files already there counted in."""
+        needed: dict[int, int] = defaultdict(int)
+        names: dict[int, list[str]] = defaultdict(list)
+        free = {}
+        for directory in self.directories:
+            here = _existing(directory)
+            file_system = here.stat().st_dev
+            free[file_system] = _free_nbytes(here)
+            share = divide_up(self.space_nbytes, len(self.directories))
+            needed[file_system] += max(0, share - _allocated_nbytes(directory))
+            names[file_system].append(str(directory))
+        for file_system, nbytes in needed.items():
+            if nbytes > free[file_system]:
+                raise CapacityError(
+                    f"not enough space for the run in {', '.join(names[file_system])}: "
+                    f"it needs {format_bytes(nbytes)}, {format_bytes(free[file_system])} are free; "
+                    "choose another --store, a smaller model, or --no-durable (half the space)"
+                )
+
+    def lines(self, corpus: Corpus) -> list[str]:
+        """Return the plan for people."""
+        config, dials = self.config, self.dials
+        where = ", ".join(
+            f"{directory} ({format_bytes(_free_nbytes(_existing(directory)))} free)" for directory in self.directories
+        )
+        each = divide_up(1000 * self.step_write_nbytes, len(self.directories))
+        sets = f"{'two sets' if self.durable else 'one set'} of {self._set_bytes_per_param} bytes per parameter"
+        start = f"from step {self.first_step}" if self.first_step else "from the start"
+        extras = f", clip {config.clip}" if config.clip else ""
+        extras += f", accumulate {config.accumulate}" if config.accumulate > 1 else ""
+        return [
+            f"model   {format_count(self.num_params)} parameters: {config.layers} layers, width {config.width}, "
+            f"{config.heads} heads, context {config.context}; {config.dtype}, {config.state} AdamW state",
+            f"data    {corpus.name}: {corpus.num_files:,} files, {format_bytes(corpus.nbytes)}",
+            f"job     {self.num_steps} steps {start}, each of {config.tokens_per_step:,} tokens; "
+            f"lr {config.lr:g}{extras}, update {config.update}, seed {config.seed}",
+            f"memory  a DRAM budget of {format_bytes(dials.dram)}; training in memory would need "
+            f"{format_bytes(IN_MEMORY_BYTES_PER_PARAM * self.num_params)} and activations",
+            f"space   {format_bytes(self.space_nbytes)} ({sets}) in {where}",
+            f"writes  up to {format_bytes(self.write_nbytes)} in all, {format_bytes(self.step_write_nbytes)} per step, "
+            f"{format_bytes(each)} per 1,000 steps and directory",
+        ]
+
+    def warnings(self) -> list[str]:
+        """Return what the user should think about before going on."""
+        if self.write_nbytes <= _MANY_BYTES:
+            return []
+        return [
+            f"this run writes up to {format_bytes(self.write_nbytes)}, which wears the drives; the dials are --dram "
+            "(more state stays in memory), --commit-every and --no-durable (held state is written less often) and "
+            "--state (smaller state)"
+        ]
+
+
+def _existing(directory: Path) -> Path:
+    """Return the directory, or the nearest one above that exists."""
+    return next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+
+
+def _free_nbytes(directory: Path) -> int:
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
+
+
+def _allocated_nbytes(directory: Path) -> int:
+    if not directory.is_dir():
+        return 0
+    return sum(entry.stat().st_blocks * 512 for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))

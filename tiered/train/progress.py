@@ -1,0 +1,123 @@
+"""What a run shows while it works: a bar on a terminal, a line per step elsewhere, nothing when asked to be quiet."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+__all__ = ["BarDisplay", "Display", "LineDisplay", "QuietDisplay", "StepRecord", "open_display"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one optimizer step did, measured by the training thread."""
+
+    step: int  # the number of steps done, this one included
+    loss: float  # nats per byte, mean over the micro-steps
+    seconds: float
+    num_tokens: int
+    read_bytes: int
+    write_bytes: int
+    stall_seconds: float  # the training thread waited for I/O
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.3f}  {self.num_tokens / self.seconds:,.0f} tokens/s  "
+            f"read {self.read_bytes / self.seconds / 1e9:.2f} write {self.write_bytes / self.seconds / 1e9:.2f} GB/s  "
+            f"stall {min(1.0, self.stall_seconds / self.seconds):.0%}"
+        )
+
+
+class Display(Protocol):
+    """Shows a run's progress between ``__enter__`` and ``__exit__``; used by the training thread alone."""
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def note(self, text: str) -> None:
+        """Say what the run does now."""
+
+    def step(self, record: StepRecord) -> None:
+        """Show a finished step."""
+
+
+class QuietDisplay:
+    """Shows nothing."""
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def note(self, text: str) -> None:
+        """Say nothing."""
+
+    def step(self, record: StepRecord) -> None:
+        """Show nothing."""
+
+
+class LineDisplay(QuietDisplay):
+    """Prints a line per step and note: for logs and pipes."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+
+    def note(self, text: str) -> None:
+        """Print ``text``."""
+        print(text, flush=True)
+
+    def step(self, record: StepRecord) -> None:
+        """Print the step."""
+        print(f"step {record.step}/{self._num_steps}  {record.seconds:.2f} s  {record}", flush=True)
+
+
+class BarDisplay(QuietDisplay):
+    """A progress bar that stays on one line of a terminal."""
+
+    def __init__(self, num_steps: int, *, first_step: int) -> None:
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=16),
+            TextColumn("{task.description}", markup=False),
+            TimeRemainingColumn(compact=True),
+            console=Console(highlight=False),
+        )
+        self._task = self._progress.add_task("", total=num_steps, completed=first_step)
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def note(self, text: str) -> None:
+        """Show ``text`` beside the bar until the next step."""
+        self._progress.update(self._task, description=text)
+
+    def step(self, record: StepRecord) -> None:
+        """Move the bar and show the step beside it."""
+        self._progress.update(self._task, completed=record.step, description=str(record))
+
+
+def open_display(num_steps: int, *, first_step: int, quiet: bool) -> Display:
+    """Return the display that suits where standard output goes."""
+    if quiet:
+        return QuietDisplay()
+    if sys.stdout.isatty():
+        return BarDisplay(num_steps, first_step=first_step)
+    return LineDisplay(num_steps)
