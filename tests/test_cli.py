@@ -131,7 +131,7 @@ class TestPlan:
     def test_bytes_of_the_default(self) -> None:
         default = plan()
         assert default.step_write_nbytes == 12 * 404_443_136
-        assert default.space_nbytes == 32 * 404_443_136
+        assert default.space_nbytes == 31 * 404_443_136
         assert default.write_nbytes == (24 * 12 + 28) * 404_443_136
         lines = "\n".join(default.lines(Corpus((), name="nothing")))
         assert "404.4 M parameters" in lines

@@ -12,7 +12,7 @@ __all__ = ["StoreStatistics", "SwapStatistics", "WorkingSetStatistics"]
 
 @dataclass(frozen=True, slots=True)
 class SwapStatistics:
-    """Tensors moved between NVMe and DRAM, complete transfers only; inline tensors move no bytes and are not counted."""
+    """Tensors moved between NVMe and DRAM, complete transfers only; inline ones move no bytes."""
 
     demand_bytes: int  # swapped in because somebody waited
     num_demands: int

@@ -11,7 +11,10 @@ import torch
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Device, DeviceStatistics, Operation
 from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
+from tiered.errors import TieredError
+from tiered.store.catalog import Catalog
 from tiered.store.opening import empty_root
+from tiered.store.row import Root, Row
 from tiered.store.simulated_catalog import SimulatedCatalog
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
@@ -103,6 +106,67 @@ class GatedDevice(Device):
 
     def close(self) -> None:
         self.device.close()
+
+
+class GatedCatalog(Catalog):
+    """Another catalog, whose commits a test can hold up and fail. ``events`` gets "apply"."""
+
+    def __init__(self, catalog: Catalog, events: list[str]) -> None:
+        self.name = catalog.name
+        self.events = events
+        self.failure: Exception | None = None
+        self.may_apply = threading.Event()
+        self.may_apply.set()
+        self.reached = threading.Event()
+        self._catalog = catalog
+
+    def load(self) -> tuple[Root, list[Row]]:
+        return self._catalog.load()
+
+    def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int]) -> None:
+        self.reached.set()
+        assert self.may_apply.wait(WAIT_S)
+        if self.failure is not None:
+            raise self.failure
+        self.events.append("apply")
+        self._catalog.apply(root, upserts, deleted)
+
+    def close(self) -> None:
+        self._catalog.close()
+
+
+class GatedStore:
+    """A store whose device and catalog can be held up, failed and watched; opened again, it is the same one."""
+
+    def __init__(self, *, budget_nbytes: int = BUDGET_NBYTES, deadline_s: float = WAIT_S) -> None:
+        self.disk = SimulatedDisk(capacity_nbytes=1 * MiB, can_lose_power=False)
+        self.budget_nbytes = budget_nbytes
+        self.deadline_s = deadline_s
+        self.events: list[str] = []
+        self.catalog: GatedCatalog
+        self.device: GatedDevice
+        self.store: Store
+        self.open()
+
+    def open(self) -> None:
+        """Open the store; the one before must be closed."""
+        if self.disk.load("catalog") is None:
+            SimulatedCatalog.create(self.disk, empty_root(uuid.UUID(int=7).bytes, 1))
+        self.device = GatedDevice(MemoryDevice(self.disk, 0))
+        self.device.events = self.events
+        self.catalog = GatedCatalog(SimulatedCatalog(self.disk), self.events)
+        arena = Arena(self.budget_nbytes)
+        self.store = Store._from_parts(arena, [self.device], self.catalog, deadline_s=self.deadline_s)
+
+    def close(self) -> None:
+        """Let everything go on, and close, whatever state the store is in."""
+        self.device.fail = lambda operation: None
+        self.device.open()
+        self.catalog.may_apply.set()
+        try:
+            self.store.close()
+        except TieredError:
+            pass
 
 
 class Counter:

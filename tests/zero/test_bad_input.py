@@ -111,7 +111,7 @@ def test_sharding_twice_is_refused(store: tiered.Store) -> None:
     model = tiered.shard(GPT(), store)
     with pytest.raises(UsageError, match="sharded already"):
         tiered.shard(model, store)
-    with pytest.raises(UsageError, match="second model|one store per model"):
+    with pytest.raises(UsageError, match=r"second model|one store per model"):
         tiered.shard(GPT(), store)
 
 
@@ -163,7 +163,7 @@ def test_safetensors_files_lacking_a_parameter(store: tiered.Store, tmp_path: Pa
 def test_damaged_safetensors_files(content: bytes, store: tiered.Store, tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     file.write_bytes(content)
-    with pytest.raises(tiered.TieredError, match="weights.safetensors|weight"):
+    with pytest.raises(tiered.TieredError, match=r"weights\.safetensors|weight"):
         tiered.shard(meta_model(), store, weights=file)
 
 

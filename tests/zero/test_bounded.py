@@ -197,7 +197,7 @@ def memory_group() -> Iterator[Path | str]:
 
 @pytest.fixture(scope="module")
 def large_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Train more than 4 GB of state in a process of its own, inside a memory cgroup of the allowed size if there are any.
+    """Train more than 4 GB of state in a process of its own, inside a memory cgroup of the allowed size.
 
     A shell stands between: ``ru_maxrss`` starts with what the parent of an exec had in memory.
     """

@@ -41,14 +41,18 @@ every_update = pytest.mark.parametrize("update", UPDATES)
 def test_bits_with_the_smallest_budget(
     name: str, param_dtype: torch.dtype | None, update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, recipe = CASES[name], Recipe(param_dtype=param_dtype)
+    """Everything is driven out after each forward and step; counters prove that each unit was swapped in again."""
+    case, recipe, expected = CASES[name], Recipe(param_dtype=param_dtype), reference_of(name, param_dtype)
     nbytes = smallest_budget(case, recipe, update, tmp_path / "probe")
     with counted_swaps(monkeypatch) as swaps, debug_store(tmp_path / "store", nbytes, durable=False) as store:
         session = start(case, recipe, store, update)
-        assert_same(session.run(), reference_of(name, param_dtype))
+        session.is_squeezed = True
+        session.squeeze()
+        assert_same(session.run(), expected)
         units = {parameter.segment.unit for parameter in session.model.parameters()}  # type: ignore[attr-defined]
-    never = [unit.name for unit in units if unit.name and not swaps[unit.key]]
-    assert not never, f"never swapped in, so nothing was shown: {never}"
+    for unit in units:
+        num_updates = max(expected.num_updates.get(segment.name, 0) for segment in unit.segments)
+        assert swaps[unit.key] >= 2 * num_updates, f"{unit.name}: {num_updates} updates, {swaps[unit.key]} swaps in"
 
 
 @every_update
@@ -307,7 +311,7 @@ def test_construct_draws_the_weights_of_the_ordinary_constructor(seed: int, tmp_
         model["gpt"].pos.weight.data.normal_(0, 0.3)
         model["gpt"].ln.weight.data = torch.randn(24)
         model["gpt"].blocks[1].fc.weight.data = model["gpt"].blocks[1].fc.weight.data * 2
-        model["gpt"].blocks[1].out.weight.data = model["gpt"].blocks[1].out.weight.data[:, ::2].t()
+        model["gpt"].blocks[0].fc.weight.data = model["gpt"].blocks[1].fc.weight.data.sin().t()
         model["gpt"].blocks[1].ln1.bias = nn.Parameter(torch.randn(24))
         del model["gpt"].blocks[1].ln2.bias
         return model.double() if seed == 1 else model
@@ -371,6 +375,62 @@ def test_optimizer_state_interchanges_with_torch(tmp_path: Path) -> None:
     assert all(map(torch.equal, losses_of(other, theirs_again, case, range(6, 9), 2), expected))
 
 
+def scale(parameter: nn.Parameter) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def replace_gradient(parameter: nn.Parameter) -> None:
+    parameter.grad = parameter.grad * 3
+
+
+def replace_data(parameter: nn.Parameter) -> None:
+    parameter.grad.data = torch.ones(parameter.shape)
+
+
+def forget(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+
+
+BY_HAND = {"in_place": scale, "replaced": replace_gradient, "data_replaced": replace_data, "none": forget}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "clipped"])
+@pytest.mark.parametrize("change", BY_HAND.values(), ids=BY_HAND)
+def test_gradients_changed_by_hand(
+    change: Callable[[nn.Parameter], None], max_norm: float | None, tmp_path: Path
+) -> None:
+    """``.grad`` is an ordinary attribute between backward and step, also of a parameter that has had no gradient."""
+    case, recipe = CASES["unused_parameter"], Recipe(num_steps=2)
+
+    def losses(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[nn.Module, float], Any]) -> Any:
+        torch.manual_seed(SEED + 1)
+        losses = []
+        for step in range(2):
+            loss = model(*case.batch(step))
+            loss.backward()
+            change(model.get_parameter("blocks.1.up.weight"))
+            model.get_parameter("spare").grad = torch.full((7,), 0.25)
+            if max_norm is not None:
+                losses.append(clip(model, max_norm).clone())
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+        return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+    torch.manual_seed(SEED)
+    plain = case.build()
+    expected = losses(
+        plain,
+        torch.optim.AdamW(plain.parameters(), fused=True, **recipe.adamw),
+        lambda model, norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
+    )
+    with debug_store(tmp_path, durable=False) as store:
+        session = start(case, recipe, store)
+        found = losses(session.model, session.optimizer, tiered.clip_grad_norm_)
+    assert all(map(torch.equal, found[0], expected[0]))
+    assert [name for name, value in expected[1].items() if not torch.equal(found[1][name], value)] == []
+
+
 def test_unsharded_reads_and_writes(tmp_path: Path) -> None:
     with debug_store(tmp_path, durable=False) as store:
         session = start(CASES["gpt"], Recipe(num_steps=2), store)
@@ -378,12 +438,14 @@ def test_unsharded_reads_and_writes(tmp_path: Path) -> None:
             before = session.model.blocks[1].fc.weight.clone()
             with torch.no_grad():
                 session.model.blocks[1].fc.weight.mul_(2)
+            session.model.blocks[1].ln1.weight.data = torch.full((24,), 0.5)
         assert torch.equal(session.model.state_dict()["blocks.1.fc.weight"], before * 2)
         ours = session.run()
     torch.manual_seed(SEED)
     model = CASES["gpt"].build()
     with torch.no_grad():
         model.blocks[1].fc.weight.mul_(2)
+        model.blocks[1].ln1.weight.fill_(0.5)
     torch.manual_seed(SEED + 1)
     assert_same(ours, train(model, CASES["gpt"].batch, CASES["gpt"].loss, Recipe(num_steps=2)))
 

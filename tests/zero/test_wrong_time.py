@@ -2,7 +2,7 @@
 
 import copy
 import io
-import multiprocessing
+import multiprocessing.reduction
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -81,6 +81,8 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "deepcopy": lambda p: copy.deepcopy(p),
     "dlpack": lambda p: torch.utils.dlpack.to_dlpack(p.detach()),
     "share_memory": lambda p: p.share_memory_(),
+    "as_subclass": lambda p: p.as_subclass(Tensor).sum(),
+    "map": lambda p: p.detach().map_(p, lambda a, b: b),
 }
 WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "add_": lambda p: torch.no_grad()(lambda: p.add_(1))(),
@@ -92,6 +94,7 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "init": lambda p: nn.init.zeros_(p),
     "out": lambda p: torch.no_grad()(lambda: torch.add(torch.ones(p.shape), 1, out=p))(),
     "foreach": lambda p: torch.no_grad()(lambda: torch._foreach_mul_([p], 2.0))(),
+    "map_": lambda p: torch.no_grad()(lambda: p.map_(torch.ones(p.shape), lambda a, b: b))(),
     "set_": lambda p: torch.no_grad()(lambda: p.set_(torch.zeros(3)))(),
 }
 
@@ -192,6 +195,7 @@ def test_hooks_see_the_true_values_or_our_error(hook: str, session: Session) -> 
     CASE.loss(plain, CASE.batch(0)).backward()
     optimizer.step()
     true_values.append(plain.get_parameter(NAME).detach())
+    torch.manual_seed(SEED + 1)
     for seen in values_seen_by(hook, session):
         if isinstance(seen, str):
             assert seen == "UsageError"
@@ -246,8 +250,8 @@ def test_workers_that_touch_nothing_change_nothing(session: Session) -> None:
 
 
 def test_a_model_is_not_sent_to_a_spawned_process(session: Session) -> None:
-    with pytest.raises(UsageError):
-        multiprocessing.get_context("spawn").Process(target=print, args=(session.model,)).start()
+    with pytest.raises(UsageError, match="state_dict"):
+        multiprocessing.reduction.ForkingPickler.dumps(session.model)
 
 
 def test_touching_in_another_thread(session: Session) -> None:
@@ -278,7 +282,13 @@ WHOLE: dict[str, Callable[[nn.Module], Any]] = {
     "share_memory": lambda model: model.share_memory(),
     "apply": lambda model: model.apply(lambda m: nn.init.zeros_(m.weight) if isinstance(m, nn.Linear) else None),
     "ordinary_optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1.0).step() or _sgd(model),
-    "functional_call": lambda model: torch.func.vmap(lambda p: p * 2)(model.get_parameter(NAME)),
+    "functional_call": lambda model: torch.func.functional_call(
+        model, {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}, CASE.batch(0)
+    ),
+    "func_grad": lambda model: torch.func.grad(
+        lambda weights: torch.func.functional_call(model, weights, CASE.batch(0))
+    )(dict(model.named_parameters())),
+    "load_by_assignment": lambda model: model.load_state_dict(CASE.build().state_dict(), assign=True),
 }
 
 

@@ -107,8 +107,10 @@ class Generations:
         """The store closes: ask the guards, commit what changed if that is wanted; return why it did not happen."""
         try:
             self._ask("close")
+            if self._committer is not None:
+                self._committer.wait()
             if self._committer is not None and not self._was_told:
-                self.wait()
+                self.refuse()
                 if commit and self._records.has_changes:
                     self._committer.start(self.registry.encode(self._user_text))
                     self.wait()

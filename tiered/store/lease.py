@@ -83,8 +83,7 @@ class LeaseBlock:
         self._lease = self._make_lease(self._key, self._mode)
         view = self._lease.tensor
         if self._mode == "r":
-            view = view.as_subclass(ReadOnlyView)
-            view.tiered_key = self._key
+            _make_read_only(view, self._key)
         self._view = view
         return view
 
@@ -100,6 +99,12 @@ class LeaseBlock:
                 f"the lease of {self._key!r} ended while tensors made from its view are alive: clone() what must "
                 "outlive the block; until they are gone their bytes count in the DRAM budget"
             )
+
+
+def _make_read_only(view: torch.Tensor, key: str) -> None:
+    # Lifetime: the object changes its class; another object on the same bytes would keep them alive.
+    view.__class__ = ReadOnlyView
+    view.tiered_key = key  # type: ignore[attr-defined]
 
 
 def _end_view(view: torch.Tensor, key: str) -> None:
@@ -142,8 +147,8 @@ class ReadOnlyView(torch.Tensor):
         target = next((arg for arg in _targets(func, name, args, kwargs) if isinstance(arg, ReadOnlyView)), None)
         if target is not None:
             raise UsageError(
-                f"{name} would write to {target.__dict__.get('tiered_key', '')!r} through a lease for reading; lease it "
-                'with mode="rw", or clone() the view'
+                f"{name} would write to {target.__dict__.get('tiered_key', '')!r} through a lease for reading; "
+                'lease it with mode="rw", or clone() the view'
             )
         views = [arg for arg in _flatten((args, kwargs)) if isinstance(arg, ReadOnlyView)]
         with torch._C.DisableTorchFunctionSubclass():
@@ -161,9 +166,8 @@ def _guard(result: Any, views: list[ReadOnlyView]) -> Any:
     if isinstance(result, torch.Tensor):
         for view in views:
             if result.layout is torch.strided and _address(result) == _address(view):
-                guarded = result.as_subclass(ReadOnlyView)
-                guarded.tiered_key = view.__dict__.get("tiered_key", "")
-                return guarded
+                _make_read_only(result, view.__dict__.get("tiered_key", ""))
+                break
         return result
     if type(result) in (list, tuple):
         return type(result)(_guard(item, views) for item in result)

@@ -49,7 +49,7 @@ class Residents:
         self.policy: EvictionPolicy = LeastRecentlyUsed()
         self.clean: OrderedDict[str, int] = OrderedDict()  # name -> bytes, least recently used first
         self.dirty: OrderedDict[Entry, None] = OrderedDict()  # oldest first
-        self.clean_bytes = 0
+        self.clean_bytes = 0  # of their buffers: what evicting them all would free
         self.dirty_bytes = 0
         self.resident_bytes = 0
         self.orphan_bytes = 0
@@ -122,8 +122,10 @@ class Residents:
 
     def withdraw(self, entry: Entry) -> None:
         """Take the entry out of the queues: it is about to be used, written or dropped."""
+        if entry.residence is None:
+            return
         if self.clean.pop(entry.name, None) is not None:
-            self.clean_bytes -= entry.nbytes
+            self.clean_bytes -= entry.residence.buffer.nbytes
         elif entry in self.dirty:
             del self.dirty[entry]
             self.dirty_bytes -= entry.nbytes
@@ -135,7 +137,7 @@ class Residents:
             return
         if entry.state is Residency.CLEAN and residence.is_idle and entry.name not in self.clean:
             self.clean[entry.name] = entry.nbytes
-            self.clean_bytes += entry.nbytes
+            self.clean_bytes += residence.buffer.nbytes
             if residence.is_leaving:
                 self.clean.move_to_end(entry.name, last=False)
         elif entry.state is Residency.DIRTY and not residence.writers and entry not in self.dirty:
@@ -182,7 +184,7 @@ class Residents:
             alias.residence.open_readers -= not alias.is_writer
 
     def report_end(self, alias: Alias) -> None:
-        """The last tensor of a lease has died. Called by a finalizer: any thread, inside a collection, any lock held."""
+        """The last tensor of a lease has died. For finalizers: any thread, any lock held, inside a collection."""
         self._ends.put(alias)
         if self._is_closed:
             self._reap()

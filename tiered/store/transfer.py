@@ -121,7 +121,7 @@ class Transfer:
     def _piece_done(self, block: int, piece: Extent, operation: Operation) -> None:
         with self._lock:
             if operation.error is not None and self.error is None:
-                self.error = self._translate(piece, operation.error)
+                self.error = _without_frames(self._translate(piece, operation.error))
             self._pieces_left[block] -= 1
             check = not self._pieces_left[block] and self.error is None and not self.is_write
         error = self._check(block) if check else None
@@ -164,3 +164,13 @@ class Transfer:
             file=path,
             offset=piece.offset,
         )
+
+
+def _without_frames(error: Exception) -> Exception:
+    # Lifetime: an error is kept until somebody raises it; its frames, and through them those of whoever submitted to a
+    # device that completes at once, would keep leased tensors alive as long.
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error

@@ -192,9 +192,10 @@ class WorkingSet:
         self.check(writing=False)
         transfers: list[Transfer] = []
         nbytes = 0
+        names = list(keys)  # not under the lock: an iterator may ask the store
         with self.condition:
             self.residents.drain()
-            for key in keys:
+            for key in names:
                 entry = self.records.entries.get(key)
                 if entry is None or entry.state is Residency.UNDEFINED:
                     continue
@@ -247,9 +248,10 @@ class WorkingSet:
         Held keys and keys that are leased for writing are passed over. Does not wait for the writes.
         """
         self.check(writing=False)
+        names = list(keys)
         with self.condition:
             self.residents.drain()
-            entries = [entry for key in keys if (entry := self.records.entries.get(key)) and not entry.held]
+            entries = [entry for key in names if (entry := self.records.entries.get(key)) and not entry.held]
             for entry in entries:
                 self.residents.demote(entry)
         self.room.write(entries, sum(entry.nbytes for entry in entries))
@@ -263,8 +265,9 @@ class WorkingSet:
         self._set_held(keys, False)
 
     def _set_held(self, keys: Iterable[str], held: bool) -> None:
+        names = list(keys)
         with self.condition:
-            for key in keys:
+            for key in names:
                 entry = self._find(key)
                 self.residents.withdraw(entry)
                 entry.held = held

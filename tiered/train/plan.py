@@ -20,8 +20,8 @@ __all__ = ["Plan"]
 STATE_BYTES_PER_PARAM = 12
 """bf16 and the master's other 16 bits, or fp32; and two fp32 moments: persistent, and written once per step."""
 
-MASTER_BYTES_PER_PARAM = 4
-"""fp32 masters of bf16 parameters, from when the model is made until the optimizer's state is: reserved beside it."""
+CONSTRUCT_BYTES_PER_PARAM = 4
+"""Scratch space that the constructor's fp32 values pass through, until the process ends."""
 
 FIRST_BYTES_PER_PARAM = 28
 """Written while model and optimizer are made: values, units, masters, state, some of it twice (26.6 seen at 0.4 B)."""
@@ -61,13 +61,12 @@ class Plan:
 
     @property
     def space_nbytes(self) -> int:
-        """Bytes on the device: two sets of what a commit may replace, one where there are no commits."""
-        sets = 2 if self.durable else 1
-        return sets * self._set_bytes_per_param * self.num_params + self.gradient_nbytes
+        """Bytes on the device: two sets of what a commit may replace, one where there are no commits.
 
-    @property
-    def _set_bytes_per_param(self) -> int:
-        return STATE_BYTES_PER_PARAM + (MASTER_BYTES_PER_PARAM if self.config.dtype == "bf16" else 0)
+        Files grow by an eighth at a time.
+        """
+        state = (2 if self.durable else 1) * STATE_BYTES_PER_PARAM * 9 // 8
+        return (state + CONSTRUCT_BYTES_PER_PARAM) * self.num_params + self.gradient_nbytes
 
     @property
     def step_write_nbytes(self) -> int:

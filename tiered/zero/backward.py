@@ -53,7 +53,7 @@ class Backward:
                 return
             self._watched.add(segment)
             parameter.register_hook(  # type: ignore[no-untyped-call]
-                lambda _: segment.unit.gradients.recall()
+                lambda _: self._accumulating(segment)
             )
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda _: self._accumulated(segment)
@@ -110,20 +110,24 @@ class Backward:
         updater = self._engine.updater
         return updater is not None and updater.in_backward and not self._engine.num_accumulating
 
-    def _accumulated(self, segment: Segment) -> None:
-        """Autograd has accumulated the gradient of ``segment``."""
+    def _accumulating(self, segment: Segment) -> None:
+        """Autograd is about to accumulate the gradient of ``segment``."""
         self.seen()
         if self.has_updated:
             raise UsageError(
                 f'parameter {segment.name}: a second backward before optimizer.step() under update="backward"; expected'
                 ' one backward a step, `with tiered.accumulate(model):` around the others, or update="step"'
             )
-        unit = segment.unit
-        if unit in self.done:
+        if segment.unit in self.done:
             raise UsageError(
                 f"parameter {segment.name}: a gradient after its unit was updated in this backward; expected all of it"
                 ' before: use update="step"'
             )
+        segment.unit.gradients.recall()
+
+    def _accumulated(self, segment: Segment) -> None:
+        """Autograd has accumulated the gradient of ``segment``."""
+        unit = segment.unit
         unit.gradients.adopt(segment)
         segment.accumulated = True
         if not self._is_updating():

@@ -94,6 +94,14 @@ class _Construction:
         lease.release()
         self.store.working_set.delete([old.key])
 
+    def copy(self, segment: Segment) -> nn.Parameter:
+        """``copy.deepcopy`` of a parameter in a constructor (TransformerEncoder's): another one with the same values."""
+        with self.access(segment, "deepcopy", (), {}), without_dispatch():
+            copied = nn.Parameter(segment.parameter.detach().clone(), segment.parameter.requires_grad)
+            self._place(segment.name, copied)
+        copied.__class__ = TieredParameter
+        return copied
+
     def _place(self, name: str, parameter: nn.Parameter) -> None:
         """Give ``parameter``, an ordinary tensor now, a key of its own, and show it there with the same values."""
         segment = Segment(name, parameter, parameter.dtype)

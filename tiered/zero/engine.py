@@ -102,6 +102,12 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({len(self.units)} units, {self.residency!r}, depth {len(self._stack)})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "pickling or deepcopy of a sharded model; expected model.state_dict(), or store.commit() and tiered.Store in"
+            " the other process"
+        )
+
     # -- what may be touched when --------------------------------------------------------------------------------
 
     @contextmanager
@@ -273,6 +279,13 @@ class Engine:
         with torch.no_grad():
             segment.parameter.copy_(value)
 
+    def copy(self, segment: Segment) -> nn.Parameter:
+        """``copy.deepcopy`` of a parameter: raises UsageError."""
+        raise UsageError(
+            f"parameter {segment.name}: refused deepcopy of a sharded parameter; copy model.state_dict() into a model"
+            " built afresh"
+        )
+
     def require_gradient(self, parameter: nn.Parameter) -> None:
         """A parameter's ``requires_grad`` was set: follow its gradient."""
         self.backward.watch(parameter)
@@ -298,14 +311,18 @@ class Engine:
                 " adds and updates"
             )
         self.residency.park_all()
+        due = [] if self.updater.in_backward else self.units
         try:
-            for unit in self.units:
+            for unit in due:
+                unit.gradients.reconcile()
                 if unit.gradients.key:
                     self.backward.update(unit)
         except BaseException as error:
             self.abandon(f"optimizer.step() failed: {error}")
             raise
         self.backward.conclude()
+        for unit in self.units:
+            unit.gradients.drop()
         self.is_between = False
         self.residency.sweep()
         self.schedule.trace.end_step()

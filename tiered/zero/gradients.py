@@ -16,7 +16,13 @@ from torch import nn
 from tiered.errors import UsageError
 from tiered.store.working_set import Lease
 from tiered.units import round_up
-from tiered.zero.parameter import GuardedGradient, TieredParameter, guarded_gradient, without_dispatch
+from tiered.zero.parameter import (
+    GuardedGradient,
+    TieredParameter,
+    UsedGradient,
+    guarded_gradient,
+    without_dispatch,
+)
 
 if TYPE_CHECKING:
     from tiered.zero.unit import Segment, Unit
@@ -97,6 +103,16 @@ class UnitGradients:
                 segment.parameter.grad = view
         segment.has_gradient = True
 
+    def reconcile(self) -> None:
+        """Take note of what the caller did to ``.grad`` by hand: another tensor is taken over, None drops it."""
+        with without_dispatch():
+            for segment in self.unit.segments:
+                gradient = segment.parameter.grad
+                if gradient is None:
+                    segment.has_gradient = False
+                elif not isinstance(gradient, GuardedGradient):
+                    self.adopt(segment)
+
     def flat(self, segment: Segment) -> torch.Tensor:
         """Return the (numel,) gradient of ``segment`` in memory order; the buffer must be open."""
         assert self.lease is not None
@@ -116,12 +132,18 @@ class UnitGradients:
         self.working_set.swap_out([self.key])
         return True
 
-    def drop(self) -> None:
-        """Forget the gradients; ``.grad`` of each becomes None. Bytes a caller still sees live as long as its view."""
+    def drop(self, *, used: bool = False) -> None:
+        """Forget the gradients; bytes a caller still sees live as long as its view.
+
+        ``.grad`` of each becomes None, or with ``used`` a guard that says so.
+        """
         with without_dispatch():
             for segment in self.unit.segments:
-                if segment.has_gradient:
-                    segment.parameter.grad = None
+                parameter = segment.parameter
+                if used and segment.has_gradient:
+                    parameter.grad = guarded_gradient(segment.shape, segment.dtype, UsedGradient)
+                elif segment.has_gradient or isinstance(parameter.grad, GuardedGradient):
+                    parameter.grad = None
                 segment.has_gradient = False
         self.factors.clear()
         lease, self.lease = self.lease, None
@@ -158,6 +180,9 @@ def clip_grad_norm_(
     norms: list[torch.Tensor] = []
     clipped: list[torch.Tensor] = []
     with torch.no_grad(), without_dispatch():
+        for unit in {tensor.segment.unit: None for tensor in tensors if isinstance(tensor, TieredParameter)}:
+            _check_clipping(unit)
+            unit.gradients.reconcile()
         for tensor in tensors:
             if tensor.grad is None:
                 continue
@@ -174,18 +199,22 @@ def clip_grad_norm_(
     return total
 
 
+def _check_clipping(unit: Unit) -> None:
+    """Raise UsageError where the optimizer has used the gradients already."""
+    updater = unit.engine.updater
+    if updater is not None and updater.in_backward:
+        raise UsageError(
+            'tiered.clip_grad_norm_ under update="backward", where gradients are used up as they become final; expected'
+            ' tiered.AdamW(..., update="step")'
+        )
+
+
 def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     """Return the fp32 norm of one parameter's gradient."""
     if not isinstance(tensor, TieredParameter):
         assert tensor.grad is not None
         return _vector_norm(tensor.grad, norm_type)
     segment = tensor.segment
-    updater = segment.unit.engine.updater
-    if updater is not None and updater.in_backward:
-        raise UsageError(
-            f'parameter {segment.name}: clipping under update="backward", where gradients are used up as they become'
-            ' final; expected tiered.AdamW(..., update="step")'
-        )
     gradients = segment.unit.gradients
     view = segment.view(gradients.open(), segment.grad_offset)
     factor = gradients.factors.get(segment)

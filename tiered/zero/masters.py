@@ -15,7 +15,7 @@ from tiered.units import round_up
 if TYPE_CHECKING:
     from tiered.zero.unit import Segment
 
-__all__ = ["master_key", "master_offsets"]
+__all__ = ["master_key", "master_offsets", "masters_nbytes"]
 
 
 def master_key(unit_name: str) -> str:
@@ -32,3 +32,8 @@ def master_offsets(segments: Iterable[Segment]) -> dict[Segment, int]:
             offsets[segment] = offset
             offset += round_up(segment.numel, 16)
     return offsets
+
+
+def masters_nbytes(segments: Iterable[Segment]) -> int:
+    """Return the bytes of a unit's master key; 0 where no segment needs one."""
+    return max((4 * (offset + segment.numel) for segment, offset in master_offsets(segments).items()), default=0)

@@ -230,7 +230,7 @@ class AdamW(Optimizer):
             finally:
                 gradients.busy = False
             self._store.working_set.swap_out([unit.key])
-        gradients.drop()
+        gradients.drop(used=self.in_backward)
 
     def _update_unit(self, unit: Unit, managed: list[Segment]) -> None:
         lease = self._store.working_set.lease(unit.key, "rw")

@@ -14,7 +14,7 @@ import torch
 from tiered.store.lease import Mode
 from tiered.store.store import Store
 from tiered.zero.codec import Bucket, Fields, TileScratch, decode_master, divide, encode_master
-from tiered.zero.masters import master_key, master_offsets
+from tiered.zero.masters import master_key, master_offsets, masters_nbytes
 from tiered.zero.plain import PlainSegment, PlainUnit
 from tiered.zero.unit import Segment, Unit
 
@@ -42,6 +42,7 @@ class OptimizerState:
         self.buckets: dict[StateUnit, list[Bucket]] = {}
         self.steps: dict[Segment, int] = {}
         self._store = store
+        self._parameter_nbytes = sum(unit.nbytes for unit in units if isinstance(unit, Unit))
         self._scratch = scratch
         for unit in units:
             segments = [segment for segment in unit.segments if segment in managed]
@@ -57,13 +58,17 @@ class OptimizerState:
         return sum(bucket.nbytes for buckets in self.buckets.values() for bucket in buckets)
 
     def adopt(self) -> None:
-        """Use the buckets that the store holds already; reserve what their second extent sets will take."""
-        self._store.reserve_space(self.nbytes)
+        """Use the buckets that the store holds already; reserve what the second extent sets will take."""
+        self._store.reserve_space(self._parameter_nbytes + self.nbytes)
 
     def create(self) -> None:
         """Write every bucket: moments of zero, the masters that ``shard`` has left, which are deleted."""
-        durable = self._store.durable
-        self._store.reserve_space(self.nbytes * (2 if durable else 1), scratch=not durable)
+        units = [unit for unit in self.buckets if master_key(unit.name) in self._store]
+        masters = sum(masters_nbytes(unit.segments) for unit in units)
+        if self._store.durable:  # two sets of all, but for the masters, whose space becomes the state's
+            self._store.reserve_space(self._parameter_nbytes + 2 * self.nbytes - masters)
+        else:
+            self._store.reserve_space(max(0, self.nbytes - masters), scratch=True)
         for unit, buckets in self.buckets.items():
             self._create(unit, buckets)
 

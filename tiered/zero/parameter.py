@@ -19,7 +19,15 @@ from tiered.errors import UsageError
 if TYPE_CHECKING:
     from tiered.zero.unit import Segment
 
-__all__ = ["GuardedGradient", "TieredParameter", "guarded_gradient", "is_write", "placeholder", "without_dispatch"]
+__all__ = [
+    "GuardedGradient",
+    "TieredParameter",
+    "UsedGradient",
+    "guarded_gradient",
+    "is_write",
+    "placeholder",
+    "without_dispatch",
+]
 
 without_dispatch = torch._C.DisableTorchFunctionSubclass
 """Context manager: inside it a TieredParameter is a plain tensor."""
@@ -46,11 +54,11 @@ _METADATA = _functions(
     "requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad get_device is_same_size __len__ "
     "__hash__ type_as_is has_names dense_dim sparse_dim"
 )
+_METADATA.add(torch._has_compatible_shallow_copy_type)  # asked by model.to()
 _LAYOUT = _functions("stride is_contiguous storage_offset dim_order is_non_overlapping_and_dense")
 _SET_REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = {_SET_REQUIRES_GRAD, torch.Tensor.requires_grad_}
 _FORBIDDEN: dict[Any, str] = {
-    torch.Tensor.__deepcopy__: "deepcopy of a sharded parameter; copy model.state_dict() into a model built afresh",
     torch.Tensor.__reduce_ex__: "pickling of a sharded parameter; save model.state_dict(), or commit the store",
     torch.Tensor.share_memory_: "share_memory_() of a sharded parameter; its bytes belong to the store",
 }
@@ -102,7 +110,7 @@ class TieredParameter(nn.Parameter):
             with without_dispatch():
                 if func == _GET_DATA:  # shares the version counter, so that a write through it is noticed
                     return args[0].detach()
-                if func == _SET_DATA:  # the bytes stay where they are: another tensor's would be out of the store's sight
+                if func == _SET_DATA:  # the bytes stay the store's own
                     return first.segment.unit.engine.assign(first.segment, args[1])
                 result = func(*args, **kwargs)
                 if func is torch.Tensor.detach and first.segment.unit.engine.num_exporting:
@@ -113,10 +121,20 @@ class TieredParameter(nn.Parameter):
         return _describe(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise UsageError(f"parameter {self.segment.name}: refused {_FORBIDDEN[torch.Tensor.__deepcopy__]}")
+        if id(self) not in memo:
+            memo[id(self)] = self.segment.unit.engine.copy(self.segment)
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(f"parameter {self.segment.name}: refused {_FORBIDDEN[torch.Tensor.__reduce_ex__]}")
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise UsageError(
+            f"parameter {self.segment.name}: refused set_(), map_() or as_subclass(), which torch does not report to us;"
+            " expected copy_() inside `with tiered.unsharded(module):`, or detach() for an ordinary tensor"
+        )
+
+    set_ = map_ = map2_ = as_subclass = _refuse
 
 
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -126,26 +144,41 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 class GuardedGradient(torch.Tensor):
     """What ``parameter.grad`` is while the gradient's bytes are on NVMe: the true shape and dtype, and an error."""
 
+    _where = "on NVMe"
+    _reason = (
+        "is on NVMe because the DRAM budget does not hold it: use tiered.clip_grad_norm_ (it streams), or give the store"
+        " a larger dram="
+    )
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _METADATA or func in {torch.Tensor.data.__get__, torch.Tensor.detach}:  # type: ignore[attr-defined]
+        if func in _METADATA:
             with without_dispatch():
                 return func(*args, **(kwargs or {}))
-        raise UsageError(
-            f"{getattr(func, '__name__', func)} on a gradient that is on NVMe because the DRAM budget does not hold it:"
-            " use tiered.clip_grad_norm_ (it streams), or give the store a larger dram="
-        )
+        raise UsageError(f"{getattr(func, '__name__', func)} on a gradient that {cls._reason}")
 
     def __repr__(self) -> str:  # type: ignore[override]
         with without_dispatch():
-            return f"GuardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, on NVMe)"
+            return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, {self._where})"
 
 
-def guarded_gradient(shape: tuple[int, ...], dtype: torch.dtype) -> GuardedGradient:
+class UsedGradient(GuardedGradient):
+    """What ``parameter.grad`` is from the update in a backward to the step that concludes it."""
+
+    _where = "used up"
+    _reason = (
+        'was used up in the backward under update="backward"; clipping, scaling and looking at gradients expect'
+        ' tiered.AdamW(..., update="step")'
+    )
+
+
+def guarded_gradient(
+    shape: tuple[int, ...], dtype: torch.dtype, kind: type[GuardedGradient] = GuardedGradient
+) -> GuardedGradient:
     """Return a gradient that may be assigned to a parameter of this shape and dtype and refuses every use."""
-    return placeholder(shape, dtype).as_subclass(GuardedGradient)
+    return placeholder(shape, dtype).as_subclass(kind)
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

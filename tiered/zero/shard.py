@@ -23,7 +23,7 @@ from tiered.zero.budget import share_out, smallest_budget
 from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
-from tiered.zero.masters import master_key, master_offsets
+from tiered.zero.masters import master_key, master_offsets, masters_nbytes
 from tiered.zero.parameter import TieredParameter, placeholder, without_dispatch
 from tiered.zero.state import ModelState, RandomState, hook_state_dicts
 from tiered.zero.unit import Segment, Unit
@@ -160,8 +160,8 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
     working_set = store.working_set
     if not adopt:
         nbytes = sum(unit.nbytes for unit in units)
-        masters = sum(4 * s.numel for unit in units for s in unit.segments if source.is_cast(s))
-        store.reserve_space((nbytes + masters) * (2 if store.durable else 1), scratch=not store.durable)
+        masters = sum(masters_nbytes(u.segments) for u in units if any(source.is_cast(s) for s in u.segments))
+        store.reserve_space(nbytes * (2 if store.durable else 1) + masters, scratch=not store.durable)
     for unit in units:
         if not adopt:
             _fill_unit(store, unit, source)
@@ -180,13 +180,11 @@ def _fill_unit(store: Store, unit: Unit, source: Weights) -> None:
     finally:
         lease.release()
     working_set.swap_out([unit.key])
-    offsets = {s: offset for s, offset in master_offsets(unit.segments).items() if source.is_cast(s)}
-    if not offsets:
-        return
     offsets = master_offsets(unit.segments)
-    last = max(offsets, key=lambda s: offsets[s])
+    if not any(source.is_cast(segment) for segment in offsets):
+        return
     key = master_key(unit.name)
-    working_set.create(key, (offsets[last] + last.numel) * 4)
+    working_set.create(key, masters_nbytes(unit.segments))
     lease = working_set.lease(key, "w")
     try:
         for segment, offset in offsets.items():
@@ -218,26 +216,20 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
         if module is not model and not any(True for _ in module.parameters()):
             continue
         unit = unit_of.get(module)
-        module.register_forward_pre_hook(_enter(engine, unit), prepend=True, with_kwargs=True)
-        module.register_forward_hook(_exit(engine), with_kwargs=True, always_call=True)
+        module.register_forward_pre_hook(functools.partial(_enter, engine, unit), prepend=True, with_kwargs=True)
+        module.register_forward_hook(functools.partial(_exit, engine), with_kwargs=True, always_call=True)
         _wrap_methods(module, engine, unit)
     for unit in units:
         for segment in unit.segments:
             engine.backward.watch(segment.parameter)
 
 
-def _enter(engine: Engine, unit: Unit | None) -> Callable[..., None]:
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        engine.enter(module, unit)
-
-    return enter
+def _enter(engine: Engine, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any) -> None:
+    engine.enter(module, unit)
 
 
-def _exit(engine: Engine) -> Callable[..., Any]:
-    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return engine.exit(module, output)
-
-    return leave
+def _exit(engine: Engine, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    return engine.exit(module, output)
 
 
 def _wrap_methods(module: nn.Module, engine: Engine, unit: Unit | None) -> None:
