@@ -16,6 +16,7 @@ from tiered.train.config import RunConfig, RunDials
 from tiered.train.data import Corpus
 from tiered.train.interruption import Interruption
 from tiered.train.plan import Plan
+from tiered.units import format_bytes
 from tiered.train.progress import StepRecord, open_display
 
 TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "32", "--dram", "32MiB")
@@ -154,7 +155,7 @@ class TestPlan:
         tiny = RunConfig.of_given({"params": 100_000})
         short = Plan(tiny, RunDials(), directories, durable=True, first_step=0)
         monkeypatch.setattr("tiered.train.plan._free_nbytes", lambda path: short.space_nbytes - 1)
-        with pytest.raises(CapacityError, match=r"one, .*two: it needs 3\.0 MiB"):
+        with pytest.raises(CapacityError, match=rf"one, .*two: it needs {format_bytes(short.space_nbytes)}"):
             short.check_space()
         directories[0].mkdir()
         (directories[0] / "data-000").write_bytes(b"x" * 8192)

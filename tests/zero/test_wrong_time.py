@@ -282,9 +282,6 @@ WHOLE: dict[str, Callable[[nn.Module], Any]] = {
     "share_memory": lambda model: model.share_memory(),
     "apply": lambda model: model.apply(lambda m: nn.init.zeros_(m.weight) if isinstance(m, nn.Linear) else None),
     "ordinary_optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1.0).step() or _sgd(model),
-    "functional_call": lambda model: torch.func.functional_call(
-        model, {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}, CASE.batch(0)
-    ),
     "func_grad": lambda model: torch.func.grad(
         lambda weights: torch.func.functional_call(model, weights, CASE.batch(0))
     )(dict(model.named_parameters())),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from tiered.bytes.arena import Buffer
-from tiered.errors import CapacityError
+from tiered.errors import CapacityError, TieredError
 from tiered.store.deadline import Deadline
 from tiered.store.entry import Entry
 from tiered.store.records import Records
@@ -107,7 +107,7 @@ class Room:
             self.write(self._residents.dirty, excess)
 
     def write(self, entries: Iterable[Entry], nbytes: int) -> None:
-        """Start writes of ``nbytes`` among ``entries``, early; who cannot do without them reports a lack of space."""
+        """Start writes of ``nbytes`` among ``entries``, ahead of need: what goes wrong is raised by a later call."""
         with self._condition:
             transfers, shortage = self.write_back.plan(entries, nbytes)
         _start(transfers)
@@ -116,6 +116,10 @@ class Room:
         try:
             self.grow(shortage)
         except CapacityError:  # nothing is lost: the bytes are in DRAM, and a commit or a full budget will report it
+            return
+        except TieredError as error:
+            with self._condition:
+                self.write_back.error = self.write_back.error or error.with_traceback(None)
             return
         with self._condition:
             transfers, _ = self.write_back.plan(entries, nbytes - sum(transfer.row.nbytes for transfer in transfers))

@@ -119,9 +119,9 @@ class Transfer:
         return block_seed(self._store_uuid, self.row.key_id, block, self.row.generation)
 
     def _piece_done(self, block: int, piece: Extent, operation: Operation) -> None:
+        failure = None if operation.error is None else _without_frames(self._translate(piece, operation.error))
         with self._lock:
-            if operation.error is not None and self.error is None:
-                self.error = _without_frames(self._translate(piece, operation.error))
+            self.error = self.error or failure
             self._pieces_left[block] -= 1
             check = not self._pieces_left[block] and self.error is None and not self.is_write
         error = self._check(block) if check else None

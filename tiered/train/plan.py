@@ -106,7 +106,7 @@ class Plan:
             f"{directory} ({format_bytes(_free_nbytes(_existing(directory)))} free)" for directory in self.directories
         )
         each = divide_up(1000 * self.step_write_nbytes, len(self.directories))
-        sets = f"{'two sets' if self.durable else 'one set'} of {self._set_bytes_per_param} bytes per parameter"
+        sets = f"{'two sets' if self.durable else 'one set'} of {STATE_BYTES_PER_PARAM} bytes per parameter"
         start = f"from step {self.first_step}" if self.first_step else "from the start"
         extras = f", clip {config.clip}" if config.clip else ""
         extras += f", accumulate {config.accumulate}" if config.accumulate > 1 else ""

@@ -45,6 +45,11 @@ class Backward:
         self.done: set[Unit] = set()
         self.has_updated = False
 
+    @property
+    def is_half_done(self) -> bool:
+        """Whether some units may be updated and the step is not concluded."""
+        return self._has_begun or self.has_updated
+
     def watch(self, parameter: nn.Parameter) -> None:
         """Follow the gradient of a tiered parameter that requires one."""
         segment: Segment = parameter.segment  # type: ignore[attr-defined]

@@ -371,7 +371,16 @@ class Engine:
             return
         if in_graph_task():
             raise UsageError(f"{word} inside a backward; expected between steps")
+        is_half_done = bool(self.abandoned) or self.backward.is_half_done
         self._reset()
+        if word == "close" and is_half_done and self.store.durable:
+            self._drop_half_done()
+
+    def _drop_half_done(self) -> None:
+        """Keep ``close`` from committing a step that was left half done."""
+        if not self.store.generation:
+            raise StepAbandonedError("closed in the middle of a step, and nothing was ever committed: all is dropped")
+        self.store.rollback()
 
     def _reset(self) -> None:
         """Forget the step under way; what the store holds is the truth."""

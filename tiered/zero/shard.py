@@ -59,6 +59,12 @@ def shard(
     Raises CapacityError for a budget that is too small (with the smallest one that works) or too little device space,
     UsageError for a store that holds another model (with the differences), TypeError for parameters it cannot keep.
     """
+    if not isinstance(model, nn.Module) or not isinstance(store, Store):
+        raise TypeError(
+            f"tiered.shard({type(model).__name__}, {type(store).__name__}); expected a torch.nn.Module and a tiered.Store"
+        )
+    if param_dtype is not None and not isinstance(param_dtype, torch.dtype):
+        raise TypeError(f"param_dtype={param_dtype!r}; expected a torch.dtype such as torch.bfloat16, or None")
     if stage not in (1, 2, 3):
         raise ValueError(f"stage={stage}; expected 1, 2 or 3")
     if device not in ("auto", "cpu") or activations not in ("auto", "keep"):
@@ -70,7 +76,7 @@ def shard(
         for p in model.parameters()
     ):
         raise UsageError("tiered.shard on a model that is sharded already; expected each model once")
-    if store.registered("tiered.model"):
+    if store.registered("tiered.model") or (not store.durable and "model/parameters/root" in store):
         raise UsageError("tiered.shard of a second model into one store; expected one store per model")
     source = Weights(model, weights)
     modules = divide_into_units(model, unit)

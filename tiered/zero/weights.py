@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from tiered.errors import UsageError
+from tiered.errors import CorruptionError, UsageError
 from tiered.zero.parameter import TieredParameter, without_dispatch
 from tiered.zero.unit import Segment
 
@@ -36,7 +36,7 @@ class Weights:
         self._files: dict[str, Any] = {}
         if source is not None and self._mapping is None:
             for path in _paths([source] if isinstance(source, str | Path) else list(source)):
-                reader: Any = safe_open(path, framework="pt")
+                reader = _open(path)
                 self._files |= dict.fromkeys(reader.keys(), reader)
         self._dtypes: dict[Segment, bool] = {}
         self._has_source = source is not None
@@ -135,6 +135,13 @@ def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{module_name}.{name}" if module_name else name] = buffer
     return found
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise CorruptionError(f"weights= {path} is not a safetensors file: {error}", file=str(path)) from error
 
 
 def _paths(sources: list[str | Path]) -> list[Path]:
