@@ -174,7 +174,7 @@ class Nursery:
     """A process that has imported torch and run nothing, and forks children, one at a time."""
 
     def __init__(self, root: Path) -> None:
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, "--nursery"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment, cwd=root
@@ -194,7 +194,7 @@ class Nursery:
         start, num_marks, num_calls, pid, timer = time.monotonic(), 0, 0, 0, None
         while words := self._line():
             if words[0] == "exit":
-                if timer is not None:
+                if timer is not None and timer.ident is not None:
                     timer.cancel()
                     timer.join()
                 life.status = int(words[1])
@@ -209,7 +209,7 @@ class Nursery:
             reached = (num_marks, num_calls)
             if kill_at is not None and timer is None and reached >= (kill_at.num_marks, kill_at.num_calls):
                 timer = threading.Timer(kill_at.delay_s, _kill, (pid,))
-                timer.start()
+                timer.start() if kill_at.delay_s else _kill(pid)
         raise RuntimeError(f"the nursery died; see {self.log}")
 
     def close(self) -> None:
@@ -310,8 +310,9 @@ class Campaign:
         first_read = next((r.time_s for r in life.reports if r.words == ("call", "preadv")), first_durable)
         for time_s in _evenly([(min(first_read, first_durable), commits[-1][1])], num_kills - num_in_commits):
             yield "training", life.instant(time_s)
-        for time_s in _evenly(commits, num_in_commits):
-            yield "training", life.instant(time_s)
+        inside = [r.time_s for r in life.reports if any(start <= r.time_s < end for start, end in commits)]
+        for number in range(num_in_commits):  # just as a call is made: commits are too short to be hit by the clock
+            yield "training", life.instant(inside[(2 * number + 1) * len(inside) // (2 * num_in_commits)])
 
     def kill(self, phase: str, instant: Instant, run: str, *, again: bool = False) -> Iterator[Kill]:
         """Kill a fresh run at ``instant``, resume it, and yield what became of it; nothing if it survived.

@@ -30,6 +30,12 @@ def session(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Session]
         yield start(CASE, Recipe(), store, request.param)
 
 
+@pytest.fixture
+def step_session(tmp_path: Path) -> Iterator[Session]:
+    with debug_store(tmp_path, durable=False) as store:
+        yield start(CASE, Recipe(), store)
+
+
 def assign(parameter: nn.Parameter) -> None:
     parameter.data = torch.zeros_like(parameter.data)
 
@@ -100,29 +106,29 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 @pytest.mark.parametrize("touch", READS.values(), ids=READS)
-def test_reading_between_steps(touch: Callable[[nn.Parameter], Any], session: Session) -> None:
+def test_reading_between_steps(touch: Callable[[nn.Parameter], Any], step_session: Session) -> None:
     with pytest.raises(UsageError, match=NAME):
-        touch(session.model.get_parameter(NAME))
-    session.run_step(0)
+        touch(step_session.model.get_parameter(NAME))
+    step_session.run_step(0)
     with pytest.raises(UsageError, match=NAME):
-        touch(session.model.get_parameter(NAME))
+        touch(step_session.model.get_parameter(NAME))
 
 
 @pytest.mark.parametrize("touch", WRITES.values(), ids=WRITES)
-def test_writing_between_steps(touch: Callable[[nn.Parameter], Any], session: Session) -> None:
-    before = session.model.state_dict()
+def test_writing_between_steps(touch: Callable[[nn.Parameter], Any], step_session: Session) -> None:
+    before = step_session.model.state_dict()
     with pytest.raises(UsageError, match=NAME):
-        touch(session.model.get_parameter(NAME))
-    after = session.model.state_dict()
+        touch(step_session.model.get_parameter(NAME))
+    after = step_session.model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 @pytest.mark.parametrize("touch", WRITES.values(), ids=WRITES)
-def test_writing_inside_a_forward(touch: Callable[[nn.Parameter], Any], session: Session) -> None:
-    parameter = session.model.get_parameter(NAME)
-    handle = session.model.blocks[2].register_forward_hook(lambda *_: touch(parameter))
+def test_writing_inside_a_forward(touch: Callable[[nn.Parameter], Any], step_session: Session) -> None:
+    parameter = step_session.model.get_parameter(NAME)
+    handle = step_session.model.blocks[2].register_forward_hook(lambda *_: touch(parameter))
     with pytest.raises(UsageError, match=NAME):
-        session.model(*CASE.batch(0)).backward()
+        step_session.model(*CASE.batch(0)).backward()
     handle.remove()
 
 

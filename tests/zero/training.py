@@ -136,7 +136,7 @@ def reference_of(name: str, param_dtype: torch.dtype | None) -> Trained:
 
 def smallest_budget(case: Case, recipe: Recipe, update: str, directory: Path, **options: Any) -> int:
     """Return the smallest budget, in bytes, as the refusal of one that is too small names it."""
-    for nbytes in (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10):  # the model is not even constructed in a budget below one parameter
+    for nbytes in (1 << shift for shift in range(13, 24)):  # below one parameter, the model is not even constructed
         with pytest.raises(CapacityError) as refusal:
             with debug_store(directory, nbytes, durable=False, **options) as store:
                 start(case, recipe, store, update)

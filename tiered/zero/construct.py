@@ -95,7 +95,7 @@ class _Construction:
         self.store.working_set.delete([old.key])
 
     def copy(self, segment: Segment) -> nn.Parameter:
-        """``copy.deepcopy`` of a parameter in a constructor (TransformerEncoder's): another one with the same values."""
+        """``copy.deepcopy`` of a parameter in a constructor (TransformerEncoder's): another one, of equal values."""
         with self.access(segment, "deepcopy", (), {}), without_dispatch():
             copied = nn.Parameter(segment.parameter.detach().clone(), segment.parameter.requires_grad)
             self._place(segment.name, copied)

@@ -104,8 +104,8 @@ class Engine:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "pickling or deepcopy of a sharded model; expected model.state_dict(), or store.commit() and tiered.Store in"
-            " the other process"
+            "pickling or deepcopy of a sharded model; expected model.state_dict(), or store.commit() and tiered.Store"
+            " in the other process"
         )
 
     # -- what may be touched when --------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ class Engine:
 
 
 def _is_recomputing() -> bool:
-    """Return whether a non-reentrant checkpoint recomputes: what it saves now, its own pair must see, weights included."""
+    """Return whether a non-reentrant checkpoint recomputes: its own pair must see what it saves, weights included."""
     return in_graph_task() and other_pair_in_force() is not None
 
 

@@ -130,7 +130,7 @@ class TieredParameter(nn.Parameter):
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise UsageError(
-            f"parameter {self.segment.name}: refused set_(), map_() or as_subclass(), which torch does not report to us;"
+            f"parameter {self.segment.name}: refused set_(), map_() or as_subclass(), which torch does not report;"
             " expected copy_() inside `with tiered.unsharded(module):`, or detach() for an ordinary tensor"
         )
 
@@ -146,8 +146,8 @@ class GuardedGradient(torch.Tensor):
 
     _where = "on NVMe"
     _reason = (
-        "is on NVMe because the DRAM budget does not hold it: use tiered.clip_grad_norm_ (it streams), or give the store"
-        " a larger dram="
+        "is on NVMe because the DRAM budget does not hold it: use tiered.clip_grad_norm_ (it streams), or give the"
+        " store a larger dram="
     )
 
     @classmethod

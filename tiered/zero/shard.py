@@ -61,7 +61,7 @@ def shard(
     """
     if not isinstance(model, nn.Module) or not isinstance(store, Store):
         raise TypeError(
-            f"tiered.shard({type(model).__name__}, {type(store).__name__}); expected a torch.nn.Module and a tiered.Store"
+            f"tiered.shard({type(model).__name__}, {type(store).__name__}); expected a Module and a tiered.Store"
         )
     if param_dtype is not None and not isinstance(param_dtype, torch.dtype):
         raise TypeError(f"param_dtype={param_dtype!r}; expected a torch.dtype such as torch.bfloat16, or None")

@@ -122,7 +122,9 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
 
     def begin_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
-            raise UsageError("load_state_dict(assign=True) would take the parameters out of the store; expected assign=False")
+            raise UsageError(
+                "load_state_dict(assign=True) would take the parameters out of the store; expected assign=False"
+            )
         if engine.num_loading == 0:
             engine.check_idle("load_state_dict()")
         engine.num_loading += 1
