@@ -16,8 +16,8 @@ from tiered.train.config import RunConfig, RunDials
 from tiered.train.data import Corpus
 from tiered.train.interruption import Interruption
 from tiered.train.plan import Plan
-from tiered.units import format_bytes
 from tiered.train.progress import StepRecord, open_display
+from tiered.units import format_bytes
 
 TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "32", "--dram", "32MiB")
 
