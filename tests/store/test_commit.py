@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.bytes.faulty import Errors, FaultyDevice
 from tests.store.rig import WAIT_S, Counter, GatedStore, numbers, simulated_store
+from tiered.bytes.arena import Arena
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import (
     CapacityError,
@@ -21,6 +26,12 @@ from tiered.errors import (
     LeaseError,
     UsageError,
 )
+from tiered.store.catalog import SqliteCatalog
+from tiered.store.directory import CATALOG_NAME, Directories
+from tiered.store.extents import Extent
+from tiered.store.opening import Parts, empty_root
+from tiered.store.row import Root, Row
+from tiered.store.simulated_catalog import SimulatedCatalog
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
@@ -593,7 +604,148 @@ def test_a_failed_catalog_load_leaves_nothing_open(disk: SimulatedDisk, monkeypa
         simulated_store(disk)
 
 
+# Failures of a real drive
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Callable[[], tuple[Store, FaultyDevice]]]:
+    """Opens the one store in ``tmp_path``, its system calls in the test's hands."""
+    opened: list[Store] = []
+
+    def open_store() -> tuple[Store, FaultyDevice]:
+        directories = Directories.open([tmp_path / "run"])
+        path = directories.paths[0] / CATALOG_NAME
+        root = empty_root(directories.store_uuid, 1)
+        catalog = SqliteCatalog.create(path, root) if directories.created else SqliteCatalog(path)
+        device = FaultyDevice(directories.paths[0], num_threads=2)
+        parts = Parts(Arena(16 * MiB), [device], catalog, directories)
+        store = Store.__new__(Store)
+        store.device_memory = None
+        store._assemble(parts, durable=True, mode="a", deadline_s=WAIT_S)
+        opened.append(store)
+        return store, device
+
+    yield open_store
+    for store in opened:
+        try:
+            store.close()
+        except DeviceError:
+            pass
+
+
+def test_a_drive_that_refuses_a_write_loses_that_generation_only(drive: Callable[..., Any]) -> None:
+    store, device = drive()
+    values = {name: numbers(300_000, seed) for seed, name in enumerate("abc")}
+    store.put_many(values)
+    store.commit({"step": 1})
+    store["a"] = numbers(300_000, 9)
+    device.fault = lambda call, fd, memory, offset: (_ for _ in ()).throw(OSError(errno.EIO, "no"))
+    with pytest.raises(DeviceError, match="generation 2 was not committed"):
+        store.commit({"step": 2})
+    device.fault = None
+    store.close()
+    store, _ = drive()
+    assert store.state == {"step": 1}
+    assert_holds(store, values)
+    assert store.verify().is_clean
+
+
+def test_a_drive_whose_flush_fails_is_not_written_to_again(drive: Callable[..., Any]) -> None:
+    store, device = drive()
+    values = {name: numbers(300_000, seed) for seed, name in enumerate("abc")}
+    store.put_many(values)
+    store.commit({"step": 1})
+    store["a"] = numbers(300_000, 9)
+    device.sync_error = OSError(errno.EIO, "no")
+    with pytest.raises(DeviceError, match="generation 2 was not committed"):
+        store.commit({"step": 2})
+    written = store.statistics().write_bytes
+    with pytest.raises(DeviceError, match="generation 2 was not committed"):
+        store["b"] = numbers(300_000, 9)
+    with pytest.raises(DeviceError, match="generation 2 was not committed"):
+        store.commit()
+    assert store.statistics().write_bytes == written
+    store.close()
+    store, _ = drive()
+    assert store.generation == 1
+    assert_holds(store, values)
+
+
+def test_a_drive_that_stumbles_on_reads_is_read_again(drive: Callable[..., Any]) -> None:
+    store, device = drive()
+    store["a"] = numbers(300_000)
+    store.working_set.swap_out(["a"])
+    store.working_set.unreserve(store.working_set.reserve(16 * MiB))
+    device.fault = Errors(errno.EIO, errno.EIO, errno.EIO)
+    assert torch.equal(store["a"], numbers(300_000))
+
+
+def test_a_lease_that_failed_keeps_no_tensor_of_its_callers_alive(gated: GatedStore) -> None:
+    # A device that completes inside submit fails in the frames of whoever is in the middle of a lease.
+    store = gated.store
+    store["a"] = numbers(3 * PAGE, 1)
+    store.commit()
+    _fail_write(gated)
+    for name in "bcdefgh":
+        try:
+            store.working_set.create(name, 4 * PAGE)
+            store.working_set.lease(name, "w").release()
+        except DeviceError:
+            pass
+    assert not store.working_set.residents.users
+
+
 # Damage, on real files
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"nbytes": 5000}, "bytes for shape"),
+        ({"dtype": "qint8"}, "a dtype that this torch does not know"),
+        ({"dtype": "os.system"}, "a dtype that this torch does not know"),
+        ({"shape": (1 << 40,), "nbytes": 1 << 40}, "digests for"),
+        ({"digests": b"12345678" * 2}, "bytes of digests"),
+        ({"extents": (Extent(0, 0, 0, 4096),)}, "extents of 4096 bytes"),
+        ({"extents": (Extent(0, 0, 1 << 40, 8192),)}, "ends behind"),
+        ({"extents": (Extent(0, 0, 1, 8192),)}, "not aligned"),
+        ({"extents": (Extent(3, 0, 0, 8192),)}, "no device"),
+        ({"extents": (Extent(0, -1, 0, 8192),)}, "no device"),
+        ({"extents": (), "digests": b"", "inline": b"123"}, "inline bytes"),
+        ({"generation": 9}, "does not fit"),
+        ({"key_id": 77}, "does not fit"),
+    ],
+)
+def test_rows_that_make_no_sense_are_refused_at_open(
+    disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], match: str
+) -> None:
+    with simulated_store(disk) as store:
+        store["a"] = numbers(6000)
+    load = SimulatedCatalog.load
+
+    def load_changed(catalog: SimulatedCatalog) -> tuple[Root, list[Row]]:
+        root, rows = load(catalog)
+        return root, [dataclasses.replace(row, **change) for row in rows]
+
+    monkeypatch.setattr(SimulatedCatalog, "load", load_changed)
+    with pytest.raises(CorruptionError, match=match) as caught:
+        simulated_store(disk)
+    assert caught.value.key == "a"
+
+
+def test_two_rows_on_the_same_extents_are_refused_at_open(disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated_store(disk) as store:
+        store.put_many({"a": numbers(6000), "b": numbers(6000)})
+    load = SimulatedCatalog.load
+
+    def load_changed(catalog: SimulatedCatalog) -> tuple[Root, list[Row]]:
+        root, rows = load(catalog)
+        return root, [dataclasses.replace(row, extents=rows[0].extents) for row in rows]
+
+    monkeypatch.setattr(SimulatedCatalog, "load", load_changed)
+    with pytest.raises(CorruptionError, match="overlaps") as caught:
+        simulated_store(disk)
+    assert caught.value.key == "b"
 
 
 @pytest.fixture

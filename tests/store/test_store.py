@@ -66,6 +66,9 @@ def test_a_store_is_a_mapping_with_identity(store: Store) -> None:
     for name in store:  # over a snapshot
         del store[name]
     assert len(store) == 0
+    store.put_many([("f", torch.ones(1)), ("g", torch.ones(2000))])
+    store.clear()
+    assert len(store) == 0
     with pytest.raises(KeyError):
         store["a"]
     with pytest.raises(KeyError):

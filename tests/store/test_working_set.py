@@ -415,6 +415,30 @@ def test_who_needs_memory_waits_for_another_threads_lease(working_set: WorkingSe
     working_set.unreserve(got[0])  # type: ignore[arg-type]
 
 
+def test_who_needs_memory_notices_that_another_threads_tensor_has_died(working_set: WorkingSet) -> None:
+    write(working_set, "a", 12 * PAGE, 1)
+    working_set.hold(["a"])
+    kept: list[torch.Tensor] = []
+
+    def linger() -> None:
+        lease = working_set.lease("a", "rw")
+        kept.append(lease.tensor[:1])
+        lease.release()
+
+    thread = threading.Thread(target=linger)
+    thread.start()
+    thread.join(WAIT_S)
+    working_set.release_hold(["a"])
+    got: list[object] = []
+    waiter = threading.Thread(target=lambda: got.append(working_set.reserve(8 * PAGE)))
+    waiter.start()
+    while not working_set.room.num_waiting:
+        assert waiter.is_alive()
+    kept.clear()  # a finalizer cannot wake the waiter: it looks
+    waiter.join(WAIT_S)
+    working_set.unreserve(got[0])  # type: ignore[arg-type]
+
+
 def test_reserved_bytes_count_and_come_back(working_set: WorkingSet) -> None:
     buffer = working_set.reserve(5 * PAGE - 1)
     assert buffer.nbytes == 5 * PAGE

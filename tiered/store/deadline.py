@@ -27,15 +27,15 @@ class Deadline:
         self._progress: object = None
         self._warned = False
 
-    def wait(self, condition: threading.Condition, progress: object = None) -> None:
+    def wait(self, condition: threading.Condition, progress: object = None, *, at_most_s: float = 60.0) -> None:
         """Wait until ``condition``, whose lock is held, is notified (or for a while); the caller then looks again.
 
         ``progress`` is any value that changes as long as what is waited for comes closer: then the time starts anew.
-        Raises DeadlineError.
+        ``at_most_s`` is for what cannot notify. Raises DeadlineError.
         """
         now = self.check(progress)
         half_s = self._start_s + self._limit_s / 2
-        condition.wait((half_s if now < half_s else self._start_s + self._limit_s) - now)
+        condition.wait(min(at_most_s, (half_s if now < half_s else self._start_s + self._limit_s) - now))
         self.waited_s += time.monotonic() - now
 
     def check(self, progress: object = None) -> float:

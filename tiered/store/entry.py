@@ -116,12 +116,12 @@ class Residence:
 class Alias:
     """The end of a lease as the finalizer of its bytes reports it; refers to no tensor."""
 
-    __slots__ = ("has_ended", "is_released", "is_writer", "residence", "thread_id")
+    __slots__ = ("has_ended", "is_released", "is_writer", "residence", "thread")
 
-    def __init__(self, residence: Residence, *, is_writer: bool, thread_id: int) -> None:
+    def __init__(self, residence: Residence, *, is_writer: bool, thread: int) -> None:
         self.residence = residence
         self.is_writer = is_writer
-        self.thread_id = thread_id
+        self.thread = thread
         self.is_released = False
         self.has_ended = False
 

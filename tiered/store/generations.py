@@ -38,7 +38,7 @@ class Generations:
         self._committer = None if catalog is None else Committer(working_set, catalog, root)
         self._user_text = encode_user_state(committed_state(root.state)[0])
         self._root = root
-        self._turn = threading.RLock()  # reentrant: a guard may roll back
+        self._turn = threading.RLock()  # reentrant: loading a state may ask for one of these again
         self._was_told = False  # the caller knows of the failure
 
     @property
@@ -60,8 +60,8 @@ class Generations:
     def commit(self, state: Mapping[str, Any] | None) -> int:
         """Seal, start to flush, and return the generation's number."""
         committer = self._ready("commit")
+        self._ask("commit")
         with self._turn:
-            self._ask("commit")
             text = self._user_text if state is None else encode_user_state(dict(state))
             generation = committer.start(self.registry.encode(text))
             self._user_text = text
@@ -76,8 +76,8 @@ class Generations:
     def roll_back(self) -> None:
         """Return to the last sealed generation, all that is registered included."""
         committer = self._ready("rollback")
+        self._ask("rollback")
         with self._turn:
-            self._ask("rollback")
             self.wait()
             user, registered = committed_state(committer.root.state)
             if self.registry and not committer.root.generation:
@@ -90,8 +90,8 @@ class Generations:
     def resume(self) -> dict[str, Any]:
         """Load the last committed generation into all that is registered; return the caller's state."""
         committer = self._ready("resume")
+        self._ask("resume")
         with self._turn:
-            self._ask("resume")
             self.wait()
             if not committer.root.generation:
                 return {}

@@ -43,8 +43,8 @@ class Parts:
     catalog: Catalog | None
     directories: Directories | None = None
 
-    def close(self, release_buffers: Callable[[], None]) -> None:
-        """Close everything; blocks. ``release_buffers`` is called when nothing is in flight any more.
+    def close(self, close_arena: Callable[[], None]) -> None:
+        """Close everything; blocks. ``close_arena`` is called when nothing is in flight any more.
 
         Raises DeadlineError when something in flight does not complete: buffers and mapping then stay, all else is
         closed, and this may be called again.
@@ -62,8 +62,7 @@ class Parts:
             raise failure
         if self.directories is not None:
             self.directories.close()
-        release_buffers()  # Lifetime: only now does no operation use them
-        self.arena.close()
+        close_arena()  # Lifetime: only now does no operation use its buffers
 
 
 def dram_budget(dram: int | str | None) -> int:

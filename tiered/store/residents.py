@@ -6,6 +6,7 @@ waits and never does I/O. Waiting and swapping in is in working_set.py, swapping
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
@@ -16,7 +17,24 @@ from typing import Protocol
 from tiered.bytes.arena import Arena, Buffer
 from tiered.store.entry import Alias, Entry, Residence, Residency
 
-__all__ = ["EvictionPolicy", "LeastRecentlyUsed", "Residents"]
+__all__ = ["EvictionPolicy", "LeastRecentlyUsed", "Residents", "this_thread"]
+
+
+class _Thread(threading.local):
+    """A number of its own for each thread: the system's are used again, and tensors outlive threads."""
+
+    numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.number = next(self.numbers)
+
+
+_thread = _Thread()
+
+
+def this_thread() -> int:
+    """Return the number of the calling thread; no other thread of this process ever has it."""
+    return _thread.number
 
 
 class EvictionPolicy(Protocol):
@@ -172,8 +190,8 @@ class Residents:
         residence.open_writers += is_writer
         residence.open_readers += not is_writer
         residence.is_leaving = False
-        alias = Alias(residence, is_writer=is_writer, thread_id=threading.get_ident())
-        self.users[alias.thread_id] += 1
+        alias = Alias(residence, is_writer=is_writer, thread=this_thread())
+        self.users[alias.thread] += 1
         return alias
 
     def release(self, alias: Alias) -> None:
@@ -187,7 +205,7 @@ class Residents:
         """The last tensor of a lease has died. For finalizers: any thread, any lock held, inside a collection."""
         self._ends.put(alias)
         if self._is_closed:
-            self._reap()
+            self.reap()
 
     def drain(self) -> None:
         """Note the leases that have ended since the last call."""
@@ -195,7 +213,7 @@ class Residents:
             alias = self._ends.get_nowait()
             self.release(alias)
             alias.has_ended = True
-            self.forget_user(alias.thread_id)
+            self.forget_user(alias.thread)
             residence = alias.residence
             residence.aliases -= 1
             residence.writers -= alias.is_writer
@@ -209,11 +227,11 @@ class Residents:
             self.orphan_bytes -= residence.buffer.nbytes
             self.give_back(residence.buffer)
 
-    def forget_user(self, thread_id: int) -> None:
-        """One lease or reservation of ``thread_id`` has ended."""
-        self.users[thread_id] -= 1
-        if self.users[thread_id] <= 0:
-            del self.users[thread_id]
+    def forget_user(self, thread: int) -> None:
+        """One lease or reservation of ``thread`` has ended."""
+        self.users[thread] -= 1
+        if self.users[thread] <= 0:
+            del self.users[thread]
         self._condition.notify_all()
 
     def close(self) -> None:
@@ -224,7 +242,8 @@ class Residents:
                 self.drop(entry)
         self._is_closed = True
 
-    def _reap(self) -> None:
+    def reap(self) -> None:
+        """After ``close``: give back what has ended since; without the lock."""
         # Lifetime: after close nobody drains any more, so finalizers do. Never blocking: whoever holds the lock may be
         # the very frame that a collection interrupted; it, or the next end, finds the queue.
         if self._pid != os.getpid():

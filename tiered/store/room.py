@@ -14,13 +14,15 @@ from tiered.errors import CapacityError, TieredError
 from tiered.store.deadline import Deadline
 from tiered.store.entry import Entry
 from tiered.store.records import Records
-from tiered.store.residents import Residents
+from tiered.store.residents import Residents, this_thread
 from tiered.store.space import Space
 from tiered.store.transfer import Transfer
 from tiered.store.write_back import Shortage, WriteBack
 from tiered.units import format_bytes
 
 __all__ = ["Room"]
+
+_LOOK_AGAIN_S = 0.01  # short against any swap, long against the price of looking
 
 
 class Room:
@@ -66,8 +68,8 @@ class Room:
             self._residents.drain()
             buffer = self._residents.take_nowait(self._space.round_up(nbytes))
             if buffer is not None:
-                self._reservations[buffer] = threading.get_ident()
-                self._residents.users[threading.get_ident()] += 1
+                self._reservations[buffer] = this_thread()
+                self._residents.users[this_thread()] += 1
             return buffer
 
     def unreserve(self, buffer: Buffer) -> None:
@@ -143,7 +145,7 @@ class Room:
             self._residents.drain()
             if self._has_room(needed) or self._is_moving() or self._residents.dirty:
                 return
-            if any(thread_id != threading.get_ident() for thread_id in self._residents.users):
+            if any(thread != this_thread() for thread in self._residents.users):
                 self._wait(deadline)
                 return
             raise CapacityError(self._explain(needed))
@@ -178,7 +180,8 @@ class Room:
     def _wait(self, deadline: Deadline) -> None:
         self.num_waiting += 1
         try:
-            deadline.wait(self._condition, self._records.commit_progress())
+            # The end of a lease is reported by a finalizer, which must not take the lock to notify: look again soon.
+            deadline.wait(self._condition, self._records.commit_progress(), at_most_s=_LOOK_AGAIN_S)
         finally:
             self.num_waiting -= 1
 

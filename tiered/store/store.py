@@ -102,7 +102,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         try:
             self._connect(parts, deadline_s, is_read_only=mode == "r")
         except BaseException:
-            parts.close(lambda: None)
+            parts.close(parts.arena.close)
             raise
         # Order: threading's own list runs last in, first out, so before the devices' entries and before threads are
         # joined: a commit that was sealed is finished when the interpreter ends.
@@ -169,6 +169,10 @@ class Store(MutableMapping[str, torch.Tensor]):
         if key not in self:
             raise KeyError(key)
         self.working_set.delete([key])
+
+    def clear(self) -> None:
+        """Drop all keys; a commit makes it durable."""
+        self.working_set.delete(list(self))
 
     def __contains__(self, key: object) -> bool:
         self._refuse()
@@ -346,7 +350,7 @@ class Store(MutableMapping[str, torch.Tensor]):
     # Below: the end
 
     def close(self) -> None:
-        """Commit what is complete, then give everything back; blocks. Idempotent.
+        """Commit the tensors that changed, if any did, then give everything back; blocks. Idempotent.
 
         Bytes under living tensors of leases follow when these die. Raises, once everything is given back, what kept the
         commit from happening: LeaseError, CapacityError, DeviceError.
@@ -375,14 +379,17 @@ class Store(MutableMapping[str, torch.Tensor]):
                 return
             failure = None if self._is_closed else self._generations.finish(commit=commit)
             self._is_closed = True
-            self._parts.close(self._release_buffers)
+            self._parts.close(self._close_arena)
             self._is_released = True
         if failure is not None:
             raise failure
 
-    def _release_buffers(self) -> None:
-        with self._condition:
-            self.working_set.residents.close()
+    def _close_arena(self) -> None:
+        residents = self.working_set.residents
+        with self._condition:  # which keeps finalizers, that a collection may run here, from the arena's own lock
+            residents.close()
+            self._parts.arena.close()
+        residents.reap()
 
     def _refuse(self) -> None:
         """Raise when no call can be served any more."""

@@ -93,6 +93,8 @@ class Transfer:
                 for operation in operations:
                     operation.error = error
                     operation.on_done(operation)
+        if not by_device:  # a row of no bytes
+            self._on_done(self)
 
     def _pieces(self, block: int) -> list[tuple[Extent, memoryview]]:
         start = block * BLOCK_NBYTES
