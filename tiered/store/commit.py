@@ -12,7 +12,7 @@ import threading
 from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
 from tiered.store.catalog import Catalog
 from tiered.store.deadline import Deadline
-from tiered.store.entry import Entry
+from tiered.store.entry import Entry, Residency
 from tiered.store.records import Sealed
 from tiered.store.row import Root
 from tiered.store.working_set import WorkingSet
@@ -113,7 +113,7 @@ class Committer:
                 continue
             if entry.is_inline:
                 self._working_set.room.write_back.land_inline(entry)
-            elif entry.landing is None and records.take_target(entry) is None:
+            elif entry.state is Residency.DIRTY and records.take_target(entry) is None:
                 missing += self._working_set.space.round_up(entry.nbytes)
         return missing
 

@@ -73,6 +73,7 @@ class Residents:
         self.orphan_bytes = 0
         self.num_evictions = 0
         self.num_arriving = 0  # swap ins in flight
+        self.num_claims = 0  # callers that are about to use, or copy, what is in DRAM
         self.users: Counter[int] = Counter()  # thread -> living leases and reservations it asked for
         self._condition = condition
         self._entries: Mapping[str, Entry] = {}
@@ -226,6 +227,19 @@ class Residents:
         elif residence.is_idle:
             self.orphan_bytes -= residence.buffer.nbytes
             self.give_back(residence.buffer)
+
+    def claim(self, residence: Residence) -> Residence:
+        """Keep ``residence`` for a caller that waits for its bytes or copies them; until ``unclaim``."""
+        residence.claims += 1
+        self.num_claims += 1
+        return residence
+
+    def unclaim(self, residence: Residence) -> None:
+        """End what ``claim`` began."""
+        residence.claims -= 1
+        self.num_claims -= 1
+        self.settle(residence)
+        self._condition.notify_all()
 
     def forget_user(self, thread: int) -> None:
         """One lease or reservation of ``thread`` has ended."""

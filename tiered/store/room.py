@@ -175,7 +175,8 @@ class Room:
     def _is_moving(self) -> bool:
         """Whether something is in flight that will make bytes evictable or free."""
         is_blocked = self._records.sealed is not None and bool(self._residents.dirty)
-        return self._residents.num_arriving > 0 or self.write_back.num_writing > 0 or is_blocked
+        in_flight = self._residents.num_arriving + self._residents.num_claims + self.write_back.num_writing
+        return in_flight > 0 or is_blocked
 
     def _wait(self, deadline: Deadline) -> None:
         self.num_waiting += 1

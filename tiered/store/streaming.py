@@ -75,7 +75,7 @@ class Streams:
                 raise transfer.error
             digests.extend(transfer.digests)
 
-        stream = _Stream(self._working_set, IOClass.WRITE, min(row.nbytes, BLOCK_NBYTES), fill, collect)
+        stream = _Stream(self._working_set, IOClass.WRITE, fill, collect)
         try:
             stream.run((row, block) for block in range(num_blocks(row.nbytes)))
         except BaseException:
@@ -114,7 +114,7 @@ class Streams:
             part = flat[job[1] * BLOCK_NBYTES : (job[1] + 1) * BLOCK_NBYTES]
             part.copy_(stream.buffer_of(transfer).alias(part.numel(), _ignore))
 
-        stream = _Stream(self._working_set, IOClass.DEMAND, min(row.nbytes, BLOCK_NBYTES), _nothing, copy)
+        stream = _Stream(self._working_set, IOClass.DEMAND, _nothing, copy)
         try:
             stream.run((row, block) for block in range(num_blocks(row.nbytes)))
         finally:
@@ -155,8 +155,7 @@ class Streams:
 
         with self._condition:
             names = [entry.name for entry in self._records.visible()]
-            nbytes = max((entry.nbytes for entry in self._records.visible()), default=0)
-        stream = _Stream(self._working_set, IOClass.PREFETCH, min(nbytes, BLOCK_NBYTES), _nothing, check)
+        stream = _Stream(self._working_set, IOClass.PREFETCH, _nothing, check)
         try:
             stream.run(jobs())
         finally:
@@ -175,17 +174,14 @@ class _Stream:
         self,
         working_set: WorkingSet,
         io_class: IOClass,
-        buffer_nbytes: int,
         prepare: Callable[[Job, Buffer], None],
         finish: Callable[[Job, Transfer], None],
     ) -> None:
         self.has_failed = False  # a transfer has
         self._working_set = working_set
         self._io_class = io_class
-        self._buffer_nbytes = buffer_nbytes
         self._prepare = prepare
         self._finish = finish
-        self._window = max(1, min(_MAX_WINDOW, working_set.budget_bytes // 8 // max(buffer_nbytes, 1)))
         self._jobs: deque[tuple[Job, Transfer]] = deque()  # in flight, oldest first
         self._buffers: dict[Transfer, Buffer] = {}
         self._num_done = 0
@@ -197,7 +193,7 @@ class _Stream:
         idle: list[Buffer] = []
         try:
             for job in jobs:
-                buffer = self._next_buffer(idle)
+                buffer = self._next_buffer(idle, min(job[0].nbytes, BLOCK_NBYTES))
                 idle.append(buffer)
                 self._prepare(job, buffer)
                 space = self._working_set.space
@@ -224,13 +220,23 @@ class _Stream:
             else:
                 action()
 
-    def _next_buffer(self, idle: list[Buffer]) -> Buffer:
-        if idle:
-            return idle.pop()
-        if not self._jobs:
-            return self._working_set.room.reserve(self._buffer_nbytes)
-        buffer = self._working_set.room.reserve_nowait(self._buffer_nbytes) if len(self._jobs) < self._window else None
-        return buffer if buffer is not None else self._finish_oldest()
+    def _next_buffer(self, idle: list[Buffer], nbytes: int) -> Buffer:
+        """Return a buffer of at least ``nbytes``; waits for the oldest transfer when the window is full."""
+        room = self._working_set.room
+        while True:
+            while idle:
+                buffer = idle.pop()
+                if buffer.nbytes >= nbytes:
+                    return buffer
+                room.unreserve(buffer)
+            if not self._jobs:
+                return room.reserve(nbytes)
+            in_flight = sum(buffer.nbytes for buffer in self._buffers.values())
+            if len(self._jobs) < _MAX_WINDOW and in_flight + nbytes <= room.budget_bytes // 8:
+                extra = room.reserve_nowait(nbytes)
+                if extra is not None:
+                    return extra
+            idle.append(self._finish_oldest())
 
     def _finish_oldest(self) -> Buffer:
         job, transfer = self._jobs[0]

@@ -100,7 +100,8 @@ class Transfer:
         start = block * BLOCK_NBYTES
         base = self.first_block * BLOCK_NBYTES
         logical = min(BLOCK_NBYTES, self.row.nbytes - start)
-        nbytes = min(round_up(logical, self._alignment()), len(self.memory) - (start - base))
+        nbytes = round_up(logical, self._alignment())
+        assert start - base + nbytes <= len(self.memory), f"{len(self.memory)} bytes of memory for {self.row}"
         if self.is_write and nbytes > logical:
             self.memory[start - base + logical : start - base + nbytes] = bytes(nbytes - logical)
         found: list[tuple[Extent, memoryview]] = []

@@ -137,6 +137,9 @@ class WorkingSet:
             while True:
                 with self.condition:
                     entry, need = self._await_need(key, mode, deadline)
+                    if need is not Need.NOTHING and claim is not None:  # replaced: what was read is of no use here
+                        self.residents.unclaim(claim)
+                        claim = None
                     if need is Need.NOTHING:
                         self._demand_wait_s += deadline.waited_s
                         return self._grant(entry, mode, None)
@@ -146,7 +149,7 @@ class WorkingSet:
                     if buffer is not None and need is Need.BUFFER:
                         return self._grant(entry, mode, buffer)
                     if buffer is not None:
-                        claim = self._claim(self.residents.admit(entry, buffer), instead_of=claim)
+                        claim = self.residents.claim(self.residents.admit(entry, buffer))
                         reading = self._begin_read(entry, claim, IOClass.DEMAND)
                     nbytes = entry.nbytes
                 if buffer is None:
@@ -171,7 +174,7 @@ class WorkingSet:
         if buffer is not None:
             old = entry.residence
             if old is not None:
-                self._claim(old)
+                self.residents.claim(old)
             self.residents.drop(entry)
             self.residents.admit(entry, buffer)
         alias = self.residents.open(entry, is_writer=mode != "r")
@@ -378,15 +381,12 @@ class WorkingSet:
 
     def wait_for(self, entry: Entry, deadline: Deadline) -> None:
         """Wait for a change of ``entry``; what it has in DRAM is not evicted meanwhile."""
-        residence = entry.residence
-        if residence is not None:
-            residence.claims += 1
+        residence = None if entry.residence is None else self.residents.claim(entry.residence)
         try:
             deadline.wait(self.condition, self.records.commit_progress() if entry.is_pending else None)
         finally:
             if residence is not None:
-                residence.claims -= 1
-                self.residents.settle(residence)
+                self.residents.unclaim(residence)
 
     def _find(self, key: str) -> Entry:
         self.residents.drain()
@@ -396,14 +396,6 @@ class WorkingSet:
             raise KeyError(key)
         return entry
 
-    def _claim(self, residence: Residence, instead_of: Residence | None = None) -> Residence:
-        if instead_of is not None:
-            instead_of.claims -= 1
-            self.residents.settle(instead_of)
-        residence.claims += 1
-        return residence
-
     def _unclaim(self, residence: Residence) -> None:
         with self.condition:
-            residence.claims -= 1
-            self.residents.settle(residence)
+            self.residents.unclaim(residence)

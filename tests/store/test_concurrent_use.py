@@ -1,0 +1,141 @@
+"""Many threads on one store with a budget for a few tensors, over real files: every reader sees what was written."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.store.rig import WAIT_S, GatedStore, numbers
+from tiered.bytes.arena import Arena
+from tiered.errors import LeaseError
+from tiered.store.store import Store
+from tiered.units import KiB, MiB
+
+PAGE = 4 * KiB
+SIZES = (10, 1000, 5000, 100_000, 400_000, 900_000)  # int32: inline to streamed, of a budget of 8 MiB
+
+
+class Worker:
+    """Works on keys of its own and knows what they must hold."""
+
+    def __init__(self, store: Store, number: int, failures: list[str]) -> None:
+        self.store = store
+        self.number = number
+        self.failures = failures
+        self.rng = random.Random(number)
+        self.values: dict[str, torch.Tensor] = {}
+
+    def run(self, num_actions: int) -> None:
+        actions = (self.put, self.put, self.write, self.read, self.delete, self.hint, self.copy_on_write)
+        try:
+            for _ in range(num_actions):
+                self.rng.choice(actions)(f"{self.number}/{self.rng.randrange(6)}")
+        except Exception as error:
+            self.failures.append(f"worker {self.number}: {error!r}")
+
+    def put(self, key: str) -> None:
+        value = torch.full((self.rng.choice(SIZES),), self.rng.getrandbits(30), dtype=torch.int32)
+        self.store[key] = self.values[key] = value
+
+    def write(self, key: str) -> None:
+        if key in self.values and self.values[key].nbytes <= MiB:
+            with self.store.lease(key, "rw") as view:
+                view.add_(1)
+            self.values[key] = self.values[key] + 1
+
+    def read(self, key: str) -> None:
+        if key in self.values and not torch.equal(self.store[key], self.values[key]):
+            self.failures.append(f"{key} has other bytes")
+
+    def delete(self, key: str) -> None:
+        if key in self.values and self.rng.random() < 0.3:
+            del self.store[key]
+            del self.values[key]
+
+    def hint(self, key: str) -> None:
+        self.store.prefetch(self.values)
+        self.store.working_set.swap_out(list(self.values)[:2])
+
+    def copy_on_write(self, key: str) -> None:
+        if key not in self.values or self.values[key].nbytes > MiB:
+            return
+        lease = self.store.working_set.lease(key, "r")
+        alias = lease.tensor[:1]
+        lease.release()
+        lease = self.store.working_set.lease(key, "rw")
+        lease.tensor.add_(1)
+        lease.release()
+        if alias[0] != self.values[key][0]:
+            self.failures.append(f"{key} changed under a reader")
+        self.values[key] = self.values[key] + 1
+
+
+def run_all(*works: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * WAIT_S)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_workers_commits_and_verify_do_not_disturb_each_other(tmp_path: Path, durable: bool) -> None:
+    failures: list[str] = []
+    store = Store(tmp_path / "run", durable=durable, _arena=Arena(8 * MiB, reuse=False))
+    workers = [Worker(store, number, failures) for number in range(4)]
+
+    def commit() -> None:
+        for i in range(15):
+            try:
+                store.commit({"i": i}, wait=i % 2 == 0)
+            except LeaseError:  # a worker is in the middle of a write
+                pass
+            if not store.verify().is_clean:
+                failures.append("verify found damage")
+
+    run_all(*(lambda worker=worker: worker.run(120) for worker in workers), *([commit] if durable else []))
+    assert not failures
+    expected = {key: value for worker in workers for key, value in worker.values.items()}
+    assert set(store) == set(expected)
+    assert all(torch.equal(store[key], value) for key, value in expected.items())
+    assert store.working_set.statistics().peak_bytes <= 8 * MiB
+    store.close()
+    if durable:
+        with Store(tmp_path / "run", dram="8MiB") as store:
+            assert set(store) == set(expected)
+            assert all(torch.equal(store[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("commit", [True, False])
+def test_what_is_being_verified_is_not_overwritten(commit: bool) -> None:
+    gated = GatedStore()
+    store = gated.store
+    store["a"] = numbers(PAGE, 1)
+    store["b"] = numbers(PAGE, 1)
+    store.working_set.swap_out(store)
+    store.working_set.unreserve(store.working_set.reserve(gated.budget_nbytes))
+    gated.device.hold = lambda operation: not operation.is_write
+    reports = []
+    thread = threading.Thread(target=lambda: reports.append(store.verify()))
+    thread.start()
+    assert gated.device.has_held.wait(WAIT_S)
+    with store.lease("a", "w") as view:  # open bytes, which a write may go over again; too few to be written at once
+        view.copy_(numbers(PAGE, 2))
+    store["b"] = numbers(3 * PAGE, 2)  # larger than what verify has seen so far
+    if commit:
+        store.commit()
+    else:
+        store.working_set.swap_out(store)
+    gated.device.open()
+    thread.join(WAIT_S)
+    assert reports[0].is_clean
+    assert torch.equal(store["a"], numbers(PAGE, 2))
+    assert torch.equal(store["b"], numbers(3 * PAGE, 2))
+    assert store.statistics().used_bytes == 4 * PAGE
+    gated.close()
