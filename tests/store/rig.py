@@ -17,6 +17,7 @@ from tiered.store.opening import empty_root
 from tiered.store.row import Root, Row
 from tiered.store.simulated_catalog import SimulatedCatalog
 from tiered.store.store import Store
+from tiered.store.working_set import WorkingSet
 from tiered.units import KiB, MiB
 
 BUDGET_NBYTES = 128 * KiB
@@ -46,6 +47,48 @@ def simulated_store(
 def numbers(nbytes: int, seed: int = 0) -> torch.Tensor:
     """Return (nbytes,) uint8, different for each seed."""
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(store: Store, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Put an inline, an ordinary and a streamed tensor; return what they are."""
+    values = {"inline": numbers(100, seed), "ordinary": numbers(12 * KiB, seed), "streamed": numbers(40 * KiB, seed)}
+    store.put_many(values)
+    return values
+
+
+def written(store: Store) -> None:
+    """Bring everything to the devices and out of DRAM."""
+    store.working_set.swap_out(store)
+    store.working_set.unreserve(store.working_set.reserve(16 * MiB))
+
+
+def write_key(working_set: WorkingSet, key: str, nbytes: int, value: int, *, scratch: bool = False) -> None:
+    working_set.create(key, nbytes, scratch=scratch)
+    lease = working_set.lease(key, "w")
+    lease.tensor.fill_(value)
+    assert lease.release()
+
+
+def read_key(working_set: WorkingSet, key: str) -> int:
+    lease = working_set.lease(key, "r")
+    found = lease.tensor.unique().tolist()
+    assert lease.release()
+    assert len(found) == 1, f"{key} holds {found}"
+    return int(found[0])
+
+
+def stored(working_set: WorkingSet, *keys: str) -> None:
+    """Bring ``keys`` to the device and out of DRAM."""
+    working_set.swap_out(keys)
+    buffer = working_set.reserve(working_set.budget_bytes)
+    working_set.unreserve(buffer)
+    assert not any(working_set.is_resident(key) for key in keys if working_set.records.entries[key].nbytes)
+
+
+def assert_holds(store: Store, values: dict[str, torch.Tensor]) -> None:
+    assert set(store) == set(values)
+    for name, value in values.items():
+        assert torch.equal(store[name], value), name
 
 
 class GatedDevice(Device):

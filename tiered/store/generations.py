@@ -106,7 +106,7 @@ class Generations:
     def finish(self, *, commit: bool) -> Exception | None:
         """The store closes: ask the guards, commit what changed if that is wanted; return why it did not happen."""
         try:
-            self._ask("close")
+            self._ask_all("close")
             if self._committer is not None:
                 self._committer.wait()
             if self._committer is not None and not self._was_told:
@@ -139,6 +139,17 @@ class Generations:
     def _ask(self, word: str) -> None:
         for guard in list(self.guards):
             guard(word)
+
+    def _ask_all(self, word: str) -> None:
+        """Ask every guard, whatever the others say: each may have something to give back. Raises the first error."""
+        failure: Exception | None = None
+        for guard in list(self.guards):
+            try:
+                guard(word)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def finish_at_exit(self) -> None:
         """The process ends and nobody closed the store: let a sealed generation become durable."""

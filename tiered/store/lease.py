@@ -159,6 +159,20 @@ class ReadOnlyView(torch.Tensor):
             return _guard(result, views)
 
 
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(view: ReadOnlyView, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(
+            f"{name} on a view of {view.__dict__.get('tiered_key', '')!r} through a lease for reading; lease it with "
+            'mode="rw", or clone() the view'
+        )
+
+    return refuse
+
+
+for _name in ("as_subclass", "map2_", "map_", "set_"):  # torch does not dispatch these
+    setattr(ReadOnlyView, _name, _refused(_name))
+
+
 def _guard(result: Any, views: list[ReadOnlyView]) -> Any:
     """Return ``result`` with each tensor that shares bytes with ``views`` made read-only."""
     if isinstance(result, ReadOnlyView):

@@ -1,0 +1,60 @@
+"""Stores to test with: over a simulated disk, and with a device and a catalog in the test's hands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.store.rig import GatedStore, simulated_store
+from tiered.bytes.arena import Arena
+from tiered.bytes.device.memory import SimulatedDisk
+from tiered.store.store import Store
+from tiered.units import MiB
+
+
+@pytest.fixture
+def disk() -> SimulatedDisk:
+    return SimulatedDisk(capacity_nbytes=1 * MiB, can_lose_power=False)
+
+
+@pytest.fixture
+def store(disk: SimulatedDisk) -> Iterator[Store]:
+    with simulated_store(disk) as made:
+        yield made
+
+
+@pytest.fixture
+def gated() -> Iterator[GatedStore]:
+    made = GatedStore()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["durable", "durable=False", "memory", "two directories", "16 MiB, debug arena"])
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """Every kind of store, with one contract."""
+    kind = request.param
+    if kind == "memory":
+        made = Store(engine="memory", dram="16MiB")
+    elif kind == "two directories":
+        made = Store(tmp_path / "one", tmp_path / "two", dram="16MiB")
+    elif kind == "durable=False":
+        made = Store(tmp_path / "swap", dram="16MiB", durable=False)
+    else:
+        arena = Arena(16 * MiB, reuse=False) if "debug" in kind else None
+        made = Store(tmp_path / "run", dram="16MiB", _arena=arena)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def two_tiers_of_the_module() -> Iterator[Store]:
+    with Store(engine="memory", dram="8MiB") as made:
+        yield made
+
+
+@pytest.fixture
+def two_tiers(two_tiers_of_the_module: Store) -> Store:
+    return two_tiers_of_the_module

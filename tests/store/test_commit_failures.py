@@ -1,0 +1,243 @@
+"""A commit that fails loses its generation and nothing else, and the store says so until it is closed."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bytes.faulty import Errors, FaultyDevice
+from tests.store.rig import WAIT_S, Counter, GatedStore, assert_holds, filled, numbers, simulated_store
+from tiered.bytes.arena import Arena
+from tiered.bytes.device.memory import SimulatedDisk
+from tiered.errors import (
+    CapacityError,
+    ClosedError,
+    CorruptionError,
+    DeadlineError,
+    DeviceError,
+)
+from tiered.store.catalog import SqliteCatalog
+from tiered.store.directory import CATALOG_NAME, Directories
+from tiered.store.opening import Parts, empty_root
+from tiered.store.store import Store
+from tiered.units import KiB, MiB
+
+PAGE = 4 * KiB
+
+
+# Failures
+
+
+def _fail_write(gated: GatedStore) -> None:
+    gated.device.fail = lambda operation: DeviceError("the drive said no") if operation.is_write else None
+
+
+def _fail_flush(gated: GatedStore) -> None:
+    gated.disk.fail_next("flush", DeviceError("the drive said no"))
+
+
+def _fail_apply(gated: GatedStore) -> None:
+    gated.catalog.failure = DeviceError("the drive said no")
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("fail", [_fail_write, _fail_flush, _fail_apply])
+def test_after_a_failed_commit_only_close_is_left(fail: Callable[[GatedStore], None], wait: bool) -> None:
+    gated = GatedStore()
+    store = gated.store
+    values = filled(store, seed=1)
+    store.commit({"step": 1})
+    filled(store, seed=2)
+    fail(gated)
+    calls: list[Callable[[], object]] = [
+        lambda: store["ordinary"],
+        lambda: store.__setitem__("a", numbers(3)),
+        lambda: store.commit(),
+        lambda: store.rollback(),
+        lambda: store.working_set.lease("ordinary", "r"),
+        lambda: store.verify(),
+        lambda: len(store),
+    ]
+    if wait:
+        calls.insert(0, lambda: store.commit({"step": 2}))
+    else:
+        store.commit({"step": 2}, wait=False)
+        store._generations._committer.wait()  # type: ignore[union-attr]
+    for call in calls:
+        with pytest.raises(DeviceError, match=r"generation 2 was not committed.*said no"):
+            call()
+    store.close()
+    gated.device.fail = lambda operation: None
+    gated.open()
+    assert gated.store.generation == 1
+    assert_holds(gated.store, values)
+    assert gated.store.verify().is_clean
+    gated.close()
+
+
+def test_close_reports_a_failure_that_nobody_has_seen() -> None:
+    gated = GatedStore()
+    filled(gated.store)
+    _fail_flush(gated)
+    gated.store.commit(wait=False)
+    with pytest.raises(DeviceError, match="generation 1 was not committed"):
+        gated.store.close()
+    gated.store.close()
+
+
+def test_too_little_space_seals_nothing_and_says_what_a_commit_would_free(disk: SimulatedDisk) -> None:
+    with simulated_store(disk, budget_nbytes=2 * MiB) as store:
+        values = {name: numbers(200 * KiB, seed) for seed, name in enumerate("abc")}
+        store.put_many(values)
+        store.commit()
+        for name in values:
+            store[name] = numbers(200 * KiB, 9)
+        with pytest.raises(CapacityError, match=r"a commit would free 600.0 KiB"):
+            store.commit()
+        assert store.generation == 1
+        store.rollback()
+        assert_holds(store, values)
+        store["a"] = values["a"] = numbers(200 * KiB, 9)
+        assert store.commit() == 2
+        assert_holds(store, values)
+
+
+def test_waiting_for_a_commit_ends_with_the_deadline_and_the_commit_goes_on() -> None:
+    gated = GatedStore(deadline_s=0.05)
+    values = filled(gated.store)
+    gated.catalog.may_apply.clear()
+    with pytest.raises(DeadlineError, match="running commit"):
+        gated.store.commit()
+    gated.catalog.may_apply.set()
+    gated.store.wait_for_commit()
+    assert gated.store.generation == 1
+    assert_holds(gated.store, values)
+    gated.close()
+
+
+def test_a_failed_catalog_load_leaves_nothing_open(disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated_store(disk).close()
+    content = disk.load("catalog")
+    disk.transact("catalog", content._replace(digest=bytes(8)))  # type: ignore[union-attr]
+    with pytest.raises(CorruptionError):
+        simulated_store(disk)
+
+
+# Failures of a real drive
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Callable[[], tuple[Store, FaultyDevice]]]:
+    """Opens the one store in ``tmp_path``, its system calls in the test's hands."""
+    opened: list[Store] = []
+
+    def open_store() -> tuple[Store, FaultyDevice]:
+        directories = Directories.open([tmp_path / "run"])
+        path = directories.paths[0] / CATALOG_NAME
+        root = empty_root(directories.store_uuid, 1)
+        catalog = SqliteCatalog.create(path, root) if directories.created else SqliteCatalog(path)
+        device = FaultyDevice(directories.paths[0], num_threads=2)
+        parts = Parts(Arena(16 * MiB), [device], catalog, directories)
+        store = Store.__new__(Store)
+        store.device_memory = None
+        store._assemble(parts, durable=True, mode="a", deadline_s=WAIT_S)
+        opened.append(store)
+        return store, device
+
+    yield open_store
+    for store in opened:
+        try:
+            store.close()
+        except DeviceError:
+            pass
+
+
+def test_a_drive_that_refuses_a_write_loses_that_generation_only(drive: Callable[..., Any]) -> None:
+    store, device = drive()
+    values = {name: numbers(300_000, seed) for seed, name in enumerate("abc")}
+    store.put_many(values)
+    store.commit({"step": 1})
+    store["a"] = numbers(300_000, 9)
+    device.fault = lambda call, fd, memory, offset: (_ for _ in ()).throw(OSError(errno.EIO, "no"))
+    with pytest.raises(DeviceError, match="generation 2 was not committed"):
+        store.commit({"step": 2})
+    device.fault = None
+    store.close()
+    store, _ = drive()
+    assert store.state == {"step": 1}
+    assert_holds(store, values)
+    assert store.verify().is_clean
+
+
+def test_a_drive_whose_flush_fails_is_not_written_to_again(drive: Callable[..., Any]) -> None:
+    store, device = drive()
+    values = {name: numbers(300_000, seed) for seed, name in enumerate("abc")}
+    store.put_many(values)
+    store.commit({"step": 1})
+    store["a"] = numbers(300_000, 9)
+    device.sync_error = OSError(errno.EIO, "no")
+    with pytest.raises(DeviceError, match="generation 2 was not committed"):
+        store.commit({"step": 2})
+    written = store.statistics().write_bytes
+    with pytest.raises(DeviceError, match="generation 2 was not committed"):
+        store["b"] = numbers(300_000, 9)
+    with pytest.raises(DeviceError, match="generation 2 was not committed"):
+        store.commit()
+    assert store.statistics().write_bytes == written
+    store.close()
+    store, _ = drive()
+    assert store.generation == 1
+    assert_holds(store, values)
+
+
+def test_a_drive_that_stumbles_on_reads_is_read_again(drive: Callable[..., Any]) -> None:
+    store, device = drive()
+    store["a"] = numbers(300_000)
+    store.working_set.swap_out(["a"])
+    store.working_set.unreserve(store.working_set.reserve(16 * MiB))
+    device.fault = Errors(errno.EIO, errno.EIO, errno.EIO)
+    assert torch.equal(store["a"], numbers(300_000))
+
+
+def test_a_lease_that_failed_keeps_no_tensor_of_its_callers_alive(gated: GatedStore) -> None:
+    # A device that completes inside submit fails in the frames of whoever is in the middle of a lease.
+    store = gated.store
+    store["a"] = numbers(3 * PAGE, 1)
+    store.commit()
+    _fail_write(gated)
+    for name in "bcdefgh":
+        try:
+            store.working_set.create(name, 4 * PAGE)
+            store.working_set.lease(name, "w").release()
+        except DeviceError:
+            pass
+    assert not store.working_set.residents.users
+
+
+def test_a_closed_store_refuses_everything_but_close(store: Store) -> None:
+    store.close()
+    store.close()
+    assert "closed" in repr(store)
+    calls: list[Callable[[], object]] = [
+        store.commit,
+        store.rollback,
+        store.resume,
+        store.verify,
+        store.wait_for_commit,
+        lambda: store["a"],
+        lambda: store.get("a"),
+        lambda: store.__setitem__("a", numbers(1)),
+        lambda: store.__delitem__("a"),
+        lambda: "a" in store,
+        lambda: list(store),
+        lambda: store.register("a", Counter()),
+        lambda: store.__enter__(),
+    ]
+    for call in calls:
+        with pytest.raises(ClosedError):
+            call()

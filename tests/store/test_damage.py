@@ -1,0 +1,143 @@
+"""Damage is found wherever it is: rows that make no sense, flipped bits, swapped blocks, lost ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.store.rig import numbers, simulated_store
+from tiered.bytes.device.memory import SimulatedDisk
+from tiered.errors import (
+    CorruptionError,
+)
+from tiered.store.extents import Extent
+from tiered.store.row import Root, Row
+from tiered.store.simulated_catalog import SimulatedCatalog
+from tiered.store.store import Store
+from tiered.units import KiB, MiB
+
+PAGE = 4 * KiB
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"nbytes": 5000}, "bytes for shape"),
+        ({"dtype": "qint8"}, "a dtype that this torch does not know"),
+        ({"dtype": "os.system"}, "a dtype that this torch does not know"),
+        ({"shape": (1 << 40,), "nbytes": 1 << 40}, "digests for"),
+        ({"digests": b"12345678" * 2}, "bytes of digests"),
+        ({"extents": (Extent(0, 0, 0, 4096),)}, "extents of 4096 bytes"),
+        ({"extents": (Extent(0, 0, 1 << 40, 8192),)}, "ends behind"),
+        ({"extents": (Extent(0, 0, 1, 8192),)}, "not aligned"),
+        ({"extents": (Extent(3, 0, 0, 8192),)}, "no device"),
+        ({"extents": (Extent(0, -1, 0, 8192),)}, "no device"),
+        ({"extents": (), "digests": b"", "inline": b"123"}, "inline bytes"),
+        ({"generation": 9}, "does not fit"),
+        ({"key_id": 77}, "does not fit"),
+    ],
+)
+def test_rows_that_make_no_sense_are_refused_at_open(
+    disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], match: str
+) -> None:
+    with simulated_store(disk) as store:
+        store["a"] = numbers(6000)
+    load = SimulatedCatalog.load
+
+    def load_changed(catalog: SimulatedCatalog) -> tuple[Root, list[Row]]:
+        root, rows = load(catalog)
+        return root, [dataclasses.replace(row, **change) for row in rows]
+
+    monkeypatch.setattr(SimulatedCatalog, "load", load_changed)
+    with pytest.raises(CorruptionError, match=match) as caught:
+        simulated_store(disk)
+    assert caught.value.key == "a"
+
+
+def test_two_rows_on_the_same_extents_are_refused_at_open(disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated_store(disk) as store:
+        store.put_many({"a": numbers(6000), "b": numbers(6000)})
+    load = SimulatedCatalog.load
+
+    def load_changed(catalog: SimulatedCatalog) -> tuple[Root, list[Row]]:
+        root, rows = load(catalog)
+        return root, [dataclasses.replace(row, extents=rows[0].extents) for row in rows]
+
+    monkeypatch.setattr(SimulatedCatalog, "load", load_changed)
+    with pytest.raises(CorruptionError, match="overlaps") as caught:
+        simulated_store(disk)
+    assert caught.value.key == "b"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A directory with a store of three tensors of 9 MiB each, of which no two blocks are alike."""
+    with Store(tmp_path / "run", dram="64MiB") as store:
+        for seed, name in enumerate("abc"):
+            store[name] = numbers(9 * MiB, seed)
+        store.commit()
+    return tmp_path / "run"
+
+
+def _extents(directory: Path) -> dict[str, tuple[int, int]]:
+    with Store(directory, dram="16MiB", mode="r") as store:
+        return {record.name: (record.extents[0].offset, record.extents[0].nbytes) for record in store.records()}
+
+
+@pytest.mark.parametrize("how", ["swap in", "stream", "verify"])
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_a_flipped_bit_is_found_wherever_it_is(directory: Path, block: int, how: str) -> None:
+    offset = _extents(directory)["b"][0] + block * 4 * MiB
+    with open(directory / "data-000", "r+b") as file:
+        file.seek(offset + 12_345)
+        byte = file.read(1)[0]
+        file.seek(offset + 12_345)
+        file.write(bytes([byte ^ 0x10]))
+    with Store(directory, dram="64MiB" if how == "swap in" else "16MiB") as store:
+        if how == "verify":
+            report = store.verify()
+            assert (report.num_keys, report.num_blocks, report.nbytes) == (3, 9, 27 * MiB)
+            (error,) = report.errors
+        else:
+            with pytest.raises(CorruptionError, match="'b' is damaged: block") as caught:
+                store["b"]
+            error = caught.value
+        assert (error.key, error.file, error.offset) == ("b", str(directory / "data-000"), offset)
+        assert torch.equal(store["a"], numbers(9 * MiB, 0))
+        assert torch.equal(store["c"], numbers(9 * MiB, 2))
+
+
+def test_swapped_blocks_and_an_older_write_of_the_same_place_are_found(directory: Path) -> None:
+    places = _extents(directory)
+    with open(directory / "data-000", "r+b") as file:
+        file.seek(places["a"][0])
+        first, second = file.read(4 * MiB), file.read(4 * MiB)
+        file.seek(places["a"][0])
+        file.write(second + first)
+        file.seek(places["c"][0])
+        file.write(bytes(4 * MiB))
+    with Store(directory, dram="16MiB") as store:
+        assert [(error.key, error.offset - places[error.key][0]) for error in store.verify().errors] == [
+            ("a", 0),
+            ("a", 4 * MiB),
+            ("c", 0),
+        ]
+
+
+def test_a_file_that_lost_its_end_is_found_at_open_and_while_it_is_open(directory: Path) -> None:
+    offset, _ = max(_extents(directory).values())
+    name = next(name for name, place in _extents(directory).items() if place[0] == offset)
+    data = directory / "data-000"
+    with Store(directory, dram="16MiB") as store:
+        with open(data, "r+b") as file:
+            file.truncate(offset + 4 * MiB)
+        with pytest.raises(CorruptionError, match="the file ends at") as caught:
+            store[name]
+        assert (caught.value.key, caught.value.file) == (name, str(data))
+    with pytest.raises(CorruptionError, match="ends behind") as caught:
+        Store(directory, dram="16MiB")
+    assert (caught.value.key, caught.value.file, caught.value.offset) == (name, str(data), offset)

@@ -1,0 +1,158 @@
+"""Leases of the public face: the arena's own bytes for a block, read-only where they were asked for to be read."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from tiered.errors import LeaseError, UsageError
+from tiered.store.store import Store
+from tiered.units import KiB
+
+
+@pytest.fixture
+def store(any_store: Store) -> Store:
+    return any_store
+
+
+def test_a_lease_is_the_arenas_own_bytes(store: Store) -> None:
+    store["a"] = torch.zeros(1000, 10)
+    with store.lease("a", mode="rw") as view:
+        assert type(view) is torch.Tensor
+        view[3] = 7
+        view.add_(1)
+    with store.lease("a", mode="w") as view:
+        view.fill_(2)
+    with store.lease("a") as view:
+        assert isinstance(view, torch.Tensor)
+        assert view.shape == (1000, 10)
+        assert float(view.sum()) == 20_000
+    assert torch.equal(store["a"], torch.full((1000, 10), 2.0))
+
+
+def test_what_was_written_stays_when_the_block_raises(store: Store) -> None:
+    store["a"] = torch.zeros(2000)
+    with pytest.raises(ZeroDivisionError), store.lease("a", mode="rw") as view:
+        view.fill_(1)
+        raise ZeroDivisionError
+    assert torch.equal(store["a"], torch.ones(2000))
+
+
+@pytest.mark.parametrize("mode", ["r", "rw"])
+def test_a_view_is_of_no_use_after_its_block(store: Store, mode: str) -> None:
+    store["a"] = torch.zeros(2000)
+    with store.lease("a", mode) as view:  # type: ignore[arg-type]
+        pass
+    calls: list[Callable[[], object]] = [
+        lambda: view + 1,
+        lambda: view.sum(),
+        lambda: view.add_(1),
+        lambda: view.shape,
+        lambda: torch.nn.functional.relu(view),
+        lambda: view[0],
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match="lease of 'a' has ended"):
+            call()
+    assert "EndedView" in repr(view)
+
+
+@pytest.mark.parametrize("mode", ["r", "rw"])
+def test_a_lease_that_ends_with_tensors_alive_says_so(store: Store, mode: str) -> None:
+    store["a"] = torch.zeros(2000)
+    before = store.working_set.statistics().arena_bytes
+    with pytest.raises(LeaseError, match="the lease of 'a' ended while"), store.lease("a", mode) as view:  # type: ignore[arg-type]
+        alias = view[5:]
+    assert float(alias.sum()) == 0
+    del alias
+    assert store.working_set.statistics().arena_bytes <= max(before, 8 * KiB)
+    with store.lease("a", "rw") as view:
+        view.fill_(1)
+
+
+def test_an_exception_is_not_hidden_by_tensors_that_are_alive(store: Store) -> None:
+    store["a"] = torch.zeros(2000)
+    with pytest.raises(ZeroDivisionError), store.lease("a") as view:
+        alias = view[5:]
+        raise ZeroDivisionError
+    del alias
+    with store.lease("a", "rw"):
+        pass
+
+
+def test_a_lease_block_is_entered_once(store: Store) -> None:
+    store["a"] = torch.zeros(2000)
+    block = store.lease("a")
+    with block:
+        pass
+    with pytest.raises(LeaseError, match="entered before"), block:
+        pass
+    with pytest.raises(ValueError, match="mode"):
+        store.lease("a", mode="x")  # type: ignore[arg-type]
+    with pytest.raises(KeyError), store.lease("b"):
+        pass
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "add_": lambda view: view.add_(1),
+    "+=": lambda view: view.__iadd__(1),
+    "setitem": lambda view: view.__setitem__(0, 1),
+    "slice setitem": lambda view: view[2:4].__setitem__(slice(None), 1),
+    "view of a view": lambda view: view.view(-1)[3:].t().zero_() if view.dim() < 2 else view.view(-1)[3:].zero_(),
+    "out=": lambda view: torch.add(torch.ones(2000), 1, out=view),
+    "out= tuple": lambda view: torch.max(torch.ones(4, 2000), 0, out=(view, torch.empty(2000, dtype=torch.int64))),
+    "copy_": lambda view: view.copy_(torch.ones(2000)),
+    "data": lambda view: view.data.zero_(),
+    "set data": lambda view: setattr(view, "data", torch.ones(2000)),
+    "detach": lambda view: view.detach().zero_(),
+    "chunk": lambda view: view.chunk(2)[1].zero_(),
+    "unbind": lambda view: view.unbind()[1].zero_(),
+    "as_strided": lambda view: view.as_strided((3,), (1,)).zero_(),
+    "nn.init": lambda view: torch.nn.init.normal_(view),
+    "foreach": lambda view: torch._foreach_add_([torch.ones(1), view], 1),
+    "relu_": lambda view: torch.relu_(view),
+    "index_put_": lambda view: view.index_put_((torch.tensor([0]),), torch.tensor(1.0)),
+    "resize_": lambda view: view.resize_(5),
+    "set_": lambda view: view.set_(torch.ones(3)),
+    "map_": lambda view: view.map_(torch.ones(2000), lambda a, b: a + b),
+    "as_subclass": lambda view: view.as_subclass(torch.Tensor).zero_(),
+    "requires_grad": lambda view: view.requires_grad_(),
+    "dlpack": lambda view: torch.from_dlpack(view),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_a_view_for_reading_refuses_to_be_written(two_tiers: Store, how: str) -> None:
+    two_tiers["a"] = torch.zeros(2000)
+    with two_tiers.lease("a") as view:
+        with pytest.raises(UsageError, match="through a lease for reading"):
+            WRITES[how](view)
+    gc.collect()  # the exception's frames referred to views
+    assert torch.equal(two_tiers["a"], torch.zeros(2000))
+
+
+def test_a_view_for_reading_can_be_used_like_any_tensor(two_tiers: Store) -> None:
+    value = torch.randn(40, 50)
+    two_tiers["a"] = value
+    with two_tiers.lease("a") as view:
+        x = torch.randn(3, 50, requires_grad=True)
+        y = torch.nn.functional.linear(x, view)
+        y.sum().backward()
+        assert type(y) is torch.Tensor and y.requires_grad
+        assert type(view + 1) is torch.Tensor
+        assert torch.equal(torch.zeros(40, 50).add_(view), value)
+        assert torch.equal(torch.stack([view, view])[1], value)
+        assert torch.equal(view.clone().zero_(), torch.zeros(40, 50))
+        assert view[3, 4].item() == value[3, 4].item()
+        assert view.tolist() == value.tolist()
+        array = view.numpy()
+        assert not array.flags.writeable
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+        assert np.array_equal(np.asarray(view), value.numpy())
+        assert "ReadOnlyView" in repr(view) or "tensor" in repr(view)
+        del array, y, x

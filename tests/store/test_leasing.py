@@ -1,0 +1,237 @@
+"""Leases of the working set: who may share, who must wait, what lingers, and how they end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.store.rig import WAIT_S, GatedStore, read_key, simulated_store, stored, write_key
+from tiered.errors import (
+    ClosedError,
+    LeaseError,
+    UsageError,
+)
+from tiered.store.store import Store
+from tiered.store.working_set import WorkingSet
+from tiered.units import KiB
+
+PAGE = 4 * KiB
+BUDGET = 16 * PAGE
+
+
+@pytest.fixture
+def gated() -> Iterator[GatedStore]:
+    made = GatedStore(budget_nbytes=BUDGET)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with simulated_store(budget_nbytes=BUDGET) as made:
+        yield made
+
+
+@pytest.fixture
+def working_set(store: Store) -> WorkingSet:
+    return store.working_set
+
+
+# Leases
+
+
+def test_a_lease_is_typed_and_shaped_and_starts_on_a_page(working_set: WorkingSet) -> None:
+    working_set.create("a", 24, dtype=torch.float32, shape=(2, 3))
+    lease = working_set.lease("a", "w")
+    assert lease.tensor.dtype == torch.float32
+    assert lease.tensor.shape == (2, 3)
+    assert lease.tensor.is_contiguous()
+    assert lease.tensor.data_ptr() % PAGE == 0
+    assert not lease.tensor._is_view()
+    assert lease.release()
+
+
+@pytest.mark.parametrize(("nbytes", "shape"), [(0, (0, 5)), (4, ()), (4, (1,)), (40_000, (100, 100))])
+def test_odd_shapes_can_be_leased_and_come_back_from_the_device(
+    working_set: WorkingSet, nbytes: int, shape: tuple[int, ...]
+) -> None:
+    working_set.create("a", nbytes, dtype=torch.float32, shape=shape)
+    lease = working_set.lease("a", "w")
+    lease.tensor.fill_(7)
+    assert lease.release()
+    stored(working_set, "a")
+    lease = working_set.lease("a", "r")
+    assert torch.equal(lease.tensor, torch.full(shape, 7.0))
+    assert lease.release()
+
+
+def test_bytes_that_do_not_fit_the_shape_are_refused(working_set: WorkingSet) -> None:
+    with pytest.raises(ValueError, match="expected 24 bytes"):
+        working_set.create("a", 23, dtype=torch.float32, shape=(2, 3))
+
+
+def test_an_unknown_mode_is_refused(working_set: WorkingSet) -> None:
+    with pytest.raises(ValueError, match="expected mode"):
+        working_set.lease("a", "x")
+
+
+def test_a_key_without_bytes_can_only_be_written(working_set: WorkingSet) -> None:
+    working_set.create("a", PAGE)
+    for mode in ("r", "rw"):
+        with pytest.raises(UsageError, match="never written"):
+            working_set.lease("a", mode)
+    with pytest.raises(KeyError):
+        working_set.lease("b", "r")
+
+
+def test_create_replaces_an_existing_key(working_set: WorkingSet) -> None:
+    write_key(working_set, "a", PAGE, 1)
+    working_set.create("a", 2 * PAGE)
+    with pytest.raises(UsageError, match="never written"):
+        working_set.lease("a", "r")
+    write_key(working_set, "a", 3 * PAGE, 2)
+    assert read_key(working_set, "a") == 2
+
+
+@pytest.mark.parametrize(
+    ("open_mode", "mode"), [("r", "w"), ("r", "rw"), ("w", "r"), ("rw", "r"), ("rw", "rw"), ("w", "w")]
+)
+def test_leases_that_conflict_are_refused_until_the_first_is_released(
+    working_set: WorkingSet, open_mode: str, mode: str
+) -> None:
+    write_key(working_set, "a", PAGE, 1)
+    lease = working_set.lease("a", open_mode)
+    with pytest.raises(LeaseError, match="'a' is leased for"):
+        working_set.lease("a", mode)
+    lease.release()
+    assert working_set.lease("a", mode).release()
+
+
+def test_leases_for_reading_share_bytes(working_set: WorkingSet) -> None:
+    write_key(working_set, "a", PAGE, 1)
+    first, second = working_set.lease("a", "r"), working_set.lease("a", "r")
+    assert first.tensor.data_ptr() == second.tensor.data_ptr()
+    first.release()
+    second.release()
+
+
+def test_release_says_whether_the_lease_has_ended_and_is_idempotent(working_set: WorkingSet) -> None:
+    write_key(working_set, "a", PAGE, 1)
+    lease = working_set.lease("a", "rw")
+    alias = lease.tensor[3:5]
+    assert not lease.release()
+    assert not lease.release()
+    del alias
+    assert lease.release()
+    with pytest.raises(LeaseError, match="was released"):
+        lease.tensor.zero_()
+
+
+def test_a_dropped_lease_is_a_released_one(working_set: WorkingSet) -> None:
+    write_key(working_set, "a", PAGE, 1)
+    lease = working_set.lease("a", "rw")
+    del lease
+    assert working_set.lease("a", "rw").release()
+
+
+def test_lingering_readers_keep_their_bytes_when_the_key_is_written(working_set: WorkingSet) -> None:
+    write_key(working_set, "a", PAGE, 1)
+    lease = working_set.lease("a", "r")
+    alias = lease.tensor[:8]
+    lease.release()
+    lease = working_set.lease("a", "rw")
+    assert lease.tensor[0] == 1  # copied
+    lease.tensor.fill_(2)
+    assert lease.release()
+    assert alias.tolist() == [1] * 8
+    assert read_key(working_set, "a") == 2
+    assert working_set.statistics().orphan_bytes == PAGE
+    del alias, lease
+    assert working_set.statistics().orphan_bytes == 0
+
+
+def test_lingering_writers_are_joined(working_set: WorkingSet) -> None:
+    write_key(working_set, "a", PAGE, 1)
+    first = working_set.lease("a", "rw")
+    alias = first.tensor[:1]
+    first.release()
+    second = working_set.lease("a", "rw")
+    third_party = second.tensor.data_ptr()
+    assert third_party == alias.data_ptr()
+    assert second.release()
+    reader = working_set.lease("a", "r")
+    assert reader.tensor.data_ptr() == third_party
+    assert reader.release()
+    working_set.swap_out(["a"])
+    assert working_set.statistics().writing_bytes == working_set.statistics().swaps.swap_out_bytes == 0
+    del alias
+    working_set.swap_out(["a"])
+    assert working_set.statistics().swaps.swap_out_bytes == PAGE
+
+
+def test_the_end_of_a_lease_is_noticed_from_a_garbage_collection(working_set: WorkingSet) -> None:
+    write_key(working_set, "a", PAGE, 1)
+    lease = working_set.lease("a", "rw")
+    cycle: list[object] = [lease.tensor]
+    cycle.append(cycle)
+    lease.release()
+    del cycle
+    gc.collect()
+    assert lease.release()
+
+
+def test_two_threads_that_write_different_keys_do_not_meet(working_set: WorkingSet) -> None:
+    failures: list[BaseException] = []
+
+    def work(key: str) -> None:
+        try:
+            for i in range(100):
+                write_key(working_set, key, 3 * PAGE, i)
+                assert read_key(working_set, key) == i
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(key,)) for key in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not failures
+
+
+# The end
+
+
+def test_bytes_return_when_the_last_tensor_dies_also_after_close() -> None:
+    store = simulated_store(budget_nbytes=BUDGET)
+    write_key(store.working_set, "a", PAGE, 5)
+    lease = store.working_set.lease("a", "r")
+    alias = lease.tensor[2:4]
+    lease.release()
+    arena = store.working_set.residents.arena
+    store.close()
+    assert alias.tolist() == [5, 5]
+    assert arena.leased_nbytes == PAGE
+    del alias
+    assert arena.leased_nbytes == 0
+
+
+def test_an_open_lease_survives_close_and_can_be_released_after() -> None:
+    store = simulated_store(budget_nbytes=BUDGET)
+    write_key(store.working_set, "a", PAGE, 5)
+    lease = store.working_set.lease("a", "r")
+    store.close()
+    assert lease.tensor[0] == 5
+    assert lease.release()
+    for call in (
+        lambda: store.working_set.lease("a", "r"),
+        lambda: store.working_set.reserve(1),
+        lambda: store.working_set.create("b", 1),
+        lambda: store.working_set.prefetch(["a"]),
+    ):
+        with pytest.raises(ClosedError):
+            call()

@@ -1,0 +1,207 @@
+"""How a store is opened, looked at and closed, and what becomes of it in a fork and at the end of the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.bytes.moving import exit_code_of_child
+from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store, written
+from tiered.errors import CapacityError, ClosedError, UsageError
+from tiered.store.store import Store
+from tiered.units import KiB, MiB
+
+
+@pytest.fixture
+def store(any_store: Store) -> Store:
+    return any_store
+
+
+def test_a_store_needs_directories_a_known_engine_and_a_budget(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="needs a directory"):
+        Store(dram="16MiB")
+    for engine in ("uring", "aiofiles", "mmap"):
+        with pytest.raises(UsageError, match=r"not part of this version.*'auto', 'threads', 'memory'"):
+            Store(tmp_path / "run", dram="16MiB", engine=engine)
+    with pytest.raises(UsageError, match="did you mean 'threads'"):
+        Store(tmp_path / "run", dram="16MiB", engine="thread")
+    with pytest.raises(ValueError, match="mode"):
+        Store(tmp_path / "run", dram="16MiB", mode="w")
+    with pytest.raises(CapacityError, match=r"smallest is 8\.0 MiB"):
+        Store(tmp_path / "run", dram="4MiB")
+    with pytest.raises(ValueError, match="size"):
+        Store(tmp_path / "run", dram="lots")
+    assert not (tmp_path / "run").exists()
+
+
+def test_modes_open_create_and_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        Store(tmp_path / "run", dram="16MiB", mode="r")
+    with Store(tmp_path / "run", dram="16MiB", mode="x") as store:
+        store["a"] = numbers(10_000)
+        store.commit({"step": 1})
+    with pytest.raises(UsageError):
+        Store(tmp_path / "run", dram="16MiB", mode="x")
+    with Store(tmp_path / "run", dram="16MiB", mode="r") as store, Store(tmp_path / "run", dram="16MiB", mode="r"):
+        assert torch.equal(store["a"], numbers(10_000))
+        assert store.resume() == {"step": 1}
+        assert store.verify().is_clean
+        calls: list[Callable[[], object]] = [
+            lambda: store.__setitem__("b", torch.ones(1)),
+            lambda: store.__delitem__("a"),
+            lambda: store.working_set.lease("a", "rw"),
+            lambda: store.working_set.create("b", 1),
+            store.commit,
+            store.rollback,
+            lambda: store.reserve_space(1),
+        ]
+        for call in calls:
+            with pytest.raises(UsageError, match='mode="r"'):
+                call()
+
+
+def test_the_order_of_directories_does_not_matter(tmp_path: Path) -> None:
+    value = numbers(30 * MiB)
+    with Store(tmp_path / "one", tmp_path / "two", dram="16MiB") as store:
+        store["a"] = value
+        assert {extent.device for extent in store.records()[0].extents} == {0, 1}
+    with Store(tmp_path / "two", tmp_path / "one", dram="16MiB") as store:
+        assert torch.equal(store["a"], value)
+    with pytest.raises(UsageError):
+        Store(tmp_path / "one", dram="16MiB")
+
+
+def test_a_second_writer_is_refused_and_a_store_without_commits_too(tmp_path: Path) -> None:
+    with Store(tmp_path / "run", dram="16MiB"):
+        with pytest.raises(UsageError, match=str(os.getpid())):
+            Store(tmp_path / "run", dram="16MiB")
+    with pytest.raises(UsageError, match="holds a store"):
+        Store(tmp_path / "run", dram="16MiB", durable=False)
+
+
+def test_a_store_without_commits_leaves_nothing(tmp_path: Path) -> None:
+    with Store(tmp_path / "swap", dram="16MiB", durable=False) as store:
+        store.put_many({f"k{i}": numbers(1 * MiB, i) for i in range(40)})
+        assert os.listdir(tmp_path / "swap") == []
+        assert store.statistics().used_bytes >= 20 * MiB
+    assert os.listdir(tmp_path / "swap") == []
+
+
+def test_the_default_budget_is_half_of_what_is_free_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), Store(engine="memory") as store:
+        assert store.working_set.budget_bytes >= 8 * MiB
+    assert "half of what is free" in caplog.text
+
+
+def test_space_can_be_reserved_before_it_is_needed(tmp_path: Path) -> None:
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        store.reserve_space(70 * MiB)
+        store.reserve_space(60 * MiB)
+        before = store.statistics()
+        assert before.free_bytes >= 130 * MiB
+        store["a"] = numbers(100 * MiB)
+        assert store.statistics().file_bytes == before.file_bytes
+        with pytest.raises(CapacityError):
+            store.reserve_space(1 << 60)
+        store.reserve_space(1)
+        assert store.statistics().file_bytes == before.file_bytes
+
+
+def test_records_and_statistics_say_what_there_is(store: Store) -> None:
+    store["a"] = torch.ones(3000, 2)
+    (record,) = store.records()
+    assert (record.name, record.dtype, record.shape, record.nbytes) == ("a", torch.float32, (3000, 2), 24_000)
+    assert (record.residency, record.generation, record.extents) == ("dirty", -1, ())
+    statistics = store.statistics()
+    assert (statistics.num_keys, statistics.generation, statistics.peak_bytes) == (1, 0, 24 * KiB)
+    assert statistics.stall_seconds >= 0
+    assert "1 keys, generation 0, 24.0 KiB of 16.0 MiB in DRAM" in repr(store)
+
+
+def test_verify_reads_what_is_on_the_devices(store: Store) -> None:
+    store.put_many({f"k{i}": numbers(300_000, i) for i in range(20)})
+    store["large"] = numbers(9 * MiB)
+    store["inline"] = numbers(10)
+    written(store)
+    report = store.verify()
+    assert (report.num_keys, report.num_blocks, report.nbytes) == (22, 23, 20 * 300_000 + 9 * MiB)
+    assert report.is_clean
+
+
+def test_fork_leaves_the_store_to_the_parent(tmp_path: Path) -> None:
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        store["a"] = numbers(100_000)
+        lease = store.working_set.lease("a", "r")
+
+        def in_child() -> None:
+            for call in (lambda: store["a"], lambda: store.commit(), lambda: len(store), lambda: list(store)):
+                with pytest.raises(UsageError, match="fork"):
+                    call()
+            lease.release()
+            store.close()
+
+        assert exit_code_of_child(in_child) == 0
+        lease.release()
+        assert torch.equal(store["a"], numbers(100_000))
+        store.commit()
+
+
+def test_the_end_of_the_process_lets_a_sealed_generation_become_durable(tmp_path: Path) -> None:
+    script = f"""
+import torch
+from tiered.store.store import Store
+store = Store({str(tmp_path / "run")!r}, dram="64MiB")
+for i in range(20):
+    store[f"k{{i}}"] = torch.full((500_000,), i, dtype=torch.float32)
+lease = store.working_set.lease("k3", "r")
+store.commit({{"step": 1}}, wait=False)
+store["k3"] = torch.zeros(5000)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S * 2,
+        cwd=Path(__file__).parents[2],
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    with Store(tmp_path / "run", dram="64MiB") as store:
+        assert (store.generation, store.state) == (1, {"step": 1})
+        assert all(torch.equal(store[f"k{i}"], torch.full((500_000,), float(i))) for i in range(20))
+
+
+def test_views_outlive_the_store(store: Store) -> None:
+    store["a"] = numbers(100_000)
+    lease = store.working_set.lease("a", "r")
+    tensor = lease.tensor
+    store.close()
+    assert torch.equal(tensor, numbers(100_000))
+    del tensor
+    assert lease.release()
+    with pytest.raises(ClosedError):
+        store["a"]
+
+
+def test_a_hung_drive_does_not_lose_the_buffers_under_its_operations() -> None:
+    gates: list[GatedDevice] = []
+
+    def gate(device: object) -> GatedDevice:
+        gates.append(GatedDevice(device))  # type: ignore[arg-type]
+        return gates[0]
+
+    store = simulated_store(budget_nbytes=64 * KiB, deadline_s=0.05, wrap=gate)  # type: ignore[arg-type]
+    gates[0].hold = lambda operation: True
+    with pytest.raises(Exception, match="did not happen within"):
+        store["large"] = numbers(40 * KiB)
+    assert store.working_set.statistics().arena_bytes == 40 * KiB
+    assert store.statistics().used_bytes == 40 * KiB
+    gates[0].open()
+    assert store.working_set.statistics().arena_bytes == 0
+    assert store.statistics().used_bytes == 0
+    store.close()

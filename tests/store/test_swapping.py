@@ -1,0 +1,192 @@
+"""Writing back and swapping in, over a device that is slow or fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.store.rig import WAIT_S, GatedStore, read_key, simulated_store, stored, write_key
+from tiered.bytes.device.base import IOClass
+from tiered.errors import (
+    DeadlineError,
+    DeviceError,
+)
+from tiered.store.store import Store
+from tiered.store.working_set import WorkingSet
+from tiered.units import KiB
+
+PAGE = 4 * KiB
+BUDGET = 16 * PAGE
+
+
+@pytest.fixture
+def gated() -> Iterator[GatedStore]:
+    made = GatedStore(budget_nbytes=BUDGET)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with simulated_store(budget_nbytes=BUDGET) as made:
+        yield made
+
+
+@pytest.fixture
+def working_set(store: Store) -> WorkingSet:
+    return store.working_set
+
+
+# Write-back
+
+
+def test_dirty_bytes_above_an_eighth_of_the_budget_are_written(working_set: WorkingSet) -> None:
+    write_key(working_set, "a", 2 * PAGE, 1)
+    assert working_set.statistics().dirty_bytes == 2 * PAGE  # an eighth
+    write_key(working_set, "b", PAGE, 2)
+    assert working_set.statistics().dirty_bytes == PAGE
+    assert working_set.statistics().swaps.swap_out_bytes == 2 * PAGE
+    assert working_set.is_resident("a")
+
+
+def test_bytes_are_not_written_while_somebody_may_change_them(gated: GatedStore) -> None:
+    write_key(gated.store.working_set, "a", PAGE, 1)
+    lease = gated.store.working_set.lease("a", "rw")
+    gated.store.working_set.swap_out(["a"])
+    assert "write" not in gated.device.events
+    lease.release()
+    gated.store.working_set.swap_out(["a"])
+    assert gated.device.events.count("write") == 1
+
+
+def test_a_writer_waits_for_the_write_in_flight_and_readers_do_not(gated: GatedStore) -> None:
+    write_key(gated.store.working_set, "a", PAGE, 1)
+    gated.device.hold = lambda operation: operation.is_write
+    gated.store.working_set.swap_out(["a"])
+    assert gated.device.has_held.wait(WAIT_S)
+    assert read_key(gated.store.working_set, "a") == 1
+    leased = threading.Event()
+
+    def change() -> None:
+        lease = gated.store.working_set.lease("a", "rw")
+        leased.set()
+        lease.tensor.fill_(2)
+        lease.release()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    assert not leased.is_set()
+    gated.device.open()
+    thread.join(WAIT_S)
+    assert leased.is_set()
+    assert read_key(gated.store.working_set, "a") == 2
+
+
+def test_at_most_one_write_of_a_key_is_in_flight(gated: GatedStore) -> None:
+    write_key(gated.store.working_set, "a", PAGE, 1)
+    gated.device.hold = lambda operation: operation.is_write
+    gated.store.working_set.swap_out(["a"])
+    gated.store.working_set.swap_out(["a"])
+    assert len(gated.device.held) == 1
+
+
+def test_a_failed_write_leaves_the_tensor_resident_and_is_raised_by_the_next_call(gated: GatedStore) -> None:
+    write_key(gated.store.working_set, "a", PAGE, 1)
+    gated.device.fail = lambda operation: DeviceError("the drive said no") if operation.is_write else None
+    gated.store.working_set.swap_out(["a"])
+    gated.device.fail = lambda operation: None
+    assert gated.store.working_set.is_resident("a")
+    with pytest.raises(DeviceError, match="said no"):
+        gated.store.working_set.lease("a", "r")
+    assert read_key(gated.store.working_set, "a") == 1
+    gated.store.working_set.swap_out(["a"])
+    stored(gated.store.working_set, "a")
+    assert read_key(gated.store.working_set, "a") == 1
+    assert gated.store.statistics().quarantined_bytes == PAGE  # where the failed write went, nobody writes again
+
+
+def test_a_full_budget_of_unwritable_bytes_raises_why(gated: GatedStore) -> None:
+    gated.device.fail = lambda operation: DeviceError("the drive said no") if operation.is_write else None
+    with pytest.raises(DeviceError, match="said no"):
+        for i in range(20):
+            write_key(gated.store.working_set, f"k{i}", 2 * PAGE, i)
+
+
+# Swapping in
+
+
+def test_a_failed_read_gives_its_buffer_back_and_can_be_tried_again(gated: GatedStore) -> None:
+    write_key(gated.store.working_set, "a", 2 * PAGE, 1)
+    stored(gated.store.working_set, "a")
+    gated.device.fail = lambda operation: None if operation.is_write else DeviceError("cannot read")
+    with pytest.raises(DeviceError, match="cannot read"):
+        gated.store.working_set.lease("a", "r")
+    assert gated.store.working_set.statistics().arena_bytes == 0
+    assert gated.store.working_set.prefetch(["a"]) == 2 * PAGE  # a hint does not raise
+    assert gated.store.working_set.statistics().arena_bytes == 0
+    gated.device.fail = lambda operation: None
+    assert read_key(gated.store.working_set, "a") == 1
+
+
+def test_a_prefetch_is_joined_by_the_lease_that_needs_it(gated: GatedStore) -> None:
+    write_key(gated.store.working_set, "a", PAGE, 1)
+    stored(gated.store.working_set, "a")
+    gated.device.events.clear()
+    gated.device.hold = lambda operation: operation.io_class is IOClass.PREFETCH
+    assert gated.store.working_set.prefetch(["a"]) == PAGE
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(read_key(gated.store.working_set, "a")))
+    thread.start()
+    gated.device.open()
+    thread.join(WAIT_S)
+    assert found == [1]
+    assert gated.device.events == ["read"]
+
+
+def test_waiting_for_a_read_ends_with_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    gated = GatedStore(budget_nbytes=BUDGET, deadline_s=0.05)
+    write_key(gated.store.working_set, "a", PAGE, 1)
+    stored(gated.store.working_set, "a")
+    gated.device.hold = lambda operation: True
+    with pytest.raises(DeadlineError, match=r"lease of 'a' for 'r' did not happen within 0.05 s"):
+        gated.store.working_set.lease("a", "r")
+    assert "takes long" in caplog.text
+    assert gated.store.working_set.statistics().arena_bytes == PAGE  # the buffer belongs to the read until it completes
+    gated.device.open()
+    assert read_key(gated.store.working_set, "a") == 1
+    gated.close()
+
+
+def test_waiting_for_memory_ends_with_the_deadline() -> None:
+    gated = GatedStore(budget_nbytes=BUDGET, deadline_s=0.05)
+    gated.device.hold = lambda operation: True
+    write_key(gated.store.working_set, "a", 10 * PAGE, 1)
+    assert gated.device.held
+    with pytest.raises(DeadlineError, match=r"reservation of 40.0 KiB"):
+        gated.store.working_set.reserve(10 * PAGE)
+    gated.device.open()
+    gated.close()
+
+
+def test_a_claimed_tensor_is_not_evicted_before_its_caller_has_it() -> None:
+    # Four threads want two tensors at a time out of a budget of two: each read must reach its caller.
+    with simulated_store(budget_nbytes=BUDGET) as store:
+        for i in range(8):
+            write_key(store.working_set, f"k{i}", 8 * PAGE, i)
+        failures: list[object] = []
+
+        def work(start: int) -> None:
+            for i in range(60):
+                key = (start + i) % 8
+                if read_key(store.working_set, f"k{key}") != key:
+                    failures.append(key)
+
+        threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert not failures
+        assert not any(thread.is_alive() for thread in threads)
