@@ -162,7 +162,8 @@ class Life:
         num_calls = 0
         while num_calls < len(before) and before[-1 - num_calls].is_call:
             num_calls += 1
-        return Instant(len(before) - sum(report.is_call for report in before), num_calls, time_s - before[-1].time_s)
+        since_s = time_s - (before[-1].time_s if before else 0.0)  # an instant before the first report is one too
+        return Instant(len(before) - sum(report.is_call for report in before), num_calls, since_s)
 
 
 def _kill(pid: int) -> None:
