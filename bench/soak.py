@@ -1,6 +1,7 @@
 """Kill `tiered train` with SIGKILL at instants spread over its life, resume it, and compare it with an undisturbed run.
 
-usage: python bench/soak.py [--kills 200] [--seed 0]
+usage: python bench/soak.py [--kills 200] [--seed 0]      one campaign of kills, its own table
+       python bench/soak.py --minutes N [--campaign NAME]  go on with campaigns whose counts add up: see campaigns.py
 
 Children are forked from a nursery: a process that has imported torch and run nothing, because importing costs more
 than the whole life of a child. A child reports its I/O calls and its commits through a pipe; the campaign kills it from
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -83,6 +86,9 @@ def _instrument(pipe: int) -> None:
 def _be_a_nursery() -> None:
     """Fork a child for each line of JSON on stdin; its reports, then its exit status, go to stdout."""
     import tiered.cli  # torch is imported by it, and nothing of torch is run: its threads would not survive the fork
+
+    importlib.import_module("torch._dynamo")  # the first optimizer would, in every child
+    gc.freeze()  # or every child walks through all of it at its end
 
     print("ready", flush=True)
     for line in sys.stdin:
@@ -405,11 +411,16 @@ def main() -> int:
     parser.add_argument("--making", type=int, help="kills while the store is being made (default: a fifth of --kills)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", help="where to work (default: the temporary directory)")
+    parser.add_argument("--minutes", type=float, help="go on for so long with --campaign, or with all, a share each")
+    parser.add_argument("--campaign", help="kill, shutdown-ext4, shutdown-xfs, torn or errno")
+    parser.add_argument("--results", type=Path, help="where runs add up (default: bench/results/soak.json)")
     parser.add_argument("--nursery", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.nursery:
         _be_a_nursery()
         return 0
+    if args.minutes is not None or args.campaign is not None:
+        return _go_on(args)
     num_making = max(10, args.kills // 5) if args.making is None else args.making
     start = time.monotonic()
     with campaign_in(args.directory, args.seed) as campaign:
@@ -425,6 +436,31 @@ def main() -> int:
     }  # fmt: skip
     print(json.dumps(result))
     return 1 if verdict.wrong else 0
+
+
+def _go_on(args: argparse.Namespace) -> int:
+    """Run the campaigns of campaigns.py, print the table of all runs and one line of JSON of these."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from bench.campaigns import CAMPAIGNS, RESULTS, run, table
+    from tests.rigs.available import off, refusal
+
+    names = [args.campaign] if args.campaign else list(CAMPAIGNS)
+    if args.campaign and args.campaign not in CAMPAIGNS:
+        print(f"there is no campaign {args.campaign!r}; there is: {', '.join(CAMPAIGNS)}", file=sys.stderr)
+        return 2
+    results, done = args.results or RESULTS, []
+    for name in names:
+        rig = CAMPAIGNS[name].rig
+        reason = refusal(rig) if rig else None
+        if reason is not None:
+            print(off(rig, reason))
+            continue
+        done.append(run(name, (args.minutes or 1.0) / len(names), results))
+    print("\n".join(table(results)))
+    counts = {entry.campaign: entry.cases for entry in done}
+    num_wrong = sum(len(entry.wrong) for entry in done)
+    print(json.dumps({"bench": "soak", "cases": counts, "wrong": num_wrong}))
+    return 1 if num_wrong else 0
 
 
 def _print_wrong(kill: Kill) -> None:

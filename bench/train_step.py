@@ -1,159 +1,105 @@
 #!/usr/bin/env python3
-"""A training step through the tiers against the same step in memory, in alternating pairs.
+"""A training step through the tiers against the same step in memory, or otherwise set, in alternating pairs.
 
-Usage: python bench/train_step.py [--layers 8 --width 2048 --batch 4 --dram 1GiB --pairs 5 --steps 4 --store DIR]
+Usage: python bench/train_step.py [--layers 8 --batch 4 --dram 1GiB --pairs 5 --steps 4 --store DIR]
+       python bench/train_step.py --against durable=no      (or state=compact, micro-batches=plain, throttle=1GB, ...)
 
-Each turn trains the same GPT from the same seed: in memory (bf16 parameters, fp32 masters, fused AdamW) in a process of
-its own, then through tiered with a commit each step in another. The first step of a turn warms up; a turn's figure is
-the median of the others. One JSON line comes last.
+Each turn trains the same GPT from the same seed in a process of its own; the first step of a turn warms up, and a
+turn's figure is the median of the others. Unless the state is compact the losses of both must be the same bits. The
+device's counters must agree with /proc/self/io within 2 %. One JSON line comes last.
 """
 
 import argparse
+import dataclasses
 import json
-import os
-import platform
-import resource
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from tiered.train.model import GPT, Shape
-
-_FUSED = {"beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8, "amsgrad": False, "maximize": False}
+from training import Settings, add_arguments, check, describe, environment, measure, median_s, settings_of
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("layers", 8), ("width", 2048), ("heads", 16), ("context", 256), ("batch", 4)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_arguments(parser)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--dram", default="1GiB")
-    parser.add_argument("--update", default="backward", choices=("backward", "step"))
-    parser.add_argument("--store", type=Path, default=None, help="where the store is made (default: a folder in runs/)")
-    parser.add_argument("--turn", choices=("memory", "tiered"), help=argparse.SUPPRESS)
+    parser.add_argument("--against", default="memory", help="memory, or what is different: NAME=VALUE[,NAME=VALUE...]")
     return parser.parse_args()
 
 
-def batch_of(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(0, 256, (args.batch, args.context + 1), generator=torch.Generator().manual_seed(1))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+def changed(settings: Settings, against: str) -> Settings:
+    """Return ``settings`` as ``against`` says."""
+    if against == "memory":
+        return dataclasses.replace(settings, kind="memory")
+    changes: dict[str, Any] = {}
+    for part in against.split(","):
+        name, _, value = part.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in {field.name for field in dataclasses.fields(Settings)}:
+            raise SystemExit(f"--against {against}: there is no setting {name!r}")
+        kind = type(getattr(settings, name))
+        changes[name] = value in ("yes", "true", "1") if kind is bool else kind(value)
+    return dataclasses.replace(settings, **changes)
 
 
-def time_steps(num_steps: int, step: Callable[[], float]) -> dict[str, object]:
-    seconds, losses = [], []
-    for _ in range(num_steps):
-        start = time.perf_counter()
-        losses.append(step())
-        seconds.append(time.perf_counter() - start)
-    return {
-        "seconds": seconds,
-        "losses": losses,
-        "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
-
-
-def in_memory(args: argparse.Namespace, shape: Shape) -> dict[str, object]:
-    torch.manual_seed(0)
-    model = GPT(shape)
-    masters = [p.detach().clone() for p in model.parameters()]
-    model = model.bfloat16()
-    moments = [(torch.zeros_like(w), torch.zeros_like(w), torch.zeros(())) for w in masters]
-    inputs, targets = batch_of(args)
-
-    def step() -> float:
-        loss = model(inputs, targets)
-        loss.backward()
-        for p, w, (m, v, n) in zip(model.parameters(), masters, moments, strict=True):
-            assert p.grad is not None
-            n += 1
-            torch._fused_adamw_([w], [p.grad.float()], [m], [v], [], [n], lr=1e-4, **_FUSED)
-            p.data.copy_(w)
-            p.grad = None
-        return float(loss)
-
-    return time_steps(args.steps, step)
-
-
-def through_tiers(args: argparse.Namespace, shape: Shape) -> dict[str, object]:
-    import tiered
-
-    torch.manual_seed(0)
-    with tiered.Store(args.store, dram=args.dram) as store:
-        with tiered.construct(store):
-            model = GPT(shape)
-        model = tiered.shard(model, store, param_dtype=torch.bfloat16)
-        optimizer = tiered.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, update=args.update)
-        inputs, targets = batch_of(args)
-        before = store.statistics()
-
-        def step() -> float:
-            loss = model(inputs, targets)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            store.commit(wait=False)
-            return float(loss)
-
-        result = time_steps(args.steps, step)
-        after = store.statistics()
-        moved = shape.num_params * args.steps
-        result["read_bytes_per_param"] = (after.read_bytes - before.read_bytes) / moved
-        result["write_bytes_per_param"] = (after.write_bytes - before.write_bytes) / moved
-        result["stall_seconds"] = after.stall_seconds - before.stall_seconds
-    return result
-
-
-def turn(args: argparse.Namespace, kind: str, store: Path) -> dict[str, object]:
-    command = [sys.executable, __file__, "--turn", kind, "--store", str(store)]
-    for name in ("layers", "width", "heads", "context", "batch", "steps", "dram", "update"):
-        command += [f"--{name}", str(getattr(args, name))]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1800).stdout
-    shutil.rmtree(store, ignore_errors=True)
-    result: dict[str, object] = json.loads(output.splitlines()[-1])
-    return result
+def run_pairs(args: argparse.Namespace, ours: Settings, other: Settings) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Run the pairs, the other first in every second one, and return what both gave."""
+    pairs = []
+    args.store.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.store, prefix="bench-") as folder:
+        for number in range(args.pairs):
+            order = (ours, other) if number % 2 else (other, ours)
+            found = {settings: measure(settings, Path(folder) / "store") for settings in order}
+            pairs.append((found[ours], found[other]))
+            a, b = median_s(found[ours]), median_s(found[other])
+            print(f"pair {number}: {a:.3f} s against {b:.3f} s, ratio {a / b:.3f}; {describe(found[ours])}", flush=True)
+            for result in pairs[-1]:
+                check(result)
+            is_same = ours.dtype == other.dtype and ours.state == other.state == "exact"
+            if is_same and found[ours]["losses"] != found[other]["losses"]:
+                raise SystemExit("the losses differ: no figure is worth anything")
+    return pairs
 
 
 def main() -> None:
     args = arguments()
-    shape = Shape(layers=args.layers, width=args.width, heads=args.heads, context=args.context)
-    if args.turn:
-        print(json.dumps({"memory": in_memory, "tiered": through_tiers}[args.turn](args, shape)))
-        return
-    print(f"{platform.platform()}, {os.cpu_count()} cores, torch {torch.__version__}")
-    print(f"{shape.num_params / 1e6:.1f} M parameters, batch {args.batch} x {args.context}, dram {args.dram}")
-    print("ceiling: the in-memory step itself, where compute hides 26 bytes per parameter (14 read, 12 written)")
-    parent = args.store or Path("runs")
-    parent.mkdir(parents=True, exist_ok=True)
-    ratios, ours, theirs, last = [], [], [], {}
-    with tempfile.TemporaryDirectory(dir=parent, prefix="bench-") as folder:
-        for pair in range(args.pairs):
-            memory = turn(args, "memory", Path(folder) / "store")
-            last = turn(args, "tiered", Path(folder) / "store")
-            theirs.append(statistics.median(memory["seconds"][1:]))
-            ours.append(statistics.median(last["seconds"][1:]))
-            ratios.append(ours[-1] / theirs[-1])
-            same = memory["losses"] == last["losses"]
-            print(f"pair {pair}: in memory {theirs[-1]:.3f} s, tiered {ours[-1]:.3f} s, ratio {ratios[-1]:.3f}")
-            if not same:
-                raise SystemExit("the losses differ: no figure is worth anything")
+    ours = settings_of(args)
+    other = changed(ours, args.against)
+    if other == ours:
+        raise SystemExit(f"--against {args.against} changes nothing")
+    read, written = ours.formula
+    print(environment(ours))
+    print(f"ours:    {ours.words()}\nagainst: {other.words()}")
+    print(
+        f"ceiling: step/bound 1; with nothing held {read:g} bytes read and {written:g} written per parameter and step"
+    )
+    pairs = run_pairs(args, ours, other)
+    last = pairs[-1][0]
+    seconds, others = ([median_s(pair[side]) for pair in pairs] for side in (0, 1))
+    ratios = [a / b for a, b in zip(seconds, others, strict=True)]
+    over_bound = statistics.median(pair[0]["step_over_bound"] for pair in pairs)
+    print(
+        f"median of {len(pairs)}: {statistics.median(seconds):.3f} s against {statistics.median(others):.3f} s, ratio "
+        f"{statistics.median(ratios):.3f}; fraction of the ceiling {1 / over_bound:.3f}"
+    )
+    names = (
+        "read_bytes_per_param", "write_bytes_per_param", "io_read_bytes_per_param", "io_write_bytes_per_param",
+        "moved_bytes_per_param", "wait_seconds", "stall", "bound_s", "verdict", "peak_dram_bytes", "peak_rss_bytes",
+        "resident_bytes",
+    )  # fmt: skip
     result = {
         "bench": "train_step",
-        "num_params": shape.num_params,
-        "in_memory_s": statistics.median(theirs),
-        "tiered_s": statistics.median(ours),
+        "num_params": last["num_params"],
+        "settings": dataclasses.asdict(ours),
+        "against": args.against,
+        "seconds": statistics.median(seconds),
+        "against_seconds": statistics.median(others),
         "ratio": statistics.median(ratios),
         "ratios": ratios,
-        **{
-            name: last[name] for name in ("read_bytes_per_param", "write_bytes_per_param", "stall_seconds", "rss_bytes")
-        },
+        "step_over_bound": over_bound,
+        **{name: last[name] for name in names},
+        "against_peak_rss_bytes": pairs[-1][1]["peak_rss_bytes"],
     }
     print(json.dumps(result))
 

@@ -1,4 +1,7 @@
-"""For every test: two threads of compute, and no thread, descriptor or leased arena byte left behind."""
+"""For every test: two threads of compute, and no thread, descriptor or leased arena byte left behind.
+
+For the whole run: its last lines name the rigs that were off, and why.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import gc
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -51,3 +55,14 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         gc.collect()  # what only a cycle still holds is no leak
     leaks = _leaks(threads, descriptors, arenas)
     assert not leaks, f"left behind: {'; '.join(leaks)}"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # order: around pytest's own, whose list of skipped tests comes before
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """Say which tests were skipped for want of a rig."""
+    yield
+    reasons = Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []))
+    for reason, number in sorted(reasons.items()):
+        words = reason.removeprefix("Skipped: ")
+        if words.startswith("rig off: "):
+            terminalreporter.write_line(f"{words} ({number} test{'s' if number > 1 else ''} skipped)")

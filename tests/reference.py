@@ -2,17 +2,20 @@
 
 fp32 parameters are trained by ``torch.optim.AdamW(fused=True)``. A bf16 parameter has an fp32 master, which starts from
 the value before the cast: its gradient is ``p.grad.float()`` after bf16 accumulation, clipped in fp32, and
-``p.copy_(master)`` follows the update. A parameter without a gradient is left alone.
+``p.copy_(master)`` follows the update. A parameter without a gradient is left alone. Other optimizers than AdamW are
+trained the same way; torch has no Lion, so it is here.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MasterAdamW", "Recipe", "Trained", "train"]
+__all__ = ["Lion", "MasterAdamW", "Recipe", "Trained", "train"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,7 @@ class Recipe:
     param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     between: Callable[[nn.Module, int], list[Tensor]] | None = None
+    optimizer: str = "AdamW"
     adamw: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.05})
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -55,8 +59,38 @@ class Trained:
     cast: set[str] = field(default_factory=set)  # the parameters whose master is another tensor
 
 
+class Lion(torch.optim.Optimizer):
+    """Lion as its paper gives it (algorithm 2), with decoupled decay."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0} | options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                exp_avg = state["exp_avg"]
+                direction = exp_avg.mul(beta1).add_(p.grad, alpha=1 - beta1).sign_()
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+                exp_avg.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": partial(torch.optim.AdamW, fused=True),
+    "SGD": partial(torch.optim.SGD, fused=True),
+    "Lion": Lion,
+}
+
+
 class MasterAdamW:
-    """Fused AdamW over the fp32 masters of a model, which is cast to ``param_dtype`` here (buffers never are)."""
+    """The recipe's optimizer (AdamW: fused) over the fp32 masters of a model, cast to ``param_dtype`` here."""
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.masters: dict[nn.Parameter, nn.Parameter] = {}  # in model.parameters() order; fp32 ones are their own
@@ -72,7 +106,8 @@ class MasterAdamW:
             group | {"params": [self.masters[p] for p in group["params"] if p in self.masters]}
             for group in recipe.groups(model)
         ]
-        self.optimizer = torch.optim.AdamW(groups, fused=True, **recipe.adamw)
+        self.optimizer = OPTIMIZERS[recipe.optimizer](groups, **recipe.adamw)
+        self.num_updates: Counter[nn.Parameter] = Counter()  # by master: not every optimizer counts
 
     def step(self, max_norm: float | None = None) -> Tensor | None:
         """Update every parameter that has a gradient; return the norm before clipping, if asked to clip."""
@@ -80,6 +115,7 @@ class MasterAdamW:
             if master is not parameter:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
         norm = None if max_norm is None else nn.utils.clip_grad_norm_(self.masters.values(), max_norm)
+        self.num_updates.update(master for master in self.masters.values() if master.grad is not None)
         self.optimizer.step()
         with torch.no_grad():
             for parameter, master in self.masters.items():
@@ -134,8 +170,15 @@ def _collect(model: nn.Module, optimizer: MasterAdamW, trained: Trained) -> None
         trained.masters[name] = master.detach().clone()
         if master is not parameter:
             trained.cast.add(name)
-        if master in optimizer.optimizer.state:
+        if optimizer.num_updates[master]:
             state = optimizer.optimizer.state[master]
-            trained.exp_avg[name] = state["exp_avg"].clone()
-            trained.exp_avg_sq[name] = state["exp_avg_sq"].clone()
-            trained.num_updates[name] = int(state["step"])
+            keep_moments(trained, name, state)
+            trained.num_updates[name] = optimizer.num_updates[master]
+
+
+def keep_moments(trained: Trained, name: str, state: dict[str, Any]) -> None:
+    """Keep copies of the moments in one parameter's ``state``; a momentum buffer is an ``exp_avg``."""
+    for kept, moments in ((trained.exp_avg, ("exp_avg", "momentum_buffer")), (trained.exp_avg_sq, ("exp_avg_sq",))):
+        for moment in moments:
+            if state.get(moment) is not None:
+                kept[name] = state[moment].clone()

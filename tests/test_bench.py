@@ -1,18 +1,103 @@
 """Each bench runs, tiny, and ends with its one JSON line."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
+TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "16", "--batch", "2", "--steps", "3")
+
+
+def run(bench: str, tmp_path: Path, *options: str) -> tuple[dict[str, Any], str]:
+    """Run a training bench on the tiny model; return its JSON line and all that it said."""
+    command = [sys.executable, f"bench/{bench}.py", *TINY, "--dram", "16MiB", "--store", str(tmp_path), *options]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=240).stdout
+    assert not list(tmp_path.iterdir())
+    result = json.loads(output.splitlines()[-1])
+    assert result["bench"] == bench
+    return result, output
 
 
 def test_train_step_runs_tiny(tmp_path: Path) -> None:
-    tiny = ["--layers", "2", "--width", "64", "--heads", "4", "--context", "16", "--batch", "2", "--dram", "16MiB"]
-    command = [sys.executable, "bench/train_step.py", "--pairs", "1", "--steps", "3", "--store", str(tmp_path), *tiny]
+    result, output = run("train_step", tmp_path, "--pairs", "1", "--hold", "0", "--clip", "0.5", "--update", "step")
+    assert result["ratio"] > 0
+    assert result["write_bytes_per_param"] > 12
+    assert result["peak_rss_bytes"] > result["resident_bytes"] > 0
+    assert set(result["moved_bytes_per_param"]) >= {"parameters", "optimizer state", "catalog"}
+    assert result["verdict"] in output
+
+
+def test_train_step_compares_settings_of_our_own_on_a_slower_drive(tmp_path: Path) -> None:
+    options = ("--pairs", "1", "--micro-steps", "2", "--micro-batches", "vertical", "--throttle", "1GB")
+    options += ("--against", "micro-batches=plain,durable=no")
+    result, output = run("train_step", tmp_path, *options)
+    assert result["ratio"] > 0
+    assert "against: tiered" in output
+    assert "not durable, throttled to 1GB/s each way, full duplex" in output
+
+
+def test_budget_sweep_follows_the_formula_tiny(tmp_path: Path) -> None:
+    # Of a window of a few buckets some are read twice: the bench's own tolerance is for budgets in use.
+    options = ("--budgets", "smallest,24MiB", "--layers", "6", "--width", "256", "--no-durable", "--tolerance", "0.3")
+    result, _ = run("budget_sweep", tmp_path, *options)
+    assert result["follows"]
+    small, large = result["rows"]
+    assert small["read"] > large["read"]
+    assert small["written"] == pytest.approx(small["written_formula"], rel=0.03)
+
+
+def test_scale_runs_tiny(tmp_path: Path) -> None:
+    result, _ = run("scale", tmp_path, "--sizes", "100K,200K", "--no-durable")
+    assert [row["layers"] for row in result["rows"]] == [1, 3]
+    assert all(row["ns_per_param"] > 0 for row in result["rows"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not Path("/sys/fs/cgroup/memory").is_dir(), reason="needs a cgroup of its own")
+def test_scale_runs_in_a_memory_limit(tmp_path: Path) -> None:
+    result, _ = run("scale", tmp_path, "--sizes", "100K", "--memory-limit", "1GiB")
+    assert 0 < result["rows"][0]["group_peak_bytes"] <= 1 << 30
+
+
+def test_compare_says_what_is_missing(tmp_path: Path) -> None:
+    result, output = run("compare", tmp_path, "--pairs", "1", "--deepspeed-python", "/nowhere/python")
+    assert result["ratio"] is None
+    assert "DeepSpeed is not there" in output
+    assert "deepspeed==" in output
+
+
+def test_quality_runs_tiny(tmp_path: Path) -> None:
+    curves = tmp_path / "curves.png"
+    command = [sys.executable, "bench/quality.py", "--tiny", "--plot", str(curves)]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
     result = json.loads(output.splitlines()[-1])
-    assert result["bench"] == "train_step"
-    assert result["ratio"] > 0
+    assert (result["bench"], result["steps"]) == ("quality", 6)
+    assert set(result["finals"]) == {"exact", "bf16", "compact"}
+    assert all(abs(over) < 0.01 for over in result["over_exact"].values())
+    assert curves.stat().st_size > 1000
+
+
+def test_small_tensors_runs_tiny(tmp_path: Path) -> None:
+    tiny = ["--keys", "3000", "--dram", "16MiB", "--turns", "1", "--slice", "1000", "--store", str(tmp_path)]
+    command = [sys.executable, "bench/small_tensors.py", *tiny]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
+    result = json.loads(output.splitlines()[-1])
+    assert (result["bench"], result["keys"]) == ("small_tensors", 3000)
+    assert min(result["put_per_s"], result["get_per_s"], result["open_s"]) > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_io_engine_runs_tiny(tmp_path: Path) -> None:
+    tiny = ["--rounds", "1", "--seconds", "0.05", "--file", "64MiB", "--blocks", "1MiB", "--opens", "5"]
+    command = [sys.executable, "bench/io_engine.py", str(tmp_path), *tiny, "--only", "engines,duplex,leaks"]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
+    result = json.loads(output.splitlines()[-1])
+    assert result["bench"] == "io_engine"
+    assert {row["engine"] for row in result["engines"]} == {"uring", "uring, memory registered", "threads"}
+    assert all(row["gb_per_s"] > 0 for row in result["engines"] + result["duplex"])
+    assert all(row["fds"] == row["threads"] == 0 for row in result["leaks"])
     assert not list(tmp_path.iterdir())

@@ -52,7 +52,11 @@ class TestRefusals:
             (["--width", "100", "--heads", "16"], "width 100 is not a multiple of heads 16"),
             (["--dtype", "bf17"], "dtype must be one of bf16, fp32; got 'bf17'"),
             (["--update", "never"], "update must be one of backward, step"),
-            (["--state", "compact"], "state must be one of exact"),
+            (["--hold", "most"], "--hold: expected a size such as"),
+            (["--activations", "lose"], "activations must be one of auto, keep, recompute, swap"),
+            (["--micro-batches", "sideways"], "micro-batches must be one of vertical, plain"),
+            (["--timeline", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
+            (["--state", "small"], "state must be one of exact, bf16, compact"),
             (["--clip", "1", "--update", "backward"], "clipping needs every gradient"),
             (["--lr", "-1"], "lr must be a positive number"),
             (["--lr", "nan"], "lr must be a positive number"),
@@ -122,8 +126,11 @@ class TestConfiguration:
 
     def test_dials_may_change(self) -> None:
         dials = RunDials.of_committed({}, {"steps": 5, "data": ("a", "b")})
-        again = RunDials.of_committed(asdict(dials), {"dram": 1 << 28})
-        assert again == RunDials(steps=5, dram=1 << 28, data=("a", "b"))
+        again = RunDials.of_committed(asdict(dials), {"dram": 1 << 28, "hold": 0})
+        assert again == RunDials(steps=5, dram=1 << 28, data=("a", "b"), hold=0)
+
+    def test_a_run_of_a_version_with_fewer_dials_has_the_defaults(self) -> None:
+        assert RunDials.of_committed({"steps": 7}, {}).hold == "auto"
 
 
 class TestPlan:
@@ -139,6 +146,9 @@ class TestPlan:
         assert "training in memory would need 6.0 GiB" in lines
         assert "4.5 GiB per step, 4.4 TiB per 1,000 steps and directory" in lines
         assert not default.warnings()
+
+    def test_smaller_state_is_planned_smaller(self) -> None:
+        assert [round(plan(state=state).state_bytes_per_param) for state in ("exact", "bf16", "compact")] == [12, 8, 5]
 
     def test_gradients_over_the_budget_count(self) -> None:
         assert plan(clip=1.0).step_write_nbytes == 14 * 404_443_136

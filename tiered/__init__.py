@@ -13,16 +13,30 @@ from tiered.errors import (
     UsageError,
 )
 from tiered.store.store import Store
-from tiered.zero import AdamW, accumulate, clip_grad_norm_, construct, shard, unsharded
+from tiered.zero import (
+    SGD,
+    AdamW,
+    GradScaler,
+    Lion,
+    accumulate,
+    clip_grad_norm_,
+    construct,
+    micro_batches,
+    shard,
+    unsharded,
+)
 
 __all__ = [
+    "SGD",
     "AdamW",
     "CapacityError",
     "ClosedError",
     "CorruptionError",
     "DeadlineError",
     "DeviceError",
+    "GradScaler",
     "LeaseError",
+    "Lion",
     "StepAbandonedError",
     "Store",
     "StoreLostError",
@@ -32,6 +46,7 @@ __all__ = [
     "accumulate",
     "clip_grad_norm_",
     "construct",
+    "micro_batches",
     "shard",
     "unsharded",
 ]

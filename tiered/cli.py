@@ -50,7 +50,10 @@ Clip = Annotated[float | None, typer.Option(help="Largest norm of the gradient; 
 Accumulate = Annotated[int | None, typer.Option(help="Micro-steps in a step; selects --update step. Default: 1.")]
 Dtype = Annotated[str | None, typer.Option(metavar="bf16|fp32", help="Default: bf16.")]
 Update = Annotated[str | None, typer.Option(metavar="backward|step", help="When state is updated. Default: backward.")]
-State = Annotated[str | None, typer.Option(metavar="exact", help="Form of the optimizer's state. Default: exact.")]
+State = Annotated[
+    str | None,
+    typer.Option(metavar="exact|bf16|compact", help="Optimizer state: 12, 8 or 5 bytes a parameter. Default: exact."),
+]
 CommitEvery = Annotated[int | None, typer.Option(metavar="N", help="Steps between commits. Default: 1.")]
 Durable = Annotated[bool, typer.Option(help="Without: no commits, half the space, nothing to resume.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same losses, whatever the budget. Default: 0.")]
@@ -58,10 +61,35 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with the run in the store; options left out are the run's.")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Remove the store that is there and start anew.")]
+Hold = Annotated[
+    str | None, typer.Option(metavar="auto|0|SIZE", help="How much of the budget keeps bytes for good. Default: auto.")
+]
+Activations = Annotated[
+    str | None,
+    typer.Option(metavar="auto|keep|recompute|swap", help="What becomes of activations until backward. Default: auto."),
+]
+MicroBatches = Annotated[
+    str | None,
+    typer.Option(
+        metavar="vertical|plain",
+        help="With --accumulate: all micro-steps through a unit before the next, or one by one. Default: vertical.",
+    ),
+]
+Timeline = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write what every thread did and waited for, for ui.perfetto.dev.")
+]
 Json = Annotated[Path | None, typer.Option(help="Write the figures of this run to a file.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing before the end.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Answer every question with yes.")]
 Run = Annotated[list[Path], typer.Argument(help="The run's directory, or all of them.")]
+
+Measured = Annotated[
+    list[Path], typer.Argument(metavar="DIR...", help="Directory to measure in; several: each, and all.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Under a minute, with the most telling points only.")]
+Engine = Annotated[str, typer.Option(help="auto, uring, threads, aiofiles or mmap.")]
+Sustained = Annotated[float, typer.Option(metavar="SECONDS", help="Also write, then read, so long without a pause.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the figures; needs the extra `plot`.")]
 
 
 @app.command()
@@ -84,10 +112,14 @@ def train(
     state: State = None,
     commit_every: CommitEvery = None,
     durable: Durable = True,
+    hold: Hold = None,
+    activations: Activations = None,
+    micro_batches: MicroBatches = None,
     seed: Seed = None,
     resume: Resume = False,
     fresh: Fresh = False,
     json: Json = None,
+    timeline: Timeline = None,
     quiet: Quiet = False,
     yes: Yes = False,
 ) -> int:
@@ -95,6 +127,8 @@ def train(
     options: dict[str, Any] = dict(
         layers=layers, width=width, heads=heads, context=context, batch=batch, lr=lr, clip=clip, accumulate=accumulate,
         dtype=dtype, update=update, state=state, seed=seed, steps=steps, commit_every=commit_every,
+        activations=activations, micro_batches=micro_batches,
+        hold=hold if hold == "auto" else _parsed("--hold", parse_bytes, hold),
         data=tuple(str(path.absolute()) for path in data or ()) or None,
         dram=_parsed("--dram", parse_bytes, dram), params=_parsed("--params", parse_count, params),
     )  # fmt: skip
@@ -110,6 +144,7 @@ def train(
             yes=yes,
             quiet=quiet,
             json_file=json,
+            timeline_file=timeline,
             program=_program(),
         )
     )
@@ -131,6 +166,47 @@ def verify(run: Run) -> int:
     from tiered.train.found import check
 
     return check(run)
+
+
+@app.command()
+def doctor(
+    directories: Annotated[
+        list[Path] | None, typer.Argument(metavar="DIR", help="Where stores will be. Default: this directory.")
+    ] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE|-", help="Write the report for programs; - for standard output.")
+    ] = None,
+) -> int:
+    """Show what works on this machine and in DIR, what each lack costs and how to mend it; status 1 if broken."""
+    from tiered.doctor.doctor import doctor
+
+    return doctor(directories or [Path()], json)
+
+
+@app.command()
+def bench(
+    directories: Measured,
+    quick: Quick = False,
+    engine: Engine = "auto",
+    sustained: Sustained = 0.0,
+    json: Json = None,
+    plot: Plot = None,
+    yes: Yes = False,
+) -> int:
+    """Measure what the drives under DIR give for tensor swap, beside fio where it is installed."""
+    from tiered.measure.command import BenchRequest, bench
+
+    return bench(
+        BenchRequest(
+            directories=tuple(directories),
+            engine=engine,
+            quick=quick,
+            sustained_s=sustained,
+            yes=yes,
+            json_file=json,
+            plot_file=plot,
+        )
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

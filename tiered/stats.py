@@ -7,7 +7,61 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["StoreStatistics", "SwapStatistics", "WorkingSetStatistics"]
+__all__ = [
+    "MovedStatistics",
+    "RecorderStatistics",
+    "StoreStatistics",
+    "SwapStatistics",
+    "WaitStatistics",
+    "WorkStatistics",
+    "WorkingSetStatistics",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitStatistics:
+    """Time that threads spent waiting for one thing."""
+
+    who: str  # "caller" for every thread that is not one of tiered's own
+    reason: str  # "demand read", "update", "write-back" or "commit"
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkStatistics:
+    """Time that threads spent on one thing: "forward", "backward", "update" (a unit), "update bucket", "commit" ..."""
+
+    who: str
+    word: str
+    num: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MovedStatistics:
+    """Bytes of one class of keys that were swapped in and out, as the devices count them."""
+
+    name: str  # "parameters", "optimizer state", "gradients", ...; "other" for keys of no class
+    read_bytes: int
+    write_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderStatistics:
+    """Who waited for whom, who did what, and which bytes moved."""
+
+    waits: tuple[WaitStatistics, ...]
+    work: tuple[WorkStatistics, ...]
+    moved: tuple[MovedStatistics, ...]
+    device_busy_seconds: float  # time with at least one tensor on its way to or from the devices
+
+    def waits_of(self, who: str) -> dict[str, float]:
+        """Return how long the threads ``who`` waited, in seconds by reason."""
+        return {wait.reason: wait.seconds for wait in self.waits if wait.who == who}
+
+    def seconds_of(self, word: str) -> float:
+        """Return how long all threads together did ``word``."""
+        return sum(work.seconds for work in self.work if work.word == word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +92,6 @@ class WorkingSetStatistics:
     orphan_bytes: int  # replaced or deleted under living tensors
     num_evictions: int
     num_leases: int
-    demand_wait_s: float  # time callers spent waiting for bytes to be swapped in
-    memory_wait_s: float  # time callers spent waiting for room in the budget
     swaps: SwapStatistics
 
 
@@ -56,8 +108,10 @@ class StoreStatistics:
     file_bytes: int
     read_bytes: int  # by the devices
     write_bytes: int
+    catalog_write_bytes: int  # beside those of the devices; 0 where the system does not tell
     num_flushes: int
     working_set: WorkingSetStatistics
+    recorder: RecorderStatistics
 
     @property
     def peak_bytes(self) -> int:
@@ -66,5 +120,5 @@ class StoreStatistics:
 
     @property
     def stall_seconds(self) -> float:
-        """Time callers spent waiting for bytes or for room."""
-        return self.working_set.demand_wait_s + self.working_set.memory_wait_s
+        """Time callers spent waiting: for bytes, for room, for an update or a commit."""
+        return sum(wait.seconds for wait in self.recorder.waits if wait.who == "caller")

@@ -1,22 +1,30 @@
-"""A thread engine whose system calls a test can fail, shorten or hold up."""
+"""Every engine over files, with system calls that a test can fail, shorten or hold up."""
 
+import ctypes
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.bytes.moving import WAIT_S
+from tiered.bytes.device.aio import AiofilesDevice
+from tiered.bytes.device.file_device import FileDevice
+from tiered.bytes.device.mmap import MmapDevice
+from tiered.bytes.device.ring import WRITE, Ring
 from tiered.bytes.device.threads import ThreadsDevice
+from tiered.bytes.device.uring import UringDevice
 from tiered.units import MiB
 
 Call = Callable[[int, memoryview, int], int]
+Fault = Callable[[Call, int, memoryview, int], int]
 
 
-class FaultyDevice(ThreadsDevice):
-    """Passes every system call through ``fault(call, fd, memory, offset)`` once ``fault`` is set."""
+class Faulty(FileDevice):
+    """Passes every transfer through ``fault(call, fd, memory, offset)`` once ``fault`` is set."""
 
-    fault: Callable[[Call, int, memoryview, int], int] | None = None
+    fault: Fault | None = None
     sync_error: OSError | None = None
     num_syncs = 0
 
@@ -34,6 +42,74 @@ class FaultyDevice(ThreadsDevice):
         if error is not None:
             raise error
         super()._fdatasync(fd)
+
+
+class FaultyThreads(Faulty, ThreadsDevice):
+    pass
+
+
+class FaultyUring(Faulty, UringDevice):
+    """What has a fault goes past the kernel's ring, to a thread of its own, and comes back as a completion."""
+
+    def _new_ring(self, num_entries: int) -> Ring:
+        return FaultyRing(num_entries, self)
+
+
+class FaultyRing(Ring):
+    def __init__(self, num_entries: int, device: FaultyUring) -> None:
+        super().__init__(num_entries)
+        self._device = device
+        self._is_real = True
+        self._fds: dict[int, int] = {}
+        self._faked: queue.SimpleQueue[tuple[int, int, int]] = queue.SimpleQueue()
+
+    def set_file(self, slot: int, fd: int) -> None:
+        self._fds[slot] = fd
+        super().set_file(slot, fd)
+
+    def prepare(self, opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int, index: int = 0) -> None:
+        self._is_real = self._device.fault is None or self._fds[file] == self._device._wake_fd
+        if self._is_real:
+            super().prepare(opcode, file, address, nbytes, offset, tag, index)
+            return
+        memory = memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
+        call = self._device._pwrite if opcode == WRITE else self._device._pread
+
+        def carry_out() -> None:
+            try:
+                result = call(self._fds[file], memory, offset)
+            except OSError as error:
+                result = -(error.errno or 0)
+            self._faked.put((tag, result, 0))
+            os.eventfd_write(self._device._wake_fd, 1)
+
+        threading.Thread(target=carry_out, name="fault", daemon=True).start()  # no process waits for a hung one
+
+    def link(self) -> None:
+        if self._is_real:
+            super().link()
+
+    def completions(self) -> list[tuple[int, int, int]]:
+        found = super().completions()
+        while not self._faked.empty():
+            found.append(self._faked.get())
+        return found
+
+
+class FaultyAiofiles(Faulty, AiofilesDevice):
+    pass
+
+
+class FaultyMmap(Faulty, MmapDevice):
+    pass
+
+
+ENGINES: dict[str, Callable[..., Faulty]] = {
+    "threads": FaultyThreads,
+    "uring": FaultyUring,
+    "aiofiles": FaultyAiofiles,
+    "mmap": FaultyMmap,
+}
 
 
 class Errors:
@@ -67,8 +143,10 @@ class Gate:
 
 
 @contextmanager
-def faulty(directory: Path, *, num_threads: int = 2, deadline_s: float = WAIT_S) -> Iterator[FaultyDevice]:
-    device = FaultyDevice(directory, num_threads=num_threads, deadline_s=deadline_s)
+def faulty(directory: Path, engine: str = "threads", *, deadline_s: float = WAIT_S, **options: int) -> Iterator[Faulty]:
+    if engine != "uring":
+        options.setdefault("num_threads", 2)
+    device = ENGINES[engine](directory, deadline_s=deadline_s, **options)
     try:
         device.grow(0, 1 * MiB)
         yield device

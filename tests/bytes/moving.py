@@ -2,6 +2,8 @@
 
 import os
 import queue
+import sys
+import traceback
 import warnings
 from collections.abc import Callable
 
@@ -63,6 +65,9 @@ def exit_code_of_child(check: Callable[[], None]) -> int:
         try:
             check()
             code = 0
+        except BaseException:
+            traceback.print_exc()  # pytest shows it with the test that fails
+            sys.stderr.flush()
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

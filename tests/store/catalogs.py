@@ -23,8 +23,8 @@ def row_of(key_id, name=None, *, nbytes=5000, generation=1, seed=0):
     return Row(
         key_id=key_id,
         name=f"key {key_id}" if name is None else name,
-        dtype="bfloat16",
-        shape=(nbytes // 2,),
+        dtype="uint8",
+        shape=(nbytes,),
         nbytes=nbytes,
         generation=generation,
         extents=extents,
@@ -65,9 +65,14 @@ class SimulatedHome:
         return SimulatedCatalog(self.disk)
 
 
+def loaded(catalog):
+    root, rows = catalog.load()
+    return root, list(rows)
+
+
 def content_of(home, **options):
     with closing(home.reopen(**options)) as catalog:
-        return catalog.load()
+        return loaded(catalog)
 
 
 class FailingConnection:

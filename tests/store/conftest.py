@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.rig import GatedStore, simulated_store
+from tests.store.rig import BUDGET_NBYTES, GatedStore, simulated_store
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.store.store import Store
+from tiered.store.working_set import WorkingSet
 from tiered.units import MiB
 
 
@@ -20,14 +21,26 @@ def disk() -> SimulatedDisk:
 
 
 @pytest.fixture
-def store(disk: SimulatedDisk) -> Iterator[Store]:
-    with simulated_store(disk) as made:
+def budget_nbytes(request: pytest.FixtureRequest) -> int:
+    """What the test's module calls ``BUDGET``, if it does."""
+    found: int = getattr(request.module, "BUDGET", BUDGET_NBYTES)
+    return found
+
+
+@pytest.fixture
+def store(disk: SimulatedDisk, budget_nbytes: int) -> Iterator[Store]:
+    with simulated_store(disk, budget_nbytes=budget_nbytes) as made:
         yield made
 
 
 @pytest.fixture
-def gated() -> Iterator[GatedStore]:
-    made = GatedStore()
+def working_set(store: Store) -> WorkingSet:
+    return store.working_set
+
+
+@pytest.fixture
+def gated(budget_nbytes: int) -> Iterator[GatedStore]:
+    made = GatedStore(budget_nbytes=budget_nbytes)
     yield made
     made.close()
 

@@ -107,6 +107,7 @@ class GatedDevice(Device):
         self.held: list[Operation] = []
         self.has_held = threading.Event()
         self.device = device
+        self._gate = threading.Lock()
 
     def submit(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
@@ -115,15 +116,21 @@ class GatedDevice(Device):
             if error is not None:
                 operation.error = error
                 operation.on_done(operation)
-            elif self.hold(operation):
+            elif not self._is_held(operation):
+                self.device.submit([operation])
+
+    def _is_held(self, operation: Operation) -> bool:
+        with self._gate:  # order: nothing may be held once ``open`` has looked
+            is_held = self.hold(operation)
+            if is_held:
                 self.held.append(operation)
                 self.has_held.set()
-            else:
-                self.device.submit([operation])
+            return is_held
 
     def open(self) -> None:
         """Let what is held go on, and hold nothing any more."""
-        self.hold = lambda operation: False
+        with self._gate:
+            self.hold = lambda operation: False
         while self.held:
             self.device.submit([self.held.pop(0)])
 

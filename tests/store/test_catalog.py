@@ -18,6 +18,7 @@ from tests.store.catalogs import (
     SqliteHome,
     content_of,
     inline_row,
+    loaded,
     root_of,
     row_of,
 )
@@ -39,7 +40,7 @@ def file(tmp_path):
 
 def test_new_catalog_is_empty(home):
     with closing(home.create()) as catalog:
-        assert catalog.load() == (ROOT, [])
+        assert loaded(catalog) == (ROOT, [])
     assert content_of(home) == (ROOT, [])
 
 
@@ -54,7 +55,7 @@ def test_rows_come_back_in_order(home):
     root = root_of(7, state='{"step": "ünïcode"}')
     with closing(home.create()) as catalog:
         catalog.apply(root, rows[::-1], [])
-        assert catalog.load() == (root, rows)
+        assert loaded(catalog) == (root, rows)
     assert content_of(home) == (root, rows)
 
 
@@ -63,7 +64,7 @@ def test_apply_replaces_inserts_and_deletes(home):
         catalog.apply(root_of(1), [row_of(1), row_of(2), row_of(3)], [])
         newer = row_of(2, generation=2, seed=9)
         catalog.apply(root_of(2), [newer, row_of(4)], [1, 99])
-        assert catalog.load() == (root_of(2), [newer, row_of(3), row_of(4)])
+        assert loaded(catalog) == (root_of(2), [newer, row_of(3), row_of(4)])
         catalog.apply(root_of(3), [], [2, 3, 4])
     assert content_of(home) == (root_of(3), [])
 
@@ -107,7 +108,7 @@ def test_rows_that_no_store_may_write_are_refused(home, row):
     with closing(home.create()) as catalog:
         with pytest.raises(ValueError):
             catalog.apply(root_of(1), [row], [])
-        assert catalog.load() == (ROOT, [])
+        assert loaded(catalog) == (ROOT, [])
 
 
 def test_closed_catalog_says_so(home):
@@ -178,9 +179,9 @@ def test_a_live_catalog_can_be_read(file):
     with closing(file.create()) as catalog:
         catalog.apply(root_of(1), [row_of(1)], [])
         with closing(file.reopen(read_only=True)) as reader:
-            assert reader.load() == (root_of(1), [row_of(1)])
+            assert loaded(reader) == (root_of(1), [row_of(1)])
             catalog.apply(root_of(2), [row_of(2)], [])
-            assert reader.load() == (root_of(2), [row_of(1), row_of(2)])
+            assert loaded(reader) == (root_of(2), [row_of(1), row_of(2)])
             with pytest.raises(UsageError, match="read-only"):
                 reader.apply(root_of(3), [], [])
 
@@ -195,7 +196,7 @@ def test_a_reader_in_the_way_is_a_deadline_and_nothing_changes(file):
             catalog.apply(root_of(1), [row_of(1)], [])
         other.execute("COMMIT")
         catalog.apply(root_of(1), [row_of(1)], [])
-        assert catalog.load() == (root_of(1), [row_of(1)])
+        assert loaded(catalog) == (root_of(1), [row_of(1)])
 
 
 def test_threads_take_turns(file):
@@ -207,7 +208,7 @@ def test_threads_take_turns(file):
             thread.start()
         for thread in threads:
             thread.join()
-        assert [row.key_id for row in catalog.load()[1]] == list(range(1, 9))
+        assert [row.key_id for row in loaded(catalog)[1]] == list(range(1, 9))
 
 
 def in_child(check):
@@ -236,7 +237,7 @@ def test_a_forked_child_cannot_use_it_and_harms_nothing(file):
 
         assert in_child(refused) == 0
         catalog.apply(root_of(2), [row_of(2)], [])
-        assert catalog.load() == (root_of(2), [row_of(1), row_of(2)])
+        assert loaded(catalog) == (root_of(2), [row_of(1), row_of(2)])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -263,4 +264,4 @@ def test_a_fork_waits_for_the_transaction(file):
         thread.join()
         catalog._connection = connection
         assert seen == [False]
-        assert catalog.load() == (root_of(1), [row_of(1)])
+        assert loaded(catalog) == (root_of(1), [row_of(1)])

@@ -12,6 +12,7 @@ from tests.store.catalogs import (
     SqliteHome,
     content_of,
     failing,
+    loaded,
     root_of,
     row_of,
 )
@@ -110,7 +111,7 @@ def test_a_full_drive_or_a_busy_file_changes_nothing_and_can_be_retried(file, co
     with closing(file.create()) as catalog:
         with failing(catalog, "COMMIT", code), pytest.raises(error):
             catalog.apply(root_of(1), [row_of(1)], [])
-        assert catalog.load() == (ROOT, [])
+        assert loaded(catalog) == (ROOT, [])
         catalog.apply(root_of(1), [row_of(1)], [])
     assert content_of(file) == (root_of(1), [row_of(1)])
 
@@ -121,7 +122,7 @@ def test_a_really_full_file(file):
         catalog._connection.execute("PRAGMA max_page_count=5")
         with pytest.raises(CapacityError):
             catalog.apply(root_of(2), [row_of(key_id) for key_id in range(2, 500)], [])
-        assert catalog.load() == (root_of(1), [row_of(1)])
+        assert loaded(catalog) == (root_of(1), [row_of(1)])
         catalog.apply(root_of(2), [row_of(2)], [])
     assert content_of(file) == (root_of(2), [row_of(1), row_of(2)])
 
@@ -141,7 +142,7 @@ def test_interrupted_commit_leaves_no_transaction(file):
         catalog._connection = connection
         assert not connection.in_transaction
         catalog.apply(root_of(1), [row_of(1)], [])
-        assert catalog.load() == (root_of(1), [row_of(1)])
+        assert loaded(catalog) == (root_of(1), [row_of(1)])
 
 
 def test_a_state_too_large_is_refused_before_anything_happens(file, monkeypatch):
@@ -165,7 +166,7 @@ def test_simulated_commit_is_atomic_under_power_cuts(policy):
                 catalog.apply(root_of(2), [row_of(2)], [1])
         after = disk.power_cut(random.Random(seed), policy)
         with closing(SimulatedCatalog(after)) as catalog:
-            content = catalog.load()
+            content = loaded(catalog)
         assert content in ((root_of(1), [row_of(1)]), (root_of(2), [row_of(2)]))
         seen.add(content[0].generation)
     assert seen == {1} if policy == "drop" else seen

@@ -8,6 +8,7 @@ from tests.store.catalogs import (
     UUID,
     SqliteHome,
     content_of,
+    loaded,
     root_of,
     row_of,
 )
@@ -30,7 +31,7 @@ def damaged_base(tmp_path_factory):
         rows = [row_of(key_id, nbytes=5000 if key_id % 40 else 700 * BLOCK_NBYTES) for key_id in range(1, 400)]
         catalog.apply(root_of(1, 400), rows, [])
         catalog.apply(root_of(2, 400, state="s" * 9000), [row_of(5, generation=2)], list(range(100, 300)))
-        content = catalog.load()
+        content = loaded(catalog)
     return home.path.read_bytes(), content
 
 
@@ -57,7 +58,7 @@ def check_damaged(home, image, content):
         return False
     with closing(catalog):
         try:
-            assert catalog.load() == content
+            assert loaded(catalog) == content
         except CorruptionError:
             return False
         rows = {row.key_id: row for row in content[1]}

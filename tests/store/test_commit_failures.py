@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bytes.faulty import Errors, FaultyDevice
+from tests.bytes.faulty import Errors, FaultyThreads
 from tests.store.rig import WAIT_S, Counter, GatedStore, assert_holds, filled, numbers, simulated_store
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.memory import SimulatedDisk
@@ -132,16 +132,16 @@ def test_a_failed_catalog_load_leaves_nothing_open(disk: SimulatedDisk, monkeypa
 
 
 @pytest.fixture
-def drive(tmp_path: Path) -> Iterator[Callable[[], tuple[Store, FaultyDevice]]]:
+def drive(tmp_path: Path) -> Iterator[Callable[[], tuple[Store, FaultyThreads]]]:
     """Opens the one store in ``tmp_path``, its system calls in the test's hands."""
     opened: list[Store] = []
 
-    def open_store() -> tuple[Store, FaultyDevice]:
+    def open_store() -> tuple[Store, FaultyThreads]:
         directories = Directories.open([tmp_path / "run"])
         path = directories.paths[0] / CATALOG_NAME
         root = empty_root(directories.store_uuid, 1)
         catalog = SqliteCatalog.create(path, root) if directories.created else SqliteCatalog(path)
-        device = FaultyDevice(directories.paths[0], num_threads=2)
+        device = FaultyThreads(directories.paths[0], num_threads=2)
         parts = Parts(Arena(16 * MiB), [device], catalog, directories)
         store = Store.__new__(Store)
         store.device_memory = None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tiered.bytes.device.profile import PROFILE_NAME
 from tiered.errors import CorruptionError, DeviceError, UsageError
 from tiered.store import directory as directory_module
 from tiered.store.directory import CATALOG_NAME, Directories, create_private_file, scratch_directories
@@ -79,6 +80,21 @@ def test_an_empty_directory_becomes_private(tmp_path):
     (tmp_path / "lost+found").mkdir()
     Directories.open([tmp_path]).close()
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+
+
+def test_the_profile_of_the_drive_is_no_obstacle_and_stays(tmp_path):
+    for name in (PROFILE_NAME, f"{PROFILE_NAME}.12ab34cd"):  # the second is left by a write that was cut short
+        (tmp_path / name).write_text("measured")
+    for mode in "xax":  # creation, a creation that is done again, and one more
+        Directories.open([tmp_path], mode).close()
+    make_store(tmp_path)
+    Directories.open([tmp_path]).close()
+    for name in (PROFILE_NAME, f"{PROFILE_NAME}.12ab34cd"):
+        assert (tmp_path / name).read_text() == "measured"
+    (tmp_path.parent / "scratch").mkdir()
+    (tmp_path.parent / "scratch" / PROFILE_NAME).write_text("measured")
+    scratch_directories([tmp_path.parent / "scratch"])
+    assert os.listdir(tmp_path.parent / "scratch") == [PROFILE_NAME]
 
 
 def test_a_store_opens_with_its_directories_in_any_order(two):

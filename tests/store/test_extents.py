@@ -1,13 +1,16 @@
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tiered.bytes.device.base import SCRATCH
-from tiered.errors import CapacityError, CorruptionError
+from tiered.errors import CapacityError
 from tiered.store.checksum import BLOCK_NBYTES
-from tiered.store.extents import GROWTH_NBYTES, Extent, ExtentAllocator, pieces
+from tiered.store.dealing import block_order
+from tiered.store.extents import GROWTH_NBYTES, Extent, ExtentAllocator, ExtentError, pieces
 from tiered.store.free_ranges import FreeRanges
+from tiered.store.rows import EXTENTS_DTYPE
 from tiered.units import MiB, round_up
 
 PAGE = 4096
@@ -64,17 +67,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         free -= pages
         if extents:
             self.used.append((extents, scratch))
-
-    @rule(device=st.integers(0, 1), file=st.integers(0, 2), page=st.integers(0, 40), count=st.integers(1, 8))
-    def claim(self, device, file, page, count):
-        extent = Extent(device, file, page * UNIT, count * UNIT)
-        if units_of([extent]) <= self.free[False]:
-            self.allocator.claim(extent)
-            self.free[False] -= units_of([extent])
-            self.used.append(((extent,), False))
-        else:
-            with pytest.raises(CorruptionError):
-                self.allocator.claim(extent, "key")
 
     @precondition(lambda self: self.used)
     @rule(data=st.data(), quarantine=st.booleans())
@@ -183,7 +175,7 @@ def test_large_records_are_spread_in_shares_of_whole_blocks():
         (2, BLOCK_NBYTES + PAGE),
     ]
     for nbytes, shares in ((3, [1, 1, 1]), (4, [2, 1, 1]), (6, [2, 2, 2])):
-        extents = allocator.allocate_nowait(nbytes * BLOCK_NBYTES)
+        extents = allocator_of(*[64 * MiB] * 3).allocate_nowait(nbytes * BLOCK_NBYTES)
         assert [e.nbytes // BLOCK_NBYTES for e in extents] == shares
         assert sorted(e.device for e in extents) == [0, 1, 2]
 
@@ -193,35 +185,191 @@ def test_small_records_take_the_devices_in_turn():
     assert [allocator.allocate_nowait(PAGE)[0].device for _ in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
+    st.lists(st.integers(0, 60 * MiB), min_size=1, max_size=40),
+)
+def test_allocations_of_any_size_come_out_in_proportion_to_the_weights(weights, sizes):
+    allocator = allocator_of(*[4096 * MiB] * len(weights))
+    allocator.set_weights(weights)
+    taken, total = [0] * len(weights), 0
+    for size in sizes:
+        extents = allocator.allocate_nowait(size)
+        total += round_up(size, PAGE)
+        assert sum(e.nbytes for e in extents) == round_up(size, PAGE) and len(extents) <= len(weights)
+        for extent in extents:
+            taken[extent.device] += extent.nbytes
+        for nbytes, weight in zip(taken, allocator.weights, strict=True):
+            assert abs(nbytes - weight * total) <= len(weights) * BLOCK_NBYTES
+    assert allocator.weights == pytest.approx([weight / sum(weights) for weight in weights], rel=1e-3)
+
+
+@given(st.lists(st.floats(0.2, 5), min_size=2, max_size=4), st.integers(0, 200 * MiB))
+def test_a_large_record_is_on_every_device_in_proportion(weights, nbytes):
+    allocator = allocator_of(*[1024 * MiB] * len(weights))
+    allocator.set_weights(weights)
+    extents = allocator.allocate_nowait(nbytes)
+    if nbytes >= len(weights) * BLOCK_NBYTES:
+        on = {extent.device: extent.nbytes for extent in extents}
+        for device, weight in enumerate(allocator.weights):
+            assert abs(on.get(device, 0) - weight * nbytes) < 2 * BLOCK_NBYTES  # the last block may be short
+        assert all(extent.nbytes % BLOCK_NBYTES == 0 for extent in extents[:-1])
+
+
+@pytest.mark.parametrize("nbytes", [PAGE, MiB, 4 * MiB, 8 * MiB, 9 * MiB])
+def test_tensors_of_one_size_converge_to_the_weights(nbytes):
+    allocator = allocator_of(*[1024 * MiB] * 2)
+    allocator.set_weights([3.0, 1.0])
+    taken = [0, 0]
+    for _ in range(80):
+        for extent in allocator.allocate_nowait(nbytes):
+            taken[extent.device] += extent.nbytes
+    assert taken[0] == pytest.approx(3 * taken[1], rel=0.05)
+
+
+@pytest.mark.parametrize("scratch", [False, True])
+def test_what_a_device_lacks_the_others_give_and_it_is_not_made_up_for(scratch):
+    allocator = ExtentAllocator(2, PAGE)
+    for device, size in enumerate((16 * MiB, 512 * MiB)):
+        allocator.add_space(device, SCRATCH if scratch else 0, 0, size)
+    allocator.set_weights([3.0, 1.0])
+    kept = [allocator.allocate_nowait(64 * MiB, scratch=scratch) for _ in range(4)]
+    on = [[(e.device, e.nbytes) for e in extents] for extents in kept]
+    assert on == [[(0, 16 * MiB), (1, 48 * MiB)], *[[(1, 64 * MiB)]] * 3]
+    for extents in kept:
+        allocator.free(extents)
+    on = {e.device: e.nbytes for e in allocator.allocate_nowait(16 * MiB, scratch=scratch)}
+    assert on == {0: 12 * MiB, 1: 4 * MiB}
+
+
+def test_the_weights_of_one_space_do_not_disturb_the_other():
+    allocator = allocator_of(64 * MiB, 64 * MiB)
+    for device in range(2):
+        allocator.add_space(device, SCRATCH, 0, 64 * MiB)
+    assert [allocator.allocate_nowait(PAGE, scratch=bool(i % 2))[0].device for i in range(4)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")]])
+def test_weights_are_checked(weights):
+    with pytest.raises(ValueError, match="2 positive and finite"):
+        ExtentAllocator(2, PAGE).set_weights(weights)
+
+
+def test_a_share_is_split_on_its_device_before_it_goes_to_another():
+    allocator = allocator_of(64 * MiB, 64 * MiB)
+    taken = [allocator.allocate_nowait(4 * MiB) for _ in range(32)]
+    allocator.free(e for extents in taken[::4] for e in extents)  # every other block of the first device
+    allocator.free(e for extents in taken[1::2] for e in extents)  # all of the second
+    extents = allocator.allocate_nowait(32 * MiB)
+    assert sum(e.nbytes for e in extents if e.device == 0) == 16 * MiB and len(extents) == 5
+
+
+def test_balance_is_asked_for_or_given_up():
+    allocator = allocator_of(4 * MiB, 64 * MiB)
+    assert allocator.has_balance(8 * MiB) and not allocator.has_balance(16 * MiB)
+    assert allocator.allocate_nowait(16 * MiB, balanced=True) is None
+    assert allocator.plan_growth(16 * MiB) == []
+    assert allocator.plan_balance(16 * MiB, room=[15 * MiB, 0]) == []
+    plan = allocator.plan_balance(16 * MiB, room=[1024 * MiB, 0])
+    grow(allocator, plan, {(0, 0): 4 * MiB})
+    assert {e.device: e.nbytes for e in allocator.allocate_nowait(16 * MiB, balanced=True)} == {0: 8 * MiB, 1: 8 * MiB}
+    assert allocator.allocate_nowait(100 * MiB) is not None  # what a device lacks the other gives
+
+
+def test_growth_is_in_proportion_too():
+    allocator = ExtentAllocator(2, PAGE)
+    allocator.set_weights([3.0, 1.0])
+    assert allocator.plan_growth(400 * MiB) == [(0, 0, 300 * MiB), (1, 0, 100 * MiB)]
+
+
+def test_free_bytes_are_balanced_so_that_small_tensors_use_every_device():
+    allocator = ExtentAllocator(2, PAGE)
+    allocator.set_weights([3.0, 1.0])
+    sizes = {}
+    grow(allocator, allocator.plan_growth(PAGE), sizes)
+    assert sizes == {(0, 0): GROWTH_NBYTES}
+    assert allocator.plan_balance(PAGE, room=[0, 0]) == []
+    assert allocator.plan_balance(PAGE, room=[0, 20 * MiB + 1]) == [(1, 0, 5 * MiB)]
+    grow(allocator, allocator.plan_balance(PAGE), sizes)
+    assert sizes == {(0, 0): GROWTH_NBYTES, (1, 0): GROWTH_NBYTES}
+    assert {e.device for _ in range(4) for e in allocator.allocate_nowait(PAGE)} == {0, 1}
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), max_size=6), st.integers(0, BLOCK_NBYTES - 1))
+def test_blocks_are_ordered_so_that_devices_take_turns(shares, short):
+    sizes = [(device, count * BLOCK_NBYTES) for device, count in shares]
+    if sizes:
+        sizes[-1] = (sizes[-1][0], sizes[-1][1] - short)
+    where = [device for device, count in shares for _ in range(count)]
+    order = block_order(sizes)
+    assert sorted(order) == list(range(len(where)))
+    for wanted in range(3):
+        blocks = [block for block in order if where[block] == wanted]
+        assert blocks == sorted(blocks)
+        for seen in range(1, len(order)):  # never far from its part of what was moved so far
+            part = sum(where[block] == wanted for block in order[:seen])
+            assert abs(part - seen * len(blocks) / len(order)) <= 2
+
+
 def test_nothing_needs_no_extent():
     assert allocator_of(PAGE).allocate_nowait(0) == ()
 
 
+def table_of(*extents):
+    return np.array([tuple(extent) for extent in extents], dtype=EXTENTS_DTYPE)
+
+
 @pytest.mark.parametrize(
-    "extent",
+    ("extent", "problem"),
     [
-        Extent(0, 0, 9 * PAGE, 2 * PAGE),
-        Extent(0, 0, 1 << 62, PAGE),
-        Extent(0, 0, 0, 1 << 62),
-        Extent(0, 1, 0, PAGE),
-        Extent(0, SCRATCH, 0, PAGE),
-        Extent(-1, 0, 0, PAGE),
-        Extent(1, 0, 0, PAGE),
-        Extent(0, 0, 512, PAGE),
-        Extent(0, 0, PAGE, 512),
-        Extent(0, 0, -PAGE, PAGE),
-        Extent(0, 0, PAGE, 0),
-        Extent(0, 0, PAGE, -PAGE),
-        Extent(0, 0, 3 * PAGE, 2 * PAGE),
+        (Extent(0, 0, 100, PAGE), "not aligned"),
+        (Extent(0, 0, 0, 100), "not aligned"),
+        (Extent(0, 0, 0, 0), "no range"),
+        (Extent(0, 0, 9 * PAGE, 2 * PAGE), "ends behind"),
+        (Extent(0, 0, (1 << 63) - PAGE, PAGE), "ends behind"),
+        (Extent(0, 0, 0, (1 << 63) - PAGE), "ends behind"),
+        (Extent(0, 7, 0, PAGE), "ends behind"),
+        (Extent(1, 0, 0, PAGE), "no device"),
+        (Extent(0, 0, 4 * PAGE, PAGE), "overlaps"),
+        (Extent(0, 0, 3 * PAGE, 2 * PAGE), "overlaps"),
     ],
 )
-def test_claim_refuses_what_cannot_be(extent):
-    allocator = allocator_of(10 * PAGE)
-    allocator.claim(Extent(0, 0, 4 * PAGE, PAGE))
-    with pytest.raises(CorruptionError) as caught:
-        allocator.claim(extent, "layer.0.weight")
-    assert caught.value.key == "layer.0.weight" and caught.value.offset == extent.offset
-    assert allocator.free_nbytes == 9 * PAGE
+@pytest.mark.parametrize("is_first", [False, True])
+def test_claims_that_cannot_be_are_refused(extent, problem, is_first):
+    there = Extent(0, 0, 4 * PAGE, PAGE)
+    table = table_of(extent, there) if is_first else table_of(there, extent)
+    with pytest.raises(ExtentError, match=problem) as caught:
+        allocator_of(10 * PAGE).claim_all(table)
+    if problem == "overlaps":  # either of the two is to blame: the later one is
+        assert caught.value.index == 1
+    else:
+        assert (caught.value.index, caught.value.extent) == (1 - is_first, extent)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, 40), st.integers(1, 6)), max_size=30),
+    st.permutations(range(30)),
+)
+def test_claims_leave_the_rest_free(candidates, order):
+    allocator = ExtentAllocator(2, PAGE)
+    free = {(device, file, page) for device in (0, 1) for file in (0, 1) for page in range(40)}
+    for device in (0, 1):
+        for file in (0, 1):
+            allocator.add_space(device, file, 0, 40 * PAGE)
+    claimed = []
+    for device, file, page, count in candidates:
+        pages = {(device, file, page + i) for i in range(count)}
+        if pages <= free:
+            free -= pages
+            claimed.append(Extent(device, file, page * PAGE, count * PAGE))
+    allocator.claim_all(table_of(*(claimed[i] for i in order if i < len(claimed))))
+    assert (allocator.free_nbytes, allocator.used_nbytes) == (len(free) * PAGE, sum(e.nbytes for e in claimed))
+    rest = allocator.allocate_nowait(len(free) * PAGE)
+    assert {(e.device, e.file, p) for e in rest for p in range(e.offset // PAGE, (e.offset + e.nbytes) // PAGE)} == free
+    allocator.free(rest + tuple(claimed))
+    assert allocator.used_nbytes == 0
 
 
 def test_space_must_follow_what_is_there():

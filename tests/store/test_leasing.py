@@ -4,41 +4,21 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.store.rig import WAIT_S, GatedStore, read_key, simulated_store, stored, write_key
+from tests.store.rig import WAIT_S, read_key, simulated_store, stored, write_key
 from tiered.errors import (
     ClosedError,
     LeaseError,
     UsageError,
 )
-from tiered.store.store import Store
 from tiered.store.working_set import WorkingSet
 from tiered.units import KiB
 
 PAGE = 4 * KiB
-BUDGET = 16 * PAGE
-
-
-@pytest.fixture
-def gated() -> Iterator[GatedStore]:
-    made = GatedStore(budget_nbytes=BUDGET)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with simulated_store(budget_nbytes=BUDGET) as made:
-        yield made
-
-
-@pytest.fixture
-def working_set(store: Store) -> WorkingSet:
-    return store.working_set
+BUDGET = 16 * PAGE  # of the stores here
 
 
 # Leases

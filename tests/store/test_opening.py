@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,9 +28,6 @@ def store(any_store: Store) -> Store:
 def test_a_store_needs_directories_a_known_engine_and_a_budget(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs a directory"):
         Store(dram="16MiB")
-    for engine in ("uring", "aiofiles", "mmap"):
-        with pytest.raises(UsageError, match=r"not part of this version.*'auto', 'threads', 'memory'"):
-            Store(tmp_path / "run", dram="16MiB", engine=engine)
     with pytest.raises(UsageError, match="did you mean 'threads'"):
         Store(tmp_path / "run", dram="16MiB", engine="thread")
     with pytest.raises(ValueError, match="mode"):
@@ -121,7 +120,7 @@ def test_records_and_statistics_say_what_there_is(store: Store) -> None:
     statistics = store.statistics()
     assert (statistics.num_keys, statistics.generation, statistics.peak_bytes) == (1, 0, 24 * KiB)
     assert statistics.stall_seconds >= 0
-    assert "1 keys, generation 0, 24.0 KiB of 16.0 MiB in DRAM" in repr(store)
+    assert "open, 1 keys, generation 0, Arena(open, 24.0 KiB of 16.0 MiB" in repr(store)
 
 
 def test_verify_reads_what_is_on_the_devices(store: Store) -> None:
@@ -205,3 +204,29 @@ def test_a_hung_drive_does_not_lose_the_buffers_under_its_operations() -> None:
     assert store.working_set.statistics().arena_bytes == 0
     assert store.statistics().used_bytes == 0
     store.close()
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+def test_opening_and_closing_two_hundred_times_leaves_nothing(tmp_path: Path, engine: str) -> None:
+    def open_once(value: int) -> None:
+        with Store(tmp_path / "run", dram="8MiB", engine=engine) as store:
+            store["a"] = torch.full((5000,), value % 100, dtype=torch.uint8)
+
+    for value in range(50):
+        open_once(value)
+    num_fds = len(os.listdir("/proc/self/fd"))
+    tracemalloc.start()
+    try:
+        for value in range(50):
+            open_once(value)
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        for value in range(100):
+            open_once(value)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - before < 32 * KiB
+    finally:
+        tracemalloc.stop()
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+    with Store(tmp_path / "run", dram="8MiB", engine=engine) as store:
+        assert store.generation == 200

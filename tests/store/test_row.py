@@ -8,7 +8,8 @@ from tiered.errors import CorruptionError
 from tiered.store import row as codec
 from tiered.store.catalog import Root, Row
 from tiered.store.extents import Extent
-from tiered.store.row import RootHeader, decode_root, decode_rows, encode_root, encode_row
+from tiered.store.row import RootHeader, decode_root, encode_root, encode_row, row_seed
+from tiered.store.rows import Rows
 
 # --- the format is fixed ---
 
@@ -37,9 +38,13 @@ def test_bytes_of_the_root_are_fixed():
 HEADER = RootHeader(UUID, generation=5, next_key_id=100, num_directories=2, num_rows=1, digest_sum=0)
 
 
+def list_of(raw, header, file):
+    return list(Rows.decode(raw, header, file))
+
+
 def decode_one(key_id, body, header=HEADER):
-    digest = codec._row_digest(key_id, body, codec._row_seed(UUID))
-    return decode_rows([(key_id, body, digest)], replace(header, digest_sum=int.from_bytes(digest, "little")), "file")
+    digest = codec._row_digest(key_id, body, row_seed(UUID))
+    return list_of([(key_id, body, digest)], replace(header, digest_sum=int.from_bytes(digest, "little")), "file")
 
 
 def test_row_bodies_cut_or_altered_anywhere_are_decoded_within_their_size():
@@ -81,24 +86,24 @@ def test_rows_lost_added_or_stale_are_corruption():
     raw = {row.key_id: (row.key_id, *encode_row(row, UUID)) for row in (row_of(1), row_of(2), row_of(3, "key 2"))}
     total = sum(int.from_bytes(raw[key_id][2], "little") for key_id in (1, 2))
     header = replace(HEADER, num_rows=2, digest_sum=total % 2**64)
-    assert len(decode_rows([raw[1], raw[2]], header, "file")) == 2
+    assert len(list_of([raw[1], raw[2]], header, "file")) == 2
     for rows in ([raw[1]], [], [*raw.values()], [raw[1], raw[3]]):
         with pytest.raises(CorruptionError):
-            decode_rows(rows, header, "file")
+            list_of(rows, header, "file")
     stale = (1, *encode_row(row_of(1, seed=5), UUID))
     with pytest.raises(CorruptionError, match="not those of the last commit"):
-        decode_rows([stale, raw[2]], header, "file")
+        list_of([stale, raw[2]], header, "file")
     both = (raw[2], raw[3])
     header = replace(header, digest_sum=sum(int.from_bytes(r[2], "little") for r in both) % 2**64)
     with pytest.raises(CorruptionError, match="same name"):
-        decode_rows(both, header, "file")
+        list_of(both, header, "file")
 
 
 def test_a_row_of_another_key_or_store_does_not_match():
     body, digest = encode_row(row_of(7), UUID)
     for key_id, uuid in ((8, UUID), (7, bytes(16))):
         with pytest.raises(CorruptionError, match="digest"):
-            decode_rows([(key_id, body, digest)], replace(HEADER, store_uuid=uuid), "file")
+            list_of([(key_id, body, digest)], replace(HEADER, store_uuid=uuid), "file")
 
 
 def test_root_cut_or_altered_anywhere_is_corruption():

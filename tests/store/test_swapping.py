@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,30 +12,11 @@ from tiered.errors import (
     DeadlineError,
     DeviceError,
 )
-from tiered.store.store import Store
 from tiered.store.working_set import WorkingSet
 from tiered.units import KiB
 
 PAGE = 4 * KiB
-BUDGET = 16 * PAGE
-
-
-@pytest.fixture
-def gated() -> Iterator[GatedStore]:
-    made = GatedStore(budget_nbytes=BUDGET)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with simulated_store(budget_nbytes=BUDGET) as made:
-        yield made
-
-
-@pytest.fixture
-def working_set(store: Store) -> WorkingSet:
-    return store.working_set
+BUDGET = 16 * PAGE  # of the stores here
 
 
 # Write-back

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
 
-from tests.store.rig import WAIT_S, GatedStore, numbers, read_key, simulated_store, stored, write_key
+from tests.store.rig import WAIT_S, numbers, read_key, simulated_store, stored, write_key
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import (
     CapacityError,
@@ -19,25 +19,7 @@ from tiered.store.working_set import WorkingSet
 from tiered.units import KiB
 
 PAGE = 4 * KiB
-BUDGET = 16 * PAGE
-
-
-@pytest.fixture
-def gated() -> Iterator[GatedStore]:
-    made = GatedStore(budget_nbytes=BUDGET)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with simulated_store(budget_nbytes=BUDGET) as made:
-        yield made
-
-
-@pytest.fixture
-def working_set(store: Store) -> WorkingSet:
-    return store.working_set
+BUDGET = 16 * PAGE  # of the stores here
 
 
 # The budget

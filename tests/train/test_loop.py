@@ -28,6 +28,11 @@ JSON_KEYS = {
     "bytes_written",
     "generation",
     "stall_seconds",
+    "wait_seconds",
+    "moved_bytes_per_param",
+    "bound_seconds",
+    "step_over_bound",
+    "verdict",
     "versions",
 }
 
@@ -77,8 +82,13 @@ def test_a_run_says_what_it_will_do_and_what_it_did(
     assert run("--steps", "8") == 0
     out, err = capsys.readouterr()
     assert not err
-    for word in ("model", "data", "job", "memory", "space", "writes", "loss", "time", "moved", "wrote", "run", "go on"):
+    for word in (
+        "model", "data", "job", "memory", "space", "writes", "loss", "time", "moved", "waited", "bound", "wrote", "run",
+        "go on",
+    ):  # fmt: skip
         assert f"\n{word} " in f"\n{out}"
+    assert out.splitlines()[-1].startswith("verdict ")
+    assert "bound" in out.splitlines()[-1]
     assert "step 8/8" in out
     found = figures(tmp_path)
     assert set(found) == JSON_KEYS
@@ -88,6 +98,42 @@ def test_a_run_says_what_it_will_do_and_what_it_did(
     assert found["dram_budget_bytes"] == 32 << 20
     assert found["state_bytes"] >= 12 * found["params"]
     assert found["write_bytes_per_param"] >= 12
+    moved = found["moved_bytes_per_param"]
+    assert {"parameters", "optimizer state", "catalog"} <= set(moved)
+    assert moved["optimizer state"]["write"] == pytest.approx(10, rel=0.2), "pages round small units up"
+    assert sum(one["write"] for one in moved.values()) == pytest.approx(found["write_bytes_per_param"], rel=0.1)
+    assert moved["catalog"]["write"] > 0
+    assert found["step_over_bound"] >= 1
+    assert set(found["wait_seconds"]) <= {"demand read", "update", "write-back", "commit"}
+
+
+def test_a_timeline_shows_what_the_threads_did(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "timeline.json"
+    assert run("--steps", "3", "--timeline", str(file), "--hold", "0") == 0
+    assert f"drawn   {file}: all " in capsys.readouterr().out
+    events = json.loads(file.read_text())["traceEvents"]
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"training thread", "tiered-update", "tiered-commit", "swap out"} <= tracks
+    words = {event["cat"] for event in events if event["ph"] == "X"}
+    assert {"forward", "backward", "update", "update bucket", "commit", "flush", "swap out"} <= words
+    assert {event["name"] for event in events if event["ph"] == "X"} >= {"forward blocks.1", "backward blocks.0"}
+
+
+@pytest.mark.parametrize("state", ["bf16", "compact"])
+def test_smaller_state_learns_and_resumes(run: Run, tmp_path: Path, state: str) -> None:
+    assert run("--steps", "4", "--quiet", "--state", state, store="whole") == 0
+    assert run("--steps", "2", "--quiet", "--state", state) == 0
+    losses = figures(tmp_path)["losses"]
+    assert run("--resume", "--steps", "4", "--quiet", sizes=()) == 0
+    assert losses + figures(tmp_path)["losses"] == figures(tmp_path, "whole")["losses"]
+    assert figures(tmp_path, "whole")["write_bytes_per_param"] < 11
+
+
+def test_what_is_held_and_kept_changes_no_loss(run: Run, tmp_path: Path) -> None:
+    assert run("--steps", "2", "--quiet", "--hold", "0", "--activations", "keep", store="none") == 0
+    for number, options in enumerate((("--hold", "8MiB"), ("--activations", "recompute"), ("--activations", "swap"))):
+        assert run("--steps", "2", "--quiet", *options, store=f"other{number}") == 0
+        assert figures(tmp_path, "none")["losses"] == figures(tmp_path, f"other{number}")["losses"]
 
 
 @pytest.mark.parametrize(
@@ -112,10 +158,14 @@ def test_the_budget_changes_no_loss(run: Run, tmp_path: Path, options: tuple[str
     assert large["read_bytes_per_param"] == 0, "it has not"
 
 
-def test_accumulation_gives_the_same_losses_with_both_updates(run: Run, tmp_path: Path) -> None:
+def test_accumulation_gives_the_same_losses_whatever_the_update_and_the_order(run: Run, tmp_path: Path) -> None:
+    losses = []
     for update in ("step", "backward"):
-        assert run("--steps", "3", "--quiet", "--accumulate", "2", "--update", update, store=update) == 0
-    assert figures(tmp_path, "step")["losses"] == figures(tmp_path, "backward")["losses"]
+        for order in ("vertical", "plain"):
+            options = ("--accumulate", "2", "--update", update, "--micro-batches", order)
+            assert run("--steps", "3", "--quiet", *options, store=f"{update}-{order}") == 0
+            losses.append(figures(tmp_path, f"{update}-{order}")["losses"])
+    assert losses[1:] == losses[:-1]
 
 
 def test_an_existing_run_is_not_touched_without_being_told(

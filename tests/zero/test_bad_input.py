@@ -69,7 +69,7 @@ def test_bad_arguments_of_shard(name: str, store: tiered.Store) -> None:
 @pytest.mark.parametrize("options, kind, match", [
     ({"update": "backwards"}, UsageError, "backward"),
     ({"update": None}, UsageError, "step"),
-    ({"state": "compact"}, UsageError, "exact"),
+    ({"state": "small"}, UsageError, "exact"),
     ({"lr": -1.0}, ValueError, "lr"),
     ({"lr": float("nan")}, ValueError, "lr"),
     ({"betas": (0.9, 1.0)}, ValueError, "betas"),

@@ -16,10 +16,10 @@ from torch import nn
 
 import tiered
 from tests.models import CASES, Case
-from tests.reference import Recipe, Trained, train
+from tests.reference import Recipe, Trained, keep_moments, train
 from tiered.bytes.arena import Arena
 from tiered.errors import CapacityError
-from tiered.store.working_set import WorkingSet
+from tiered.store.swap_in import SwapIn
 
 __all__ = ["ROOMY_NBYTES", "SEED", "Session", "assert_same", "debug_store", "reference", "smallest_budget", "start"]
 
@@ -96,8 +96,7 @@ class Session:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         order = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
         for index, values in self.optimizer.state_dict()["state"].items():
-            self.trained.exp_avg[order[index]] = values["exp_avg"]
-            self.trained.exp_avg_sq[order[index]] = values["exp_avg_sq"]
+            keep_moments(self.trained, order[index], values)
             self.trained.num_updates[order[index]] = int(values["step"])
             if "master" in values:
                 self.trained.masters[order[index]] = values["master"]
@@ -105,14 +104,23 @@ class Session:
 
 
 def start(
-    case: Case, recipe: Recipe, store: tiered.Store, update: str = "step", *, hold: Any = "auto", seed: int = SEED
+    case: Case,
+    recipe: Recipe,
+    store: tiered.Store,
+    update: str = "step",
+    *,
+    hold: Any = "auto",
+    activations: Any = "auto",
+    seed: int = SEED,
 ) -> Session:
     """Build, shard and get ready to train; the seeds are those of the reference."""
     torch.manual_seed(seed)
     with tiered.construct(store):
         model = case.build()
-    model = tiered.shard(model, store, unit=case.unit, param_dtype=recipe.param_dtype, hold=hold)
-    optimizer = tiered.AdamW(recipe.groups(model), update=update, **recipe.adamw)
+    model = tiered.shard(
+        model, store, unit=case.unit, param_dtype=recipe.param_dtype, hold=hold, activations=activations
+    )
+    optimizer = getattr(tiered, recipe.optimizer)(recipe.groups(model), update=update, **recipe.adamw)
     scheduler = None if recipe.schedule is None else recipe.schedule(optimizer)
     if scheduler is not None:
         store.register("scheduler", scheduler)
@@ -163,7 +171,7 @@ def assert_same(trained: Trained, expected: Trained) -> None:
     for what in ("parameters", "buffers", "exp_avg", "exp_avg_sq", "masters"):
         ours, theirs = getattr(trained, what), getattr(expected, what)
         if what == "masters":  # a parameter that is its own has none, nor has one that was never updated
-            theirs = {n: t for n, t in theirs.items() if n in expected.exp_avg and n in expected.cast}
+            theirs = {n: t for n, t in theirs.items() if n in expected.num_updates and n in expected.cast}
         assert ours.keys() == theirs.keys(), what
         different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
         assert not different, f"{what} differ: {different}"
@@ -174,12 +182,12 @@ def assert_same(trained: Trained, expected: Trained) -> None:
 def counted_swaps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Count by key how often its bytes were read into DRAM, on demand or ahead of need."""
     swaps: Counter[str] = Counter()
-    begin_read = WorkingSet._begin_read
+    begin_read = SwapIn._begin
 
-    def counting_begin_read(self: WorkingSet, entry: Any, *args: Any) -> Any:
+    def counting_begin_read(self: SwapIn, entry: Any, *args: Any) -> Any:
         swaps[entry.name] += 1
         return begin_read(self, entry, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(WorkingSet, "_begin_read", counting_begin_read)
+        patch.setattr(SwapIn, "_begin", counting_begin_read)
         yield swaps

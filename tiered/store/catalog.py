@@ -32,11 +32,12 @@ import sqlite3
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
-from tiered.errors import CapacityError, ClosedError, CorruptionError, DeviceError, UsageError
+from tiered.errors import CapacityError, ClosedError, CorruptionError, DeadlineError, DeviceError, UsageError
 from tiered.store.directory import create_private_file, fsync_directory
 from tiered.store.row import (
     FORMAT_VERSION,
@@ -46,22 +47,26 @@ from tiered.store.row import (
     Row,
     decode_root,
     decode_root_header,
-    decode_rows,
     encode_root,
     encode_row,
     refuse_newer,
 )
+from tiered.store.rows import Rows
 from tiered.store.sqlite_file import (
     BUSY,
     PAGE_NBYTES,
     check_header,
     connect,
     make_durable,
+    read_through,
     refuse_trap,
+    says_drive_failed,
     translated,
 )
 
 __all__ = ["FORMAT_VERSION", "Catalog", "Root", "Row", "SqliteCatalog"]
+
+T = TypeVar("T")
 
 
 class Catalog(ABC):
@@ -70,7 +75,7 @@ class Catalog(ABC):
     name: str  # the file, or what stands for it in messages
 
     @abstractmethod
-    def load(self) -> tuple[Root, list[Row]]:
+    def load(self) -> tuple[Root, Rows]:
         """Return the last committed generation, rows in the order of their key ids.
 
         Raises CorruptionError for anything that no commit has written, UsageError for a newer format.
@@ -95,6 +100,7 @@ _SCHEMA = {
     "digest BLOB NOT NULL)",
     "records": "CREATE TABLE records (key_id INTEGER PRIMARY KEY, body BLOB NOT NULL, digest BLOB NOT NULL)",
 }
+_NUM_READ_RETRIES = 3
 _MAX_VALUE_NBYTES = 1_000_000_000  # SQLite's own limit on one value; the state text ends there
 
 
@@ -122,11 +128,7 @@ class SqliteCatalog(Catalog):
         self._connection: sqlite3.Connection | None = None
         refuse_trap(path)
         try:
-            with translated(self.name, "open"):
-                self._connection = self._connect()
-                if not read_only:
-                    self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                    check_header(os.pread(self._fd, 100, 0), os.fstat(self._fd).st_size, self.name)
+            self._read(self._open)
         except BaseException:
             self.close()
             raise
@@ -156,7 +158,10 @@ class SqliteCatalog(Catalog):
             fsync_directory(path.parent)
         return cls(path)
 
-    def load(self) -> tuple[Root, list[Row]]:
+    def load(self) -> tuple[Root, Rows]:
+        return self._read(self._load)
+
+    def _load(self) -> tuple[Root, Rows]:
         with self._using("load") as connection:
             nbytes = os.stat(self.name).st_size
             # One value is never larger than the file, whatever the cell that announces it says.
@@ -166,17 +171,12 @@ class SqliteCatalog(Catalog):
                 self._check_schema(connection)
                 if not self._read_only:
                     self._check_pages(connection)
-                roots = connection.execute("SELECT one, format, body, digest FROM root LIMIT 2").fetchall()
-                raw = self._read_rows(connection, nbytes)
+                root, header = self._read_root(connection)
+                return root, Rows.decode(self._read_rows(connection, nbytes), header, self.name)
             finally:
                 if connection.in_transaction:
                     connection.rollback()
                 connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_NBYTES)
-        if len(roots) != 1 or [type(value) for value in roots[0]] != [int, int, bytes, bytes] or roots[0][0] != 1:
-            raise self._corrupt(f"expected one root row, got {len(roots)}")
-        refuse_newer(FORMAT_VERSION, roots[0][1], self.name)
-        root, header = decode_root(roots[0][2], roots[0][3], self.name)
-        return root, decode_rows(raw, header, self.name)
 
     def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int]) -> None:
         if self._read_only:
@@ -186,7 +186,6 @@ class SqliteCatalog(Catalog):
                 f"the state that rides along with the commit is {len(root.state)} characters of JSON, "
                 f"at most {_MAX_VALUE_NBYTES // 2} fit: put its tensors into the store under keys of their own"
             )
-        encoded = [(row.key_id, *encode_row(row, root.store_uuid)) for row in upserts]
         with self._using("commit to") as connection:
             if self._failed is not None:
                 raise DeviceError(f"catalog {self.name}: {self._failed}; open the store again to see which it was")
@@ -194,11 +193,18 @@ class SqliteCatalog(Catalog):
                 connection.execute("BEGIN IMMEDIATE")
                 header = self._read_header(connection, root)
                 num_rows, digest_sum = header.num_rows, header.digest_sum
-                for key_id, _, new in encoded:
-                    old = self._digest_of(connection, key_id)
-                    num_rows += old is None
-                    digest_sum += int.from_bytes(new, "little") - int.from_bytes(old or b"", "little")
-                connection.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", encoded)
+
+                def encoded() -> Iterator[tuple[int, bytes, bytes]]:
+                    nonlocal num_rows, digest_sum
+                    for row in upserts:
+                        body, new = encode_row(row, root.store_uuid)
+                        is_new = row.key_id >= header.next_key_id
+                        old = None if is_new else self._digest_of(connection, row.key_id)
+                        num_rows += old is None
+                        digest_sum += int.from_bytes(new, "little") - int.from_bytes(old or b"", "little")
+                        yield row.key_id, body, new
+
+                connection.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", encoded())
                 for key_id in deleted:
                     old = self._digest_of(connection, key_id)
                     num_rows -= old is not None
@@ -236,6 +242,31 @@ class SqliteCatalog(Catalog):
             with translated(self.name, verb):
                 yield self._connection
 
+    def _read(self, read: Callable[[], T]) -> T:
+        """Return what ``read`` does, which is tried again where the drive may not have given a page.
+
+        SQLite calls a file damaged that the drive answers with EIO; damage is what the drive gives and is not ours.
+        """
+        for _ in range(_NUM_READ_RETRIES):
+            try:
+                return read()
+            except (CorruptionError, DeviceError) as error:
+                if isinstance(error, DeadlineError) or not isinstance(error.__cause__, sqlite3.Error | OSError):
+                    raise
+                if self._fd is not None:
+                    read_through(self._fd, self.name)
+        return read()
+
+    def _open(self) -> None:
+        if self._connection is not None:  # half open, from a try before
+            self._connection.close()
+        with translated(self.name, "open"):
+            if self._fd is None:
+                self._fd = os.open(self.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._connection = self._connect()
+            if not self._read_only:
+                check_header(os.pread(self._fd, 100, 0), os.fstat(self._fd).st_size, self.name)
+
     def _connect(self) -> sqlite3.Connection:
         """Connect; what it opened before it failed is in ``_connection``, for ``close``."""
         path = Path(self.name)
@@ -272,12 +303,23 @@ class SqliteCatalog(Catalog):
         """Every page is in one place only: else a later commit could write over a row."""
         answer = connection.execute("PRAGMA quick_check(1)").fetchone()
         if answer != (b"ok",):
-            raise self._corrupt(f"its pages are damaged ({answer[0].decode(errors='replace')})")
+            what = answer[0].decode(errors="replace")
+            if says_drive_failed(what):
+                message = f"catalog {self.name}: could not read it ({what}): see the kernel log for this drive"
+                raise DeviceError(message) from sqlite3.DatabaseError(what)
+            raise self._corrupt(f"its pages are damaged ({what})")
 
-    def _read_rows(self, connection: sqlite3.Connection, nbytes: int) -> list[tuple[int, bytes, bytes]]:
-        rows: list[tuple[int, bytes, bytes]] = []
+    def _read_root(self, connection: sqlite3.Connection) -> tuple[Root, RootHeader]:
+        roots = connection.execute("SELECT one, format, body, digest FROM root LIMIT 2").fetchall()
+        if len(roots) != 1 or [type(value) for value in roots[0]] != [int, int, bytes, bytes] or roots[0][0] != 1:
+            raise self._corrupt(f"expected one root row, got {len(roots)}")
+        refuse_newer(FORMAT_VERSION, roots[0][1], self.name)
+        return decode_root(roots[0][2], roots[0][3], self.name)
+
+    def _read_rows(self, connection: sqlite3.Connection, nbytes: int) -> Iterator[tuple[int, bytes, bytes]]:
         last = 0
-        for key_id, body, digest in connection.execute("SELECT key_id, body, digest FROM records"):
+        for row in connection.execute("SELECT key_id, body, digest FROM records"):
+            key_id, body, digest = row
             # Ascending: so damaged pages that lead back to themselves come to an end.
             if type(body) is not bytes or type(digest) is not bytes or key_id <= last:
                 raise self._corrupt(f"no such row can be (key id {key_id} after {last})")
@@ -285,8 +327,7 @@ class SqliteCatalog(Catalog):
             nbytes -= len(body)
             if nbytes < 0:
                 raise self._corrupt("its rows hold more bytes than the file")
-            rows.append((key_id, body, digest))
-        return rows
+            yield row
 
     def _read_header(self, connection: sqlite3.Connection, root: Root) -> RootHeader:
         row = connection.execute("SELECT substr(body, 1, ?) FROM root", (ROOT_HEADER_NBYTES,)).fetchone()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
 from tiered.store.catalog import Catalog
 from tiered.store.deadline import Deadline
 from tiered.store.entry import Entry, Residency
+from tiered.store.recorder import Wait
 from tiered.store.records import Sealed
 from tiered.store.row import Root
 from tiered.store.working_set import WorkingSet
@@ -39,6 +41,7 @@ class Committer:
         self.failure: Exception | None = None
         self.lost_generation = 0
         self.num_commits = 0
+        self.catalog_write_bytes = 0
         self._working_set = working_set
         self._records = working_set.records
         self._condition = working_set.condition
@@ -71,10 +74,14 @@ class Committer:
     def wait(self) -> None:
         """Wait until no commit runs, successful or not. Raises DeadlineError."""
         deadline = Deadline("completion of the running commit", self._working_set.deadline_s)
+        begun_s = time.monotonic()
         with self._condition:
+            is_waiting = self._records.sealed is not None and self.failure is None
             while self._records.sealed is not None and self.failure is None:
                 deadline.wait(self._condition, self._records.commit_progress())
             thread = self._thread
+        if is_waiting:
+            self._working_set.recorder.waited(Wait.COMMIT, "", begun_s)
         if thread is not None:
             thread.join()  # it has nothing left to do
 
@@ -120,9 +127,13 @@ class Committer:
     # Below: the flush, in its own thread
 
     def _finish(self, sealed: Sealed) -> None:
+        recorder, subject = self._working_set.recorder, f"generation {sealed.generation}"
+        begun_s = time.monotonic()
         try:
             self._write(sealed)
+            flush_s = time.monotonic()
             self._working_set.space.flush()
+            recorder.worked("flush", subject, flush_s)
             sealed.phase += 1
             root = Root(
                 store_uuid=self.root.store_uuid,
@@ -131,7 +142,10 @@ class Committer:
                 num_directories=self.root.num_directories,
                 state=sealed.state,
             )
+            written = _written_nbytes()
             self._catalog.apply(root, list(sealed.rows.values()), [entry.key_id for entry in sealed.removed])
+            self.catalog_write_bytes += _written_nbytes() - written
+            recorder.worked("commit", subject, begun_s)
         except BaseException as error:  # whatever it is, it must reach the caller
             self._fail(sealed, error)
             return
@@ -185,6 +199,15 @@ class Committer:
         )
         refusal.__cause__ = self.failure
         return refusal
+
+
+def _written_nbytes() -> int:
+    """Return the bytes that this thread has made the system write so far; 0 where it does not tell."""
+    try:
+        with open("/proc/thread-self/io", encoding="ascii") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
+    except (OSError, StopIteration):
+        return 0
 
 
 def _has_writer(entry: Entry, *, lingering: bool) -> bool:

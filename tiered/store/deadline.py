@@ -38,6 +38,10 @@ class Deadline:
         condition.wait(min(at_most_s, (half_s if now < half_s else self._start_s + self._limit_s) - now))
         self.waited_s += time.monotonic() - now
 
+    def renew(self) -> None:
+        """Note a sign of progress: the time starts anew."""
+        self._start_s, self._warned = time.monotonic(), False
+
     def check(self, progress: object = None) -> float:
         """Raise DeadlineError when the time is over, warn when half of it is; return the time."""
         now = time.monotonic()

@@ -19,10 +19,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from tiered.bytes.device.profile import PROFILE_NAME
 from tiered.errors import CorruptionError, DeviceError, UsageError
 from tiered.store.identity import Identity
 
-__all__ = ["CATALOG_NAME", "Directories", "create_private_file", "fsync_directory", "scratch_directories"]
+__all__ = [
+    "CATALOG_NAME",
+    "Directories",
+    "create_private_file",
+    "fsync_directory",
+    "owned_files",
+    "scratch_directories",
+]
 
 CATALOG_NAME = "catalog.db"
 
@@ -30,6 +38,7 @@ _IDENTITY, _LOCK = "identity", "lock"
 _DATA = re.compile(r"data-\d{3,}")
 # What a creation that was cut short, or mkfs, may leave in a directory that holds no store.
 _LEFTOVERS = {_LOCK, f"{_IDENTITY}.new", f"{CATALOG_NAME}.new", f"{CATALOG_NAME}.new-journal", "lost+found"}
+_OWNED = re.compile(rf"{_IDENTITY}|{_DATA.pattern}|{re.escape(CATALOG_NAME)}(-journal|\.new|\.new-journal)?")
 
 Mode = Literal["a", "x", "r"]
 
@@ -167,6 +176,12 @@ def _survey(paths: tuple[Path, ...], mode: Mode) -> tuple[tuple[Path, ...], byte
     return tuple(ordered), identities[ordered[0]].store_uuid
 
 
+def owned_files(directory: Path) -> Iterator[Path]:
+    """Yield the files of a store, whole or in the making, in ``directory``, by name; the lock is not one of them."""
+    if directory.is_dir():
+        yield from (entry for entry in sorted(directory.iterdir()) if _OWNED.fullmatch(entry.name))
+
+
 def _look_into(path: Path) -> Identity | None:
     """Return the identity in ``path``; None where it is missing or as good as empty. Refuses traps."""
     try:
@@ -188,7 +203,8 @@ def _look_into(path: Path) -> Identity | None:
                 f"owner alone: look whether its files are your own, then chmod 700 it"
             )
         return Identity.read(path / _IDENTITY)
-    foreign = [name for name in names if name not in _LEFTOVERS]
+    # The drive's profile, measured before there was a store, is no obstacle; and it is not the store's to remove.
+    foreign = [name for name in names if name not in _LEFTOVERS and not f"{name}.".startswith(f"{PROFILE_NAME}.")]
     if foreign:
         raise UsageError(
             f"{path} holds {foreign[0]!r} and no store: give an empty directory, or one that does not exist yet"
@@ -292,22 +308,25 @@ def _lock(path: Path, *, shared: bool) -> int:
         # Read-only will do for a reader on a file system that is.
         fd = os.open(name, (os.O_RDONLY if shared else os.O_RDWR) | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        _take(fd, path, shared=shared)
         if os.fstat(fd).st_ino != os.lstat(name).st_ino:
             raise UsageError(f"{name} was replaced while it was being locked: open the store again")
         if not shared:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    except BlockingIOError as error:
-        owner = _owner(fd)
-        os.close(fd)
-        raise UsageError(
-            f"{path} is open in process {owner}: one writer or several readers at a time; close it there first"
-        ) from error
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _take(fd: int, path: Path, *, shared: bool) -> None:
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UsageError(
+            f"{path} is open in process {_owner(fd)}: one writer or several readers at a time; close it there first"
+        ) from error
 
 
 def _owner(fd: int) -> str:

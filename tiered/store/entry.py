@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -44,10 +44,10 @@ class Spec:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    nbytes: int = field(init=False, compare=False)
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", math.prod(self.shape) * self.dtype.itemsize)
 
     @property
     def dtype_name(self) -> str:
@@ -55,13 +55,18 @@ class Spec:
         return str(self.dtype).removeprefix("torch.")
 
     @classmethod
+    def like(cls, tensor: torch.Tensor) -> Spec:
+        """Return the spec of ``tensor``."""
+        return _spec(tensor.dtype, tuple(tensor.shape))
+
+    @classmethod
     def of(cls, row: Row) -> Spec:
         """Return the spec a catalog row names. Raises CorruptionError when the row contradicts itself."""
-        dtype = _DTYPES.get(row.dtype)
+        spec = _spec_named(row.dtype, row.shape)
         problem = ""
-        if dtype is None or row.dtype in _QUANTISED:
+        if spec is None:
             problem = f"a dtype that this torch does not know: {row.dtype!r}"
-        elif any(size < 0 for size in row.shape) or math.prod(row.shape) * dtype.itemsize != row.nbytes:
+        elif spec.nbytes != row.nbytes:
             problem = f"{row.nbytes} bytes for shape {row.shape} of {row.dtype}"
         elif row.inline is not None and (row.extents or row.digests or len(row.inline) != row.nbytes):
             problem = f"{len(row.inline)} inline bytes of {row.nbytes}"
@@ -69,14 +74,20 @@ class Spec:
             problem = f"{len(row.digests)} bytes of digests for {num_blocks(row.nbytes)} blocks of {BLOCK_NBYTES} bytes"
         elif row.inline is None and sum(extent.nbytes for extent in row.extents) < row.nbytes:
             problem = f"extents of {sum(extent.nbytes for extent in row.extents)} bytes for {row.nbytes}"
-        if problem or dtype is None:
+        if problem or spec is None:
             raise CorruptionError(f"the catalog row of {row.name!r} has {problem}", key=row.name)
-        return _spec(dtype, row.shape)
+        return spec
 
 
 @functools.lru_cache(maxsize=1024)  # of a million keys, most look alike
 def _spec(dtype: torch.dtype, shape: tuple[int, ...]) -> Spec:
     return Spec(dtype, shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec_named(dtype_name: str, shape: tuple[int, ...]) -> Spec | None:
+    dtype = None if dtype_name in _QUANTISED else _DTYPES.get(dtype_name)
+    return None if dtype is None else Spec(dtype, shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,30 +7,18 @@ business; the free list is rebuilt from the catalog at every open and never stor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NoReturn
+
+import numpy as np
 
 from tiered.bytes.device.base import SCRATCH
-from tiered.errors import CapacityError, CorruptionError
+from tiered.errors import CapacityError
 from tiered.store.checksum import BLOCK_NBYTES
-from tiered.store.free_ranges import FreeRanges
-from tiered.units import MiB, TiB, divide_up, format_bytes, round_up
+from tiered.store.dealing import Dealer
+from tiered.store.device_space import GROWTH_NBYTES, DeviceSpace, Extent
+from tiered.units import TiB, format_bytes, round_up
 
-__all__ = ["GROWTH_NBYTES", "Extent", "ExtentAllocator", "pieces"]
-
-GROWTH_NBYTES = 64 * MiB
-"""The smallest step by which a file grows where there is room for it."""
-
-# A device's files lie one after another on one number line, this far apart: a range never reaches the next file.
-_FILE_STRIDE = 1 << 52
-
-
-class Extent(NamedTuple):
-    """A contiguous range of one file: the device's index, the file's number, offset and length in bytes."""
-
-    device: int
-    file: int
-    offset: int
-    nbytes: int
+__all__ = ["GROWTH_NBYTES", "Extent", "ExtentAllocator", "ExtentError", "pieces"]
 
 
 def pieces(extents: Iterable[Extent], start: int, nbytes: int) -> Iterator[Extent]:
@@ -52,6 +40,16 @@ def pieces(extents: Iterable[Extent], start: int, nbytes: int) -> Iterator[Exten
         raise ValueError(f"bytes [{start}, {start + nbytes}) end {wanted} bytes beyond their extents")
 
 
+class ExtentError(Exception):
+    """Extent number ``index`` of those to claim cannot be in use, and why."""
+
+    def __init__(self, index: int, extent: Extent, problem: str) -> None:
+        super().__init__(f"{extent} {problem}")
+        self.index = index
+        self.extent = extent
+        self.problem = problem
+
+
 class ExtentAllocator:
     """Free ranges of every device's files, best fit, coalesced.
 
@@ -67,9 +65,10 @@ class ExtentAllocator:
             )
         self.alignment = alignment
         self._max_file_nbytes = max_file_nbytes
-        self._named = [_Space(alignment, device) for device in range(num_devices)]
-        self._scratch = [_Space(alignment, device) for device in range(num_devices)]
-        self._rotation = 0  # the device that the next allocation starts with
+        self._named = [DeviceSpace(alignment, device) for device in range(num_devices)]
+        self._scratch = [DeviceSpace(alignment, device) for device in range(num_devices)]
+        self._dealer = Dealer(num_devices)
+        self._scratch_dealer = Dealer(num_devices)
 
     def __repr__(self) -> str:
         return (
@@ -102,6 +101,16 @@ class ExtentAllocator:
         """Bytes that are lost to this process, named and scratch."""
         return sum(space.quarantined_nbytes for space in (*self._named, *self._scratch))
 
+    @property
+    def weights(self) -> list[float]:
+        """The share of each device in what is allocated; together 1."""
+        return self._dealer.weights
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """Spread allocations in proportion to ``weights``, such as the devices' bandwidths, from now on. ValueError."""
+        self._dealer.set_weights(weights)
+        self._scratch_dealer.set_weights(weights)
+
     def add_space(self, device: int, file: int, start: int, end: int) -> None:
         """Make [start, end) of a file free: it grew from ``start``, or was found at open (``start`` 0).
 
@@ -109,40 +118,55 @@ class ExtentAllocator:
         """
         self._space(device, file).extend(file, start, end)
 
-    def claim(self, extent: Extent, key: str = "") -> None:
-        """Mark a range in use, as a catalog row says; ``key`` names the row in the error.
+    def claim_all(self, extents: np.ndarray) -> None:
+        """Mark ranges in use as the catalog says, before any other is: (n,) of device, file, offset, nbytes < 2**63.
 
-        Raises CorruptionError when the range is not aligned, not inside a known file, or in use already.
+        Raises ExtentError for one that is not aligned, not inside a known file, or overlaps another.
         """
-        problem = self._problem(extent)
-        if problem is None and not self._space(extent.device, extent.file).take(extent):
-            problem = "overlaps a range that is in use"
-        if problem is not None:
-            raise CorruptionError(
-                f"extent of {key!r} at [{extent.offset}, {extent.offset + extent.nbytes}) of file {extent.file} on "
-                f"device {extent.device} {problem}: the catalog and the data files do not belong together",
-                key=key,
-                file=f"device {extent.device} file {extent.file}",
-                offset=extent.offset,
-            )
+        assert not self.used_nbytes and not self.quarantined_nbytes
+        known = np.zeros(len(extents), dtype=bool)
+        for space in self._named:
+            for file in space.files():  # few: a file grows to a TiB
+                chosen = np.flatnonzero((extents["device"] == space.device) & (extents["file"] == file))
+                known[chosen] = True
+                offsets, nbytes = (extents[name][chosen].astype(np.int64) for name in ("offset", "nbytes"))
+                bad = space.claim(file, offsets, nbytes)
+                if bad is not None:
+                    self._refuse(extents, int(chosen[bad]))
+        if not known.all():
+            self._refuse(extents, int(np.argmin(known)))
 
-    def allocate_nowait(self, nbytes: int, *, scratch: bool = False) -> tuple[Extent, ...] | None:
+    def _refuse(self, extents: np.ndarray, index: int) -> NoReturn:
+        extent = Extent(*extents[index].tolist())
+        raise ExtentError(index, extent, self._problem(extent) or "overlaps a range that is in use")
+
+    def allocate_nowait(
+        self, nbytes: int, *, scratch: bool = False, balanced: bool = False
+    ) -> tuple[Extent, ...] | None:
         """Return extents of ``nbytes`` rounded up to the alignment, in logical order; None when free bytes are short.
 
-        From 4 MiB per device on, the bytes are spread evenly over the devices in contiguous shares of whole blocks.
-        A share is one extent (best fit) wherever one is long enough, else the longest free ranges.
+        From 4 MiB per device on, the bytes are spread over the devices in contiguous shares of whole blocks, in
+        proportion to their weights. A share is one extent (best fit) wherever one is long enough, else the longest free
+        ranges. What its device lacks the others give; with ``balanced`` that too is None.
         """
         spaces = self._scratch if scratch else self._named
         needed = round_up(nbytes, self.alignment)
         if needed > sum(space.free_nbytes for space in spaces):
             return None
+        if balanced and not self.has_balance(nbytes, scratch=scratch):
+            return None
         extents: list[Extent] = []
-        for device, share in self._shares(needed) if needed else ():
+        for device, share in self._dealer_of(scratch).deal(needed):
             preferred = spaces[device:] + spaces[:device]
             for extent in _take_share(preferred, share):
                 _append(extents, extent)
-        self._rotation = (self._rotation + 1) % len(spaces)
         return tuple(extents)
+
+    def has_balance(self, nbytes: int, *, scratch: bool = False) -> bool:
+        """Whether each device has its share of the next ``nbytes`` free."""
+        spaces = self._scratch if scratch else self._named
+        shares = self._dealer_of(scratch).shares(round_up(nbytes, self.alignment))
+        return all(share <= spaces[device].free_nbytes for device, share in shares)
 
     def plan_growth(
         self, nbytes: int, *, scratch: bool = False, room: Sequence[int] | None = None
@@ -160,7 +184,7 @@ class ExtentAllocator:
         if missing <= 0:
             return []
         short = [0] * len(spaces)
-        for device, share in self._shares(needed):
+        for device, share in self._dealer_of(scratch).shares(needed):
             short[device] = max(0, share - spaces[device].free_nbytes)
         limits: list[int | None] = [None] * len(spaces)
         if room is not None:
@@ -174,6 +198,28 @@ class ExtentAllocator:
             plan += [(space.device, file, size) for file, size in space.growth(growth, first, cap, limit)]
         return plan
 
+    def plan_balance(
+        self, nbytes: int, *, scratch: bool = False, room: Sequence[int] | None = None
+    ) -> list[tuple[int, int, int]]:
+        """Return more files to grow, as ``plan_growth`` does, so that ``nbytes`` have balance, and what is free has.
+
+        Else what is free would all be on one device, and only that one busy. No step takes more than a quarter of a
+        device's ``room``: it is only for speed, and may fail.
+        """
+        spaces, weights = self._scratch if scratch else self._named, self.weights
+        shares = dict(self._dealer_of(scratch).shares(round_up(nbytes, self.alignment)))
+        most = max(space.free_nbytes / weight for space, weight in zip(spaces, weights, strict=True))
+        plan: list[tuple[int, int, int]] = []
+        for space, weight in zip(spaces, weights, strict=True):
+            wanted = min(int(most * weight), max(nbytes, GROWTH_NBYTES))
+            growth = round_up(max(wanted, shares.get(space.device, 0)) - space.free_nbytes, self.alignment)
+            limit = None if room is None else room[space.device] // 4 // self.alignment * self.alignment
+            if growth >= BLOCK_NBYTES and (limit is None or limit >= BLOCK_NBYTES):
+                first, cap = (SCRATCH, None) if scratch else (0, self._max_file_nbytes)
+                growth = growth if limit is None else min(growth, limit)
+                plan += [(space.device, file, size) for file, size in space.growth(growth, first, cap, limit)]
+        return plan
+
     def free(self, extents: Iterable[Extent]) -> None:
         """Give extents back; freeing what is not in use is an assertion."""
         for extent in extents:
@@ -184,7 +230,10 @@ class ExtentAllocator:
         for extent in extents:
             self._space(extent.device, extent.file).quarantine(extent)
 
-    def _space(self, device: int, file: int) -> _Space:
+    def _dealer_of(self, scratch: bool) -> Dealer:
+        return self._scratch_dealer if scratch else self._dealer
+
+    def _space(self, device: int, file: int) -> DeviceSpace:
         return (self._scratch if file == SCRATCH else self._named)[device]
 
     def _problem(self, extent: Extent) -> str | None:
@@ -198,105 +247,19 @@ class ExtentAllocator:
             return f"ends behind the file's {self._named[extent.device].file_nbytes(extent.file)} bytes"
         return None
 
-    def _shares(self, needed: int) -> Iterator[tuple[int, int]]:
-        """Yield (device, bytes) in logical order; the first device rotates from one allocation to the next."""
-        num_devices = len(self._named)
-        if num_devices == 1 or needed < num_devices * BLOCK_NBYTES:
-            yield self._rotation, needed
-            return
-        blocks, extra = divmod(divide_up(needed, BLOCK_NBYTES), num_devices)
-        for i in range(num_devices):
-            share = min((blocks + (i < extra)) * BLOCK_NBYTES, needed)
-            needed -= share
-            yield (self._rotation + i) % num_devices, share
 
-
-class _Space:
-    """One device's named files, or its scratch file: their lengths and their free ranges."""
-
-    __slots__ = ("_alignment", "_ends", "_free", "_quarantined", "device", "nbytes", "quarantined_nbytes")
-
-    def __init__(self, alignment: int, device: int) -> None:
-        self.device = device
-        self.nbytes = 0
-        self.quarantined_nbytes = 0
-        self._alignment = alignment
-        self._ends: dict[int, int] = {}  # file -> its length in whole alignments
-        self._free = FreeRanges()
-        self._quarantined: list[tuple[int, int]] = []
-
-    @property
-    def free_nbytes(self) -> int:
-        return self._free.nbytes
-
-    @property
-    def used_nbytes(self) -> int:
-        return self.nbytes - self._free.nbytes - self.quarantined_nbytes
-
-    def file_nbytes(self, file: int) -> int:
-        return self._ends.get(file, 0)
-
-    def extend(self, file: int, start: int, end: int) -> None:
-        old = self.file_nbytes(file)
-        new = end // self._alignment * self._alignment
-        if start // self._alignment * self._alignment != old or not old <= new < _FILE_STRIDE:
-            raise ValueError(f"file {file} of device {self.device} has {old} bytes; [{start}, {end}) does not follow")
-        self._ends[file] = new
-        self.nbytes += new - old
-        if new > old:
-            self._free.add(file * _FILE_STRIDE + old, file * _FILE_STRIDE + new)
-
-    def growth(self, growth: int, first: int, cap: int | None, room: int | None) -> Iterator[tuple[int, int]]:
-        """Yield (file, new size) that bring at least ``growth`` bytes, from the last file on."""
-        file = max(self._ends, default=first)
-        while growth > 0:
-            size = self.file_nbytes(file)
-            step = max(growth, GROWTH_NBYTES, round_up(size // 8, self._alignment))
-            if room is not None:
-                step = min(step, room)
-            if cap is not None:
-                step = min(step, max(0, cap - size))
-            if step > 0:
-                yield file, size + step
-                growth -= step
-                room = None if room is None else room - step
-            file += 1
-
-    def take(self, extent: Extent) -> bool:
-        start = extent.file * _FILE_STRIDE + extent.offset
-        return self._free.take(start, start + extent.nbytes)
-
-    def take_best(self, nbytes: int) -> Extent | None:
-        start = self._free.take_best(nbytes)
-        return None if start is None else Extent(self.device, *divmod(start, _FILE_STRIDE), nbytes)
-
-    def take_longest(self, nbytes: int) -> Extent:
-        start, length = self._free.take_longest(nbytes)
-        return Extent(self.device, *divmod(start, _FILE_STRIDE), length)
-
-    def give_back(self, extent: Extent) -> None:
-        start, end = self._range_in_use(extent)
-        self._free.add(start, end)
-
-    def quarantine(self, extent: Extent) -> None:
-        start, end = self._range_in_use(extent)
-        assert not self._free.overlaps(start, end), f"{extent} is quarantined while it is free"
-        self._quarantined.append((start, end))
-        self.quarantined_nbytes += extent.nbytes
-
-    def _range_in_use(self, extent: Extent) -> tuple[int, int]:
-        assert 0 <= extent.offset <= extent.offset + extent.nbytes <= self.file_nbytes(extent.file), f"{extent}: where?"
-        assert (extent.offset | extent.nbytes) % self._alignment == 0, f"{extent} is not aligned to {self._alignment}"
-        start = extent.file * _FILE_STRIDE + extent.offset
-        end = start + extent.nbytes
-        quarantined = any(s < end and start < e for s, e in self._quarantined)
-        assert not quarantined, f"{extent} is given back from quarantine"
-        return start, end
-
-
-def _take_share(spaces: Sequence[_Space], share: int) -> Iterator[Extent]:
+def _take_share(spaces: Sequence[DeviceSpace], share: int) -> Iterator[Extent]:
     """Take ``share`` bytes that the spaces together hold, from the first of them where it can."""
-    for space in spaces:
+    own = spaces[0].take_best(share)
+    while own is None and share >= BLOCK_NBYTES <= spaces[0].longest_nbytes:  # whole blocks lose nothing by a split
+        piece = spaces[0].take_longest(share)
+        yield piece
+        share -= piece.nbytes
+        own = spaces[0].take_best(share) if share else None
+    if own is not None:
+        yield own
+        return
+    for space in spaces[1:] if share else ():
         extent = space.take_best(share)
         if extent is not None:
             yield extent

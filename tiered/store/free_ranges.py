@@ -7,7 +7,7 @@ built up in seconds.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 __all__ = ["FreeRanges"]
@@ -25,6 +25,13 @@ class FreeRanges:
         self._ends: dict[int, int] = {}  # start -> end
         self._starts: _SortedKeys[int] = _SortedKeys()
         self._lengths: _SortedKeys[tuple[int, ...]] | None = None  # (length, start); built by the first allocation
+
+    def fill(self, starts: Sequence[int], ends: Sequence[int]) -> None:
+        """Add many ranges at once: disjoint, not adjacent, ascending, and behind all that there are."""
+        self._ends.update(zip(starts, ends, strict=True))
+        self._starts = _SortedKeys(self._ends)
+        self._lengths = None
+        self.nbytes += sum(ends) - sum(starts)
 
     def add(self, start: int, end: int) -> None:
         assert not self.overlaps(start, end), f"double free of [{start}, {end})"
@@ -72,6 +79,11 @@ class FreeRanges:
         length = min(length, nbytes)
         self.take(start, start + length)
         return start, length
+
+    @property
+    def longest_nbytes(self) -> int:
+        """Length of the longest range; 0 when there is none."""
+        return self._by_length().last()[0] if self.nbytes else 0
 
     def _by_length(self) -> _SortedKeys[tuple[int, ...]]:
         if self._lengths is None:

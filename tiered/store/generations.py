@@ -50,6 +50,10 @@ class Generations:
     def num_commits(self) -> int:
         return 0 if self._committer is None else self._committer.num_commits
 
+    @property
+    def catalog_write_bytes(self) -> int:
+        return 0 if self._committer is None else self._committer.catalog_write_bytes
+
     def refuse(self) -> None:
         """Raise when a commit has failed: nothing can be done any more."""
         refusal = None if self._committer is None else self._committer.refusal()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from tiered.bytes.arena import Buffer
 from tiered.errors import LeaseError, UsageError
 from tiered.store.entry import Alias, Spec
 
@@ -54,6 +55,11 @@ class Lease:
         if self._tensor is None:
             raise LeaseError(f"the lease of {self.key!r} was released; lease it again")
         return self._tensor
+
+    @property
+    def buffer(self) -> Buffer:
+        """The buffer that has the bytes; for who holds the lease."""
+        return self._alias.residence.buffer
 
     def release(self) -> bool:
         """Drop the lease's own reference; return whether the lease has ended (no other tensor is alive). Idempotent."""

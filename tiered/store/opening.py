@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Device
+from tiered.bytes.device.engines import DEVICES, open_device
 from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
-from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import CapacityError, TieredError, UsageError
+from tiered.store.bandwidth import profiled_weights
 from tiered.store.catalog import Catalog, SqliteCatalog
 from tiered.store.directory import CATALOG_NAME, Directories, scratch_directories
 from tiered.store.row import Root
@@ -24,11 +25,10 @@ from tiered.units import MiB, format_bytes, parse_bytes
 
 __all__ = ["ENGINES", "MIN_DRAM_NBYTES", "Parts", "dram_budget", "empty_root", "open_parts"]
 
-ENGINES = ("auto", "threads", "memory")
+ENGINES = ("auto", *DEVICES, "memory")
 MIN_DRAM_NBYTES = 8 * MiB
 """The smallest budget a store opens with: two blocks, so that tensors of any size can pass through."""
 
-_PLANNED_ENGINES = ("uring", "aiofiles", "mmap")
 _log = logging.getLogger("tiered")
 
 Path = str | os.PathLike[str]
@@ -42,6 +42,7 @@ class Parts:
     devices: Sequence[Device]
     catalog: Catalog | None
     directories: Directories | None = None
+    weights: Sequence[float] | None = None  # by which extents are spread over the devices at first; None: equal
 
     def close(self, close_arena: Callable[[], None]) -> None:
         """Close everything; blocks. ``close_arena`` is called when nothing is in flight any more.
@@ -95,9 +96,9 @@ def open_parts(paths: Sequence[Path], *, arena: Arena, durable: bool, engine: st
         if mode == "r":
             raise UsageError('durable=False keeps nothing that mode="r" could read')
         with contextlib.ExitStack() as stack:
-            devices = _open_devices(scratch_directories(paths), stack)
+            devices = _open_devices(scratch_directories(paths), engine, stack)
             stack.pop_all()
-            return Parts(arena, devices, None)
+            return Parts(arena, devices, None, weights=_weights(devices))
     with contextlib.ExitStack() as stack:
         directories = Directories.open(paths, mode)  # type: ignore[arg-type]  # checked above
         stack.callback(directories.close)
@@ -108,17 +109,21 @@ def open_parts(paths: Sequence[Path], *, arena: Arena, durable: bool, engine: st
         else:
             catalog = SqliteCatalog(catalog_path, read_only=mode == "r")
         stack.callback(catalog.close)
-        devices = _open_devices(directories.paths, stack)
+        devices = _open_devices(directories.paths, engine, stack)
         stack.pop_all()
-        return Parts(arena, devices, catalog, directories)
+        return Parts(arena, devices, catalog, directories, _weights(devices))
 
 
-def _open_devices(paths: Sequence[os.PathLike[str]], stack: contextlib.ExitStack) -> list[Device]:
+def _open_devices(paths: Sequence[os.PathLike[str]], engine: str, stack: contextlib.ExitStack) -> list[Device]:
     devices: list[Device] = []
     for path in paths:
-        devices.append(ThreadsDevice(path))
+        devices.append(open_device(path, engine))
         stack.callback(devices[-1].close)
     return devices
+
+
+def _weights(devices: Sequence[Device]) -> list[float] | None:
+    return profiled_weights([device.name for device in devices]) if len(devices) > 1 else None
 
 
 def _open_memory(num_devices: int, arena: Arena, durable: bool) -> Parts:
@@ -133,9 +138,7 @@ def _check_engine(engine: str) -> None:
     if engine in ENGINES:
         return
     there_is = f"there is: {', '.join(map(repr, ENGINES))}"
-    if engine in _PLANNED_ENGINES:
-        raise UsageError(f"engine={engine!r} is not part of this version of tiered; {there_is}")
-    close = difflib.get_close_matches(str(engine), ENGINES + _PLANNED_ENGINES, 1)
+    close = difflib.get_close_matches(str(engine), ENGINES, 1)
     raise UsageError(f"engine={engine!r} is unknown; {there_is}" + (f"; did you mean {close[0]!r}?" if close else ""))
 
 

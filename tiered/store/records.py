@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from tiered.errors import CorruptionError
 from tiered.store.entry import Entry, Residency, Spec
 from tiered.store.extents import Extent
 from tiered.store.row import Row
+from tiered.store.rows import Rows
 from tiered.store.space import Space
+from tiered.store.table import Table
 
 __all__ = ["Extents", "Records", "Sealed"]
 
@@ -42,7 +43,7 @@ class Records:
     """All entries, and what has changed in them since the last seal."""
 
     def __init__(self, space: Space, *, durable: bool, generation: int = 0, next_key_id: int = 1) -> None:
-        self.entries: dict[str, Entry] = {}
+        self.entries = Table()
         self.durable = durable
         self.generation = generation  # the last sealed one
         self.next_key_id = next_key_id
@@ -57,42 +58,48 @@ class Records:
         """The generation that changes made now will be part of."""
         return self.generation + 1
 
-    def load(self, rows: Iterable[Row]) -> None:
-        """Fill the empty table with committed rows. Raises CorruptionError."""
-        for row in rows:
-            entry = Entry(row.name, row.key_id, Spec.of(row), scratch=False)
-            if row.name in self.entries or not 0 < row.key_id < self.next_key_id or row.generation > self.generation:
-                raise CorruptionError(f"the catalog row of {row.name!r} does not fit the others", key=row.name)
-            self._space.claim(row)
-            entry.row = entry.committed = row
-            entry.state = Residency.STORED
-            self.entries[row.name] = entry
+    def load(self, rows: Rows) -> None:
+        """Fill the empty table with committed rows. Raises CorruptionError for extents that cannot be theirs."""
+        self._space.claim_all(rows)
+        self.entries.fill(rows)
 
     # Below: the mapping
 
     def __len__(self) -> int:
         return len(self.entries) - len(self._hidden)
 
-    def visible(self) -> Iterator[Entry]:
-        """Yield the entries that the mapping shows: durable ones (all, in a store without commits) that have bytes."""
-        return (entry for entry in self.entries.values() if entry not in self._hidden)
+    def names(self) -> list[str]:
+        """Return the names that the mapping shows: durable ones (all, in a store without commits) that have bytes."""
+        hidden = {entry.name for entry in self._hidden}
+        return [name for name in self.entries if name not in hidden]
 
     def find(self, name: object) -> Entry | None:
         """Return the entry that the mapping shows under ``name``."""
         entry = self.entries.get(name) if isinstance(name, str) else None
         return None if entry is None or entry in self._hidden else entry
 
+    def __contains__(self, name: str) -> bool:
+        if not self._hidden:
+            return name in self.entries
+        return self.peek(name) is not None
+
+    def peek(self, name: str) -> Entry | None:
+        """Return what ``find`` would, only to look at: a key that nobody uses costs no more memory afterwards."""
+        entry = self.entries.peek(name)
+        return None if entry is None or entry in self._hidden else entry
+
     def add(self, name: str, spec: Spec, *, scratch: bool, key_id: int | None = None) -> Entry:
         """Add an UNDEFINED entry; ``name`` is free, ``key_id`` new or None."""
         assert name not in self.entries, name
-        entry = Entry(name, self._new_key_id() if key_id is None else key_id, spec, scratch=scratch)
+        entry = Entry(name, self.new_key_ids(1) if key_id is None else key_id, spec, scratch=scratch)
         self.entries[name] = entry
         self._hidden.add(entry)
         return entry
 
-    def _new_key_id(self) -> int:
+    def new_key_ids(self, number: int) -> int:
+        """Return the first of ``number`` key ids that nobody has had."""
         key_id = self.next_key_id
-        self.next_key_id += 1
+        self.next_key_id += number
         return key_id
 
     def remove(self, entry: Entry) -> None:
@@ -148,7 +155,7 @@ class Records:
 
     def new_row(self, name: str, spec: Spec, extents: Extents) -> Row:
         """Return the row, without digests, of bytes about to be written under a new key id."""
-        return _row(self._new_key_id(), name, spec, generation=self.open_generation, extents=extents)
+        return _row(self.new_key_ids(1), name, spec, generation=self.open_generation, extents=extents)
 
     def landed(self, entry: Entry, row: Row) -> None:
         """Note that the entry's newest bytes are in ``row``, whose extents are its target."""

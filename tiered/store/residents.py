@@ -16,6 +16,7 @@ from typing import Protocol
 
 from tiered.bytes.arena import Arena, Buffer
 from tiered.store.entry import Alias, Entry, Residence, Residency
+from tiered.store.table import Table
 
 __all__ = ["EvictionPolicy", "LeastRecentlyUsed", "Residents", "this_thread"]
 
@@ -76,12 +77,12 @@ class Residents:
         self.num_claims = 0  # callers that are about to use, or copy, what is in DRAM
         self.users: Counter[int] = Counter()  # thread -> living leases and reservations it asked for
         self._condition = condition
-        self._entries: Mapping[str, Entry] = {}
+        self._entries = Table()
         self._ends: queue.SimpleQueue[Alias] = queue.SimpleQueue()
         self._is_closed = False
         self._pid = os.getpid()
 
-    def watch(self, entries: Mapping[str, Entry]) -> None:
+    def watch(self, entries: Table) -> None:
         """Take ``entries``, name -> entry, as the table that ``clean`` names keys of."""
         self._entries = entries
 
@@ -251,7 +252,7 @@ class Residents:
     def close(self) -> None:
         """Give every buffer back that no lease holds; the others follow when their last tensor dies."""
         self.drain()
-        for entry in self._entries.values():
+        for entry in self._entries.used():
             if entry.residence is not None:
                 self.drop(entry)
         self._is_closed = True

@@ -13,6 +13,7 @@ from tiered.bytes.arena import Buffer
 from tiered.errors import CapacityError, TieredError
 from tiered.store.deadline import Deadline
 from tiered.store.entry import Entry
+from tiered.store.recorder import Recorder, Wait
 from tiered.store.records import Records
 from tiered.store.residents import Residents, this_thread
 from tiered.store.space import Space
@@ -34,15 +35,17 @@ class Room:
         records: Records,
         space: Space,
         condition: threading.Condition,
+        recorder: Recorder,
         *,
         deadline_s: float,
         refuse: Callable[[], None],
     ) -> None:
         self.budget_bytes = residents.arena.nbytes
-        self.write_back = WriteBack(condition, residents, records, space)
+        self.write_ahead_bytes = self.budget_bytes // 8  # what is dirty beyond that is written ahead of need
+        self.recorder = recorder
+        self.write_back = WriteBack(condition, residents, records, space, recorder)
         self.reclaimers: list[Callable[[int], bool]] = []
         self.num_waiting = 0  # callers that wait for memory: prefetches stand back
-        self.wait_s = 0.0
         self._residents = residents
         self._records = records
         self._space = space
@@ -83,12 +86,13 @@ class Room:
         Raises CapacityError when no step is left, DeadlineError, and what went wrong in the background.
         """
         needed = self._space.round_up(nbytes)
-        start_s = time.monotonic()
+        begun_s = time.monotonic()
         with self._condition:
             self._residents.drain()
             self.raise_failure()
             if self._has_room(needed):
                 return
+            reason = Wait.COMMIT if self._is_waiting_for_commit() else Wait.WRITE
             leased = self._residents.arena.leased_nbytes - self._residents.clean_bytes
             missing = needed + leased - self.budget_bytes - self.write_back.writing_bytes
             transfers, shortage = self.write_back.plan(self._residents.dirty, missing)
@@ -100,11 +104,11 @@ class Room:
             self.grow(shortage)
         elif not transfers and not is_waiting:
             self._reclaim(needed, deadline)
-        self.wait_s += time.monotonic() - start_s
+        self.recorder.waited(reason, "", begun_s)
 
     def pump(self) -> None:
         """Start to write the oldest dirty bytes when they exceed an eighth of the budget; does not wait for them."""
-        excess = self._residents.dirty_bytes - self.budget_bytes // 8
+        excess = self._residents.dirty_bytes - self.write_ahead_bytes
         if excess > 0:
             self.write(self._residents.dirty, excess)
 
@@ -138,9 +142,15 @@ class Room:
     def _reclaim(self, needed: int, deadline: Deadline) -> None:
         """Nothing is in flight: ask the reclaimers, then wait for other threads' leases, then give up."""
         deadline.check()
-        for reclaim in list(self.reclaimers):
-            if reclaim(needed):
+        with self._condition:
+            self.num_waiting += 1
+        try:
+            if any(reclaim(needed) for reclaim in list(self.reclaimers)):
+                deadline.renew()
                 return
+        finally:
+            with self._condition:
+                self.num_waiting -= 1
         with self._condition:
             self._residents.drain()
             if self._has_room(needed) or self._is_moving() or self._residents.dirty:
@@ -178,6 +188,11 @@ class Room:
         in_flight = self._residents.num_arriving + self._residents.num_claims + self.write_back.num_writing
         return in_flight > 0 or is_blocked
 
+    def _is_waiting_for_commit(self) -> bool:
+        """Whether dirty bytes must stay until the running commit has given back the extents they need."""
+        moving = self._residents.num_arriving + self.write_back.num_writing
+        return self._records.sealed is not None and not moving
+
     def _wait(self, deadline: Deadline) -> None:
         self.num_waiting += 1
         try:
@@ -187,7 +202,7 @@ class Room:
             self.num_waiting -= 1
 
     def _explain(self, needed: int) -> str:
-        resident = [entry for entry in self._records.entries.values() if entry.residence is not None]
+        resident = [entry for entry in self._records.entries.used() if entry.residence is not None]
         leased = [entry for entry in resident if entry.residence is not None and entry.residence.aliases]
         held = sum(entry.nbytes for entry in resident if entry.held)
         names = ", ".join(repr(entry.name) for entry in leased[:5]) + (", ..." if len(leased) > 5 else "")

@@ -7,7 +7,6 @@ seen to lie inside the bytes that there are, and a row only after its digest.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import xxhash
@@ -17,17 +16,24 @@ from tiered.store.checksum import DIGEST_NBYTES, digest, num_blocks
 from tiered.store.extents import Extent
 
 __all__ = [
+    "EXTENT_NBYTES",
     "FORMAT_VERSION",
     "ROOT_HEADER_NBYTES",
+    "ROW_HEADER_NBYTES",
     "Root",
     "RootHeader",
     "Row",
+    "corrupt",
     "decode_root",
     "decode_root_header",
-    "decode_rows",
+    "decode_row",
     "encode_root",
     "encode_row",
+    "place_problem",
     "refuse_newer",
+    "row_problem",
+    "row_seed",
+    "unpack_header",
 ]
 
 FORMAT_VERSION = 1
@@ -40,6 +46,15 @@ _MASK = (1 << 64) - 1
 
 ROOT_HEADER_NBYTES = _ROOT.size
 """How many bytes at the start of the root row's body hold all but the state."""
+
+ROW_HEADER_NBYTES = _ROW.size
+"""How many bytes at the start of a row's body have a fixed place."""
+
+EXTENT_NBYTES = _EXTENT.size
+"""Bytes of one extent in a row."""
+
+unpack_header = _ROW.unpack_from
+"""Return generation, nbytes, and the numbers of name bytes, extents, dtype bytes, dimensions, and inline (0 or 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +101,7 @@ class RootHeader:
 
 def encode_row(row: Row, store_uuid: bytes) -> tuple[bytes, bytes]:
     """Return the body and the digest of ``row``; ValueError for a row that the format does not allow."""
-    problem = _row_problem(row)
+    problem = row_problem(row)
     if problem is not None:
         raise ValueError(f"row of {row.name!r} (key id {row.key_id}): {problem}")
     name = row.name.encode("utf-8", "surrogatepass")
@@ -110,36 +125,7 @@ def encode_row(row: Row, store_uuid: bytes) -> tuple[bytes, bytes]:
             content,
         )
     )
-    return body, _row_digest(row.key_id, body, _row_seed(store_uuid))
-
-
-def decode_rows(raw: Iterable[tuple[int, bytes, bytes]], header: RootHeader, file: str) -> list[Row]:
-    """Return the rows of (key id, body, digest) in ascending key ids, each checked, and all of them against the root.
-
-    Raises CorruptionError that names ``file`` and, where it is known, the key.
-    """
-    seed = _row_seed(header.store_uuid)
-    rows: list[Row] = []
-    total = 0
-    for key_id, body, expected in raw:
-        try:
-            row = _decode_body(key_id, body)
-        except (ValueError, struct.error) as error:
-            raise _corrupt(f"the row with key id {key_id} cannot be decoded: {error}", file) from error
-        if _row_digest(key_id, body, seed) != expected:
-            raise _corrupt(f"the row of {row.name!r} (key id {key_id}) does not match its digest", file, row.name)
-        problem = _row_problem(row) or _place_problem(row, header)
-        if problem is not None:
-            raise _corrupt(f"the row of {row.name!r} (key id {key_id}): {problem}", file, row.name)
-        total += int.from_bytes(expected, "little")
-        rows.append(row)
-    if len(rows) != header.num_rows:
-        raise _corrupt(f"expected {header.num_rows} rows, got {len(rows)}", file)
-    if total & _MASK != header.digest_sum:
-        raise _corrupt("the rows are not those of the last commit: the sum of their digests differs", file)
-    if len({row.name for row in rows}) != len(rows):
-        raise _corrupt("two rows have the same name", file)
-    return rows
+    return body, _row_digest(row.key_id, body, row_seed(store_uuid))
 
 
 def encode_root(root: Root, num_rows: int, digest_sum: int) -> tuple[bytes, bytes]:
@@ -156,7 +142,7 @@ def encode_root(root: Root, num_rows: int, digest_sum: int) -> tuple[bytes, byte
 def decode_root_header(body: bytes, file: str) -> RootHeader:
     """Return what the first ``ROOT_HEADER_NBYTES`` of a root row's body say."""
     if len(body) < _ROOT.size:
-        raise _corrupt(f"the root row has {len(body)} bytes, expected at least {_ROOT.size}", file)
+        raise corrupt(f"the root row has {len(body)} bytes, expected at least {_ROOT.size}", file)
     return RootHeader(*_ROOT.unpack_from(body))
 
 
@@ -164,13 +150,13 @@ def decode_root(body: bytes, expected: bytes, file: str) -> tuple[Root, RootHead
     """Return the root row, checked. Raises CorruptionError that names ``file``."""
     header = decode_root_header(body, file)
     if _root_digest(body) != expected:
-        raise _corrupt("the root row does not match its digest", file)
+        raise corrupt("the root row does not match its digest", file)
     if max(header.generation, header.next_key_id) >= _LIMIT or not header.next_key_id or not header.num_directories:
-        raise _corrupt("the root row holds numbers that no store writes", file)
+        raise corrupt("the root row holds numbers that no store writes", file)
     try:
         state = body[_ROOT.size :].decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
-        raise _corrupt("the state in the root row is not text", file) from error
+        raise corrupt("the state in the root row is not text", file) from error
     root = Root(header.store_uuid, header.generation, header.next_key_id, header.num_directories, state)
     return root, header
 
@@ -181,7 +167,7 @@ def refuse_newer(file_version: int, root_version: int, file: str) -> None:
     These two places stay what they are in every version.
     """
     if file_version != root_version or not 0 < file_version < 1 << 31:
-        raise _corrupt(f"it gives its format version as {file_version} and as {root_version}", file)
+        raise corrupt(f"it gives its format version as {file_version} and as {root_version}", file)
     if file_version != FORMAT_VERSION:
         raise UsageError(
             f"{file} has format version {file_version}; this tiered reads version {FORMAT_VERSION}: "
@@ -189,7 +175,9 @@ def refuse_newer(file_version: int, root_version: int, file: str) -> None:
         )
 
 
-def _decode_body(key_id: int, body: bytes) -> Row:
+def decode_row(encoded: bytes) -> Row:
+    """Return the row of a key id (u64) and the body that follows it. Raises ValueError or struct.error."""
+    key_id, body = int.from_bytes(encoded[:8], "little"), encoded[8:]
     generation, nbytes, name_nbytes, num_extents, dtype_nbytes, num_dims, inline = _ROW.unpack_from(body)
     content_nbytes = nbytes if inline else DIGEST_NBYTES * num_blocks(nbytes)
     dtype_at = _ROW.size + name_nbytes
@@ -213,8 +201,8 @@ def _decode_body(key_id: int, body: bytes) -> Row:
     )
 
 
-def _row_problem(row: Row) -> str | None:
-    """Say what is wrong with ``row`` in itself."""
+def row_problem(row: Row) -> str | None:
+    """Return what is wrong with ``row`` in itself."""
     if not 0 < row.key_id < _LIMIT or not 0 <= row.generation < _LIMIT or not 0 <= row.nbytes < _LIMIT:
         return f"key id, generation or size out of range ({row.generation}, {row.nbytes} bytes)"
     if any(not 0 <= dim < _LIMIT for dim in row.shape):
@@ -231,8 +219,8 @@ def _row_problem(row: Row) -> str | None:
     return None
 
 
-def _place_problem(row: Row, header: RootHeader) -> str | None:
-    """Say what in ``row`` does not go with the root."""
+def place_problem(row: Row, header: RootHeader) -> str | None:
+    """Return what in ``row`` does not go with the root."""
     if row.key_id >= header.next_key_id:
         return f"the next key id is {header.next_key_id}"
     if row.generation > header.generation:
@@ -242,7 +230,8 @@ def _place_problem(row: Row, header: RootHeader) -> str | None:
     return None
 
 
-def _row_seed(store_uuid: bytes) -> int:
+def row_seed(store_uuid: bytes) -> int:
+    """Return the seed of the digests of a store's rows."""
     return xxhash.xxh3_64_intdigest(store_uuid)
 
 
@@ -254,7 +243,8 @@ def _root_digest(body: bytes) -> bytes:
     return digest(FORMAT_VERSION.to_bytes(4, "little") + body, 0).to_bytes(DIGEST_NBYTES, "little")
 
 
-def _corrupt(what: str, file: str, key: str = "") -> CorruptionError:
+def corrupt(what: str, file: str, key: str = "") -> CorruptionError:
+    """Return the error for a catalog that is damaged."""
     return CorruptionError(
         f"catalog {file}: {what}. Its bytes are not those that were committed: restore the directory from a copy",
         key=key,

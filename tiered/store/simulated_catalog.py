@@ -11,7 +11,8 @@ from typing import NamedTuple
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import ClosedError, CorruptionError, DeviceError, UsageError
 from tiered.store.catalog import Catalog, Root, Row
-from tiered.store.row import decode_root, decode_rows, encode_root, encode_row
+from tiered.store.row import decode_root, encode_root, encode_row
+from tiered.store.rows import Rows
 
 __all__ = ["SimulatedCatalog"]
 
@@ -47,11 +48,11 @@ class SimulatedCatalog(Catalog):
         disk.transact(_NAME, _Content(*encode_root(root, 0, 0), {}))
         return cls(disk)
 
-    def load(self) -> tuple[Root, list[Row]]:
+    def load(self) -> tuple[Root, Rows]:
         content = self._content()
         root, header = decode_root(content.body, content.digest, self.name)
         raw = ((key_id, *content.rows[key_id]) for key_id in sorted(content.rows))
-        return root, decode_rows(raw, header, self.name)
+        return root, Rows.decode(raw, header, self.name)
 
     def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int]) -> None:
         if self._failed:

@@ -5,15 +5,19 @@ Taking and giving back is bookkeeping under the store's lock; growing and flushi
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import SCRATCH, Device, IOClass
+from tiered.bytes.device.parallel import in_parallel
 from tiered.errors import CapacityError, CorruptionError
+from tiered.store.bandwidth import BandwidthMeter
 from tiered.store.deadline import Deadline
-from tiered.store.extents import Extent, ExtentAllocator
+from tiered.store.digest_threads import DigestThreads
+from tiered.store.extents import Extent, ExtentAllocator, ExtentError
 from tiered.store.row import Row
+from tiered.store.rows import Rows
 from tiered.store.transfer import Transfer
 from tiered.units import format_bytes, round_up
 
@@ -30,18 +34,30 @@ class Space:
     """
 
     def __init__(
-        self, devices: Sequence[Device], store_uuid: bytes, condition: threading.Condition, *, deadline_s: float
+        self,
+        devices: Sequence[Device],
+        store_uuid: bytes,
+        condition: threading.Condition,
+        *,
+        deadline_s: float,
+        weights: Sequence[float] | None = None,
     ) -> None:
-        self.devices = tuple(devices)
+        """Spread extents over ``devices`` by ``weights``, such as bandwidths, until the devices are seen at work."""
+        self.meter = BandwidthMeter(len(devices)) if len(devices) > 1 else None
+        self.devices = tuple(devices) if self.meter is None else self.meter.metered(devices)
         self.alignment = max((device.alignment for device in devices), default=4096)
-        self._store_uuid = store_uuid
+        self.store_uuid = store_uuid
+        self.digest_threads = DigestThreads()
         self._condition = condition
         self._deadline_s = deadline_s
         self._is_growing = False
+        self._has_room_to_balance = len(self.devices) > 1  # a drive may fill up: what it lacks the others give then
         self._promises: dict[bool, tuple[int, int]] = {}  # scratch -> bytes reserved, bytes in use before that
         self._streams: dict[Extents, int] = {}  # extents that streams read now
         self._freed: set[Extents] = set()  # of these, the ones to give back after
         self._allocator = ExtentAllocator(len(self.devices), self.alignment)
+        if weights is not None:
+            self._allocator.set_weights(weights)
         for index, device in enumerate(self.devices):
             for file, nbytes in sorted(device.files().items()):
                 if file != SCRATCH:
@@ -56,6 +72,11 @@ class Space:
         return self._allocator.free_nbytes + self._allocator.free_scratch_nbytes
 
     @property
+    def weights(self) -> list[float]:
+        """The share of each device in what is taken; together 1."""
+        return self._allocator.weights
+
+    @property
     def quarantined_nbytes(self) -> int:
         return self._allocator.quarantined_nbytes
 
@@ -65,18 +86,28 @@ class Space:
 
     # Below: under the lock
 
-    def claim(self, row: Row) -> None:
-        """Mark a committed row's extents used. Raises CorruptionError naming key, file and offset."""
-        for extent in row.extents:
-            try:
-                self._allocator.claim(extent, row.name)
-            except CorruptionError as error:
-                known = 0 <= extent.device < len(self.devices)
-                file = self.devices[extent.device].path(extent.file) if known else error.file
-                raise CorruptionError(f"{file}: {error}", key=row.name, file=file, offset=extent.offset) from error
+    def claim_all(self, rows: Rows) -> None:
+        """Mark the extents of all committed rows used. Raises CorruptionError naming key, file and offset."""
+        try:
+            self._allocator.claim_all(rows.extents)
+        except ExtentError as error:
+            name, extent = rows.owner(error.index), error.extent
+            known = extent.device < len(self.devices)
+            file = self.devices[extent.device].path(extent.file) if known else f"device {extent.device}"
+            raise CorruptionError(
+                f"{file}: extent of {name!r} at [{extent.offset}, {extent.offset + extent.nbytes}) of file "
+                f"{extent.file} on device {extent.device} {error.problem}: catalog and data do not belong together",
+                key=name,
+                file=file,
+                offset=extent.offset,
+            ) from None
 
     def take_nowait(self, nbytes: int, *, scratch: bool) -> Extents | None:
-        return self._allocator.allocate_nowait(nbytes, scratch=scratch)
+        seen = None if self.meter is None else self.meter.new_weights()
+        if seen is not None:
+            self._allocator.set_weights(seen)
+            self._has_room_to_balance = True
+        return self._allocator.allocate_nowait(nbytes, scratch=scratch, balanced=self._has_room_to_balance)
 
     def give_back(self, extents: Extents) -> None:
         if extents in self._streams:
@@ -120,39 +151,64 @@ class Space:
             with self._condition:
                 plan = self._allocator.plan_growth(nbytes, scratch=scratch, room=room)
             for index, file, size in plan:
-                device = self.devices[index]
-                old_size = device.files().get(file, 0)
-                device.grow(file, size)
+                self._grow(index, file, size)
+            if len(self.devices) > 1:
+                room = [device.free_bytes() for device in self.devices]
                 with self._condition:
-                    self._allocator.add_space(index, file, old_size, size)
+                    plan = self._allocator.plan_balance(nbytes, scratch=scratch, room=room)
+                with contextlib.suppress(CapacityError):  # directories may share one file system's room
+                    for index, file, size in plan:
+                        self._grow(index, file, size)
+                with self._condition:
+                    self._has_room_to_balance = self._allocator.has_balance(nbytes, scratch=scratch)
         finally:
             with self._condition:
                 self._is_growing = False
                 self._condition.notify_all()
 
+    def _grow(self, index: int, file: int, size: int) -> None:
+        device = self.devices[index]
+        old_size = device.files().get(file, 0)
+        device.grow(file, size)
+        with self._condition:
+            self._allocator.add_space(index, file, old_size, size)
+
     def flush(self) -> None:
-        """Make all that has landed durable; blocks. Raises DeviceError."""
-        for device in self.devices:
-            device.flush()
+        """Make all that has landed durable, on all devices at the same time; blocks. Raises DeviceError."""
+        errors = in_parallel([device.flush for device in self.devices])
+        try:
+            if errors:
+                raise errors[0]
+        finally:
+            del errors  # lifetime: an error that its own frames hold keeps them all until the next collection
+
+    def close(self) -> None:
+        """End the digest threads: what they had is with the devices then, which are to be closed next. Idempotent."""
+        self.digest_threads.close()
 
     def transfer(
         self,
         row: Row,
-        buffer: Buffer,
+        memory: memoryview,
         io_class: IOClass,
         on_done: Callable[[Transfer], None],
         *,
+        on_moved: Callable[[Transfer], None] | None = None,
         first_block: int = 0,
+        is_checked_by_owner: bool = False,
     ) -> Transfer:
-        """Return the transfer, not yet started, of as much of ``row`` as ``buffer`` holds from ``first_block`` on."""
+        """Return the transfer, not yet started, of as much of ``row`` as ``memory`` holds from ``first_block`` on."""
         return Transfer(
             self.devices,
-            self._store_uuid,
+            self.store_uuid,
             row,
-            memory=buffer.memory,
+            memory=memory,
             io_class=io_class,
+            threads=self.digest_threads,
             on_done=on_done,
+            on_moved=on_moved,
             first_block=first_block,
+            is_checked_by_owner=is_checked_by_owner,
         )
 
     def reserve(self, nbytes: int, *, scratch: bool) -> None:

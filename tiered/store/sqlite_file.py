@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sqlite3
 import stat
 from collections.abc import Iterator
@@ -14,8 +15,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tiered.errors import CapacityError, CorruptionError, DeadlineError, DeviceError, TieredError, UsageError
+from tiered.units import MiB
 
-__all__ = ["BUSY", "PAGE_NBYTES", "check_header", "connect", "make_durable", "refuse_trap", "translated"]
+__all__ = [
+    "BUSY",
+    "PAGE_NBYTES",
+    "check_header",
+    "connect",
+    "make_durable",
+    "read_through",
+    "refuse_trap",
+    "says_drive_failed",
+    "translated",
+]
 
 PAGE_NBYTES = 4096
 
@@ -88,6 +100,20 @@ def check_header(header: bytes, file_nbytes: int, file: str) -> None:
         )
 
 
+def read_through(fd: int, file: str) -> None:
+    """Read all of ``file``, open as ``fd``. Raises DeviceError where the drive does not give it."""
+    offset = 0
+    with translated(file, "read"):
+        while block := os.pread(fd, MiB, offset):
+            offset += len(block)
+
+
+def says_drive_failed(finding: str) -> bool:
+    """Whether what SQLite's own check of its pages found is a page that the drive did not give, not a damaged one."""
+    code = re.search(r"error code=(\d+)", finding)
+    return code is not None and int(code[1]) & 0xFF in _DRIVE
+
+
 @contextmanager
 def translated(file: str, verb: str) -> Iterator[None]:
     """Turn what SQLite and the file system raise into errors of ours."""
@@ -96,7 +122,11 @@ def translated(file: str, verb: str) -> Iterator[None]:
     except UnicodeDecodeError as error:  # sqlite3 quotes damaged text in the message of its own error
         raise CorruptionError(f"catalog {file}: could not {verb} it: {error}", file=file) from error
     except sqlite3.Error as error:
-        raise _translate(error, f"catalog {file}: could not {verb} it: {error}", file) from error
+        message = f"catalog {file}: could not {verb} it: {error}"
+        translation = _translate(error, message, file)
+        if verb == "create" and isinstance(translation, CorruptionError):  # of a new file? it could not be read back
+            translation = DeviceError(f"{message}: see the kernel log for this drive")
+        raise translation from error
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         kind = CapacityError if full else DeviceError

@@ -6,38 +6,37 @@ It says what happens in which order; how it happens is in working_set.py, values
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Device
+from tiered.bytes.endings import at_exit
 from tiered.errors import ClosedError, UsageError
 from tiered.stats import StoreStatistics
 from tiered.store.catalog import Catalog
 from tiered.store.entry import Record
+from tiered.store.finishers import Finishers
 from tiered.store.generations import Generations
-from tiered.store.lease import LeaseBlock, Mode
+from tiered.store.lease import Lease, LeaseBlock, Mode
 from tiered.store.opening import Parts, dram_budget, empty_root, open_parts
 from tiered.store.records import Records
 from tiered.store.registry import Stateful, committed_state
 from tiered.store.residents import Residents
-from tiered.store.row import Row
+from tiered.store.rows import Rows
 from tiered.store.space import Space
 from tiered.store.streaming import Streams, VerifyReport
 from tiered.store.values import Values
 from tiered.store.working_set import WorkingSet
-from tiered.units import format_bytes, parse_bytes
+from tiered.units import parse_bytes
 
 __all__ = ["Store"]
 
-_T = TypeVar("_T")
 _DEADLINE_S = 60.0
 
 
@@ -104,20 +103,17 @@ class Store(MutableMapping[str, torch.Tensor]):
         except BaseException:
             parts.close(parts.arena.close)
             raise
-        # Order: threading's own list runs last in, first out, so before the devices' entries and before threads are
-        # joined: a commit that was sealed is finished when the interpreter ends.
-        register: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
-        register(_finish_at_exit, weakref.ref(self))
+        # Order: before the devices' ends, which were added earlier: a commit that was sealed is finished then.
+        at_exit(self, _finish_at_exit)
 
     def _connect(self, parts: Parts, deadline_s: float, *, is_read_only: bool) -> None:
-        root = empty_root(bytes(16), len(parts.devices))
-        rows: list[Row] = []
+        root, rows = empty_root(bytes(16), len(parts.devices)), Rows.empty()
         if parts.catalog is not None:
             root, rows = parts.catalog.load()
         if root.num_directories != len(parts.devices):
             raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
         condition = threading.Condition(threading.Lock())
-        space = Space(parts.devices, root.store_uuid, condition, deadline_s=deadline_s)
+        space = Space(parts.devices, root.store_uuid, condition, deadline_s=deadline_s, weights=parts.weights)
         records = Records(space, durable=self.durable, generation=root.generation, next_key_id=root.next_key_id)
         records.load(rows)
         self.working_set = WorkingSet(
@@ -131,6 +127,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         )
         self._records = records
         self._condition = condition
+        self._finishers = Finishers()
         self._streams = Streams(self.working_set)
         self._values = Values(self.working_set, self._streams)
         self._generations = Generations(self.working_set, parts.catalog, root)
@@ -139,7 +136,7 @@ class Store(MutableMapping[str, torch.Tensor]):
 
     def __getitem__(self, key: str) -> torch.Tensor:
         """Return a copy of the tensor of ``key``, the caller's own. KeyError."""
-        return self._values.get(_checked(key))
+        return self._values.get(self._finishers.settled(key))
 
     def get(
         self,
@@ -152,32 +149,32 @@ class Store(MutableMapping[str, torch.Tensor]):
         """Return a copy of the tensor of ``key``, or ``default`` where there is none; blocks.
 
         The copy is a new tensor, on the CPU or on ``device``, or ``out``: contiguous, of the same dtype and shape, not
-        requiring grad. Raises ValueError, TypeError, LeaseError (it is leased for writing), CorruptionError.
+        requiring grad. A large one drives none out of DRAM. Raises ValueError, TypeError, LeaseError, CorruptionError.
         """
         try:
-            return self._values.get(_checked(key), out=out, device=device)
+            return self._values.get(self._finishers.settled(key), out=out, device=device)
         except KeyError:
             return default
 
     def __setitem__(self, key: str, value: torch.Tensor) -> None:
         """Make a copy of ``value`` the tensor of ``key``, in DRAM first; a commit makes it durable."""
-        self._values.put(_checked(key), value)
+        self._values.put(self._finishers.settled(key), value)
 
     def __delitem__(self, key: str) -> None:
         """Drop ``key``; a commit makes it durable. KeyError; LeaseError while it is leased for writing."""
         self.working_set.check(writing=True)
         if key not in self:
             raise KeyError(key)
-        self.working_set.delete([key])
+        self.working_set.delete([self._finishers.settled(key)])
 
     def clear(self) -> None:
         """Drop all keys; a commit makes it durable."""
-        self.working_set.delete(list(self))
+        self.working_set.delete([self._finishers.settled(key) for key in self])
 
     def __contains__(self, key: object) -> bool:
         self._refuse()
         with self._condition:
-            return self._records.find(key) is not None
+            return isinstance(key, str) and key in self._records
 
     def __len__(self) -> int:
         self._refuse()
@@ -188,22 +185,19 @@ class Store(MutableMapping[str, torch.Tensor]):
         """Iterate over a snapshot of the names."""
         self._refuse()
         with self._condition:
-            return iter([entry.name for entry in self._records.visible()])
+            return iter(self._records.names())
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
+    __eq__ = object.__eq__  # identity, not what a Mapping compares
+    __hash__ = object.__hash__
 
     def get_many(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return copies of the tensors of ``keys``, swapped in ahead of need. KeyError."""
-        return self._values.get_many([_checked(key) for key in keys])
+        """Return copies of the tensors of ``keys``, in their order, read ahead. KeyError before anything is read."""
+        return self._values.get_many([self._finishers.settled(key) for key in keys])
 
     def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Put each of ``values``, a mapping or pairs."""
+        """Put each of ``values``, a mapping or pairs, in order: where one fails, all before it are put, none after."""
         pairs = values.items() if isinstance(values, Mapping) else values
-        self._values.put_many((_checked(key), value) for key, value in pairs)
+        self._values.put_many((self._finishers.settled(key), value) for key, value in pairs)
 
     def prefetch(self, keys: Iterable[str]) -> int:
         """Hint that ``keys`` are needed soon, in this order; never blocks on I/O. Returns bytes in DRAM or coming."""
@@ -218,18 +212,18 @@ class Store(MutableMapping[str, torch.Tensor]):
         """
         if mode not in ("r", "w", "rw"):
             raise ValueError(f'lease of {key!r}: expected mode "r", "w" or "rw", got {mode!r}')
-        return LeaseBlock(self.working_set.lease, _checked(key), mode)
+        return LeaseBlock(self._lease, self._finishers.settled(key), mode)
+
+    def _lease(self, key: str, mode: str) -> Lease:
+        return self.working_set.lease(self._finishers.settled(key), mode)
 
     async def aget(self, key: str) -> torch.Tensor:
         """``store[key]`` without blocking the event loop. A cancelled one goes on in its thread, to no effect."""
-        return await self._in_thread(lambda: self[key])
+        return await asyncio.to_thread(self.__getitem__, key)
 
     async def aput(self, key: str, value: torch.Tensor) -> None:
         """``store[key] = value`` without blocking the event loop; ``value`` must not change meanwhile."""
-        await self._in_thread(lambda: self.__setitem__(key, value))
-
-    async def _in_thread(self, call: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(None, call)
+        await asyncio.to_thread(self.__setitem__, key, value)
 
     # Below: generations
 
@@ -301,6 +295,10 @@ class Store(MutableMapping[str, torch.Tensor]):
         """
         self._generations.guards.append(guard)
 
+    def add_finisher(self, finish: Callable[[str], None]) -> None:
+        """Have ``finish(key)`` called, without locks, before a caller's own use of a key: see ``Finishers``."""
+        self._finishers.add(finish)
+
     def reserve_space(self, nbytes: int, *, scratch: bool = False) -> None:
         """Make sure now that ``nbytes`` more than earlier calls reserved can be written. Raises CapacityError."""
         self.working_set.check(writing=True)
@@ -316,7 +314,8 @@ class Store(MutableMapping[str, torch.Tensor]):
     def records(self) -> list[Record]:
         """Return what is known of each key, in the order of creation. Touches no bytes."""
         with self._condition:
-            return [entry.record() for entry in self._records.visible()]
+            entries = map(self._records.peek, self._records.names())
+            return [entry.record() for entry in entries if entry is not None]
 
     def statistics(self) -> StoreStatistics:
         """Return the counters of the store, its working set and its devices."""
@@ -334,18 +333,15 @@ class Store(MutableMapping[str, torch.Tensor]):
             file_bytes=sum(device.file_bytes for device in devices),
             read_bytes=sum(device.read_bytes for device in devices),
             write_bytes=sum(device.write_bytes for device in devices),
+            catalog_write_bytes=self._generations.catalog_write_bytes,
             num_flushes=sum(device.num_flushes for device in devices),
             working_set=self.working_set.statistics(),
+            recorder=self.working_set.recorder.statistics(),
         )
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "open"
-        where = ", ".join(device.name for device in self._parts.devices)
-        leased, budget = self._parts.arena.leased_nbytes, self._parts.arena.nbytes
-        return (
-            f"<Store {where}: {state}, {len(self._records)} keys, generation {self.generation}, {format_bytes(leased)} "
-            f"of {format_bytes(budget)} in DRAM>"
-        )
+        state = "closed" if self._is_closed else f"open, {len(self._records)} keys, generation {self.generation}"
+        return f"<Store {', '.join(device.name for device in self._parts.devices)}: {state}, {self._parts.arena!r}>"
 
     # Below: the end
 
@@ -379,6 +375,7 @@ class Store(MutableMapping[str, torch.Tensor]):
                 return
             failure = None if self._is_closed else self._generations.finish(commit=commit)
             self._is_closed = True
+            self.working_set.space.close()
             self._parts.close(self._close_arena)
             self._is_released = True
         if failure is not None:
@@ -403,13 +400,6 @@ class Store(MutableMapping[str, torch.Tensor]):
         self._generations.refuse()
 
 
-def _checked(key: str) -> str:
-    if not isinstance(key, str):
-        raise TypeError(f"expected a str as the key, got {type(key).__name__}")
-    return key
-
-
-def _finish_at_exit(reference: weakref.ref[Store]) -> None:
-    store = reference()
-    if store is not None and not store._is_closed and store._pid == os.getpid():
+def _finish_at_exit(store: Store) -> None:
+    if not store._is_closed and store._pid == os.getpid():
         store._generations.finish_at_exit()

@@ -1,4 +1,4 @@
-"""Streaming: blocks of records moved through a few bounce buffers, for tensors larger than the budget and for verify.
+"""Streaming: large records block by block through a window of bounce buffers; and verify, which reads all records.
 
 Nothing becomes resident. A stream keeps the extents it reads as they are until it ends.
 """
@@ -6,7 +6,6 @@ Nothing becomes resident. A stream keeps the extents it reads as they are until 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,20 +14,20 @@ import torch
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
+from tiered.bytes.host_tensor import copy_flat
 from tiered.errors import CorruptionError
-from tiered.store.checksum import BLOCK_NBYTES, num_blocks
+from tiered.store.checksum import BLOCK_NBYTES, DIGEST_NBYTES, num_blocks
 from tiered.store.deadline import Deadline
+from tiered.store.dealing import block_order
 from tiered.store.entry import Spec
 from tiered.store.row import Row
+from tiered.store.space import Space
 from tiered.store.transfer import Transfer
+from tiered.store.window import NUM_IN_FLIGHT, Window
 from tiered.store.working_set import WorkingSet
 from tiered.store.write_back import Shortage
 
-__all__ = ["Streams", "VerifyReport"]
-
-_MAX_WINDOW = 8  # buffers of 4 MiB: the queue depth at which direct I/O reaches its bandwidth (design.md, section 10)
-
-Job = tuple[Row, int]  # and the number of the block
+__all__ = ["DirectGet", "Streams", "VerifyReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +62,24 @@ class Streams:
 
         The old tensor stays readable until all of the new one has landed.
         """
-        row = self._new_row(key, spec, scratch=scratch)
-        digests = bytearray()
+        row = self.new_row(key, spec, scratch=scratch)
+        digests = bytearray(num_blocks(row.nbytes) * DIGEST_NBYTES)
 
-        def fill(job: Job, buffer: Buffer) -> None:
-            part = flat[job[1] * BLOCK_NBYTES : (job[1] + 1) * BLOCK_NBYTES]
-            buffer.alias(part.numel(), _ignore).copy_(part)
+        def fill(block: int, buffer: Buffer) -> None:
+            copy_flat(buffer, flat[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES], to_buffer=True)
 
-        def collect(job: Job, transfer: Transfer) -> None:
+        def collect(job: _Block, transfer: Transfer, buffer: Buffer) -> None:
             if transfer.error is not None:
                 raise transfer.error
-            digests.extend(transfer.digests)
+            digests[job.block * DIGEST_NBYTES : (job.block + 1) * DIGEST_NBYTES] = transfer.digests
 
-        stream = _Stream(self._working_set, IOClass.WRITE, fill, collect)
+        window = Window(self._working_set)
         try:
-            stream.run((row, block) for block in range(num_blocks(row.nbytes)))
+            blocks = block_order([(extent.device, extent.nbytes) for extent in row.extents])
+            window.run(_Block(self._space, row, block, IOClass.WRITE, fill=fill, use=collect) for block in blocks)
         except BaseException:
-            is_damaged = stream.has_failed
-            stream.when_idle(lambda: (self._space.quarantine if is_damaged else self._space.give_back)(row.extents))
+            is_damaged = window.has_failed
+            window.when_idle(lambda: (self._space.quarantine if is_damaged else self._space.give_back)(row.extents))
             raise
         with self._condition:
             working_set = self._working_set
@@ -88,7 +87,7 @@ class Streams:
             self._records.streamed(entry, dataclasses.replace(row, digests=bytes(digests)))
             working_set.streamed_out_bytes += row.nbytes
 
-    def _new_row(self, key: str, spec: Spec, *, scratch: bool) -> Row:
+    def new_row(self, key: str, spec: Spec, *, scratch: bool) -> Row:
         """Return the row of a tensor to be written to extents, and under a key id, of its own."""
         deadline = Deadline(f"put of {key!r}", self._working_set.deadline_s)
         while True:
@@ -108,17 +107,17 @@ class Streams:
         The caller has begun a stream on its extents; this ends it. Raises CorruptionError, DeviceError.
         """
 
-        def copy(job: Job, transfer: Transfer) -> None:
+        def copy(job: _Block, transfer: Transfer, buffer: Buffer) -> None:
             if transfer.error is not None:
                 raise transfer.error
-            part = flat[job[1] * BLOCK_NBYTES : (job[1] + 1) * BLOCK_NBYTES]
-            part.copy_(stream.buffer_of(transfer).alias(part.numel(), _ignore))
+            copy_flat(buffer, flat[job.block * BLOCK_NBYTES : (job.block + 1) * BLOCK_NBYTES], to_buffer=False)
 
-        stream = _Stream(self._working_set, IOClass.DEMAND, _nothing, copy)
+        window = Window(self._working_set)
         try:
-            stream.run((row, block) for block in range(num_blocks(row.nbytes)))
+            blocks = block_order([(extent.device, extent.nbytes) for extent in row.extents])
+            window.run(_Block(self._space, row, block, IOClass.DEMAND, use=copy) for block in blocks)
         finally:
-            stream.when_idle(lambda: self._space.end_stream(row.extents))
+            window.when_idle(lambda: self._space.end_stream(row.extents))
         with self._condition:
             self._working_set.streamed_in_bytes += row.nbytes
 
@@ -128,8 +127,8 @@ class Streams:
         counts = [0, 0, 0]  # keys, blocks, bytes
         reading: deque[Row] = deque()  # whose blocks are being read, oldest first
 
-        def check(job: Job, transfer: Transfer) -> None:
-            row, block = job
+        def check(job: _Block, transfer: Transfer, buffer: Buffer) -> None:
+            row, block = job.row, job.block
             if isinstance(transfer.error, CorruptionError):
                 errors.append(transfer.error)
             elif transfer.error is not None:
@@ -140,10 +139,10 @@ class Streams:
                 with self._condition:
                     self._space.end_stream(reading.popleft().extents)
 
-        def jobs() -> Iterator[Job]:
+        def jobs() -> Iterator[_Block]:
             for name in names:
                 with self._condition:
-                    entry = self._records.find(name)
+                    entry = self._records.peek(name)
                     rows = [] if entry is None else [entry.row] + [entry.committed] * (entry.committed is not entry.row)
                     found = [row for row in rows if row is not None and row.inline is None]
                     for row in found:
@@ -151,15 +150,16 @@ class Streams:
                         reading.append(row)
                 counts[0] += entry is not None
                 for row in found:
-                    yield from zip(itertools.repeat(row), range(num_blocks(row.nbytes)))
+                    for block in range(num_blocks(row.nbytes)):
+                        yield _Block(self._space, row, block, IOClass.PREFETCH, use=check)
 
         with self._condition:
-            names = [entry.name for entry in self._records.visible()]
-        stream = _Stream(self._working_set, IOClass.PREFETCH, _nothing, check)
+            names = self._records.names()
+        window = Window(self._working_set)
         try:
-            stream.run(jobs())
+            window.run(jobs())
         finally:
-            stream.when_idle(lambda: self._end_streams(reading))
+            window.when_idle(lambda: self._end_streams(reading))
         return VerifyReport(counts[0], counts[1], counts[2], tuple(errors))
 
     def _end_streams(self, rows: Iterable[Row]) -> None:
@@ -167,114 +167,107 @@ class Streams:
             self._space.end_stream(row.extents)
 
 
-class _Stream:
-    """A window of transfers in flight, finished in order. The caller's thread does all the work but the I/O."""
+class DirectGet:
+    """A record on its way into memory of the caller's own: no buffer, no copy. Begun on a stream, which it ends.
 
-    def __init__(
-        self,
-        working_set: WorkingSet,
-        io_class: IOClass,
-        prepare: Callable[[Job, Buffer], None],
-        finish: Callable[[Job, Transfer], None],
-    ) -> None:
-        self.has_failed = False  # a transfer has
+    ``close`` it in any case. Blocks are started a few at a time: a drive that has all at once completes all at the end.
+    """
+
+    def __init__(self, working_set: WorkingSet, row: Row, memory: memoryview) -> None:
+        """``memory`` is aligned and holds the row rounded up to the alignment; it is kept alive until all is done."""
         self._working_set = working_set
-        self._io_class = io_class
-        self._prepare = prepare
-        self._finish = finish
-        self._jobs: deque[tuple[Job, Transfer]] = deque()  # in flight, oldest first
-        self._buffers: dict[Transfer, Buffer] = {}
-        self._num_done = 0
-        self._is_abandoned = False
-        self._on_idle: Callable[[], object] | None = None
+        self._row = row
+        self._memory = memory
+        self._left = iter(block_order([(extent.device, extent.nbytes) for extent in row.extents]))
+        self._most = NUM_IN_FLIGHT * len(working_set.space.devices)
+        self._flying: deque[Transfer] = deque()  # oldest first
+        self._num_flying = 0
+        self._is_closed = False
+        self._start_more()
 
-    def run(self, jobs: Iterable[Job]) -> None:
-        """Carry out ``jobs``; the first exception of ``prepare`` or ``finish`` ends it."""
-        idle: list[Buffer] = []
-        try:
-            for job in jobs:
-                buffer = self._next_buffer(idle, min(job[0].nbytes, BLOCK_NBYTES))
-                idle.append(buffer)
-                self._prepare(job, buffer)
-                space = self._working_set.space
-                transfer = space.transfer(job[0], buffer, self._io_class, self._done, first_block=job[1])
-                self._buffers[transfer] = idle.pop()
-                self._jobs.append((job, transfer))
-                transfer.start()
-            while self._jobs:
-                idle.append(self._finish_oldest())
-        finally:
-            for buffer in idle:
-                self._working_set.unreserve(buffer)
-            self._abandon()
+    def wait(self) -> None:
+        """Wait for all bytes and check them. Raises CorruptionError, DeviceError, DeadlineError."""
+        working_set = self._working_set
+        while self._flying:
+            transfer = self._flying.popleft()
+            if not transfer.is_done:
+                deadline = Deadline(f"get of {self._row.name!r}", working_set.deadline_s)
+                with working_set.condition:
+                    while not transfer.is_done:
+                        deadline.wait(working_set.condition, self._num_flying)
+            self._start_more()
+            transfer.check()  # while the blocks behind it arrive
+            if transfer.error is not None:
+                raise transfer.error
 
-    def buffer_of(self, transfer: Transfer) -> Buffer:
-        """Return the buffer of a transfer that ``finish`` is called with."""
-        return self._buffers[transfer]
-
-    def when_idle(self, action: Callable[[], object]) -> None:
-        """Call ``action`` under the store's lock as soon as nothing of this stream is in flight."""
+    def close(self) -> None:
+        """Start nothing more; the stream ends when nothing is in flight. Does not block."""
         with self._working_set.condition:
-            if self._buffers:
-                self._on_idle = action
-            else:
-                action()
+            self._is_closed = True
+            if not self._num_flying:
+                self._end()
 
-    def _next_buffer(self, idle: list[Buffer], nbytes: int) -> Buffer:
-        """Return a buffer of at least ``nbytes``; waits for the oldest transfer when the window is full."""
-        room = self._working_set.room
-        while True:
-            while idle:
-                buffer = idle.pop()
-                if buffer.nbytes >= nbytes:
-                    return buffer
-                room.unreserve(buffer)
-            if not self._jobs:
-                return room.reserve(nbytes)
-            in_flight = sum(buffer.nbytes for buffer in self._buffers.values())
-            if len(self._jobs) < _MAX_WINDOW and in_flight + nbytes <= room.budget_bytes // 8:
-                extra = room.reserve_nowait(nbytes)
-                if extra is not None:
-                    return extra
-            idle.append(self._finish_oldest())
-
-    def _finish_oldest(self) -> Buffer:
-        job, transfer = self._jobs[0]
-        deadline = Deadline(f"transfer of block {job[1]} of {job[0].name!r}", self._working_set.deadline_s)
-        with self._working_set.condition:
-            while not transfer.is_done:
-                deadline.wait(self._working_set.condition, self._num_done)
-        self._jobs.popleft()
-        self._finish(job, transfer)
-        with self._working_set.condition:
-            return self._buffers.pop(transfer)
+    def _start_more(self) -> None:
+        while self._num_flying < self._most:
+            block = next(self._left, None)
+            if block is None:
+                return
+            memory = self._memory[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES]
+            transfer = self._working_set.space.transfer(
+                self._row, memory, IOClass.DEMAND, self._done, first_block=block, is_checked_by_owner=True
+            )
+            self._flying.append(transfer)
+            with self._working_set.condition:
+                self._num_flying += 1
+            transfer.start()
 
     def _done(self, transfer: Transfer) -> None:
         with self._working_set.condition:
             transfer.is_done = True
-            self._num_done += 1
-            self.has_failed = self.has_failed or transfer.error is not None
-            if self._is_abandoned:
-                self._give_back(transfer)
+            self._num_flying -= 1
+            if self._is_closed and not self._num_flying:
+                self._end()
             self._working_set.condition.notify_all()
 
-    def _abandon(self) -> None:
-        """Give the buffers back: now where the transfer is done, else when its completion arrives."""
-        with self._working_set.condition:
-            self._is_abandoned = True
-            for transfer in [transfer for transfer in self._buffers if transfer.is_done]:
-                self._give_back(transfer)
-
-    def _give_back(self, transfer: Transfer) -> None:
-        self._working_set.room.drop(self._buffers.pop(transfer))
-        if not self._buffers and self._on_idle is not None:
-            action, self._on_idle = self._on_idle, None
-            action()
+    def _end(self) -> None:
+        self._working_set.space.end_stream(self._row.extents)
+        self._working_set.streamed_in_bytes += self._row.nbytes
 
 
-def _nothing(job: Job, buffer: Buffer) -> None:
-    """What reading prepares."""
+class _Block:
+    """The job of moving one block of a record through a buffer."""
 
+    __slots__ = ("_fill", "_io_class", "_space", "_use", "block", "nbytes", "row")
 
-def _ignore() -> None:
-    """What happens at the end of an alias that lives for one copy."""
+    def __init__(
+        self,
+        space: Space,
+        row: Row,
+        block: int,
+        io_class: IOClass,
+        *,
+        fill: Callable[[int, Buffer], object] | None = None,
+        use: Callable[[_Block, Transfer, Buffer], object],
+    ) -> None:
+        """``fill(block, buffer)`` comes before a write, ``use(job, transfer, buffer)`` after every movement."""
+        self.nbytes = min(row.nbytes, BLOCK_NBYTES)
+        self.row = row
+        self.block = block
+        self._space = space
+        self._io_class = io_class
+        self._fill = fill
+        self._use = use
+
+    def begin(self, buffer: Buffer, on_done: Callable[[Transfer], None]) -> Transfer:
+        if self._fill is not None:
+            self._fill(self.block, buffer)
+        return self._space.transfer(
+            self.row, buffer.memory, self._io_class, on_done, first_block=self.block, is_checked_by_owner=True
+        )
+
+    def finish(self, transfer: Transfer, buffer: Buffer) -> None:
+        transfer.check()
+        self._use(self, transfer, buffer)
+
+    def __str__(self) -> str:
+        return f"transfer of block {self.block} of {self.row.name!r}"

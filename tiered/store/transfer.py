@@ -6,19 +6,20 @@ It knows neither residency nor generations; what a finished transfer means is it
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tiered.bytes.device.base import Device, IOClass, Operation
 from tiered.errors import CorruptionError, DeviceError
 from tiered.store.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_seed, digest, num_blocks
+from tiered.store.digest_threads import WORTHWHILE_NBYTES, DigestThreads
 from tiered.store.extents import Extent, pieces
 from tiered.store.row import Row
 from tiered.units import round_up
 
-__all__ = ["Transfer"]
+__all__ = ["Transfer", "submit_all"]
 
 
 class Transfer:
@@ -26,12 +27,18 @@ class Transfer:
 
     ``memory`` is one buffer's bytes, a multiple of ``alignment``; it and the extents belong to the transfer until
     ``on_done(transfer)`` is called, once, from any thread or from inside ``start``. A write zeroes the bytes behind
-    the record's end and leaves ``digests``; a read checks the row's digests. ``error`` is then None or a TieredError.
+    the record's end and leaves ``digests``; a read checks the row's digests, block by block as they arrive or, where
+    ``is_checked_by_owner``, when ``check`` is called. ``error`` is then None or a TieredError.
+
+    Digests of large blocks are computed in ``threads``, others where they come up: by the caller of ``start`` and in
+    the device's thread. ``on_moved(transfer)`` is called before ``on_done``, from any thread, once the devices have
+    done their part of a read; blocks may wait for their check then.
     """
 
     __slots__ = (
-        "_blocks", "_devices", "_lock", "_num_left", "_on_done", "_pieces_left", "_store_uuid", "digests", "error",
-        "first_block", "io_class", "is_done", "memory", "row",
+        "_blocks", "_devices", "_is_unchecked", "_lock", "_num_blocks_left", "_num_pieces_left", "_on_done",
+        "_on_moved", "_pieces_left", "_store_uuid", "_threads", "digests", "error", "first_block", "io_class",
+        "is_done", "memory", "row",
     )  # fmt: skip
 
     def __init__(
@@ -42,36 +49,45 @@ class Transfer:
         *,
         memory: memoryview,
         io_class: IOClass,
+        threads: DigestThreads,
         on_done: Callable[[Transfer], None],
+        on_moved: Callable[[Transfer], None] | None = None,
         first_block: int = 0,
+        is_checked_by_owner: bool = False,
     ) -> None:
         self.row = row
         self.memory = memory
         self.io_class = io_class
         self.first_block = first_block
-        self.digests = b""
+        self.digests = bytearray()
         self.error: Exception | None = None
         self.is_done = False  # for the owner, who sets it under its lock
         self._devices = devices
         self._store_uuid = store_uuid
+        self._threads = threads
         self._on_done = on_done
+        self._on_moved = on_moved
         self._lock = threading.Lock()
         last_block = min(num_blocks(row.nbytes), first_block + -(-len(memory) // BLOCK_NBYTES))
         self._blocks = range(first_block, last_block)
-        self._num_left = 0
+        self._num_pieces_left = 0  # with the devices
+        self._num_blocks_left = 0  # of which pieces are with the devices, or that wait for their check
+        self._is_unchecked = is_checked_by_owner and io_class is not IOClass.WRITE
         self._pieces_left: dict[int, int] = {}
 
     @property
     def is_write(self) -> bool:
         return self.io_class is IOClass.WRITE
 
-    def start(self) -> None:
-        """Submit everything; never raises: what cannot be submitted is an error of the transfer."""
-        by_device: dict[int, list[Operation]] = {}
-        digests: list[int] = []
+    def start(self, fill: Callable[[int], None] | None = None) -> None:
+        """Submit everything; never raises: what cannot be submitted is an error of the transfer.
+
+        ``fill(block)`` makes the bytes of a block that is to be written next, while those before it are on their way.
+        What it raises is raised here; no block from that one on is written then.
+        """
+        operations: list[list[tuple[int, Operation]]] = []  # of each block, with the number of the device
         for block in self._blocks:
-            if self.is_write:
-                digests.append(digest(self._bytes_of(block), self._seed(block)))
+            operations.append([])
             for piece, memory in self._pieces(block):
                 operation = Operation(
                     is_write=self.is_write,
@@ -81,20 +97,39 @@ class Transfer:
                     io_class=self.io_class,
                     on_done=functools.partial(self._piece_done, block, piece),
                 )
-                by_device.setdefault(piece.device, []).append(operation)
-                self._pieces_left[block] = self._pieces_left.get(block, 0) + 1
-        self.digests = struct.pack(f"<{len(digests)}Q", *digests)
+                operations[-1].append((piece.device, operation))
+            self._pieces_left[block] = len(operations[-1])
         # Order: all counts before the first submit, because a device may complete inside submit.
-        self._num_left = sum(len(operations) for operations in by_device.values())
-        for device, operations in by_device.items():
-            try:
-                self._devices[device].submit(operations)
-            except Exception as error:  # none of them was started
-                for operation in operations:
-                    operation.error = error
-                    operation.on_done(operation)
-        if not by_device:  # a row of no bytes
+        self._num_pieces_left = sum(map(len, operations))
+        self._num_blocks_left = len(operations)
+        if not operations:  # a row of no bytes
             self._on_done(self)
+        elif self.is_write:
+            self.digests = bytearray(len(operations) * DIGEST_NBYTES)
+            for block, pieces_of_block in zip(self._blocks, operations, strict=True):
+                try:
+                    if fill is not None:
+                        fill(block)
+                except BaseException:
+                    self._blocks_done(self._blocks.stop - block)
+                    raise
+                self._compute(block, functools.partial(self._write, block, pieces_of_block))
+        else:
+            submit_all(self._devices, itertools.chain.from_iterable(operations))
+
+    def _compute(self, block: int, job: Callable[[], None]) -> None:
+        """Call ``job``, which computes the digest of ``block``: here, or in a thread for that."""
+        if len(self._bytes_of(block)) < WORTHWHILE_NBYTES:
+            job()
+        else:
+            self._threads.submit(self.io_class, job)
+
+    def _write(self, block: int, operations: list[tuple[int, Operation]]) -> None:
+        place = (block - self.first_block) * DIGEST_NBYTES
+        content = digest(self._bytes_of(block), self._seed(block))
+        # Order: before the block can be done, and with it the transfer.
+        self.digests[place : place + DIGEST_NBYTES] = content.to_bytes(DIGEST_NBYTES, "little")
+        submit_all(self._devices, operations)
 
     def _pieces(self, block: int) -> list[tuple[Extent, memoryview]]:
         start = block * BLOCK_NBYTES
@@ -126,17 +161,38 @@ class Transfer:
         with self._lock:
             self.error = self.error or failure
             self._pieces_left[block] -= 1
-            check = not self._pieces_left[block] and self.error is None and not self.is_write
-        error = self._check(block) if check else None
+            self._num_pieces_left -= 1
+            is_moved = not self._num_pieces_left
+            is_complete = not self._pieces_left[block]
+            is_due = is_complete and self.error is None and not self.is_write and not self._is_unchecked
+        if is_moved and self._on_moved is not None:  # order: before the last block can be done
+            self._on_moved(self)
+        if is_due:
+            self._compute(block, functools.partial(self._check_arrived, block))
+        elif is_complete:
+            self._blocks_done(1)
+
+    def _check_arrived(self, block: int) -> None:
+        self._blocks_done(1, self._check(block))
+
+    def _blocks_done(self, number: int, error: Exception | None = None) -> None:
         with self._lock:
             self.error = self.error or error
-            self._num_left -= 1
-            is_last = not self._num_left
+            self._num_blocks_left -= number
+            is_last = not self._num_blocks_left
         if is_last:
             self._on_done(self)
 
+    def check(self) -> None:
+        """Check what arrived, if the device's thread has not: for an owner that waited for it. Sets ``error``."""
+        if not self._is_unchecked:
+            return
+        self._is_unchecked = False
+        for block in self._blocks:
+            self.error = self.error or self._check(block)
+
     def _check(self, block: int) -> CorruptionError | None:
-        """Compare the block's bytes with its digest; runs in the device's thread."""
+        """Compare the block's bytes with its digest."""
         expected = int.from_bytes(self.row.digests[block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES], "little")
         if digest(self._bytes_of(block), self._seed(block)) == expected:
             return None
@@ -167,6 +223,23 @@ class Transfer:
             file=path,
             offset=piece.offset,
         )
+
+
+def submit_all(devices: Sequence[Device], operations: Iterable[tuple[int, Operation]]) -> None:
+    """Submit operations, each with the number of its device; never raises: what cannot be submitted ends with an error.
+
+    Those of one device are submitted together, in their order.
+    """
+    by_device: dict[int, list[Operation]] = {}
+    for index, operation in operations:
+        by_device.setdefault(index, []).append(operation)
+    for index, group in by_device.items():
+        try:
+            devices[index].submit(group)
+        except Exception as error:  # none of them was started
+            for operation in group:
+                operation.error = error
+                operation.on_done(operation)
 
 
 def _without_frames(error: Exception) -> Exception:

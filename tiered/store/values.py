@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from itertools import islice
+from typing import Any
 
 import torch
 
 from tiered.bytes.arena import Buffer
+from tiered.bytes.host_tensor import aligned_memory, copy_flat, empty_aligned
 from tiered.errors import UsageError
 from tiered.store.entry import INLINE_NBYTES, Residency, Spec
+from tiered.store.get_batches import GetBatches
+from tiered.store.put_batches import PutBatches, Source
 from tiered.store.row import Row
-from tiered.store.streaming import Streams
+from tiered.store.streaming import DirectGet, Streams
 from tiered.store.working_set import WorkingSet
+from tiered.store.write_through import WriteThrough
+from tiered.units import MiB
 
 __all__ = ["Values"]
 
 _NUM_AHEAD = 64  # keys that get_many prefetches
+_NUM_DIRECT = 1  # tensors that get_many reads past the working set while it waits for another
+_DIRECT_NBYTES = MiB  # smaller tensors are not worth pages of their own
+_OWN_PAGES_NBYTES = 32 * MiB  # from here on malloc maps new pages for each tensor too, but small ones: slow to touch
 
 
 class Values:
@@ -28,6 +39,9 @@ class Values:
         self._records = working_set.records
         self._condition = working_set.condition
         self._streams = streams
+        self._write_through = WriteThrough(working_set, streams)
+        self._put_batches = PutBatches(working_set, self.put)
+        self._get_batches = GetBatches(working_set, self.get)
 
     def put(self, key: str, value: torch.Tensor) -> None:
         """Make a copy of ``value`` the tensor of ``key``; the last put wins. Readers see the old one or the new one.
@@ -36,7 +50,7 @@ class Values:
         """
         self._working_set.check(writing=True)
         plain = _plain(key, value)
-        spec = Spec(plain.dtype, tuple(plain.shape))
+        spec = Spec.like(plain)
         flat = plain.reshape(-1).view(torch.uint8)  # (nbytes,) uint8
         scratch = not self._records.durable
         if spec.nbytes <= INLINE_NBYTES:
@@ -44,10 +58,12 @@ class Values:
             self._install(key, spec, ctypes.string_at(host.data_ptr(), spec.nbytes) if spec.nbytes else b"")
         elif self._streams.must_stream(spec.nbytes):
             self._streams.put(key, flat, spec, scratch=scratch)
+        elif self._write_through.is_due(key, flat, scratch=scratch):
+            self._write_through.put(key, flat, spec)
         else:
             buffer = self._working_set.room.reserve(spec.nbytes)
             try:
-                buffer.alias(spec.nbytes, _ignore).copy_(flat)
+                copy_flat(buffer, flat, to_buffer=True)
                 self._install(key, spec, buffer)
             except BaseException:
                 self._working_set.unreserve(buffer)
@@ -87,32 +103,74 @@ class Values:
                 _flat(result).copy_(torch.frombuffer(bytearray(row.inline), dtype=torch.uint8))
             return result
         if row is not None:
-            result = _result(Spec.of(row), key, out, target)
-            self._streams.get(row, _flat(result))
+            result, direct = self._begin(row, out, target)
+            if direct is not None:
+                with contextlib.closing(direct):
+                    direct.wait()
             return result
         lease = self._working_set.lease(key, "r")
         try:
             result = _result(Spec(lease.tensor.dtype, tuple(lease.tensor.shape)), key, out, target)
-            _flat(result).copy_(_flat(lease.tensor))
+            copy_flat(lease.buffer, _flat(result), to_buffer=False)
         finally:
             lease.release()
         return result
 
     def get_many(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return copies of the tensors of ``keys``, swapping in ahead."""
-        names = list(keys)
-        found: dict[str, torch.Tensor] = {}
-        for i, name in enumerate(names):
-            if i % (_NUM_AHEAD // 2) == 0:
-                self._working_set.prefetch(islice(names, i, i + _NUM_AHEAD))
-            found[name] = self.get(name)
+        """Return copies of the tensors of ``keys``, swapping in ahead. KeyError before anything is read."""
+        found: dict[str, Any] = dict.fromkeys(keys)  # in order; filled in below
+        names = list(found)
+        self._working_set.check(writing=False)
+        with self._condition:
+            for name in names:
+                if name not in self._records:
+                    raise KeyError(name)
+        others = self._get_batches.get(names, found)
+        direct: deque[DirectGet] = deque()
+        with contextlib.ExitStack() as stack:
+            for i, name in enumerate(others):
+                if i % (_NUM_AHEAD // 2) == 0:
+                    self._working_set.prefetch(islice(others, i, i + _NUM_AHEAD))
+                row = self._stored_row(name)
+                if row is None or row.inline is not None:
+                    found[name] = self.get(name)
+                    continue
+                found[name], begun = self._begin(row, None, torch.device("cpu"))
+                if begun is not None:
+                    stack.callback(begun.close)
+                    direct.append(begun)
+                if len(direct) > _NUM_DIRECT:
+                    direct.popleft().wait()
+            while direct:
+                direct.popleft().wait()
         return found
 
+    def _begin(self, row: Row, out: torch.Tensor | None, target: torch.device) -> tuple[torch.Tensor, DirectGet | None]:
+        """Return the tensor that the bytes of ``row`` go to, and what to wait for; None where they are there.
+
+        A stream was begun on the row.
+        """
+        alignment = self._working_set.space.alignment
+        try:
+            spec = Spec.of(row)
+            if out is None and target.type == "cpu" and row.nbytes >= _DIRECT_NBYTES:
+                flat, memory = empty_aligned(row.nbytes, alignment)
+                return flat.view(spec.dtype).view(spec.shape), DirectGet(self._working_set, row, memory)
+            result = _result(spec, row.name, out, target)
+            own = aligned_memory(_flat(result), alignment)
+            if own is not None:
+                return result, DirectGet(self._working_set, row, own)
+        except BaseException:
+            with self._condition:
+                self._working_set.space.end_stream(row.extents)
+            raise
+        self._streams.get(row, _flat(result))
+        return result, None
+
     def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Put each of ``values``; not atomic before the commit."""
-        items: Iterator[tuple[str, torch.Tensor]] = iter(values.items() if isinstance(values, Mapping) else values)
-        for key, value in items:
-            self.put(key, value)
+        """Put each of ``values``, in order; not atomic before the commit. Where one fails, all before it are put."""
+        self._working_set.check(writing=True)
+        self._put_batches.put(Source(values.items() if isinstance(values, Mapping) else values, _plain))
 
     def _stored_row(self, key: str) -> Row | None:
         """Return the row to read past the working set: inline, or to be streamed and then with a stream begun."""
@@ -126,10 +184,17 @@ class Values:
             row = entry.row
             if row is None or row.inline is not None:
                 return row
-            if not self._streams.must_stream(row.nbytes) or entry.residence is not None:
+            if entry.residence is not None or not self._goes_past(row):
                 return None
             self._working_set.space.begin_stream(row.extents)
             return row
+
+    def _goes_past(self, row: Row) -> bool:
+        """Whether a get reads the row past the working set: it is large, or others would have to leave it."""
+        if self._streams.must_stream(row.nbytes):
+            return True
+        arena = self._working_set.residents.arena
+        return row.nbytes >= _DIRECT_NBYTES and arena.leased_nbytes + row.nbytes > arena.nbytes
 
 
 def _plain(key: str, value: torch.Tensor) -> torch.Tensor:
@@ -152,6 +217,8 @@ def _plain(key: str, value: torch.Tensor) -> torch.Tensor:
 
 def _result(spec: Spec, key: str, out: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """Return ``out``, or a new tensor of ``spec``. Raises TypeError or ValueError for an ``out`` that does not fit."""
+    if out is None and device.type == "cpu" and spec.nbytes >= _OWN_PAGES_NBYTES:
+        return empty_aligned(spec.nbytes, 1)[0].view(spec.dtype).view(spec.shape)
     if out is None:
         return torch.empty(spec.shape, dtype=spec.dtype, device=device)
     if not isinstance(out, torch.Tensor) or out.layout is not torch.strided or out.is_meta:
@@ -170,7 +237,3 @@ def _result(spec: Spec, key: str, out: torch.Tensor | None, device: torch.device
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the (nbytes,) uint8 view of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def _ignore() -> None:
-    """What happens at the end of an alias that lives for one copy."""

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -22,10 +23,12 @@ from tiered.store.deadline import Deadline
 from tiered.store.entry import Alias, Entry, Residence, Residency, Spec
 from tiered.store.lease import Lease, tensor_over
 from tiered.store.need import Need
+from tiered.store.recorder import Recorder, Wait
 from tiered.store.records import Records
 from tiered.store.residents import EvictionPolicy, Residents
 from tiered.store.room import Room
 from tiered.store.space import Space
+from tiered.store.swap_in import SwapIn
 from tiered.store.transfer import Transfer
 
 __all__ = ["EvictionPolicy", "Lease", "WorkingSet"]
@@ -57,15 +60,15 @@ class WorkingSet:
         self.records = records
         self.space = space
         self.deadline_s = deadline_s
-        self.room = Room(residents, records, space, condition, deadline_s=deadline_s, refuse=refuse)
+        self.recorder = Recorder()
+        self.room = Room(residents, records, space, condition, self.recorder, deadline_s=deadline_s, refuse=refuse)
+        self.swap_in = SwapIn(residents, records, space, condition, self.room)
         self.streamed_in_bytes = 0
         self.streamed_out_bytes = 0
         self._refuse = refuse
         self._is_read_only = is_read_only
         self._pid = os.getpid()
         self._num_leases = 0
-        self._swapped_in = {IOClass.DEMAND: [0, 0], IOClass.PREFETCH: [0, 0]}  # bytes, count
-        self._demand_wait_s = 0.0
         residents.watch(records.entries)
 
     # Below: leases
@@ -132,27 +135,29 @@ class WorkingSet:
     def _obtain(self, key: str, mode: str, deadline: Deadline) -> tuple[Alias, Spec, Residence | None]:
         """Return the granted lease, what it looks like, and the claimed residence it must copy from, if any."""
         reading: Transfer | None = None  # the swap in that this call has started
+        urgent: Transfer | None = None  # one that was only read ahead
         claim: Residence | None = None  # what it reads into: not to be evicted before it is leased here
         try:
             while True:
                 with self.condition:
-                    entry, need = self._await_need(key, mode, deadline)
+                    entry, need, urgent = self._await_need(key, mode, deadline)
                     if need is not Need.NOTHING and claim is not None:  # replaced: what was read is of no use here
                         self.residents.unclaim(claim)
                         claim = None
                     if need is Need.NOTHING:
-                        self._demand_wait_s += deadline.waited_s
                         return self._grant(entry, mode, None)
                     if need is Need.SWAP_IN and reading is not None and reading.error is not None:
                         raise reading.error
-                    buffer = self.residents.take_nowait(self.space.round_up(entry.nbytes))
+                    nbytes = self.space.round_up(entry.nbytes)
+                    buffer = None if urgent is not None else self.residents.take_nowait(nbytes)
                     if buffer is not None and need is Need.BUFFER:
                         return self._grant(entry, mode, buffer)
                     if buffer is not None:
                         claim = self.residents.claim(self.residents.admit(entry, buffer))
-                        reading = self._begin_read(entry, claim, IOClass.DEMAND)
-                    nbytes = entry.nbytes
-                if buffer is None:
+                        reading = self.swap_in.begin(entry, claim)
+                if urgent is not None:
+                    urgent.start()
+                elif buffer is None:
                     self.room.make(nbytes, deadline)
                 elif reading is not None:
                     reading.start()
@@ -160,13 +165,17 @@ class WorkingSet:
             if claim is not None:
                 self._unclaim(claim)
 
-    def _await_need(self, key: str, mode: str, deadline: Deadline) -> tuple[Entry, Need]:
-        """Return the entry and what a lease of it lacks, once nothing in flight has a hold on it."""
+    def _await_need(self, key: str, mode: str, deadline: Deadline) -> tuple[Entry, Need, Transfer | None]:
+        """Return the entry and what a lease of it lacks, once nothing in flight has a hold on it.
+
+        Or the read of it that the caller must start first.
+        """
         while True:
             entry = self._find(key)
             need = Need.of(entry, mode)
-            if need is not Need.PATIENCE:
-                return entry, need
+            urgent = self.swap_in.take_over(entry) if need is Need.PATIENCE else None
+            if need is not Need.PATIENCE or urgent is not None:
+                return entry, need, urgent
             self.wait_for(entry, deadline)
 
     def _grant(self, entry: Entry, mode: str, buffer: Buffer | None) -> tuple[Alias, Spec, Residence | None]:
@@ -193,55 +202,7 @@ class WorkingSet:
         capacity or an I/O error: the lease that needs the bytes tries again and reports.
         """
         self.check(writing=False)
-        transfers: list[Transfer] = []
-        nbytes = 0
-        names = list(keys)  # not under the lock: an iterator may ask the store
-        with self.condition:
-            self.residents.drain()
-            for key in names:
-                entry = self.records.entries.get(key)
-                if entry is None or entry.state is Residency.UNDEFINED:
-                    continue
-                if entry.state is Residency.STORED:
-                    buffer = None
-                    if not self.room.num_waiting:
-                        buffer = self.residents.take_ahead(self.space.round_up(entry.nbytes), key)
-                    if buffer is None:
-                        break
-                    transfer = self._begin_read(entry, self.residents.admit(entry, buffer), IOClass.PREFETCH)
-                    transfers += [transfer] if transfer is not None else []
-                else:
-                    self.residents.renew(entry)
-                nbytes += entry.nbytes
-        for transfer in transfers:
-            transfer.start()
-        return nbytes
-
-    def _begin_read(self, entry: Entry, residence: Residence, io_class: IOClass) -> Transfer | None:
-        """Return the transfer to start without the lock; None for an inline entry, which is clean at once."""
-        assert entry.row is not None
-        if entry.row.inline is not None:
-            residence.buffer.memory[: entry.nbytes] = entry.row.inline
-            entry.state = Residency.CLEAN
-            self.residents.offer(entry)
-            return None
-        entry.state = Residency.ARRIVING
-        self.residents.num_arriving += 1
-        return self.space.transfer(entry.row, residence.buffer, io_class, functools.partial(self._arrived, entry))
-
-    def _arrived(self, entry: Entry, transfer: Transfer) -> None:
-        with self.condition:
-            self.residents.num_arriving -= 1
-            if transfer.error is None:
-                entry.state = Residency.CLEAN
-                counts = self._swapped_in[transfer.io_class]
-                counts[0] += entry.nbytes
-                counts[1] += 1
-                self.residents.offer(entry)
-            else:
-                entry.state = Residency.STORED
-                self.residents.drop(entry)
-            self.condition.notify_all()
+        return self.swap_in.prefetch(list(keys))  # not under the lock: an iterator may ask the store
 
     # Below: hints, memory
 
@@ -310,7 +271,7 @@ class WorkingSet:
         with self.condition:
             self.residents.drain()
             residents, write_back = self.residents, self.room.write_back
-            demand, prefetch = self._swapped_in[IOClass.DEMAND], self._swapped_in[IOClass.PREFETCH]
+            demand, prefetch = self.swap_in.counts[IOClass.DEMAND], self.swap_in.counts[IOClass.PREFETCH]
             return WorkingSetStatistics(
                 budget_bytes=self.budget_bytes,
                 arena_bytes=residents.arena.leased_nbytes,
@@ -322,8 +283,6 @@ class WorkingSet:
                 orphan_bytes=residents.orphan_bytes,
                 num_evictions=residents.num_evictions,
                 num_leases=self._num_leases,
-                demand_wait_s=self._demand_wait_s,
-                memory_wait_s=self.room.wait_s,
                 swaps=SwapStatistics(
                     demand_bytes=demand[0],
                     num_demands=demand[1],
@@ -382,9 +341,14 @@ class WorkingSet:
     def wait_for(self, entry: Entry, deadline: Deadline) -> None:
         """Wait for a change of ``entry``; what it has in DRAM is not evicted meanwhile."""
         residence = None if entry.residence is None else self.residents.claim(entry.residence)
+        reason = Wait.READ if entry.state is Residency.ARRIVING else Wait.WRITE
+        if entry.is_pending and entry.state is not Residency.ARRIVING:
+            reason = Wait.COMMIT
+        begun_s = time.monotonic()
         try:
             deadline.wait(self.condition, self.records.commit_progress() if entry.is_pending else None)
         finally:
+            self.recorder.waited(reason, entry.name, begun_s)
             if residence is not None:
                 self.residents.unclaim(residence)
 

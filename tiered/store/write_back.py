@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from tiered.bytes.device.base import IOClass
 from tiered.store.entry import Entry, Residency
+from tiered.store.recorder import Recorder
 from tiered.store.records import Extents, Records
 from tiered.store.residents import Residents
 from tiered.store.space import Space
@@ -35,7 +36,14 @@ class WriteBack:
     has the reason until somebody raises it.
     """
 
-    def __init__(self, condition: threading.Condition, residents: Residents, records: Records, space: Space) -> None:
+    def __init__(
+        self,
+        condition: threading.Condition,
+        residents: Residents,
+        records: Records,
+        space: Space,
+        recorder: Recorder,
+    ) -> None:
         self.writing_bytes = 0
         self.num_writing = 0
         self.num_landed = 0  # or failed; a sign of progress
@@ -47,6 +55,7 @@ class WriteBack:
         self._residents = residents
         self._records = records
         self._space = space
+        self._recorder = recorder
 
     def plan(self, entries: Iterable[Entry], nbytes: int) -> tuple[list[Transfer], Shortage | None]:
         """Choose among ``entries`` until ``nbytes`` are on their way out.
@@ -99,20 +108,27 @@ class WriteBack:
     def _depart(self, entry: Entry, extents: Extents) -> Transfer:
         assert entry.residence is not None
         row = self._records.row_for(entry, extents)
+        self.depart(entry)
+        on_done = functools.partial(self.landed, entry, self._recorder.begin_move())
+        return self._space.transfer(row, entry.residence.buffer.memory, IOClass.WRITE, on_done)
+
+    def depart(self, entry: Entry) -> None:
+        """Count ``entry``, whose bytes are resident, as being written; ``landed`` ends it. Under the lock."""
         self._residents.withdraw(entry)
         entry.state = Residency.DEPARTING
         self.writing_bytes += entry.nbytes
         self.num_writing += 1
-        on_done = functools.partial(self._landed, entry)
-        return self._space.transfer(row, entry.residence.buffer, IOClass.WRITE, on_done)
 
-    def _landed(self, entry: Entry, transfer: Transfer) -> None:
+    def landed(self, entry: Entry, begun_s: float, transfer: Transfer) -> None:
+        """The write of ``entry``, begun at ``begun_s``, has ended, well or not. Without the lock."""
+        nbytes = 0 if transfer.error is not None else self._space.round_up(entry.nbytes)
+        self._recorder.end_move(entry.name, nbytes, begun_s, is_write=True)
         with self._condition:
             self.writing_bytes -= entry.nbytes
             self.num_writing -= 1
             self.num_landed += 1
             if transfer.error is None:
-                self._records.landed(entry, dataclasses.replace(transfer.row, digests=transfer.digests))
+                self._records.landed(entry, dataclasses.replace(transfer.row, digests=bytes(transfer.digests)))
                 entry.state = Residency.CLEAN
                 self.swap_out_bytes += entry.nbytes
                 self.num_swap_outs += 1

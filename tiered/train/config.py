@@ -12,12 +12,16 @@ from dataclasses import asdict, dataclass, fields
 from tiered.errors import UsageError
 from tiered.train.model import Shape
 from tiered.units import MiB, format_bytes
+from tiered.zero.layout import FORMATS
 
-__all__ = ["DTYPES", "STATES", "UPDATES", "RunConfig", "RunDials"]
+__all__ = ["ACTIVATIONS", "DTYPES", "MICRO_BATCHES", "STATES", "UPDATES", "RunConfig", "RunDials"]
+
+ACTIVATIONS = ("auto", "keep", "recompute", "swap")
+MICRO_BATCHES = ("vertical", "plain")
 
 DTYPES = ("bf16", "fp32")
 UPDATES = ("backward", "step")
-STATES = ("exact",)
+STATES = FORMATS
 
 _MIN_DRAM = 16 * MiB
 """No store works in less: section 2 of the design."""
@@ -46,9 +50,9 @@ class RunConfig:
         for name, value in (("lr", self.lr), ("clip", self.clip)):
             if value is not None and not (0 < value < math.inf):
                 raise ValueError(f"{name} must be a positive number, got {value}")
-        for name, choices in (("dtype", DTYPES), ("update", UPDATES), ("state", STATES)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        _check_one_of(DTYPES, dtype=self.dtype)
+        _check_one_of(UPDATES, update=self.update)
+        _check_one_of(STATES, state=self.state)
         if self.clip is not None and self.update != "step":
             raise ValueError(
                 "clipping needs every gradient before the first update: leave --update out, or say --update step"
@@ -129,9 +133,16 @@ class RunDials:
     dram: int = 1 << 30  # bytes
     commit_every: int = 1
     data: tuple[str, ...] = ()  # paths; none: the standard library's source
+    hold: str | int = "auto"  # how much of dram keeps bytes for good: "auto", or bytes
+    activations: str = "auto"
+    micro_batches: str = "vertical"  # how the micro-steps of a step run: unit by unit, or one after the other
 
     def __post_init__(self) -> None:
         _check_at_least(1, steps=self.steps, commit_every=self.commit_every)
+        _check_one_of(ACTIVATIONS, activations=self.activations)
+        _check_one_of(MICRO_BATCHES, micro_batches=self.micro_batches)
+        if isinstance(self.hold, str) and self.hold != "auto":
+            raise ValueError(f"hold must be auto, 0 or a size, got {self.hold!r}")
         if self.dram < _MIN_DRAM:
             raise ValueError(f"dram must be at least {format_bytes(_MIN_DRAM)}, got {format_bytes(self.dram)}")
 
@@ -149,3 +160,9 @@ def _check_at_least(least: int, **values: int) -> None:
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name.replace('_', '-')} must be at least {least}, got {value}")
+
+
+def _check_one_of(choices: tuple[str, ...], **values: str) -> None:
+    for name, value in values.items():
+        if value not in choices:
+            raise ValueError(f"{name.replace('_', '-')} must be one of {', '.join(choices)}; got {value!r}")

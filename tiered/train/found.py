@@ -6,7 +6,6 @@ Whoever looks changes nothing; only ``remove_store`` does, and only files that a
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,11 @@ from typing import Any
 import tiered
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.catalog import Root, Row, SqliteCatalog
-from tiered.store.directory import CATALOG_NAME, Directories, fsync_directory
+from tiered.store.directory import CATALOG_NAME, Directories, fsync_directory, owned_files
 from tiered.store.registry import committed_state
 from tiered.units import MiB, format_bytes
 
 __all__ = ["FoundRun", "check", "describe", "find_run", "holds_store", "remove_store"]
-
-_OWNED = re.compile(rf"identity|data-\d{{3,}}|{re.escape(CATALOG_NAME)}(-journal|\.new|\.new-journal)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,7 @@ class FoundRun:
 
 def holds_store(directories: Sequence[Path]) -> bool:
     """Return whether any of ``directories`` holds a store that has come to a catalog, or what is left of one."""
-    return any(entry.name.startswith((CATALOG_NAME, "data-")) for path in directories for entry in _owned(path))
+    return any(entry.name.startswith((CATALOG_NAME, "data-")) for path in directories for entry in owned_files(path))
 
 
 def find_run(directories: Sequence[Path]) -> FoundRun | None:
@@ -99,7 +96,7 @@ def remove_store(directories: Sequence[Path]) -> None:
     try:
         for prefix in ("data-", CATALOG_NAME, "identity"):
             for path in reversed(locked.paths):
-                for entry in _owned(path):
+                for entry in owned_files(path):
                     if entry.name.startswith(prefix):
                         entry.unlink()
                 fsync_directory(path)
@@ -115,11 +112,7 @@ def _load(directories: Sequence[Path]) -> tuple[Root, list[Row]]:
         raise UsageError(f"no run in {where}: expected one {CATALOG_NAME} there, found {found}")
     catalog = SqliteCatalog(homes[0], read_only=True)
     try:
-        return catalog.load()
+        root, rows = catalog.load()
+        return root, list(rows)
     finally:
         catalog.close()
-
-
-def _owned(directory: Path) -> Iterator[Path]:
-    if directory.is_dir():
-        yield from (entry for entry in sorted(directory.iterdir()) if _OWNED.fullmatch(entry.name))

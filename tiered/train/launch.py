@@ -39,6 +39,7 @@ class Request:
     yes: bool = False
     quiet: bool = False
     json_file: Path | None = None
+    timeline_file: Path | None = None
     program: str = "tiered"  # how the user calls us, for the commands we suggest
 
     def __post_init__(self) -> None:
@@ -46,8 +47,9 @@ class Request:
             raise UsageError("--resume goes on with the run, --fresh removes it: give one of them")
         if self.resume and not self.durable:
             raise UsageError("--no-durable leaves nothing to resume: give --resume or --no-durable")
-        if self.json_file:
-            _check_writable(self.json_file.absolute())
+        for file in (self.json_file, self.timeline_file):
+            if file:
+                _check_writable(file.absolute())
 
     @property
     def options(self) -> list[str]:
@@ -97,7 +99,7 @@ def train(request: Request) -> int:
     with Interruption(
         "stopping as soon as the step in hand is finished and committed (Ctrl-C again: at once)", lambda: str(hint)
     ) as interruption:
-        outcome = Job(plan, loader, interruption, hint).run(quiet=request.quiet)
+        outcome = Job(plan, loader, interruption, hint, timeline=request.timeline_file).run(quiet=request.quiet)
     if outcome:
         print("\n".join(outcome.lines(None if interruption.requested else go_on)))
         _write_json(request, outcome)

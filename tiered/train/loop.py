@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +21,9 @@ from tiered.train.interruption import Interruption
 from tiered.train.model import GPT
 from tiered.train.plan import Plan
 from tiered.train.progress import Display, StepRecord, open_display
+from tiered.train.stopwatch import Stopwatch
 from tiered.train.summary import Outcome
+from tiered.train.timeline import CAPACITY, write_timeline
 
 __all__ = ["Job", "ResumeHint"]
 
@@ -55,8 +57,18 @@ class Job:
     A step is either committed whole or does not count: the run is always resumable from its last commit.
     """
 
-    def __init__(self, plan: Plan, loader: Loader, interruption: Interruption, hint: ResumeHint) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        loader: Loader,
+        interruption: Interruption,
+        hint: ResumeHint,
+        *,
+        timeline: Path | None = None,
+    ) -> None:
+        """``timeline`` is the file to write one to, if any."""
         self._plan = plan
+        self._timeline = timeline
         self._config = plan.config
         self._loader = loader
         self._interruption = interruption
@@ -83,28 +95,22 @@ class Job:
         if self._interruption.requested:
             raise _StoppedError
         records: list[StepRecord] = []
-        before = store.statistics()
+        if self._timeline is not None:
+            store.working_set.recorder.start(CAPACITY)
+        stopwatch = Stopwatch(store)
         while step < self._plan.dials.steps and not self._interruption.requested:
-            begun = time.perf_counter()
             loss = self._step(model, optimizer, step)
             step += 1
             if step % self._plan.dials.commit_every == 0:
                 self._commit(store, step)
-            now = store.statistics()
-            record = StepRecord(
-                step=step,
-                loss=loss,
-                seconds=time.perf_counter() - begun,
-                num_tokens=self._config.tokens_per_step,
-                read_bytes=now.read_bytes - before.read_bytes,
-                write_bytes=now.write_bytes - before.write_bytes,
-                stall_seconds=now.stall_seconds - before.stall_seconds,
-            )
-            before = now
-            records.append(record)
-            display.step(record)
+            records.append(stopwatch.lap(step, loss, self._config.tokens_per_step))
+            display.step(records[-1])
         self._finish(store, step)
-        return Outcome.of(self._plan, records, store)
+        return Outcome.of(self._plan, records, store, self._write_timeline(store))
+
+    def _write_timeline(self, store: tiered.Store) -> str:
+        """Write the timeline if one was asked for; return what to say of it."""
+        return "" if self._timeline is None else write_timeline(self._timeline, *store.working_set.recorder.stop())
 
     def _build(self, store: tiered.Store) -> tuple[torch.nn.Module, torch.optim.Optimizer, int]:
         """Return the model, its optimizer and the number of steps done, all as the last commit left them."""
@@ -114,7 +120,10 @@ class Job:
         torch.manual_seed(config.seed)
         with tiered.construct(store):
             built = GPT(config.shape)
-        model = tiered.shard(built, store, param_dtype=_DTYPES[config.dtype])
+        dials = self._plan.dials
+        model = tiered.shard(
+            built, store, param_dtype=_DTYPES[config.dtype], activations=dials.activations, hold=dials.hold
+        )
         optimizer = tiered.AdamW(model.parameters(), lr=config.lr, update=config.update, state=config.state)
         if not self._plan.durable:
             return model, optimizer, 0
@@ -123,20 +132,37 @@ class Job:
 
     def _step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Make one optimizer step and return the mean loss of its micro-steps."""
+        config = self._config
+        if config.accumulate > 1 and self._plan.dials.micro_batches == "vertical":
+            loss = self._backward_together(model, step)
+        else:
+            loss = self._backward_in_turn(model, step)
+        if config.clip:
+            tiered.clip_grad_norm_(model, config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def _backward_together(self, model: torch.nn.Module, step: int) -> float:
+        """Run the micro-steps' forwards and backwards unit by unit: parameters cross once per pass, not per micro-step.
+
+        The bits are those of one micro-step after the other.
+        """
+        losses = tiered.micro_batches(model, [next(self._loader) for _ in range(self._config.accumulate)])
+        values = [_checked(loss, step) for loss in losses]
+        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        return sum(values) / len(values)
+
+    def _backward_in_turn(self, model: torch.nn.Module, step: int) -> float:
+        """Run the micro-steps one after the other; parameters cross for each."""
         config, total = self._config, 0.0
         for micro_step in range(config.accumulate):
             only_adds = config.update == "backward" and micro_step < config.accumulate - 1
             with tiered.accumulate(model) if only_adds else nullcontext():
                 tokens, targets = next(self._loader)  # each int64 (batch, context)
                 loss = model(tokens, targets)
-                if not math.isfinite(loss.item()):
-                    raise UsageError(f"the loss of step {step + 1} is {loss.item()}: start again with a lower --lr")
+                total += _checked(loss, step)
                 (loss if config.accumulate == 1 else loss / config.accumulate).backward()
-            total += loss.item()
-        if config.clip:
-            tiered.clip_grad_norm_(model, config.clip)
-        optimizer.step()
-        optimizer.zero_grad()
         return total / config.accumulate
 
     def _commit(self, store: tiered.Store, step: int) -> None:
@@ -156,3 +182,11 @@ class Job:
         if self._plan.durable:
             store.wait_for_commit()
             self._note_durable(store)
+
+
+def _checked(loss: torch.Tensor, step: int) -> float:
+    """Return the value of a loss. Raises UsageError for one that nothing can be learnt from."""
+    value = float(loss.item())
+    if not math.isfinite(value):
+        raise UsageError(f"the loss of step {step + 1} is {value}: start again with a lower --lr")
+    return value

@@ -10,15 +10,18 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tiered.errors import CapacityError
 from tiered.train.config import RunConfig, RunDials
 from tiered.train.data import Corpus
 from tiered.units import divide_up, format_bytes, format_count
+from tiered.zero.layout import Layouts
+from tiered.zero.rules import AdamWRule
 
 __all__ = ["Plan"]
 
-STATE_BYTES_PER_PARAM = 12
-"""bf16 and the master's other 16 bits, or fp32; and two fp32 moments: persistent, and written once per step."""
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 CONSTRUCT_BYTES_PER_PARAM = 4
 """Scratch space that the constructor's fp32 values pass through, until the process ends."""
@@ -49,6 +52,12 @@ class Plan:
         return self.config.shape.num_params
 
     @property
+    def state_bytes_per_param(self) -> float:
+        """Persistent bytes, written once per step: the parameter, the rest of its master, two moments."""
+        dtype, numel = _DTYPES[self.config.dtype], 1 << 20
+        return dtype.itemsize + Layouts(self.config.state, AdamWRule()).of(dtype).nbytes(numel) / numel
+
+    @property
     def num_steps(self) -> int:
         """Steps left to do."""
         return max(0, self.dials.steps - self.first_step)
@@ -65,13 +74,13 @@ class Plan:
 
         Files grow by an eighth at a time.
         """
-        state = (2 if self.durable else 1) * STATE_BYTES_PER_PARAM * 9 // 8
-        return (state + CONSTRUCT_BYTES_PER_PARAM) * self.num_params + self.gradient_nbytes
+        state = (2 if self.durable else 1) * self.state_bytes_per_param * 9 / 8
+        return int((state + CONSTRUCT_BYTES_PER_PARAM) * self.num_params) + self.gradient_nbytes
 
     @property
     def step_write_nbytes(self) -> int:
         """Bytes one step writes."""
-        return STATE_BYTES_PER_PARAM * self.num_params + self.gradient_nbytes
+        return int(self.state_bytes_per_param * self.num_params) + self.gradient_nbytes
 
     @property
     def write_nbytes(self) -> int:
@@ -106,7 +115,7 @@ class Plan:
             f"{directory} ({format_bytes(_free_nbytes(_existing(directory)))} free)" for directory in self.directories
         )
         each = divide_up(1000 * self.step_write_nbytes, len(self.directories))
-        sets = f"{'two sets' if self.durable else 'one set'} of {STATE_BYTES_PER_PARAM} bytes per parameter"
+        sets = f"{'two sets' if self.durable else 'one set'} of {self.state_bytes_per_param:.3g} bytes per parameter"
         start = f"from step {self.first_step}" if self.first_step else "from the start"
         extras = f", clip {config.clip}" if config.clip else ""
         extras += f", accumulate {config.accumulate}" if config.accumulate > 1 else ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
@@ -23,7 +24,11 @@ class StepRecord:
     num_tokens: int
     read_bytes: int
     write_bytes: int
-    stall_seconds: float  # the training thread waited for I/O
+    stall_seconds: float  # the training thread waited: for reads, room, updates or commits
+    waits: Mapping[str, float] = field(default_factory=dict)  # of these, seconds by reason
+    moved: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # bytes read and written by class
+    update_seconds: float = 0.0  # in which parameters and state were updated, by whatever thread
+    device_busy_seconds: float = 0.0  # with something on its way to or from the devices
 
     def __str__(self) -> str:
         return (

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import tiered
+from tiered.train.bound import Bandwidth, Bound, profiled_bandwidth
 from tiered.train.plan import Plan
 from tiered.train.progress import StepRecord
 from tiered.units import format_bytes
@@ -32,9 +33,11 @@ class Outcome:
     bytes_written: int
     generation: int
     stall_seconds: float
+    bandwidth: Bandwidth | None  # as measured before; None: only what this run saw is known
+    timeline: str  # what to say of it, "" without one
 
     @classmethod
-    def of(cls, plan: Plan, records: Sequence[StepRecord], store: tiered.Store) -> Outcome:
+    def of(cls, plan: Plan, records: Sequence[StepRecord], store: tiered.Store, timeline: str = "") -> Outcome:
         """Return what ``records`` and the store's counters say now."""
         counters = store.statistics()
         return cls(
@@ -43,9 +46,41 @@ class Outcome:
             peak_dram_bytes=counters.peak_bytes,
             state_bytes=sum(record.nbytes for record in store.records()),
             read_bytes=counters.read_bytes,
-            bytes_written=counters.write_bytes,
+            bytes_written=counters.write_bytes + counters.catalog_write_bytes,
             generation=store.generation,
             stall_seconds=counters.stall_seconds,
+            bandwidth=profiled_bandwidth(plan.directories),
+            timeline=timeline,
+        )
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """The means over the steps of how long the training thread waited, in seconds by reason."""
+        reasons = dict.fromkeys(reason for record in self.records for reason in record.waits)
+        return {reason: self._mean([record.waits.get(reason, 0.0) for record in self.records]) for reason in reasons}
+
+    @property
+    def moved(self) -> dict[str, tuple[float, float]]:
+        """The means over the steps of the bytes read and written, per parameter, by class."""
+        names = dict.fromkeys(name for record in self.records for name in record.moved)
+        pairs = {name: [record.moved.get(name, (0, 0)) for record in self.records] for name in names}
+        per = self.plan.num_params
+        return {
+            name: (self._mean([read for read, _ in both]) / per, self._mean([write for _, write in both]) / per)
+            for name, both in pairs.items()
+        }
+
+    @property
+    def bound(self) -> Bound:
+        """The bound of the mean step: a verdict over all of them, writes of one that fall into the next included."""
+        return Bound.of(
+            self._mean([record.seconds for record in self.records]),
+            waits=self.waits,
+            update_s=self._mean([record.update_seconds for record in self.records]),
+            read_bytes=self._mean([record.read_bytes for record in self.records]),
+            write_bytes=self._mean([record.write_bytes for record in self.records]),
+            device_busy_s=self._mean([record.device_busy_seconds for record in self.records]),
+            bandwidth=self.bandwidth,
         )
 
     @property
@@ -60,6 +95,9 @@ class Outcome:
 
     def _median(self, values: Sequence[float]) -> float:
         return statistics.median(values[1:] or values or [0.0])
+
+    def _mean(self, values: Sequence[float]) -> float:
+        return statistics.fmean(values[1:] or values or [0.0])
 
     def lines(self, go_on: str | None) -> list[str]:
         """Return the summary for people; ``go_on`` is the command that trains further, if it is time to say that."""
@@ -78,13 +116,27 @@ class Outcome:
             f"of a DRAM budget of {format_bytes(self.plan.dials.dram)}",
             f"wrote   {format_bytes(self.bytes_written)} in all",
         ]
+        lines += self._bound_lines()
+        verdict = f"verdict {self.bound.verdict}"
         if not self.plan.durable:
-            return [*lines, "run     gone with this process, as --no-durable says"]
+            return [*lines, "run     gone with this process, as --no-durable says", verdict]
         where = ", ".join(map(str, self.plan.directories))
         return [
             *lines,
             f"run     {where}: step {last.step}, generation {self.generation}, {format_bytes(self.state_bytes)}",
             *([f"go on   {go_on}"] if go_on else []),
+            verdict,
+        ]
+
+    def _bound_lines(self) -> list[str]:
+        bound, waits = self.bound, sorted(self.waits.items(), key=lambda item: -item[1])
+        told = [f"{seconds:.2f} s {reason}" for reason, seconds in waits if seconds >= 0.005]
+        source = self.bandwidth.source if self.bandwidth else "as seen in this run; measure the drive: tiered bench DIR"
+        return [
+            f"waited  {', '.join(told) or 'for nothing'} per step",
+            f"bound   {bound.seconds:.2f} s (compute {bound.compute_s:.2f}, NVMe {bound.nvme_s:.2f}, update "
+            f"{bound.update_s:.2f}), step/bound {bound.step_over_bound:.2f}; bandwidth {source}",
+            *([f"drawn   {self.timeline}"] if self.timeline else []),
         ]
 
     def as_json(self) -> dict[str, object]:
@@ -102,6 +154,13 @@ class Outcome:
             "bytes_written": self.bytes_written,
             "generation": self.generation,
             "stall_seconds": self.stall_seconds,
+            "wait_seconds": self.waits,
+            "moved_bytes_per_param": {
+                name: {"read": read, "write": write} for name, (read, write) in self.moved.items()
+            },
+            "bound_seconds": self.bound.seconds,
+            "step_over_bound": self.bound.step_over_bound,
+            "verdict": self.bound.verdict,
             "versions": {
                 "tiered": tiered.__version__,
                 "torch": torch.__version__,

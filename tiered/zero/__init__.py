@@ -2,9 +2,23 @@
 
 from tiered.zero.budget import smallest_budget
 from tiered.zero.construct import construct
+from tiered.zero.grad_scaler import GradScaler
 from tiered.zero.gradients import clip_grad_norm_
-from tiered.zero.optimizer import AdamW
+from tiered.zero.micro_batches import micro_batches
+from tiered.zero.optimizer import SGD, AdamW, Lion
 from tiered.zero.shard import shard
 from tiered.zero.unsharded import accumulate, unsharded
 
-__all__ = ["AdamW", "accumulate", "clip_grad_norm_", "construct", "shard", "smallest_budget", "unsharded"]
+__all__ = [
+    "SGD",
+    "AdamW",
+    "GradScaler",
+    "Lion",
+    "accumulate",
+    "clip_grad_norm_",
+    "construct",
+    "micro_batches",
+    "shard",
+    "smallest_budget",
+    "unsharded",
+]

@@ -65,9 +65,12 @@ class Backward:
             )
 
     def seen(self) -> None:
-        """Something of ours runs in a backward: make sure that we hear of its end."""
+        """Something of ours runs in a backward: make sure that we hear of its end.
+
+        Of micro-batches that take turns, each has a graph task inside the one that counts.
+        """
         task = torch._C._current_graph_task_id()
-        if task == -1 or task in self._tasks:
+        if task == -1 or task in self._tasks or self._engine.lanes is not None:
             return
         self._tasks.add(task)
         self._is_running = True
@@ -86,7 +89,7 @@ class Backward:
             engine.abandon("a backward failed after parameters were updated or gradients accumulated")
 
     def update(self, unit: Unit) -> None:
-        """Update ``unit``'s parameters from its gradients, which end here."""
+        """Hand the update of ``unit`` over, and its gradients with it. Blocks while too much is pending."""
         updater = self._engine.updater
         assert updater is not None
         if not self._has_begun:
@@ -128,6 +131,8 @@ class Backward:
                 f"parameter {segment.name}: a gradient after its unit was updated in this backward; expected all of it"
                 ' before: use update="step"'
             )
+        if self._engine.lanes is not None:
+            self._engine.lanes.about_to_accumulate(segment)
         segment.unit.gradients.recall()
 
     def _accumulated(self, segment: Segment) -> None:
@@ -135,6 +140,8 @@ class Backward:
         unit = segment.unit
         unit.gradients.adopt(segment)
         segment.accumulated = True
+        if self._engine.lanes is not None:
+            self._engine.lanes.accumulated(segment)
         if not self._is_updating():
             return
         self._waiting[unit] = None
@@ -148,10 +155,12 @@ class Backward:
         A parameter accumulates once per graph task. One that a reentrant checkpoint will recompute more than once (it
         was touched without gradients in the forward) accumulates in several, and is final only at the end.
         """
-        if unit.has_references() or unit.num_ops or self._engine.is_on_stack(unit):
+        if unit.has_references() or unit.num_ops or unit in self._engine.calls.units():
             return False
         for segment in unit.trainable_segments():
             if not segment.accumulated:
+                return False
+            if self._engine.lanes is not None and not self._engine.lanes.is_done_with(segment):
                 return False
             touches = segment.num_no_grad_touches
             if touches > 1 or (touches and segment.num_grad_touches):
@@ -165,7 +174,7 @@ class Backward:
         engine = self._engine
         self._tasks.clear()
         self._is_running = False
-        if engine.is_in_call() or not self._clear_accumulated():
+        if engine.calls or not self._clear_accumulated():
             return  # autograd.grad: nothing was accumulated
         engine.is_between = False
         if self._is_updating():

@@ -9,13 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiered.units import round_up
-from tiered.zero.codec import PIECE_ALIGNMENT, TileScratch, divide
+from tiered.errors import CapacityError
+from tiered.units import format_bytes, parse_bytes, round_up
+from tiered.zero.codec import PIECE_ALIGNMENT, divide
+from tiered.zero.layout import Layouts
+from tiered.zero.rules import AdamWRule
+from tiered.zero.tile_scratch import TileScratch
 
 if TYPE_CHECKING:
     from tiered.zero.unit import Segment, Unit
 
-__all__ = ["TILE_NUMEL", "Shares", "bucket_numel_for", "share_out", "smallest_budget", "tile_numel_for"]
+__all__ = [
+    "TILE_NUMEL",
+    "Shares",
+    "bucket_numel_for",
+    "share_out",
+    "share_out_as_asked",
+    "smallest_budget",
+    "tile_numel_for",
+]
 
 TILE_NUMEL = 1 << 20
 """Elements that one kernel call updates: a tile and its state stay in L2 (design.md, section 9)."""
@@ -23,6 +35,7 @@ TILE_NUMEL = 1 << 20
 _BUCKET_NUMEL = 1 << 22  # elements; 40 MiB of exact state: ten blocks in flight
 _BUCKETS_PER_UNIT = 8  # buckets shrink with the unit, so that small models run in small budgets
 _PAGE = 4096
+_LARGEST = Layouts("exact", AdamWRule())  # no other state is larger: who shards does not know the optimizer yet
 
 
 def bucket_numel_for(num_trainable: Iterable[int]) -> int:
@@ -35,7 +48,7 @@ def bucket_numel_for(num_trainable: Iterable[int]) -> int:
 
 
 def smallest_budget(units: Sequence[Unit]) -> int:
-    """Return the smallest DRAM budget in bytes that trains ``units`` (the root unit first) with exact state."""
+    """Return the smallest DRAM budget in bytes that trains ``units`` (the root unit first) with any state."""
     trainable, numel = _trainable(units)
     bucket = _largest_bucket(trainable, numel)
     sizes = [
@@ -69,6 +82,29 @@ def share_out(units: Sequence[Unit], budget_bytes: int, *, held: int | None = No
     return Shares(held, min(parameters + buckets, spare - held + max(gradients, parameters)))
 
 
+def share_out_as_asked(units: Sequence[Unit], budget_bytes: int, hold: str | int) -> Shares:
+    """Return the shares of ``budget_bytes`` with ``hold`` ("auto", or a size) held for good.
+
+    Raises CapacityError for a budget below the smallest one, which the message names, or a ``hold`` beyond it.
+    """
+    smallest = smallest_budget(units)
+    if budget_bytes < smallest:
+        raise CapacityError(
+            f"DRAM budget {budget_bytes} bytes ({format_bytes(budget_bytes)}) is too small for this model; the smallest"
+            f" working budget is {smallest} bytes ({format_bytes(smallest)}): root unit + 2 largest units with"
+            " gradients + 3 buckets of state + tile scratch. Give dram= at least that, or smaller units"
+        )
+    if hold == "auto":
+        return share_out(units, budget_bytes)
+    held = parse_bytes(hold)
+    if held > budget_bytes - smallest:
+        raise CapacityError(
+            f"hold={format_bytes(held)} leaves too little to work with; expected at most"
+            f' {format_bytes(budget_bytes - smallest)} of this budget: give the store a larger dram=, or hold="auto"'
+        )
+    return share_out(units, budget_bytes, held=held)
+
+
 def _trainable(units: Sequence[Unit]) -> tuple[list[list[Segment]], int]:
     """Return the trainable segments of each unit, and the elements per bucket that follow."""
     trainable = [[segment for segment in unit.segments if segment.trainable] for unit in units]
@@ -77,7 +113,7 @@ def _trainable(units: Sequence[Unit]) -> tuple[list[list[Segment]], int]:
 
 def _largest_bucket(trainable: Iterable[Sequence[Segment]], numel: int) -> int:
     """Return the bytes of the largest bucket."""
-    buckets = [bucket for segments in trainable for bucket in divide("", segments, numel)]
+    buckets = [bucket for segments in trainable for bucket in divide("", segments, numel, _LARGEST)]
     return round_up(max((bucket.nbytes for bucket in buckets), default=0), _PAGE)
 
 

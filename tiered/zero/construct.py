@@ -18,7 +18,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from tiered.errors import UsageError
 from tiered.store.store import Store
 from tiered.store.working_set import Lease
-from tiered.zero.parameter import TieredParameter, placeholder, without_dispatch
+from tiered.zero.functorch import guard_functorch
+from tiered.zero.parameter import TieredParameter, without_dispatch
+from tiered.zero.placeholder import placeholder
 from tiered.zero.unit import Segment
 
 __all__ = ["ConstructedParameter", "construct"]
@@ -133,6 +135,10 @@ class _Construction:
         finally:
             constructed.num_ops -= 1
 
+    def is_unsharded(self, segment: Segment) -> bool:
+        """Return False: the parameter may be parked at any time."""
+        return False
+
     def require_gradient(self, parameter: nn.Parameter) -> None:
         """Nothing to follow: gradients come after ``shard``."""
 
@@ -158,6 +164,7 @@ def construct(store: Store) -> Iterator[None]:
     meta device and tensors that are not parameters stay as they are. Not thread-safe. Raises CapacityError when one
     parameter is larger than the budget.
     """
+    guard_functorch()
     construction = _Construction(store)
     hook = register_module_parameter_registration_hook(construction.take)  # type: ignore[arg-type]
     try:

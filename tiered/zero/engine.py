@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,12 +20,20 @@ from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
 from tiered.tiers.schedule import NextUsePolicy, Schedule
 from tiered.tiers.trace import Trace
+from tiered.zero.activations import Activations
 from tiered.zero.backward import Backward, in_graph_task
+from tiered.zero.budget import smallest_budget
+from tiered.zero.calls import Calls
+from tiered.zero.forks import forget_in_children
+from tiered.zero.functorch import guard_functorch
 from tiered.zero.gradients import UnitGradients
+from tiered.zero.guard import obey
+from tiered.zero.lanes import Lanes
 from tiered.zero.outputs import any_requires_grad, own
 from tiered.zero.parameter import is_write
 from tiered.zero.residency import Residency
-from tiered.zero.saved import SavedPair, other_pair_in_force
+from tiered.zero.streams import Foresight
+from tiered.zero.update_worker import UpdateWorker
 
 if TYPE_CHECKING:
     from tiered.zero.codec import Bucket
@@ -43,18 +51,7 @@ class Updater(Protocol):
         """Freeze the hyperparameters for one step."""
 
     def update(self, unit: Unit) -> None:
-        """Update the unit's parameters that have a gradient; blocks."""
-
-
-class _Frame:
-    """One module call on the stack."""
-
-    __slots__ = ("module", "pair", "unit")
-
-    def __init__(self, module: nn.Module, unit: Unit | None) -> None:
-        self.module = module
-        self.unit = unit
-        self.pair: SavedPair | None = None
+        """Hand the update of the unit's parameters that have a gradient to the engine's worker, and the gradients."""
 
 
 _NOT_NOW = (
@@ -84,23 +81,29 @@ class Engine:
         self.num_loading = 0  # inside load_state_dict(): copy_() writes
         self.num_accumulating = 0  # inside tiered.accumulate
         self.held_bytes = 0  # DRAM that placement may keep for good
-        self.residency = Residency(self.working_set, self.units[0])
+        self.pending_bytes = 0  # DRAM that updates handed over in a backward may keep, beyond one
+        self.worker = UpdateWorker(self.working_set)
+        store.add_finisher(self.worker.finish)
+        self.worker.on_use = lambda key: self.schedule.use_promised(key)
+        self.activations = Activations(self)  # Order: asked before the residency to give bytes back
+        self.residency = Residency(self.working_set, self.units[0], self.worker)
         self.backward = Backward(self)
         self._model = weakref.ref(model)
         self._pid = os.getpid()
-        self._stack: list[_Frame] = []
-        self._num_pairs = 0
+        self.calls = Calls(self)
+        self.lanes: Lanes | None = None  # the micro-batches that take turns in a forward or backward now
+        self.foresight = Foresight()
         for unit in self.units:
             unit.engine = self
             unit.gradients = UnitGradients(unit)
         self._nbytes: dict[str, int] = {unit.key: unit.nbytes for unit in self.units}
         order = [unit.key for unit in self.units]
         self._expect([*order, *reversed(order)], window_bytes)
-        _engines.add(self)
-        _watch_forks()
+        forget_in_children(self)
+        guard_functorch()
 
     def __repr__(self) -> str:
-        return f"Engine({len(self.units)} units, {self.residency!r}, depth {len(self._stack)})"
+        return f"Engine({len(self.units)} units, {self.residency!r}, depth {len(self.calls)})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
@@ -115,16 +118,14 @@ class Engine:
         """Show ``segment``'s parameter for one operation ``func``; raises UsageError at the wrong time."""
         write = is_write(func, args, kwargs)
         self._check(segment, getattr(func, "__name__", str(func)), write)
-        if self._stack and not in_graph_task():
-            if torch.is_grad_enabled():
-                segment.num_grad_touches += 1
-            else:
-                segment.num_no_grad_touches += 1
+        if not in_graph_task():
+            self.calls.touched(segment)
         unit = segment.unit
         unit.show("rw" if write else "r")
+        self.activations.touch(unit)  # Order: to show it may finish an update of it
         unit.num_ops += 1
         try:
-            with self._pair_for_operation():
+            with self.calls.pair_for_operation():
                 yield
         finally:
             unit.num_ops -= 1
@@ -139,7 +140,7 @@ class Engine:
                 " tensors"
             )
         self.check_usable(what)
-        is_unsharded = segment.unit in self.residency.shielded
+        is_unsharded = self.is_unsharded(segment)
         if write:
             if is_unsharded or self.num_loading:
                 return
@@ -156,11 +157,16 @@ class Engine:
             raise UsageError(f'{what} after its unit was updated in this backward; expected before: use update="step"')
         if self.backward.has_updated:
             raise UsageError(f"{what} between backward and optimizer.step(); {_NOT_NOW}")
-        if not (self._stack or in_task or self.is_between):
+        if not (self.calls or in_task or self.is_between):
             raise UsageError(f"{what} outside a forward or backward; {_hint(name)}{_NOT_NOW}")
 
+    def is_unsharded(self, segment: Segment) -> bool:
+        """Return whether a ``tiered.unsharded`` block keeps the values of ``segment`` where they are."""
+        return segment.unit in self.residency.shielded
+
     def check_usable(self, what: str) -> None:
-        """Raise unless the model can be used: StepAbandonedError, or UsageError for a run not resumed."""
+        """Raise unless the model can be used: what an update failed of, StepAbandonedError, UsageError."""
+        self.check_updates()
         if self.abandoned and not self.store.durable:
             raise StoreLostError(
                 f"{what}: {self.abandoned}; a store with durable=False cannot roll back: start again in a new one"
@@ -176,21 +182,34 @@ class Engine:
                 " (after the optimizer and everything else is registered), or a store in an empty directory"
             )
 
+    def check_updates(self) -> None:
+        """Raise what an update that was handed over has failed of; the step is abandoned."""
+        error, self.worker.failure = self.worker.failure, None
+        if error is not None:
+            self.abandon(f"an update failed: {error}")
+            raise error
+
+    def finish_updates(self) -> None:
+        """Wait for all updates that are pending, and raise what one failed of."""
+        self.worker.wait_for_all()
+        self.check_updates()
+
     def abandon(self, reason: str) -> None:
         """Mark the step as left half done; only rollback, resume and close remain."""
         self.abandoned = self.abandoned or reason
 
     def check_idle(self, what: str) -> None:
-        """Raise UsageError unless no forward, backward or step is under way."""
+        """Finish what is pending; raise UsageError unless no forward, backward or step is under way."""
         self.backward.settle()
         self.check_usable(what)
-        if self._stack or in_graph_task():
+        if self.calls or in_graph_task():
             raise UsageError(f"{what} inside a forward or backward; expected between steps")
         if self.backward.has_updated or self.has_gradients():
             raise UsageError(
                 f"{what} with gradients pending; expected after optimizer.step(), or after optimizer.zero_grad(), which"
                 " drops them"
             )
+        self.finish_updates()
 
     def has_gradients(self) -> bool:
         """Return whether some unit has gradients that no step has used."""
@@ -198,44 +217,34 @@ class Engine:
 
     # -- module calls --------------------------------------------------------------------------------------------
 
-    def is_in_call(self) -> bool:
-        """Return whether a module call is under way."""
-        return bool(self._stack)
-
-    def is_on_stack(self, unit: Unit) -> bool:
-        """Return whether a call of ``unit``'s module is under way."""
-        return any(frame.unit is unit for frame in self._stack)
-
     def enter(self, module: nn.Module, unit: Unit | None) -> None:
         """A module call begins."""
-        frame = _Frame(module, unit)
-        self._stack.append(frame)
-        if len(self._stack) == 1:
+        call = self.calls.begin(module, unit)
+        if len(self.calls) == 1:
             self._enter_outermost(type(module).__name__)
-        if self._num_pairs == 0 and torch.is_grad_enabled() and not _is_recomputing():
-            pair = SavedPair(self)
-            pair.enter()
-            frame.pair = pair
-            self._num_pairs += 1
+        self.calls.enter_pair(call)
         if unit is not None:
             unit.show()
 
     def exit(self, module: nn.Module, output: Any) -> Any:
         """A module call ends, also by an exception; return the output with nothing of it in a unit's buffer."""
-        while self._stack:
-            frame = self._stack.pop()
-            self._leave(frame)
-            if frame.module is module:
-                break
-        if self._stack or in_graph_task():
+        for call in self.calls.end(module):
+            self._leave(call.unit)
+        if self.calls or in_graph_task():
             return output
         if torch.is_grad_enabled() and any_requires_grad(output):
             self.is_between = True
+            self.activations.end_forward()
         return own(output, self.residency.address_of)
 
     def _enter_outermost(self, name: str) -> None:
         if os.getpid() != self._pid:
             raise UsageError(f"forward of {name} in a forked process; expected in the one that opened the store")
+        if torch._C._get_tracing_state() is not None:
+            raise UsageError(
+                f"torch.jit.trace of {name}, which is sharded: the trace would keep its parameters; expected a model"
+                " built afresh with model.state_dict() loaded"
+            )
         if in_graph_task():
             self.backward.seen()
             return
@@ -244,29 +253,31 @@ class Engine:
         if self.backward.has_updated:
             self.abandon("a forward after a backward that had updated parameters, without optimizer.step()")
             self.check_usable(f"forward of {name}")
-        if not self.is_between and not self.has_gradients():
+        is_under_way = self.lanes is not None and self.lanes.are_under_way
+        is_first = not (self.is_between or self.has_gradients() or is_under_way)
+        self.activations.begin_forward(is_first=is_first)
+        if is_first:
             self.forget_touches()
             self.schedule.trace.rewind()
             self.schedule.advance()
 
-    def _leave(self, frame: _Frame) -> None:
-        if frame.pair is not None:
-            frame.pair.exit()
-            self._num_pairs -= 1
-        unit = frame.unit
-        if unit is None or self.is_on_stack(unit) or unit in self.residency.shielded or self.abandoned:
+    def _leave(self, unit: Unit | None) -> None:
+        if unit is None or unit in self.calls.units() or unit in self.residency.shielded or self.abandoned:
             return
+        if self.lanes is not None:
+            return  # other micro-batches come by: it is parked when another unit is opened
         unit.park()
 
-    def _pair_for_operation(self) -> AbstractContextManager[Any]:
-        """Return the pair of hooks for an operation outside any module call; inside one they are in force already."""
-        if self._num_pairs or not torch.is_grad_enabled() or _is_recomputing():
-            return nullcontext()
-        return SavedPair(self)
+    def before_open(self, unit: Unit) -> None:
+        """A unit is about to be leased: its update must be through."""
+        if self.worker.is_busy:
+            self.worker.serve()
+            self.worker.wait_for(unit)
+        self.check_updates()
 
     def opened(self, unit: Unit) -> None:
         """A unit has leased its bytes: park what is idle, ask for what comes next."""
-        self.residency.opened(unit, {frame.unit for frame in self._stack})
+        self.residency.opened(unit, self.calls.units())
         self.schedule.use(unit.key)
 
     def assign(self, segment: Segment, value: torch.Tensor) -> None:
@@ -299,11 +310,11 @@ class Engine:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """The optimizer's step: update what has a gradient, or, under update="backward", conclude what was done."""
+        """The optimizer's step: hand over what has a gradient, or, under update="backward", conclude; no waiting."""
         assert self.updater is not None
         self.backward.settle()
         self.check_usable("optimizer.step()")
-        if self._stack or in_graph_task():
+        if self.calls or in_graph_task():
             raise UsageError("optimizer.step() inside a forward or backward; expected after it")
         if self.updater.in_backward and not self.backward.has_updated and self.has_gradients():
             raise UsageError(
@@ -325,6 +336,7 @@ class Engine:
             unit.gradients.drop()
         self.is_between = False
         self.residency.sweep()
+        self.activations.swapped.sweep()
         self.schedule.trace.end_step()
         self.schedule.advance()
 
@@ -341,12 +353,17 @@ class Engine:
         """Tell placement and schedule of the optimizer's keys, and of the order of use to expect in a step."""
         state = {bucket.key: bucket.nbytes for unit in self.units for bucket in buckets[unit]}
         self._nbytes |= state
+        spare = self.working_set.budget_bytes - smallest_budget(self.units) - self.held_bytes
+        self.pending_bytes = max(0, spare) // 2  # the other half is for reading ahead
         self.working_set.hold(choose_held({u.key: u.nbytes for u in self.units}, state, self.held_bytes))
         order = [unit.key for unit in self.units]
         if not in_backward:
             order += [unit.key for unit in reversed(self.units)]
+        handed_over: list[str] = []  # updates run while the unit after them in the backward does
         for unit in reversed(self.units) if in_backward else self.units:
-            order += [unit.key, *(bucket.key for bucket in buckets[unit])]
+            order += [unit.key, *handed_over]
+            handed_over = [bucket.key for bucket in buckets[unit]]
+        order += handed_over
         self._expect(order, self.schedule.window_bytes)
 
     def _expect(self, order: list[str], window_bytes: int) -> None:
@@ -366,71 +383,21 @@ class Engine:
 
     def guard(self, word: str) -> None:
         """What the store calls before it commits, rolls back, resumes or closes."""
-        if word == "commit":
-            self.check_idle("commit")
-            return
-        if in_graph_task():
-            raise UsageError(f"{word} inside a backward; expected between steps")
-        is_half_done = bool(self.abandoned) or self.backward.is_half_done
-        self._reset()
-        if word == "close" and is_half_done and self.store.durable:
-            self._drop_half_done()
+        obey(self, word)
 
-    def _drop_half_done(self) -> None:
-        """Keep ``close`` from committing a step that was left half done."""
-        if not self.store.generation:
-            raise StepAbandonedError("closed in the middle of a step, and nothing was ever committed: all is dropped")
-        self.store.rollback()
-
-    def _reset(self) -> None:
-        """Forget the step under way; what the store holds is the truth."""
-        while self._stack:  # left by an interrupt that no hook saw
-            pair = self._stack.pop().pair
-            if pair is not None:
-                pair.exit()
-        self._num_pairs = 0
-        self.backward.reset()
-        self.abandoned = ""
-        self.must_resume = self.is_between = False
-        self.residency.shielded.clear()
-        for unit in self.units:
-            unit.num_ops = 0
-            unit.version += 1
-        self.residency.park_all()
-        for unit in self.units:
-            unit.gradients.busy = False
-            unit.gradients.drop()
-        self.forget_touches()
-        self.schedule.trace.rewind()
+    def settle(self) -> None:
+        """The process is about to fork: no update may be pending. What one fails of is raised by the next call."""
+        if os.getpid() == self._pid:
+            self.worker.wait_for_all()
 
     def forget(self) -> None:
         """In a forked child: nothing of the parent's memory is there."""
+        self.worker.forget()
         self.residency.forget()
-        self._stack.clear()
-
-
-def _is_recomputing() -> bool:
-    """Return whether a non-reentrant checkpoint recomputes: its own pair must see what it saves, weights included."""
-    return in_graph_task() and other_pair_in_force() is not None
+        self.calls.forget()
 
 
 def _hint(name: str) -> str:
     if name in {"to", "float", "half", "double", "bfloat16", "cuda", "type"}:
         return "to change dtype or device pass param_dtype= or device= to tiered.shard; "
     return ""
-
-
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-_is_watching = False
-
-
-def _watch_forks() -> None:
-    global _is_watching
-    if not _is_watching:
-        _is_watching = True
-        os.register_at_fork(after_in_child=_forget_all)
-
-
-def _forget_all() -> None:
-    for engine in list(_engines):
-        engine.forget()

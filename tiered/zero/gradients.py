@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
-from tiered.store.working_set import Lease
+from tiered.store.working_set import Lease, WorkingSet
 from tiered.units import round_up
 from tiered.zero.parameter import (
     GuardedGradient,
@@ -27,7 +27,58 @@ from tiered.zero.parameter import (
 if TYPE_CHECKING:
     from tiered.zero.unit import Segment, Unit
 
-__all__ = ["UnitGradients", "clip_grad_norm_"]
+__all__ = ["TakenGradients", "UnitGradients", "check_unused", "clip_grad_norm_"]
+
+
+class TakenGradients:
+    """The gradients of one unit that an update has taken over, with their clip factors. One owner at a time.
+
+    Segments lie at ``offsets`` of the bytes of ``key``, a scratch key that ``delete`` ends.
+    """
+
+    __slots__ = ("_working_set", "factors", "key", "lease", "nbytes", "offsets")
+
+    def __init__(
+        self,
+        working_set: WorkingSet,
+        key: str,
+        lease: Lease | None,
+        nbytes: int,
+        offsets: dict[Segment, int],
+        factors: dict[Segment, torch.Tensor],
+    ) -> None:
+        self._working_set = working_set
+        self.key = key
+        self.lease = lease
+        self.nbytes = nbytes
+        self.offsets = offsets
+        self.factors = factors
+
+    def open(self) -> None:
+        """Lease the bytes; what is stored is swapped in. Blocks."""
+        if self.lease is None:
+            self.lease = self._working_set.lease(self.key, "r")
+
+    def flat(self, segment: Segment) -> torch.Tensor:
+        """Return the (numel,) gradient of ``segment`` in memory order; the bytes must be leased."""
+        assert self.lease is not None
+        return segment.flat(self.lease.tensor, self.offsets[segment])
+
+    def store_away(self) -> bool:
+        """Give the bytes back to the working set, for now; return whether they were leased."""
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
+            self._working_set.swap_out([self.key])
+        return lease is not None
+
+    def delete(self) -> str:
+        """Forget the gradients; return the key when a caller still sees its bytes and it must be deleted later."""
+        lease, self.lease = self.lease, None
+        if lease is not None and not lease.release():
+            return self.key
+        self._working_set.delete([self.key])
+        return ""
 
 
 class UnitGradients:
@@ -37,7 +88,7 @@ class UnitGradients:
     the working set's. ``factors`` are the clip factors that the next update multiplies with, in fp32.
     """
 
-    __slots__ = ("_num_leases", "busy", "factors", "key", "lease", "nbytes", "unit", "working_set")
+    __slots__ = ("_num_leases", "factors", "key", "lease", "nbytes", "unit", "working_set")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -45,7 +96,6 @@ class UnitGradients:
         self.lease: Lease | None = None
         self.key = ""  # "": there are no gradients
         self.nbytes = self.lay_out()
-        self.busy = False  # being read by an update: not to be stored away
         self.factors: dict[Segment, torch.Tensor] = {}
         self._num_leases = 0
 
@@ -113,14 +163,9 @@ class UnitGradients:
                 elif not isinstance(gradient, GuardedGradient):
                     self.adopt(segment)
 
-    def flat(self, segment: Segment) -> torch.Tensor:
-        """Return the (numel,) gradient of ``segment`` in memory order; the buffer must be open."""
-        assert self.lease is not None
-        return segment.flat(self.lease.tensor, segment.grad_offset)
-
     def store_away(self) -> bool:
         """Give the buffer back to the working set and leave guards; return whether there was anything to give."""
-        if self.lease is None or self.busy:
+        if self.lease is None:
             return False
         with without_dispatch():
             for segment in self.unit.segments:
@@ -131,6 +176,17 @@ class UnitGradients:
         lease.release()
         self.working_set.swap_out([self.key])
         return True
+
+    def take(self, *, used: bool) -> TakenGradients:
+        """Hand the gradients over to an update; there are none here afterwards (see ``drop`` for ``.grad``)."""
+        assert self.key
+        offsets = {segment: segment.grad_offset for segment in self.unit.segments if segment.has_gradient}
+        taken = TakenGradients(self.working_set, self.key, self.lease, self.nbytes, offsets, dict(self.factors))
+        if self.lease is not None:
+            self.unit.engine.residency.gradients_closed(self)
+        self.key, self.lease = "", None
+        self.drop(used=used)
+        return taken
 
     def drop(self, *, used: bool = False) -> None:
         """Forget the gradients; bytes a caller still sees live as long as its view.
@@ -181,7 +237,7 @@ def clip_grad_norm_(
     clipped: list[torch.Tensor] = []
     with torch.no_grad(), without_dispatch():
         for unit in {tensor.segment.unit: None for tensor in tensors if isinstance(tensor, TieredParameter)}:
-            _check_clipping(unit)
+            check_unused(unit, "tiered.clip_grad_norm_")
             unit.gradients.reconcile()
         for tensor in tensors:
             if tensor.grad is None:
@@ -199,12 +255,12 @@ def clip_grad_norm_(
     return total
 
 
-def _check_clipping(unit: Unit) -> None:
-    """Raise UsageError where the optimizer has used the gradients already."""
+def check_unused(unit: Unit, what: str) -> None:
+    """Raise UsageError where the optimizer uses gradients as they come, before ``what`` could see them."""
     updater = unit.engine.updater
     if updater is not None and updater.in_backward:
         raise UsageError(
-            'tiered.clip_grad_norm_ under update="backward", where gradients are used up as they become final; expected'
+            f'{what} under update="backward", where gradients are used up as they become final; expected'
             ' tiered.AdamW(..., update="step")'
         )
 

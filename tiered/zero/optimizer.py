@@ -1,41 +1,36 @@
-"""AdamW whose state lives in a store: a ``torch.optim.Optimizer`` for sharded parameters and for plain ones.
+"""The optimizers that users make: look-alikes of torch's whose state lives in a store.
 
-The numbers are those of ``torch.optim.AdamW(fused=True)`` on fp32 masters (design.md, section 9). How state is laid out
-is codec.py's business, how it streams update.py's.
+Thin: what they share is streaming_optimizer.py's, their arithmetic rules.py's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer
 
-from tiered.errors import UsageError
 from tiered.store.store import Store
-from tiered.zero.budget import bucket_numel_for, tile_numel_for
-from tiered.zero.codec import Hyperparameters
-from tiered.zero.engine import Engine
-from tiered.zero.optimizer_state import OptimizerState, StateUnit
-from tiered.zero.parameter import TieredParameter, without_dispatch
-from tiered.zero.plain import PlainUnit
-from tiered.zero.unit import Segment, Unit
-from tiered.zero.update import Source, UpdatePipeline
+from tiered.zero.rules import AdamWRule, LionRule, SGDRule
+from tiered.zero.streaming_optimizer import StreamingOptimizer
 
-__all__ = ["AdamW"]
-
-_UPDATES = ("step", "backward")
-_STATES = ("exact",)
+__all__ = ["SGD", "AdamW", "Lion"]
 
 
-class AdamW(Optimizer):
+class AdamW(StreamingOptimizer):
     """AdamW with decoupled weight decay, streaming its state through a store.
 
     ``params``: parameters or groups as for any torch optimizer, sharded by ``tiered.shard`` or plain; plain ones need
     ``store``. ``update="step"`` updates in ``step()``; ``update="backward"`` updates each unit as soon as its gradient
-    is final, and ``step()`` only concludes. ``state="exact"``: fp32 moments and the bits of an fp32 master (bf16
-    parameters: 12 bytes per parameter with the parameter itself).
+    is final, and ``step()`` only concludes. The format that state is kept in, with bytes per bf16 parameter, the
+    parameter included:
+
+    - ``state="exact"`` (12): fp32 moments and the bits of an fp32 master; the numbers are those of
+      ``torch.optim.AdamW(fused=True)`` on fp32 masters (design.md, section 9)
+    - ``state="bf16"`` (8.1): the moments rounded to bf16, the master exact
+    - ``state="compact"`` (5.1): the moments in 8 bits with a scale per 128 elements, the master in 24 bits
+
+    The last two round by a hash of parameter, step and position: right on average, the same bits in every run, under
+    any budget and after a resume. fp32 parameters are their own masters; fp64 ones keep exact state in any format.
 
     A store that already holds this optimizer's state is adopted: call ``store.resume()``. Not thread-safe. Raises
     ValueError for hyperparameters out of range, UsageError for unknown words or a store that holds another optimizer,
@@ -55,333 +50,80 @@ class AdamW(Optimizer):
         state: str = "exact",
         store: Store | None = None,
     ) -> None:
-        _one_of("update", update, _UPDATES)
-        _one_of("state", state, _STATES)
         if not float(lr) >= 0 or not eps >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
                 f"expected lr, eps, weight_decay >= 0 and betas in [0, 1), got lr={lr}, eps={eps},"
                 f" weight_decay={weight_decay}, betas={betas}"
             )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        self.in_backward = update == "backward"
-        self.format = state
-        self._segments: dict[torch.Tensor, Segment] = {}
-        self._known: set[Segment] = set()
-        self._hypers: dict[Segment, dict[str, Any]] = {}
-        self._engines: list[Engine] = []
-        self._plain: PlainUnit | None = None
-        self._is_attached = False
-        self._pipeline: UpdatePipeline
-        self._state: OptimizerState
-        super().__init__(params, defaults)
-        self._store = self._find_store(store)
-        self._attach()
+        super().__init__(params, defaults, AdamWRule(), update=update, state=state, store=store)
 
-    def __repr__(self) -> str:
-        return f"{super().__repr__()} over {len(self._segments)} parameters in {self._store!r}"
 
-    # -- the parts ------------------------------------------------------------------------------------------------
+class SGD(StreamingOptimizer):
+    """Stochastic gradient descent with momentum, streaming its state through a store.
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch's optimizers do; only while the optimizer is being made."""
-        if self._is_attached:
-            raise UsageError("add_param_group after construction; expected all groups when tiered.AdamW is made")
-        with without_dispatch():
-            super().add_param_group(param_group)
+    The numbers are those of ``torch.optim.SGD(fused=True)`` on fp32 masters. ``params``, ``update``, ``state``,
+    ``store`` and errors as for ``tiered.AdamW``; bytes per bf16 parameter are 8.1, 6.1 and 4.0, without momentum 4.1,
+    4.1 and 3. Momentum in any group lays a buffer out for all; it cannot be given to a group later.
+    """
 
-    def _find_store(self, store: Store | None) -> Store:
-        stores: list[Store] = [] if store is None else [store]
-        for parameter in self._parameters():
-            if isinstance(parameter, TieredParameter):
-                engine = parameter.segment.unit.engine
-                if not isinstance(engine, Engine):
-                    raise UsageError(
-                        "tiered.AdamW on parameters made by construct; expected tiered.shard(model, ...) first"
-                    )
-                if engine not in self._engines:
-                    self._engines.append(engine)
-                    stores.append(engine.store)
-        if not stores:
-            raise UsageError("tiered.AdamW on plain parameters; expected store= to keep the optimizer state in")
-        if any(other is not stores[0] for other in stores):
-            raise UsageError("tiered.AdamW over several stores; expected one: make one optimizer per store")
-        if len(self._engines) > 1 or any(engine.updater is not None for engine in self._engines):
-            raise UsageError(
-                "a second tiered.AdamW for one sharded model; expected one optimizer with several param groups"
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        update: str = "step",
+        state: str = "exact",
+        store: Store | None = None,
+    ) -> None:
+        if not float(lr) >= 0 or not momentum >= 0 or not weight_decay >= 0:
+            raise ValueError(
+                f"expected lr, momentum, weight_decay >= 0, got lr={lr}, momentum={momentum},"
+                f" weight_decay={weight_decay}"
             )
-        return stores[0]
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        for group in self.param_groups:
-            yield from group["params"]
-
-    def _attach(self) -> None:
-        """Lay the state out, create it or adopt it, and enter the store's list of what is committed."""
-        named = {
-            id(p): name
-            for group in self.param_groups
-            for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
-        }
-        plain = [p for p in self._parameters() if not isinstance(p, TieredParameter)]
-        if plain and self.in_backward:
-            raise UsageError(
-                'update="backward" on plain parameters; expected sharded ones: call tiered.shard, or update="step"'
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                f"nesterov=True with momentum={momentum}, dampening={dampening}; expected a momentum and no dampening"
             )
-        if plain:
-            self._plain = PlainUnit([(named.get(id(p), f"plain.{i}"), p) for i, p in enumerate(plain)])
-            self._segments |= {segment.parameter: segment for segment in self._plain.segments}
-        for parameter in self._parameters():
-            if isinstance(parameter, TieredParameter):
-                self._segments[parameter] = parameter.segment
-        self._known = set(self._segments.values())
-        committed = self._store.registered_state("tiered.optimizer") if self._store.durable else None
-        units: list[StateUnit] = [unit for engine in self._engines for unit in engine.units]
-        units += [self._plain] if self._plain is not None else []
-        managed = {segment for parameter, segment in self._segments.items() if _requires_grad(parameter)}
-        numel = bucket_numel_for(sum(s.numel for s in unit.segments if s in managed) for unit in units)
-        if isinstance(committed, dict):
-            numel = int(committed.get("bucket_numel", numel))
-        self._pipeline = UpdatePipeline(self._store.working_set, tile_numel_for(numel, [list(managed)]))
-        try:
-            scratch = self._pipeline.scratch
-            self._state = OptimizerState(self._store, units, managed, bucket_numel=numel, scratch=scratch)
-            if committed is None:
-                self._state.create()
-            else:
-                _compare(committed, self._description())
-                self._state.adopt()
-        except BaseException:
-            self._pipeline.close()
-            raise
-        self._store.add_guard(self._guard)
-        self._store.register("tiered.optimizer", _Registered(self))
-        self._is_attached = True
-        for engine in self._engines:
-            engine.updater = self
-            engine.write_listeners.append(self._state.set_master)
-            engine.set_state_keys(
-                {unit: self._state.buckets[unit] for unit in engine.units}, in_backward=self.in_backward
+        defaults = {
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
+            "nesterov": nesterov, "maximize": maximize,
+        }  # fmt: skip
+        params = list(params)
+        groups = [group for group in params if isinstance(group, dict)]
+        with_momentum = any(group.get("momentum", momentum) for group in groups) if groups else momentum != 0
+        rule = SGDRule(with_momentum=bool(with_momentum))
+        super().__init__(params, defaults, rule, update=update, state=state, store=store)
+
+
+class Lion(StreamingOptimizer):
+    """Lion, the sign of an interpolated momentum with decoupled weight decay, streaming its state through a store.
+
+    On fp32 masters. ``params``, ``update``, ``state``, ``store`` and errors as for ``tiered.AdamW``; bytes per bf16
+    parameter are 8.1, 6.1 and 4.0. A usual learning rate is a third to a tenth of AdamW's.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        update: str = "step",
+        state: str = "exact",
+        store: Store | None = None,
+    ) -> None:
+        if not float(lr) >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                f"expected lr, weight_decay >= 0 and betas in [0, 1), got lr={lr}, weight_decay={weight_decay},"
+                f" betas={betas}"
             )
-
-    # -- stepping -------------------------------------------------------------------------------------------------
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one optimizer step; returns what ``closure`` returned. Blocks.
-
-        Takes ownership of the gradients: ``.grad`` is None afterwards.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            if self.in_backward:
-                self._check_unchanged()
-            for engine in self._engines:
-                engine.step()
-            if self._plain is not None:
-                self._step_plain(self._plain)
-        self._frozen = None
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients (or zero them)."""
-        for engine in self._engines:
-            engine.zero_grad(set_to_none=set_to_none)
-        for segment in self._plain.segments if self._plain is not None else ():
-            gradient = segment.parameter.grad
-            if set_to_none or gradient is None:
-                segment.parameter.grad = None
-            else:
-                gradient.detach_().zero_()
-
-    _frozen: list[dict[str, Any]] | None = None
-
-    def begin(self) -> None:
-        """Freeze the hyperparameters of the step that begins now."""
-        self._frozen = [_hyperparameters(group) for group in self.param_groups]
-        self._hypers = {
-            self._segments[parameter]: frozen
-            for group, frozen in zip(self.param_groups, self._frozen, strict=True)
-            for parameter in group["params"]
-        }
-
-    def _check_unchanged(self) -> None:
-        if self._frozen is not None and self._frozen != [_hyperparameters(group) for group in self.param_groups]:
-            raise UsageError(
-                'hyperparameters changed between backward and step() under update="backward", which has used the old'
-                ' ones; expected changes after step(), or tiered.AdamW(..., update="step")'
-            )
-
-    def update(self, unit: Unit) -> None:
-        """Update those parameters of ``unit`` that have a gradient and drop the gradients. Blocks."""
-        gradients = unit.gradients
-        managed = [s for s in unit.segments if s.has_gradient and s in self._known]
-        for segment in managed:
-            if segment not in self._state.steps:
-                raise UsageError(
-                    f"parameter {segment.name} has a gradient but was frozen when tiered.AdamW was made; expected"
-                    " requires_grad=True before, or a new optimizer"
-                )
-        if managed:
-            gradients.busy = True
-            try:
-                self._update_unit(unit, managed)
-            finally:
-                gradients.busy = False
-            self._store.working_set.swap_out([unit.key])
-        gradients.drop(used=self.in_backward)
-
-    def _update_unit(self, unit: Unit, managed: list[Segment]) -> None:
-        lease = self._store.working_set.lease(unit.key, "rw")
-        sources: dict[Segment, Source] = {}
-        try:
-            unit.gradients.open()
-            for segment in managed:
-                factor = unit.gradients.factors.get(segment)
-                sources[segment] = Source(
-                    segment.flat(lease.tensor), unit.gradients.flat(segment), factor, self._next_hyper(segment)
-                )
-            with without_dispatch():
-                self._pipeline.run(self._state.buckets[unit], sources, unit.engine.schedule.use)
-        finally:
-            sources.clear()
-            lease.release()
-
-    def _step_plain(self, unit: PlainUnit) -> None:
-        self.begin()
-        sources: dict[Segment, Source] = {
-            segment: Source(segment.memory(), segment.gradient(), None, self._next_hyper(segment))
-            for segment in unit.segments
-            if segment.parameter.grad is not None and segment in self._state.steps
-        }
-        self._pipeline.run(self._state.buckets[unit], sources, lambda _: None)
-
-    def _next_hyper(self, segment: Segment) -> Hyperparameters:
-        group = self._hypers[segment]
-        self._state.steps[segment] += 1
-        beta1, beta2 = group["betas"]
-        return Hyperparameters(
-            lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
-            maximize=group["maximize"], step=torch.tensor(float(self._state.steps[segment])),
-        )  # fmt: skip
-
-    # -- state ----------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as ``torch.optim.AdamW`` has it, plus ``master`` for bf16 parameters; the caller's memory.
-
-        Streams the buckets. Raises UsageError between backward and step.
-        """
-        self._check_idle("optimizer.state_dict()")
-        result = super().state_dict()
-        index = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                segment = self._segments[parameter]
-                if self._state.steps.get(segment):
-                    result["state"][index] = self._state.gather(segment)
-                index += 1
-        return result
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` (this one's or ``torch.optim.AdamW``'s) returned. Streams the buckets."""
-        self._check_idle("optimizer.load_state_dict()")
-        states = state_dict["state"]
-        with without_dispatch():
-            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        index = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                segment = self._segments[parameter]
-                if segment in self._state.steps:
-                    self._state.scatter(segment, states.get(index))
-                index += 1
-
-    def _check_idle(self, what: str) -> None:
-        for engine in self._engines:
-            engine.check_idle(what)
-
-    # -- what is committed ----------------------------------------------------------------------------------------
-
-    def _guard(self, word: str) -> None:
-        if word == "close":
-            self._pipeline.close()
-        if word in {"rollback", "resume"}:
-            self._frozen = None
-
-    def _description(self) -> dict[str, Any]:
-        names = {parameter: segment.name for parameter, segment in self._segments.items()}
-        return {
-            "class": "AdamW",
-            "state": self.format,
-            "bucket_numel": self._state.bucket_numel,
-            "groups": [[names[p] for p in group["params"]] for group in self.param_groups],
-            "managed": [segment.name for segment in self._state.steps],
-        }
-
-    def committed_state(self) -> dict[str, Any]:
-        """Return what a commit must keep beside the buckets: step counts and hyperparameters."""
-        hyper = [{k: v for k, v in group.items() if k not in {"params", "param_names"}} for group in self.param_groups]
-        return {
-            **self._description(),
-            "steps": {s.name: n for s, n in self._state.steps.items()},
-            "hyperparameters": hyper,
-        }
-
-    def load_committed_state(self, state: dict[str, Any]) -> None:
-        """Take back what ``committed_state`` returned; raises UsageError with a diff when it is another optimizer's."""
-        _compare(state, self._description())
-        self._state.steps = {segment: state["steps"][segment.name] for segment in self._state.steps}
-        for group, hyper in zip(self.param_groups, state["hyperparameters"], strict=True):
-            group.update(hyper)
-
-
-class _Registered:
-    """AdamW as the store sees it: small state that rides along with a commit."""
-
-    def __init__(self, optimizer: AdamW) -> None:
-        self._optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the step counts and hyperparameters."""
-        return self._optimizer.committed_state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them back."""
-        self._optimizer.load_committed_state(state)
-
-
-def _requires_grad(parameter: torch.Tensor) -> bool:
-    with without_dispatch():
-        return parameter.requires_grad
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    names = ("lr", "betas", "eps", "weight_decay", "maximize")
-    return {name: float(group[name]) if name == "lr" else group[name] for name in names}
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UsageError(f"tiered.AdamW({name}={value!r}); expected one of {', '.join(map(repr, known))}")
-
-
-def _compare(committed: Any, mine: dict[str, Any]) -> None:
-    """Raise UsageError with the differences between a committed optimizer and this one."""
-    differences = [
-        f"{name}: the store has {_short(committed.get(name))}, this optimizer {_short(mine[name])}"
-        for name in mine
-        if committed.get(name) != mine[name]
-    ]
-    if differences:
-        raise UsageError(
-            "the store holds another optimizer: "
-            + "; ".join(differences)
-            + "; expected the same one, or another directory"
-        )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:120]} ... {text[-60:]}"
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, LionRule(), update=update, state=state, store=store)

@@ -1,6 +1,6 @@
 """The optimizer's state as it lies in the store: buckets per unit, created, read out and replaced.
 
-Where each element is and how it gets there; when it is updated is the optimizer's business, the bytes codec.py's.
+Where each element is and how it gets there; when it is updated is the optimizer's business, the bytes layout.py's.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import torch
 
 from tiered.store.lease import Mode
 from tiered.store.store import Store
-from tiered.zero.codec import Bucket, Fields, TileScratch, decode_master, divide, encode_master
+from tiered.zero.codec import Bucket, Piece, divide
+from tiered.zero.layout import Layouts, Tile
 from tiered.zero.masters import master_key, master_offsets, masters_nbytes
 from tiered.zero.plain import PlainSegment, PlainUnit
+from tiered.zero.tile_scratch import TileScratch
 from tiered.zero.unit import Segment, Unit
 
 __all__ = ["OptimizerState", "StateUnit"]
@@ -34,6 +36,7 @@ class OptimizerState:
         store: Store,
         units: Sequence[StateUnit],
         managed: Collection[Segment],
+        layouts: Layouts,
         *,
         bucket_numel: int,
         scratch: TileScratch,
@@ -42,11 +45,13 @@ class OptimizerState:
         self.buckets: dict[StateUnit, list[Bucket]] = {}
         self.steps: dict[Segment, int] = {}
         self._store = store
+        self._layouts = layouts
+        self._names = [moment.name for moment in layouts.rule.moments]
         self._parameter_nbytes = sum(unit.nbytes for unit in units if isinstance(unit, Unit))
         self._scratch = scratch
         for unit in units:
             segments = [segment for segment in unit.segments if segment in managed]
-            self.buckets[unit] = divide(f"model/state/{unit.name}", segments, bucket_numel)
+            self.buckets[unit] = divide(f"model/state/{unit.name}", segments, bucket_numel, layouts)
             self.steps |= dict.fromkeys(segments, 0)
 
     def __repr__(self) -> str:
@@ -83,7 +88,7 @@ class OptimizerState:
             try:
                 lease.tensor.zero_()
                 if masters is not None:
-                    self._encode(bucket, lease.tensor, masters.tensor.view(torch.float32), offsets)
+                    self._attach_masters(bucket, lease.tensor, masters.tensor.view(torch.float32), offsets)
             finally:
                 lease.release()
             working_set.swap_out([bucket.key])
@@ -91,59 +96,77 @@ class OptimizerState:
             masters.release()
             working_set.delete([key])
 
-    def _encode(self, bucket: Bucket, state: torch.Tensor, masters: torch.Tensor, offsets: dict[Segment, int]) -> None:
+    def _attach_masters(
+        self, bucket: Bucket, state: torch.Tensor, masters: torch.Tensor, offsets: dict[Segment, int]
+    ) -> None:
         for piece in bucket.pieces:
             if piece.segment in offsets:
                 start = offsets[piece.segment] + piece.start
-                self._encode_piece(piece.fields(state), masters[start : start + piece.numel])
+                for tile, first, last in self._tiles(piece, state):
+                    self._attach(tile, masters[start + first : start + last], None)
 
-    def _encode_piece(self, fields: Fields, masters: torch.Tensor) -> None:
-        """Write the remainders of ``masters`` (fp32) to ``fields``, tile by tile."""
-        scratch = self._scratch
-        for start in range(0, masters.numel(), scratch.numel):
-            master = masters[start : start + scratch.numel]
-            n = master.numel()
-            tile = Fields(*(None if field is None else field[start : start + n] for field in fields))  # type: ignore[arg-type]
-            rounded = scratch.gradient.view(torch.bfloat16)[:n]
-            encode_master(master, rounded, tile, scratch.work[:n])
+    def _tiles(self, piece: Piece, state: torch.Tensor) -> Iterator[tuple[Tile, int, int]]:
+        """Yield the tiles of ``piece`` and their bounds in elements of it; ``state`` is the bucket's bytes."""
+        views = piece.views(state)
+        numel = piece.layout.tile_numel(self._scratch)
+        for start in range(0, piece.numel, numel):
+            stop = min(start + numel, piece.numel)
+            yield piece.layout.tile(views, start, stop), start, stop
+
+    def _attach(self, tile: Tile, master: torch.Tensor, hi: torch.Tensor | None) -> None:
+        """Keep of ``master`` (fp32) what ``hi``, the parameter, lacks; None: torch's rounding of the master."""
+        rows = tile.rows(self._scratch)
+        rows.master[: master.numel()].copy_(master)
+        if hi is None:
+            hi = rows.gradient.view(torch.bfloat16)[: master.numel()].copy_(master)
+        tile.attach_master(hi, rows)
 
     # -- one parameter --------------------------------------------------------------------------------------------
 
     def gather(self, segment: Segment) -> dict[str, torch.Tensor]:
-        """Return step, exp_avg, exp_avg_sq and, for bf16, master: copies with the parameter's shape and strides."""
+        """Return step, the rule's moments and, for bf16, master: copies with the parameter's shape and strides."""
         dtype = torch.float64 if segment.dtype == torch.float64 else torch.float32
-        names = ["exp_avg", "exp_avg_sq"] + (["master"] if segment.dtype == torch.bfloat16 else [])
+        layout = self._layouts.of(segment.dtype)
+        names = self._names + (["master"] if layout.master is not None else [])
         flats = {name: torch.empty(segment.numel, dtype=dtype) for name in names}
         with self._readable(segment) as hi:
-            for start, stop, fields in self._pieces(segment, "r"):
-                exp_avg_sq = flats["exp_avg_sq"][start:stop].copy_(fields.exp_avg_sq)
-                flats["exp_avg"][start:stop].copy_(fields.exp_avg)
-                if fields.lo is not None:
-                    copied = Fields(fields.lo, fields.exp_avg, exp_avg_sq)
-                    work = torch.empty(stop - start, dtype=torch.int32)
-                    decode_master(hi[start:stop], copied, flats["master"][start:stop], work)
-                fields = None  # type: ignore[assignment]
+            for tile, start, stop in self._stretches(segment, "r"):
+                rows = tile.rows(self._scratch)
+                for name, value in zip(self._names, tile.decode_moments(rows), strict=True):
+                    flats[name][start:stop].copy_(value)
+                if layout.marks is not None:  # lifetime: the copy, not what was leased for reading, loses its marks
+                    tile.own[-1] = flats[self._names[layout.marks]][start:stop]
+                if layout.master is not None:
+                    master = flats["master"][start:stop].copy_(tile.decode_master(hi[start:stop], rows))
+                    master.masked_fill_(hi[start:stop].isnan(), torch.nan)  # a NaN moment has any sign, mark or not
+                tile = value = None  # type: ignore[assignment]  # lifetime: the lease ends before the next
         shaped = {name: flat.as_strided(segment.shape, segment.strides) for name, flat in flats.items()}
         return {"step": torch.tensor(float(self.steps[segment])), **shaped}
 
     def scatter(self, segment: Segment, state: dict[str, Any] | None) -> None:
-        """Replace the state by what ``gather`` returned, or by that of a fresh parameter (None)."""
-        self.steps[segment] = int(float(state["step"])) if state else 0
+        """Replace the state by what ``gather`` returned, or by that of a fresh parameter (None).
+
+        A state without step counts, as torch's SGD has it, is that of a parameter updated once where it has moments.
+        """
         flats = {
             name: _in_memory_order(segment, state[name])
-            for name in ("exp_avg", "exp_avg_sq", "master")
-            if state and name in state
+            for name in (*self._names, "master")
+            if state and state.get(name) is not None
         }
-        master = flats.get("master")
+        self.steps[segment] = int(float(state["step"])) if state and "step" in state else int(bool(flats))
+        layout = self._layouts.of(segment.dtype)
+        self._scratch.dither.aim_at_nearest()
         with self._readable(segment) as hi:
-            if master is None and segment.dtype == torch.bfloat16:
-                master = hi.float()
-        for start, stop, fields in self._pieces(segment, "rw"):
-            for field, name in ((fields.exp_avg, "exp_avg"), (fields.exp_avg_sq, "exp_avg_sq")):
-                field.copy_(flats[name][start:stop]) if name in flats else field.zero_()
-            if fields.lo is not None and master is not None:
-                self._encode_piece(fields, master[start:stop])
-            field = fields = None  # type: ignore[assignment]
+            for tile, start, stop in self._stretches(segment, "rw"):
+                rows = tile.rows(self._scratch)
+                values = tile.decode_moments(rows)  # only to be overwritten
+                for name, value in zip(self._names, values, strict=True):
+                    value.copy_(flats[name][start:stop]) if name in flats else value.zero_()
+                tile.encode_moments(values, rows, self._scratch)
+                if layout.master is not None:
+                    master = flats["master"][start:stop] if "master" in flats else hi[start:stop].float()
+                    self._attach(tile, master, hi[start:stop])
+                tile = value = values = None  # type: ignore[assignment]  # lifetime: as above
 
     def set_master(self, segment: Segment, source: torch.Tensor | None) -> None:
         """The caller has replaced the values of ``segment``: its master becomes ``source``, or those values."""
@@ -152,23 +175,22 @@ class OptimizerState:
         master = None
         if source is not None and source.dtype in {torch.float32, torch.float64} and source.shape == segment.shape:
             master = _in_memory_order(segment, source.float())
-        for start, stop, fields in self._pieces(segment, "rw"):
-            fields.exp_avg_sq.view(torch.int32).bitwise_and_(0x7FFFFFFF)
-            assert fields.lo is not None
-            if master is None:
-                fields.lo.zero_()
-            else:
-                self._encode_piece(fields, master[start:stop])
-            fields = None  # type: ignore[assignment]
+        for tile, start, stop in self._stretches(segment, "rw"):
+            tile.clear_master()
+            if master is not None:
+                self._attach(tile, master[start:stop], None)
+            tile = None  # type: ignore[assignment]  # lifetime: as above
 
-    def _pieces(self, segment: Segment, mode: Mode) -> Iterator[tuple[int, int, Fields]]:
-        """Yield (start, stop, fields) of each stretch of ``segment``'s state, leased in ``mode`` meanwhile."""
+    def _stretches(self, segment: Segment, mode: Mode) -> Iterator[tuple[Tile, int, int]]:
+        """Yield the tiles of ``segment``'s state and their bounds in elements of it, leased in ``mode`` meanwhile."""
         for bucket in self.buckets[segment.unit]:
             for piece in bucket.pieces:
                 if piece.segment is segment:
                     lease = self._store.working_set.lease(bucket.key, mode)
                     try:
-                        yield piece.start, piece.stop, piece.fields(lease.tensor)
+                        for tile, start, stop in self._tiles(piece, lease.tensor):
+                            yield tile, piece.start + start, piece.start + stop
+                            del tile  # lifetime: nothing may see the leased bytes when the lease ends
                     finally:
                         lease.release()
 

@@ -6,7 +6,6 @@ them leases the owning unit first. Metadata (shape, dtype, grad, hooks) passes t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
+from tiered.zero.placeholder import placeholder
 
 if TYPE_CHECKING:
     from tiered.zero.unit import Segment
@@ -25,7 +25,6 @@ __all__ = [
     "UsedGradient",
     "guarded_gradient",
     "is_write",
-    "placeholder",
     "without_dispatch",
 ]
 
@@ -112,6 +111,8 @@ class TieredParameter(nn.Parameter):
                     return args[0].detach()
                 if func == _SET_DATA:  # the bytes stay the store's own
                     return first.segment.unit.engine.assign(first.segment, args[1])
+                if torch._C._current_graph_task_id() != -1:
+                    args, kwargs = _frozen_as_tensors(args), _frozen_as_tensors(kwargs)
                 result = func(*args, **kwargs)
                 if func is torch.Tensor.detach and first.segment.unit.engine.num_exporting:
                     return result.clone()  # state_dict(): the caller's own
@@ -130,11 +131,12 @@ class TieredParameter(nn.Parameter):
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise UsageError(
-            f"parameter {self.segment.name}: refused set_(), map_() or as_subclass(), which torch does not report;"
-            " expected copy_() inside `with tiered.unsharded(module):`, or detach() for an ordinary tensor"
+            f"parameter {self.segment.name}: refused set_(), map_(), as_subclass() or swap_tensors(), which torch does"
+            " not report; expected copy_() inside `with tiered.unsharded(module):`, or detach() for an ordinary tensor"
         )
 
     set_ = map_ = map2_ = as_subclass = _refuse
+    _use_count = _refuse  # all that torch.utils.swap_tensors asks before it swaps
 
 
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -146,8 +148,8 @@ class GuardedGradient(torch.Tensor):
 
     _where = "on NVMe"
     _reason = (
-        "is on NVMe because the DRAM budget does not hold it: use tiered.clip_grad_norm_ (it streams), or give the"
-        " store a larger dram="
+        "is on NVMe because the DRAM budget does not hold it: use tiered.clip_grad_norm_ and tiered.GradScaler (they"
+        " stream), or give the store a larger dram="
     )
 
     @classmethod
@@ -181,23 +183,6 @@ def guarded_gradient(
     return placeholder(shape, dtype).as_subclass(kind)
 
 
-def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of true shape and dtype without bytes: it reads NaN (0 for integers) and refuses writes.
-
-    It is the backstop behind a TieredParameter; every ordinary way to reach it raises first.
-    """
-    tensor = _blank(dtype).expand(shape)
-    return tensor
-
-
-@functools.cache
-def _blank(dtype: torch.dtype) -> torch.Tensor:
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    tensor = torch.full((), value, dtype=dtype)
-    torch._C._set_throw_on_mutable_data_ptr(tensor)
-    return tensor
-
-
 def is_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether ``func`` would write to a TieredParameter among its arguments."""
     if any(True for _ in _find((kwargs.get("out"),))) or func == _SET_DATA:
@@ -219,6 +204,21 @@ def _find(values: Any) -> Iterator[TieredParameter]:
             yield from _find(value)
         elif isinstance(value, dict):
             yield from _find(value.values())
+
+
+def _frozen_as_tensors(value: Any) -> Any:
+    """Return ``value`` with each parameter that has no gradient as a tensor on its bytes.
+
+    A checkpoint that recomputes keeps the saved tensors that require no gradient as the very objects they are: the
+    parameter would be swapped out under it.
+    """
+    if isinstance(value, TieredParameter):
+        return value if value.requires_grad else value.detach()
+    if type(value) in (list, tuple):
+        return type(value)(_frozen_as_tensors(item) for item in value)
+    if type(value) is dict:
+        return {key: _frozen_as_tensors(item) for key, item in value.items()}
+    return value
 
 
 def _is_no_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tiered.errors import UsageError
 from tiered.store.working_set import Lease, WorkingSet
 
 if TYPE_CHECKING:
     from tiered.zero.gradients import UnitGradients
     from tiered.zero.unit import Unit
+    from tiered.zero.update_worker import UpdateWorker
 
 __all__ = ["Residency"]
 
@@ -25,16 +27,18 @@ class Residency:
     Invariant: a unit is listed exactly while it has a lease. ``shielded`` units are never parked here (``unsharded``).
     """
 
-    def __init__(self, working_set: WorkingSet, root: Unit) -> None:
+    def __init__(self, working_set: WorkingSet, root: Unit, worker: UpdateWorker) -> None:
         self.num_swaps = 0  # leases of units so far, for reports and tests
         self.shielded: set[Unit] = set()
         self._working_set = working_set
         self._root = root
+        self._worker = worker
         self._pid = os.getpid()
         self._units: dict[Unit, None] = {}
         self._gradients: dict[UnitGradients, None] = {}
         self._addresses: dict[int, tuple[Unit, Lease]] = {}
         self._to_delete: list[str] = []
+        worker.give = self.give_back
         working_set.add_reclaimer(self._reclaim)
 
     def __repr__(self) -> str:
@@ -46,19 +50,35 @@ class Residency:
         self.num_swaps += 1
         self._addresses[unit.lease.tensor.untyped_storage().data_ptr()] = (unit, unit.lease)
         self._units[unit] = None
-        for other in list(self._units):
-            if other is not unit and other is not self._root and other not in active | self.shielded:
-                other.park()
+        self.park_idle(active | {unit})
+
+    def park_idle(self, active: set[Unit | None]) -> None:
+        """Give the leases of all units back but the root's and those in ``active``."""
+        for unit in list(self._units):
+            if unit is not self._root and unit not in active | self.shielded:
+                unit.park()
 
     def parked(self, unit: Unit) -> None:
         """A unit has given its lease back."""
         self._units.pop(unit, None)
 
     def address_of(self, tensor: torch.Tensor) -> Unit | None:
-        """Return the unit in whose living buffer ``tensor`` lies."""
-        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.numel():
+        """Return the unit in whose living buffer ``tensor`` lies. Raises UsageError for what torch.func wraps."""
+        if (
+            tensor.layout is not torch.strided
+            or tensor.device.type != "cpu"
+            or not tensor.numel()
+            or tensor._is_zerotensor()
+        ):
             return None
-        found = self._addresses.get(tensor.untyped_storage().data_ptr())
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError as error:  # a wrapper has none
+            raise UsageError(
+                "torch.func (vmap, grad, jvp, ...) over a forward of a sharded model; expected over a model in memory:"
+                " one built afresh with model.state_dict() loaded"
+            ) from error
+        found = self._addresses.get(storage.data_ptr())
         if found is None:
             return None
         unit, lease = found
@@ -83,7 +103,7 @@ class Residency:
 
     def sweep(self) -> None:
         """Delete the keys whose last views were alive when they were discarded."""
-        keys, self._to_delete = self._to_delete, []
+        keys, self._to_delete = self._to_delete + self._worker.take_leftovers(), []
         self._working_set.delete(keys)
 
     def park_all(self) -> None:
@@ -100,10 +120,23 @@ class Residency:
         self._gradients.clear()
 
     def _reclaim(self, nbytes: int) -> bool:
-        """Give the working set something back: an idle unit first, then gradients. See ``add_reclaimer``."""
+        """Help a caller that waits for memory; see ``add_reclaimer``.
+
+        What is open here is the main thread's: the worker asks for it. The main thread lets the worker's update go on
+        first, which frees memory without giving up anything; where that needs memory too, it gives back what is idle.
+        """
         if os.getpid() != self._pid:
             return False
+        worker = self._worker
+        if worker.is_this_thread():
+            return worker.starve(nbytes)
+        return worker.wait_for_progress() or self.give_back(nbytes) or worker.make_yield()
+
+    def give_back(self, nbytes: int) -> bool:
+        """Give the working set something back: an idle unit first, then gradients. In the main thread."""
         for unit in [*(u for u in self._units if u is not self._root), self._root]:
             if unit.lease is not None and unit.num_ops == 0 and unit not in self.shielded and unit.park():
                 return True
+        if self._worker.release_gradients():
+            return True
         return any(gradients.store_away() for gradients in list(self._gradients))

@@ -1,13 +1,13 @@
 """What autograd saves for backward: references into units instead of the units' bytes.
 
 A saved tensor that lies in a unit's buffer becomes (unit, offset, shape, strides) and swaps the unit in when it is
-asked for. Tensors that are not ours go to the pair of hooks that was in force before, or stay as they are.
+asked for. Tensors that are not ours go to the pair of hooks that was in force before, or to activations.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tiered.zero.engine import Engine
     from tiered.zero.unit import ReferenceToken, Unit
 
-__all__ = ["SavedPair", "SavedReference", "other_pair_in_force"]
+__all__ = ["Kept", "SavedPair", "SavedReference", "check_unmodified", "other_pair_in_force"]
 
 
 _Pair = tuple[Callable[..., Any], Callable[..., Any]]
@@ -59,6 +59,35 @@ class SavedReference:
         return aligned.as_strided(self.shape, self.strides, self.offset // self.dtype.itemsize)
 
 
+class Kept:
+    """A saved tensor that stays in ordinary memory, the caller's own.
+
+    torch checks no version behind hooks, so this does. It holds a detached tensor: the saved one may be an output of
+    the very node that saves it, and the two would keep each other alive.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+    def restore(self) -> torch.Tensor:
+        """Return the tensor. Raises RuntimeError, as torch does, when it was modified since."""
+        check_unmodified(self.tensor, self.version)
+        return self.tensor
+
+
+def check_unmodified(tensor: torch.Tensor, version: int) -> None:
+    """Raise the RuntimeError that torch raises without hooks if ``tensor`` was modified since ``version``."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation:"
+            f" [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}."
+            " torch.autograd.set_detect_anomaly(True) finds the operation; clone() the tensor before it"
+        )
+
+
 class SavedPair:
     """One pair of saved-tensor hooks, entered once around the outermost call (see design.md, section 6)."""
 
@@ -95,7 +124,7 @@ class SavedPair:
         if unit is not None:
             return SavedReference(unit, tensor)
         if self._outer is None:
-            return tensor
+            return self._engine.activations.pack(tensor)
         return _HandedOn(self._outer[1], self._outer[0](tensor))
 
 
@@ -108,12 +137,15 @@ class _HandedOn:
         self.unpack = unpack
         self.packed = packed
 
-
-def _unpack(packed: Any) -> torch.Tensor:
-    if isinstance(packed, SavedReference):
-        return packed.restore()
-    if isinstance(packed, _HandedOn):
-        tensor: torch.Tensor = packed.unpack(packed.packed)
+    def restore(self) -> torch.Tensor:
+        """Return what the outer pair makes of it."""
+        tensor: torch.Tensor = self.unpack(self.packed)
         return tensor
-    assert isinstance(packed, torch.Tensor)
-    return packed
+
+
+class _Packed(Protocol):
+    def restore(self) -> torch.Tensor: ...
+
+
+def _unpack(packed: _Packed) -> torch.Tensor:
+    return packed.restore()

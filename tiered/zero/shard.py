@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiered.errors import CapacityError, UsageError
+from tiered.errors import UsageError
 from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
-from tiered.units import format_bytes, parse_bytes
-from tiered.zero.budget import share_out, smallest_budget
+from tiered.units import format_bytes
+from tiered.zero.activations import ActivationRule, words_of
+from tiered.zero.budget import share_out_as_asked, smallest_budget
 from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
 from tiered.zero.masters import master_key, master_offsets, masters_nbytes
-from tiered.zero.parameter import TieredParameter, placeholder, without_dispatch
+from tiered.zero.parameter import TieredParameter, without_dispatch
+from tiered.zero.placeholder import placeholder
 from tiered.zero.state import ModelState, RandomState, hook_state_dicts
 from tiered.zero.unit import Segment, Unit
 from tiered.zero.weights import Weights
@@ -32,6 +34,15 @@ from tiered.zero.weights import Weights
 __all__ = ["shard"]
 
 _log = logging.getLogger("tiered")
+
+_CLASSES = {
+    "parameters": "parameters",
+    "state": "optimizer state",
+    "master": "optimizer state",
+    "gradient": "gradients",
+    "activation": "activations",
+}
+"""What reports call the keys under ``model/``."""
 
 
 def shard(
@@ -43,7 +54,7 @@ def shard(
     param_dtype: torch.dtype | None = None,
     weights: Mapping[str, torch.Tensor] | str | Path | Sequence[str | Path] | None = None,
     device: str = "auto",
-    activations: str = "auto",
+    activations: ActivationRule = "auto",
     hold: str | int = "auto",
 ) -> nn.Module:
     """Move the parameters of ``model`` into ``store`` and return the same model, ready to train.
@@ -51,7 +62,10 @@ def shard(
     ``unit`` says which modules move together (see ``divide_into_units``). ``param_dtype`` casts floating parameters;
     the values before the cast become the fp32 masters. ``weights``: a state dict, or safetensors file(s) or a folder of
     them, for a model built on the meta device; read a unit at a time. ``hold``: how much of the budget keeps bytes in
-    DRAM for good: "auto", 0, or a size such as "2GiB". ``stage`` is 1, 2 or 3; on one rank they are the same.
+    DRAM for good: "auto", 0, or a size such as "2GiB". ``activations``: what becomes of what autograd saves in each
+    unit, "keep" (in ordinary memory), "recompute", "swap" (through the store) or "auto"; a word for all, a mapping from
+    unit names, or a function (name, module) -> word; see ``Activations``. ``stage`` is 1, 2 or 3; on one rank they are
+    the same.
 
     A store that already holds this model is adopted as it is: its values stay, and ``store.resume()`` must come before
     the first forward. Parameters keep their objects, names, shapes and ``requires_grad``. Blocks while bytes move.
@@ -59,37 +73,15 @@ def shard(
     Raises CapacityError for a budget that is too small (with the smallest one that works) or too little device space,
     UsageError for a store that holds another model (with the differences), TypeError for parameters it cannot keep.
     """
-    if not isinstance(model, nn.Module) or not isinstance(store, Store):
-        raise TypeError(
-            f"tiered.shard({type(model).__name__}, {type(store).__name__}); expected a Module and a tiered.Store"
-        )
-    if param_dtype is not None and not isinstance(param_dtype, torch.dtype):
-        raise TypeError(f"param_dtype={param_dtype!r}; expected a torch.dtype such as torch.bfloat16, or None")
-    if stage not in (1, 2, 3):
-        raise ValueError(f"stage={stage}; expected 1, 2 or 3")
-    if device not in ("auto", "cpu") or activations not in ("auto", "keep"):
-        raise UsageError(
-            f"device={device!r}, activations={activations!r}; expected 'auto' or 'cpu', and 'auto' or 'keep'"
-        )
-    if any(
-        isinstance(p, TieredParameter) and not isinstance(p.segment.unit, ConstructedParameter)
-        for p in model.parameters()
-    ):
-        raise UsageError("tiered.shard on a model that is sharded already; expected each model once")
-    if store.registered("tiered.model") or (not store.durable and "model/parameters/root" in store):
-        raise UsageError("tiered.shard of a second model into one store; expected one store per model")
+    _check(model, store, stage=stage, param_dtype=param_dtype, device=device)
     source = Weights(model, weights)
     modules = divide_into_units(model, unit)
+    words = words_of(activations, {"root": model, **modules})
     units = _make_units(model, modules, store, param_dtype)
-    smallest = smallest_budget(units)
-    budget = store.working_set.budget_bytes
-    if budget < smallest:
-        raise CapacityError(
-            f"DRAM budget {budget} bytes ({format_bytes(budget)}) is too small for this model; the smallest working"
-            f" budget is {smallest} bytes ({format_bytes(smallest)}): root unit + 2 largest units with gradients + 3"
-            " buckets of state + tile scratch. Give dram= at least that, or smaller units"
-        )
-    held, window = share_out(units, budget, held=_held_bytes(hold, budget - smallest))
+    budget_bytes = store.working_set.budget_bytes
+    held, window = share_out_as_asked(units, budget_bytes, hold)
+    if hold == "auto" and "swap" in words.values():  # a byte of activations saves more than one of optimizer state
+        held, window = share_out_as_asked(units, budget_bytes, min(held, sum(unit.nbytes for unit in units)))
     state = ModelState(model, units)
     committed = store.registered_state("tiered.model") if store.durable else None
     if committed is not None:
@@ -99,9 +91,14 @@ def shard(
     engine.held_bytes = held
     store.working_set.hold(choose_held({u.key: u.nbytes for u in units}, {}, held))
     engine.must_resume = committed is not None
+    spare = budget_bytes - smallest_budget(units) - held - window
+    engine.activations.swapped.share_bytes = max(0, spare)
+    engine.activations.words = {unit: words[unit.name] for unit in units}
     _hook(model, modules, units, engine)
     hook_state_dicts(model, engine)
     store.add_guard(engine.guard)
+    for prefix, name in _CLASSES.items():
+        store.working_set.recorder.classify(f"model/{prefix}/", name)
     if store.durable:
         store.register("tiered.model", state)
         store.register("tiered.random", RandomState())
@@ -114,17 +111,25 @@ def shard(
     return model
 
 
-def _held_bytes(hold: str | int, spare: int) -> int | None:
-    """Return how many bytes the caller wants held for good; None leaves it to placement."""
-    if hold == "auto":
-        return None
-    wanted = parse_bytes(hold)
-    if wanted > spare:
-        raise CapacityError(
-            f"hold={format_bytes(wanted)} leaves too little to work with; expected at most {format_bytes(spare)} of"
-            ' this budget: give the store a larger dram=, or hold="auto"'
+def _check(model: Any, store: Any, *, stage: int, param_dtype: Any, device: str) -> None:
+    """Raise for arguments that ``shard`` cannot take, and for a model or a store that it has had before."""
+    if not isinstance(model, nn.Module) or not isinstance(store, Store):
+        raise TypeError(
+            f"tiered.shard({type(model).__name__}, {type(store).__name__}); expected a Module and a tiered.Store"
         )
-    return wanted
+    if param_dtype is not None and not isinstance(param_dtype, torch.dtype):
+        raise TypeError(f"param_dtype={param_dtype!r}; expected a torch.dtype such as torch.bfloat16, or None")
+    if stage not in (1, 2, 3):
+        raise ValueError(f"stage={stage}; expected 1, 2 or 3")
+    if device not in ("auto", "cpu"):
+        raise UsageError(f"device={device!r}; expected 'auto' or 'cpu'")
+    if any(
+        isinstance(p, TieredParameter) and not isinstance(p.segment.unit, ConstructedParameter)
+        for p in model.parameters()
+    ):
+        raise UsageError("tiered.shard on a model that is sharded already; expected each model once")
+    if store.registered("tiered.model") or (not store.durable and "model/parameters/root" in store):
+        raise UsageError("tiered.shard of a second model into one store; expected one store per model")
 
 
 def _make_units(
@@ -225,6 +230,8 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
         module.register_forward_pre_hook(functools.partial(_enter, engine, unit), prepend=True, with_kwargs=True)
         module.register_forward_hook(functools.partial(_exit, engine), with_kwargs=True, always_call=True)
         _wrap_methods(module, engine, unit)
+        if unit is not None and module is not model and engine.activations.may_recompute(unit):
+            engine.activations.wrap(unit, module)
     for unit in units:
         for segment in unit.segments:
             engine.backward.watch(segment.parameter)

@@ -125,6 +125,11 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
             raise UsageError(
                 "load_state_dict(assign=True) would take the parameters out of the store; expected assign=False"
             )
+        if torch.__future__.get_swap_module_params_on_conversion():
+            raise UsageError(
+                "load_state_dict() by swapping tensors would take the parameters out of the store; expected"
+                " torch.__future__.set_swap_module_params_on_conversion(False)"
+            )
         if engine.num_loading == 0:
             engine.check_idle("load_state_dict()")
         engine.num_loading += 1

@@ -7,6 +7,7 @@ what becomes of the bytes afterwards the working set's.
 from __future__ import annotations
 
 import enum
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -16,7 +17,10 @@ import torch
 from tiered.errors import UsageError
 from tiered.store.working_set import Lease, WorkingSet
 from tiered.units import round_up
-from tiered.zero.parameter import TieredParameter, placeholder, without_dispatch
+from tiered.zero.backward import in_graph_task
+from tiered.zero.functorch import check_no_transform
+from tiered.zero.parameter import TieredParameter, without_dispatch
+from tiered.zero.placeholder import placeholder
 
 if TYPE_CHECKING:
     from tiered.zero.engine import Engine
@@ -108,8 +112,8 @@ class Unit:
     """
 
     __slots__ = (
-        "__weakref__", "_token", "engine", "gradients", "key", "lease", "name", "nbytes", "num_ops",
-        "segments", "state", "version", "versions", "working_set",
+        "__weakref__", "_opened_s", "_token", "_word", "engine", "gradients", "key", "lease", "name", "nbytes",
+        "num_ops", "segments", "state", "version", "versions", "working_set",
     )  # fmt: skip
 
     gradients: UnitGradients
@@ -126,6 +130,8 @@ class Unit:
         self.version = 0
         self.versions: tuple[int, ...] = ()  # version counters of the parameters when they were shown
         self._token: weakref.ref[ReferenceToken] | None = None
+        self._opened_s = 0.0
+        self._word = ""  # what it was opened for, for the recorder
         offset = 0
         for segment in self.segments:
             segment.unit = self
@@ -150,9 +156,17 @@ class Unit:
         if self.lease is not None and mode == "rw" and self.lease.mode == "r":
             self.park()
         if self.lease is None:
+            check_no_transform(f"unit {self.name!r}: swap in")
+            if self.engine.lanes is not None:
+                self.engine.lanes.about_to_open(self)
+        if self.lease is None:  # a micro-batch that took its turn may have opened it
+            self.engine.before_open(self)
             self.lease = self.working_set.lease(self.key, mode)
             self.state = UnitState.OPEN
             self.engine.opened(self)
+            # Order: once others are parked, so that what one thread does with one unit ends before the next begins.
+            self._word = "backward" if in_graph_task() else "forward" if self.engine.calls else "open"
+            self._opened_s = time.monotonic()
         return self.lease.tensor
 
     def show(self, mode: str = "r") -> None:
@@ -174,6 +188,7 @@ class Unit:
         if self.num_ops or self.lease is None:
             return self.lease is None
         lease, self.lease = self.lease, None
+        self.working_set.recorder.worked(self._word, self.name, self._opened_s)
         written = ""
         if self.state is UnitState.SHOWN:
             written = self._hide(check=lease.mode == "r")

@@ -1,22 +1,26 @@
 """The streaming update: bucket by bucket, state read ahead | updated in place | written behind.
 
-The pipeline moves keys and calls the kernel; which parameters, with which hyperparameters, is the optimizer's say.
+The pipeline moves keys and calls the kernel; which parameters, with which hyperparameters, is the optimizer's say, and
+in which thread it runs update_worker.py's.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from tiered.store.working_set import WorkingSet
-from tiered.zero.codec import Bucket, Hyperparameters, TileScratch, update_piece
+from tiered.store.working_set import Lease, WorkingSet
+from tiered.zero.codec import Bucket, update_piece
+from tiered.zero.rules import Hyperparameters
+from tiered.zero.tile_scratch import TileScratch
 
 if TYPE_CHECKING:
     from tiered.zero.unit import Segment
 
-__all__ = ["Source", "UpdatePipeline"]
+__all__ = ["PlainSupply", "Source", "Supply", "UpdatePipeline"]
 
 _READ_AHEAD = 2
 """Buckets on their way in while one is updated: with the one being updated, the 3 buckets of the smallest budget."""
@@ -31,8 +35,34 @@ class Source(NamedTuple):
     hyper: Hyperparameters
 
 
+class Supply(Protocol):
+    """Where the parameters and gradients of an update come from."""
+
+    def open(self, key: str) -> Lease:
+        """Lease the bucket ``key`` for writing, and whatever ``source`` gives views of; blocks."""
+
+    def source(self, segment: Segment) -> Source | None:
+        """Return what ``segment`` contributes, None when it is not to be updated; valid until the next ``open``."""
+
+
+class PlainSupply:
+    """Parameters and gradients in ordinary memory."""
+
+    def __init__(self, working_set: WorkingSet, sources: Mapping[Segment, Source]) -> None:
+        self._working_set = working_set
+        self._sources = sources
+
+    def open(self, key: str) -> Lease:
+        """Lease the bucket ``key`` for writing; blocks."""
+        return self._working_set.lease(key, "rw")
+
+    def source(self, segment: Segment) -> Source | None:
+        """Return what ``segment`` contributes."""
+        return self._sources.get(segment)
+
+
 class UpdatePipeline:
-    """Updates the buckets of one unit after another in a bounded piece of DRAM.
+    """Updates the buckets of one unit after another in a bounded piece of DRAM; one thread at a time.
 
     Holds tile scratch from the working set, counted in its budget, until ``close``.
     """
@@ -44,24 +74,25 @@ class UpdatePipeline:
         self.scratch = TileScratch(memory, tile_numel)
         self._is_open = True
 
-    def run(self, buckets: Sequence[Bucket], sources: Mapping[Segment, Source], use: Callable[[str], None]) -> None:
-        """Update in place every piece of ``buckets`` whose segment is in ``sources``; blocks.
+    def run(self, buckets: Sequence[Bucket], supply: Supply, use: Callable[[str], None]) -> None:
+        """Update in place every piece of ``buckets`` that ``supply`` has a source for; blocks.
 
-        ``use(key)`` is told of each bucket as it comes up. New state is on its way to the device when this returns.
+        Each bucket has at least one. ``use(key)`` is told of each as it comes up, and may raise to end the run between
+        two buckets. New state is on its way to the device when this returns.
         """
-        due = [bucket for bucket in buckets if any(piece.segment in sources for piece in bucket.pieces)]
-        keys = [bucket.key for bucket in due]
-        for index, bucket in enumerate(due):
+        keys = [bucket.key for bucket in buckets]
+        for index, bucket in enumerate(buckets):
             self._working_set.prefetch(keys[index : index + 1 + _READ_AHEAD])
-            self._update(bucket, sources, use)
+            self._update(bucket, supply, use)
             self._working_set.swap_out([bucket.key])
 
-    def _update(self, bucket: Bucket, sources: Mapping[Segment, Source], use: Callable[[str], None]) -> None:
-        lease = self._working_set.lease(bucket.key, "rw")
+    def _update(self, bucket: Bucket, supply: Supply, use: Callable[[str], None]) -> None:
+        lease = supply.open(bucket.key)
         try:
+            begun_s = time.monotonic()
             use(bucket.key)  # order: once it is leased, or what is read ahead would push it out as just used
             for piece in bucket.pieces:
-                source = sources.get(piece.segment)
+                source = supply.source(piece.segment)
                 if source is not None:
                     update_piece(
                         piece,
@@ -72,6 +103,7 @@ class UpdatePipeline:
                         source.factor,
                         self.scratch,
                     )
+            self._working_set.recorder.worked("update bucket", bucket.key, begun_s)
         finally:
             lease.release()
 

@@ -31,7 +31,7 @@ class Operation:
     ``memory`` and the range in the file belong to the operation from ``submit`` until ``on_done`` is called, whatever
     the submitter does meanwhile. ``on_done(operation)`` is called exactly once, from any thread (also from inside
     ``submit``), never under a lock of the device; ``error`` is then None or a TieredError. It must be brief and must
-    not raise.
+    not raise. From then on it is the submitter's again, who may submit it once more.
     """
 
     __slots__ = ("error", "file", "io_class", "is_write", "memory", "offset", "on_done")

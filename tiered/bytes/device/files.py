@@ -29,6 +29,7 @@ _NEXT_STEP = {
     errno.EIO: "see the kernel log (dmesg) for this drive",
     errno.EROFS: "the file system is read-only: see the kernel log (dmesg) for the reason",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENOMEM: "raise the limits on memory and on locked memory (ulimit -l)",
     errno.ENOENT: "create it first",
     errno.EACCES: "run as the owner of the directory",
 }

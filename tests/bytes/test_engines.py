@@ -1,4 +1,4 @@
-"""Faults that the thread engine meets: what it mends, what it reports, and that it never waits for ever."""
+"""Faults that every engine over files meets: what it mends, what it reports, and that it never waits for ever."""
 
 import errno
 import logging
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bytes.faulty import Call, Errors, Gate, faulty
+from tests.bytes.faulty import ENGINES, Call, Errors, Gate, faulty
 from tests.bytes.moving import WAIT_S, Batch, exit_code_of_child, fill, move
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.device.base import Device, IOClass
@@ -20,15 +20,20 @@ from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError
 from tiered.units import KiB, MiB
 
 
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.mark.parametrize("most", [4096, 12 * KiB, 5000])  # 5000: not aligned, so 4096 of them count
-def test_short_reads_and_writes_go_on_until_complete(tmp_path: Path, buffer: Buffer, most: int) -> None:
+def test_short_reads_and_writes_go_on_until_complete(tmp_path: Path, engine: str, buffer: Buffer, most: int) -> None:
     def short(call: Call, fd: int, memory: memoryview, offset: int) -> int:
         if len(memory) <= most:
             return call(fd, memory, offset)
         call(fd, memory[: most // 4096 * 4096], offset)
         return most
 
-    with faulty(tmp_path) as device:
+    with faulty(tmp_path, engine) as device:
         content = fill(buffer, 1)
         device.fault = short if device.is_direct or most % 4096 == 0 else None
         assert move(device, "write", buffer, 4096) is None
@@ -38,16 +43,16 @@ def test_short_reads_and_writes_go_on_until_complete(tmp_path: Path, buffer: Buf
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_moving_nothing_is_an_error(tmp_path: Path, buffer: Buffer, verb: str) -> None:
-    with faulty(tmp_path) as device:
+def test_moving_nothing_is_an_error(tmp_path: Path, engine: str, buffer: Buffer, verb: str) -> None:
+    with faulty(tmp_path, engine) as device:
         device.fault = lambda call, fd, memory, offset: 0
         error = move(device, verb, buffer, 4096)
         assert isinstance(error, DeviceError)
         assert f"{verb} of 65536 bytes at offset 4096 of {tmp_path}/data-000" in str(error)
 
 
-def test_a_read_is_retried_three_times_after_eio(tmp_path: Path, buffer: Buffer) -> None:
-    with faulty(tmp_path) as device:
+def test_a_read_is_retried_three_times_after_eio(tmp_path: Path, engine: str, buffer: Buffer) -> None:
+    with faulty(tmp_path, engine) as device:
         content = fill(buffer, 2)
         assert move(device, "write", buffer) is None
         buffer.memory[:] = bytes(buffer.nbytes)
@@ -61,34 +66,34 @@ def test_a_read_is_retried_three_times_after_eio(tmp_path: Path, buffer: Buffer)
         assert device.fault.num_calls == 4
 
 
-def test_a_write_is_never_retried_after_eio(tmp_path: Path, buffer: Buffer) -> None:
-    with faulty(tmp_path) as device:
+def test_a_write_is_never_retried_after_eio(tmp_path: Path, engine: str, buffer: Buffer) -> None:
+    with faulty(tmp_path, engine) as device:
         device.fault = Errors(errno.EIO)
         assert isinstance(move(device, "write", buffer), DeviceError)
         assert device.fault.num_calls == 1
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_interruptions_are_retried(tmp_path: Path, buffer: Buffer, verb: str) -> None:
-    with faulty(tmp_path) as device:
+def test_interruptions_are_retried(tmp_path: Path, engine: str, buffer: Buffer, verb: str) -> None:
+    with faulty(tmp_path, engine) as device:
         device.fault = Errors(errno.EINTR, errno.EAGAIN)
         assert move(device, verb, buffer) is None
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_write_without_space_is_a_capacity_error(tmp_path: Path, buffer: Buffer, number: int) -> None:
-    with faulty(tmp_path) as device:
+def test_a_write_without_space_is_a_capacity_error(tmp_path: Path, engine: str, buffer: Buffer, number: int) -> None:
+    with faulty(tmp_path, engine) as device:
         device.fault = Errors(number)
         assert isinstance(move(device, "write", buffer), CapacityError)
 
 
 def test_a_broken_completion_does_not_end_the_thread(
-    tmp_path: Path, buffer: Buffer, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, engine: str, buffer: Buffer, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(_: object) -> None:
         raise RuntimeError("a bug of the submitter")
 
-    with faulty(tmp_path, num_threads=1) as device:
+    with faulty(tmp_path, engine) as device:
         operation = Batch(device).operation("read", buffer.memory, 0)
         operation.on_done = broken
         device.submit([operation])
@@ -96,8 +101,8 @@ def test_a_broken_completion_does_not_end_the_thread(
     assert "a bug of the submitter" in caplog.text
 
 
-def test_an_operation_on_released_memory_fails_alone(tmp_path: Path, arena: Arena, buffer: Buffer) -> None:
-    with faulty(tmp_path, num_threads=1) as device:
+def test_an_operation_on_released_memory_fails_alone(tmp_path: Path, engine: str, arena: Arena, buffer: Buffer) -> None:
+    with faulty(tmp_path, engine) as device:
         gate = device.fault = Gate()
         stale = arena.allocate_nowait(4096)
         assert stale is not None
@@ -129,8 +134,8 @@ def test_the_most_urgent_operation_goes_first_then_the_oldest(tmp_path: Path, bu
         assert [offset // 4096 for offset in gate.offsets] == [0, 3, 5, 2, 1, 4]
 
 
-def test_close_completes_what_is_queued(tmp_path: Path, buffer: Buffer) -> None:
-    with faulty(tmp_path, num_threads=1) as device:
+def test_close_completes_what_is_queued(tmp_path: Path, engine: str, buffer: Buffer) -> None:
+    with faulty(tmp_path, engine) as device:
         batch = Batch(device)
         device.submit([batch.operation("write", buffer.memory, index * buffer.nbytes) for index in range(16)])
         device.close()
@@ -139,9 +144,11 @@ def test_close_completes_what_is_queued(tmp_path: Path, buffer: Buffer) -> None:
             device.submit([])
 
 
-def test_close_past_the_deadline_raises_and_leaves_the_operation_its_buffer(tmp_path: Path, buffer: Buffer) -> None:
+def test_close_past_the_deadline_raises_and_leaves_the_operation_its_buffer(
+    tmp_path: Path, engine: str, buffer: Buffer
+) -> None:
     content = fill(buffer, 3)
-    with faulty(tmp_path, deadline_s=0.05) as device:
+    with faulty(tmp_path, engine, deadline_s=0.05) as device:
         assert move(device, "write", buffer, 4096) is None
         buffer.memory[:] = bytes(buffer.nbytes)
         gate = device.fault = Gate()
@@ -185,8 +192,8 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         ThreadsDevice(tmp_path / "absent")
 
 
-def test_a_forked_child_holds_no_descriptor_and_is_refused(tmp_path: Path, buffer: Buffer) -> None:
-    with faulty(tmp_path) as device:
+def test_a_forked_child_holds_no_descriptor_and_is_refused(tmp_path: Path, engine: str, buffer: Buffer) -> None:
+    with faulty(tmp_path, engine) as device:
 
         def check() -> None:
             held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
@@ -214,26 +221,25 @@ def _is_open(fd: str) -> bool:
 
 EXIT_WITH_IO_IN_FLIGHT = """
 import mmap, os, sys, threading
+from tests.bytes.faulty import ENGINES
 from tiered.bytes.device.base import IOClass, Operation
-from tiered.bytes.device.threads import ThreadsDevice
 
-directory, deadline_s, is_hung = sys.argv[1], float(sys.argv[2]), sys.argv[3] == "hung"
+directory, engine, deadline_s, is_hung = sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4] == "hung"
+stopping = threading.Event()
 
-class Slow(ThreadsDevice):
-    stopping = threading.Event()
-    is_open = False
-    def _pwrite(self, fd, memory, offset):
-        if self.is_open:
-            assert self.stopping.wait(60)  # every write is in flight until the process ends
-        return super()._pwrite(fd, memory, offset)
+class Slow(ENGINES[engine]):
     def _stop(self):
         super()._stop()
         if not is_hung:
-            self.stopping.set()
+            stopping.set()
 
-device = Slow(directory, num_threads=2, deadline_s=deadline_s)
-device.is_open = True
+def slow(call, fd, memory, offset):
+    assert stopping.wait(60)  # every write is in flight until the process ends
+    return call(fd, memory, offset)
+
+device = Slow(directory, deadline_s=deadline_s)
 device.grow(0, 16 * 4096)
+device.fault = slow
 page = mmap.mmap(-1, 4096)
 page[:] = b"e" * 4096
 device.submit([Operation(is_write=True, file=0, offset=i * 4096, memory=memoryview(page), io_class=IOClass.WRITE,
@@ -248,15 +254,15 @@ def run_to_the_end(directory: Path, *arguments: str) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=root, check=False)
 
 
-def test_the_interpreter_ends_with_io_in_flight_and_completes_it(tmp_path: Path) -> None:
-    child = run_to_the_end(tmp_path, "30", "slow")
+def test_the_interpreter_ends_with_io_in_flight_and_completes_it(tmp_path: Path, engine: str) -> None:
+    child = run_to_the_end(tmp_path, engine, "30", "slow")
     assert (child.returncode, child.stderr) == (0, "")
     assert sorted(child.stdout.splitlines()) == ["None"] * 16 + ["the end"]
     assert (tmp_path / "data-000").read_bytes() == b"e" * 16 * 4096
 
 
-def test_the_interpreter_ends_with_a_drive_that_does_not_answer(tmp_path: Path) -> None:
-    child = run_to_the_end(tmp_path, "0.1", "hung")
+def test_the_interpreter_ends_with_a_drive_that_does_not_answer(tmp_path: Path, engine: str) -> None:
+    child = run_to_the_end(tmp_path, engine, "0.1", "hung")
     assert child.returncode == os.EX_IOERR
     assert child.stdout == "the end\n"
     assert "write of 4096 bytes at offset 0" in child.stderr and str(tmp_path) in child.stderr

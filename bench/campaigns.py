@@ -1,0 +1,178 @@
+"""Campaigns of many seeds that add up over runs: each goes on where the last run of it ended, and stops after a time.
+
+What a run did is one entry of bench/results/soak.json: {"campaign", "first", "end" (seeds, half open), "cases",
+"inside_commit", "wrong" (what, with its seed), "seconds", "commit", "date"}. `bench/soak.py` is the command.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # for the rigs
+
+__all__ = ["CAMPAIGNS", "RESULTS", "Entry", "Step", "run", "table"]
+
+RESULTS = ROOT / "bench" / "results" / "soak.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one seed came to."""
+
+    num_cases: int
+    num_inside_commit: int = 0
+    wrong: str = ""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One run of a campaign."""
+
+    campaign: str
+    first: int
+    end: int
+    cases: int = 0
+    inside_commit: int = 0
+    wrong: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    commit: str = ""
+    date: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """``steps(first)`` yields one Step per seed from ``first`` on; ``rig`` is what it takes; ``goal`` the release's."""
+
+    rig: str
+    goal: int
+    steps: Callable[[int], Iterator[Step]]
+
+
+def _kills(first: int) -> Iterator[Step]:
+    """SIGKILL of `tiered train`: each seed some kills, spread over its life a little differently."""
+    from bench.soak import campaign_in
+
+    seed = first
+    while True:
+        with campaign_in(None, seed) as campaign:
+            verdict = campaign.run(17 + seed % 13, 4 + seed % 3)
+        yield Step(len(verdict.kills), verdict.num_inside_commit, str(verdict.wrong) if verdict.wrong else "")
+        seed += 1
+
+
+def _power_cuts(kind: str) -> Callable[[int], Iterator[Step]]:
+    def steps(first: int) -> Iterator[Step]:
+        from tests.rigs.children import Nursery
+        from tests.rigs.drives import RIGS
+        from tests.rigs.power import campaign
+        from tests.rigs.room import room
+
+        nursery = Nursery()
+        try:
+            with room() as made:
+                rig = RIGS[kind][1](made)
+                while True:
+                    for cut in campaign(rig, nursery, range(first, first + 1000)):
+                        first += 1
+                        yield Step(1, int(cut.is_inside_commit), f"{cut}" if cut.wrong else "")
+        finally:
+            nursery.close()
+
+    return steps
+
+
+def _errors(first: int) -> Iterator[Step]:
+    """The errno sweep: even seeds on io_uring, odd ones on threads, until every case was tried."""
+    from tests.rigs.room import room
+    from tests.rigs.sweep import cases, try_case
+
+    with room() as made:
+        drive = made.daemon("faulty")
+        found = [cases(drive, engine) for engine in ("uring", "threads")]
+        for seed in range(first, 2 * max(map(len, found))):
+            if seed // 2 >= len(found[seed % 2]):  # the other engine has more calls
+                yield Step(0)
+                continue
+            outcome = try_case(drive, found[seed % 2][seed // 2])
+            yield Step(1, 0, f"{outcome.case}: {outcome.wrong}" if outcome.wrong else "")
+
+
+CAMPAIGNS: dict[str, Campaign] = {
+    "kill": Campaign("", 5_000, _kills),
+    "shutdown-ext4": Campaign("ext4 shutdown", 2_500, _power_cuts("shutdown-ext4")),
+    "shutdown-xfs": Campaign("xfs shutdown", 2_500, _power_cuts("shutdown-xfs")),
+    "torn": Campaign("torn drives", 1_000, _power_cuts("torn")),
+    "errno": Campaign("faulty file system", 9_400, _errors),
+}
+
+
+def run(name: str, minutes: float, results: Path = RESULTS) -> Entry:
+    """Run a campaign for so long, from the first seed that no run has tried; add what it did to ``results``.
+
+    An interruption (KeyboardInterrupt) ends it early, with what was done kept.
+    """
+    logging.getLogger("tiered").setLevel(logging.CRITICAL)
+    first = max([entry.end for entry in _load(results) if entry.campaign == name], default=0)
+    entry = Entry(name, first, first, commit=_commit(), date=datetime.date.today().isoformat())
+    start = time.monotonic()
+    steps = CAMPAIGNS[name].steps(first)
+    try:
+        for step in steps:
+            entry.cases += step.num_cases
+            entry.inside_commit += step.num_inside_commit
+            if step.wrong:
+                entry.wrong.append(f"seed {entry.end}: {step.wrong}")
+                print(f"WRONG: {name}, {entry.wrong[-1]}", flush=True)
+            entry.end += 1
+            if time.monotonic() > start + 60 * minutes:
+                break
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", flush=True)
+    finally:
+        steps.close()  # type: ignore[attr-defined]  # a generator: the rig goes
+        entry.seconds = round(time.monotonic() - start, 1)
+        if entry.end > entry.first:
+            _add(results, entry)
+    return entry
+
+
+def table(results: Path = RESULTS) -> list[str]:
+    """Return the lines that sum up all runs of every campaign."""
+    lines = [
+        f"{'campaign':<15}{'runs':>6}{'cases':>8}{'in commit':>11}{'wrong':>7}{'minutes':>9}{'of the release':>16}"
+    ]
+    for name, campaign in CAMPAIGNS.items():
+        entries = [entry for entry in _load(results) if entry.campaign == name]
+        num_cases, num_wrong = sum(entry.cases for entry in entries), sum(len(entry.wrong) for entry in entries)
+        minutes, inside = sum(entry.seconds for entry in entries) / 60, sum(entry.inside_commit for entry in entries)
+        share = f"{100 * num_cases / campaign.goal:.1f} %"
+        lines.append(f"{name:<15}{len(entries):>6}{num_cases:>8}{inside:>11}{num_wrong:>7}{minutes:>9.1f}{share:>16}")
+    return lines
+
+
+def _load(results: Path) -> list[Entry]:
+    return [Entry(**entry) for entry in json.loads(results.read_text())] if results.exists() else []
+
+
+def _add(results: Path, entry: Entry) -> None:
+    entries: list[dict[str, Any]] = [asdict(old) for old in _load(results)]
+    text = ",\n".join(json.dumps(each) for each in [*entries, asdict(entry)])
+    with tempfile.NamedTemporaryFile("w", dir=results.parent, delete=False) as file:
+        file.write(f"[\n{text}\n]\n")
+    Path(file.name).replace(results)
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"

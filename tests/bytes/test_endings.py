@@ -1,0 +1,62 @@
+"""What is done at the end of the process and in forked children, and that what is gone leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tiered.bytes import endings
+
+
+class Item:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def test_the_newest_comes_first_and_one_that_fails_stops_nobody() -> None:
+    code = (
+        "from tests.bytes.test_endings import Item\n"
+        "from tiered.bytes.endings import at_exit\n"
+        "import threading\n"
+        "done = threading.Event()\n"
+        "threading.Thread(target=done.wait).start()\n"  # joined only after ours: else this would hang
+        "items = [Item('a'), Item('b'), Item('c'), Item('gone')]\n"
+        "for item in items:\n"
+        "    at_exit(item, lambda item: print(item.name, flush=True) or 1 / (item.name != 'b'))\n"
+        "at_exit(items.pop(), lambda item: print('gone'))\n"
+        "at_exit(items[0], lambda item: done.set())\n"
+        "item = None\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert found.stdout.split() == ["c", "b", "a"]
+    assert "ZeroDivisionError" in found.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_told() -> None:
+    item = Item("a")
+    told: list[str] = []
+    endings.after_fork(item, lambda item: told.append(item.name))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(7 if told == ["a"] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert not told
+
+
+def test_what_is_gone_leaves_nothing() -> None:
+    lists = (endings._at_exit, endings._after_fork)
+    gc.collect()
+    before = [len(actions._actions) for actions in lists]
+    items = [Item(str(i)) for i in range(100)]
+    for item in items:
+        endings.at_exit(item, print)
+        endings.after_fork(item, print)
+    assert [len(actions._actions) for actions in lists] == [number + 100 for number in before]
+    del items, item
+    gc.collect()
+    assert [len(actions._actions) for actions in lists] == before

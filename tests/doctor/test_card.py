@@ -1,0 +1,206 @@
+"""The machine card: true where it can be checked, complete on machines made of files, and never in the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import resource
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import tiered
+from tiered.doctor import kernel_file
+from tiered.doctor.block_device import find_block_device
+from tiered.doctor.card import machine_card
+from tiered.doctor.memory_limit import memory_limit
+from tiered.doctor.mount import Mount, find_mount, mounts
+
+
+def plant(root: Path, files: dict[str, str]) -> Path:
+    """Make ``files`` under ``root``: the machine that a test is about."""
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{content}\n")
+    return root
+
+
+class TestThisMachine:
+    """What other ways of asking say too."""
+
+    def test_the_machine(self) -> None:
+        card = machine_card()
+        assert card.kernel == platform.release()
+        assert card.ram_nbytes == psutil.virtual_memory().total
+        assert card.num_cores == len(os.sched_getaffinity(0))
+        assert card.python_version == platform.python_version()
+        assert (card.tiered_version, card.torch_version) == (tiered.__version__, torch.__version__)
+        assert card.num_open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+    def test_a_directory(self, tmp_path: Path) -> None:
+        (card,) = machine_card([tmp_path]).directories
+        assert card.path == str(tmp_path.resolve())
+        assert card.mount is not None
+        partitions = {each.mountpoint: each.fstype for each in psutil.disk_partitions(all=True)}
+        assert partitions[card.mount.mount_point] == card.mount.file_system
+        assert card.total_nbytes == psutil.disk_usage(str(tmp_path)).total
+        assert (card.direct_alignment is None) == (card.direct_refusal is not None)
+        assert not os.listdir(tmp_path), "the trial left something behind"
+
+    def test_tmpfs_is_memory(self) -> None:
+        (card,) = machine_card(["/dev/shm"]).directories
+        assert (card.kind, card.block_device) == ("memory", None)
+
+    @pytest.mark.parametrize("place", ["/nowhere/at/all", "/proc", "/sys", "/dev/null", "\0", "x" * 5000])
+    def test_no_place_is_an_error(self, place: str) -> None:
+        card = machine_card([place])
+        assert card.directories[0].direct_alignment is None
+        assert "no direct I/O: could not be tried" in "\n".join(card.lines())
+        json.dumps(card.as_json())
+
+    def test_for_people_and_for_programs(self, tmp_path: Path) -> None:
+        card = machine_card([tmp_path, "/dev/shm"])
+        said = "\n".join(card.lines())
+        for expected in (platform.release(), torch.__version__, str(tmp_path), "tmpfs", "nr_requests", "memlock"):
+            assert expected in said
+        known = json.loads(json.dumps(card.as_json()))
+        assert known.keys() == {field.name for field in dataclasses.fields(card)}
+        assert known["directories"][1]["mount"]["file_system"] == "tmpfs"
+
+
+DISK = {
+    "size": "2048",
+    "queue/rotational": "0",
+    "queue/scheduler": "[none] mq-deadline kyber",
+    "queue/nr_requests": "1023",
+    "queue/max_sectors_kb": "128",
+    "queue/logical_block_size": "512",
+    "queue/physical_block_size": "4096",
+    "queue/write_cache": "write back",
+}
+
+
+def mount_of(*device: int, source: str = "none") -> Mount:
+    return Mount("/drive", "/", "ext4", source, "rw", (device[0], device[1]))
+
+
+class TestBlockDevices:
+    """Machines made of files, as /sys shows them."""
+
+    def test_a_partition_of_an_nvme_drive(self, tmp_path: Path) -> None:
+        disk = tmp_path / "devices/pci0000:00/nvme/nvme0/nvme0n1"
+        plant(disk, DISK | {"nvme0n1p1/partition": "1", "nvme0n1p1/size": "1024"})
+        plant(disk.parent, {"model": "Samsung SSD 990", "numa_node": "1", "hwmon3/temp1_input": "41850"})
+        (disk / "device").symlink_to("..")
+        (tmp_path / "dev/block").mkdir(parents=True)
+        (tmp_path / "dev/block/259:1").symlink_to(disk / "nvme0n1p1")
+        found = find_block_device(mount_of(259, 1), tmp_path)
+        assert found is not None
+        assert (found.name, found.model, found.numa_node) == ("nvme0n1", "Samsung SSD 990", 1)
+        assert (found.nbytes, found.is_rotational, found.scheduler) == (2048 * 512, False, "none")
+        assert (found.nr_requests, found.max_sectors_kb, found.temperature_c) == (1023, 128, 41.85)
+        assert (found.logical_block_nbytes, found.physical_block_nbytes) == (512, 4096)
+        assert (found.parts, found.disks) == ((), ("nvme0n1",))
+        assert "temperature 42 C" in found.line()
+
+    def test_what_is_made_of_others_names_the_disks(self, tmp_path: Path) -> None:
+        """dm-0 (encrypted) on md0 (RAID 0) on a partition of each of two drives."""
+        for name in ("nvme0n1", "nvme1n1"):
+            plant(tmp_path / "devices" / name, DISK | {f"{name}p1/partition": "1"})
+        for name, parts in (("md0", ("nvme0n1/nvme0n1p1", "nvme1n1/nvme1n1p1")), ("dm-0", ("md0",))):
+            plant(tmp_path / "devices" / name, DISK | {"slaves/.keep": "", "dm/name": "secret"})
+            (tmp_path / "devices" / name / "slaves/.keep").unlink()
+            for part in parts:
+                (tmp_path / "devices" / name / "slaves" / Path(part).name).symlink_to(tmp_path / "devices" / part)
+        (tmp_path / "dev/block").mkdir(parents=True)
+        (tmp_path / "dev/block/252:0").symlink_to(tmp_path / "devices/dm-0")
+        found = find_block_device(mount_of(252, 0), tmp_path)
+        assert found is not None
+        assert (found.name, found.model) == ("dm-0", "secret")
+        assert found.disks == ("nvme0n1", "nvme1n1")
+        assert "made of nvme0n1, nvme1n1" in found.line()
+
+    def test_what_says_nothing_is_not_readable(self, tmp_path: Path) -> None:
+        (tmp_path / "dev/block/8:0").mkdir(parents=True)
+        (tmp_path / "dev/block/8:0/size").write_text("many")
+        found = find_block_device(mount_of(8, 0), tmp_path)
+        assert found is not None
+        assert found.nbytes is found.temperature_c is found.is_rotational is None
+        assert found.line().count("not readable") == 10
+        assert find_block_device(mount_of(0, 50), tmp_path) is None
+
+    def test_members_in_a_circle_come_to_an_end(self, tmp_path: Path) -> None:
+        place = tmp_path / "dev/block/9:0"
+        (place / "slaves").mkdir(parents=True)
+        (place / "slaves/self").symlink_to(place)
+        assert find_block_device(mount_of(9, 0), tmp_path) is not None
+
+
+class TestMounts:
+    """/proc/self/mountinfo."""
+
+    LINES = (
+        "36 35 98:0 /sub /mnt/two\\040words rw,noatime shared:1 master:2 - xfs /dev/sdb1 rw,noatime,attr2\n"
+        "37 35 0:50 / /net rw - nfs4 server:/export rw,vers=4.2\n"
+        "38 35 0:51 / /merged rw - overlay overlay rw,lowerdir=/a\n"
+        "39 35 0:52 / /remote rw - fuse.sshfs me@host: rw\n"
+        "40 35 0:53 / /ntfs rw - fuseblk /dev/sdc1 rw\n"
+        "nonsense\n41 35 zero / /bad rw - ext4 none rw\n"
+    )
+
+    def test_lines_are_understood(self, tmp_path: Path) -> None:
+        found = mounts(plant(tmp_path, {"mountinfo": self.LINES}))
+        assert found[36] == Mount("/mnt/two words", "/sub", "xfs", "/dev/sdb1", "rw,noatime,attr2", (98, 0))
+        assert [found[number].kind for number in (36, 37, 38, 39, 40)] == [
+            "local",
+            "network",
+            "overlay",
+            "network",
+            "fuse",
+        ]
+        assert 41 not in found
+
+    def test_a_directory_is_found_on_its_mount(self) -> None:
+        mount = find_mount("/dev/shm")
+        assert mount is not None
+        assert (mount.mount_point, mount.file_system) == ("/dev/shm", "tmpfs")
+        assert find_mount("/nowhere") is None
+
+
+class TestMemoryLimit:
+    """Control groups, version 1 and 2; the least of the limits above us counts."""
+
+    def machine(self, root: Path, kind: str, groups: str, limits: dict[str, str]) -> Path:
+        """Plant a /proc/self whose control groups lie in ``root``/cgroup."""
+        plant(root / "cgroup", limits)
+        options = "rw,memory" if kind == "cgroup" else "rw,nsdelegate"
+        line = f"42 35 0:30 / {root}/cgroup rw - {kind} {kind} {options}"
+        return plant(root / "self", {"cgroup": groups, "mountinfo": line})
+
+    def test_version_2(self, tmp_path: Path) -> None:
+        limits = {"user/memory.max": "4096", "user/job/memory.max": "8192", "memory.max": "max"}
+        proc = self.machine(tmp_path, "cgroup2", "0::/user/job", limits)
+        assert memory_limit(proc) == 4096
+
+    def test_version_1(self, tmp_path: Path) -> None:
+        limits = {"memory.limit_in_bytes": str((1 << 63) - 4096), "job/memory.limit_in_bytes": "12288"}
+        proc = self.machine(tmp_path, "cgroup", "5:cpu:/\n4:memory,hugetlb:/job", limits)
+        assert memory_limit(proc) == 12288
+
+    def test_none(self, tmp_path: Path) -> None:
+        proc = self.machine(tmp_path, "cgroup2", "0::/job", {"job/memory.max": "max"})
+        assert memory_limit(proc) == "unlimited"
+        assert memory_limit(tmp_path / "missing") is None
+
+
+def test_the_kernels_files(tmp_path: Path) -> None:
+    plant(tmp_path, {"a": "always [madvise] never", "b": "mq-deadline", "c": " 12 ", "d": "", "e": "12 kB"})
+    assert [kernel_file.choice(tmp_path / name) for name in "abdx"] == ["madvise", "mq-deadline", None, None]
+    assert [kernel_file.number(tmp_path / name) for name in "acdex"] == [None, 12, None, None, None]
+    (tmp_path / "f").write_bytes(b"\xff\xfe")
+    assert kernel_file.text(tmp_path / "f") == "\ufffd\ufffd"
+    assert kernel_file.text(tmp_path) is None

@@ -1,0 +1,53 @@
+"""The checks of what torch can do: process groups for real, and what is said of a GPU that does not work."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiered.doctor import compute
+from tiered.doctor.compute import check_compute_device, compute_checks, group_checks
+from tiered.doctor.examination import examine
+from tiered.doctor.finding import MACHINE, Check, Finding, Outcome
+
+
+def test_a_process_group_is_made_and_nothing_is_left_of_it() -> None:
+    for _ in range(2):
+        (finding,) = examine([group_checks()], 20)
+        assert finding.outcome is Outcome.OK and "reduced over gloo" in finding.found
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_network_interface_that_is_not_there() -> None:
+    def without_interface() -> Finding:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
+        return compute.check_process_groups()
+
+    (finding,) = examine([[Check(MACHINE, "process groups", without_interface)]], 20)
+    assert finding.outcome is Outcome.BROKEN
+    assert finding.found.startswith("gloo failed: ") and "GLOO_SOCKET_IFNAME=lo" in finding.mend
+
+
+def test_without_a_gpu_nothing_is_lacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(compute, "_NVIDIA", tmp_path / "missing")
+    findings = examine([compute_checks()], 20)
+    assert [finding.outcome for finding in findings] == [Outcome.OK, Outcome.OK]
+    assert all(finding.found.startswith("not there: ") for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "outcome", "says"), [(None, Outcome.SLOWER, "without CUDA"), ("13.0", Outcome.BROKEN, "does not start")]
+)
+def test_a_gpu_that_torch_does_not_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: str | None, outcome: Outcome, says: str
+) -> None:
+    (tmp_path / "version").touch()
+    monkeypatch.setattr(compute, "_NVIDIA", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    finding = check_compute_device()
+    assert finding.outcome is outcome and says in finding.found and finding.mend

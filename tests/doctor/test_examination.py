@@ -1,0 +1,127 @@
+"""Checks in child processes: whatever one does, there is a finding, in time, and no process is left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tiered.doctor.directory import directory_checks
+from tiered.doctor.examination import examine
+from tiered.doctor.finding import Check, Finding, Outcome, broken, ok
+
+
+def check(run: Callable[[], object], name: str = "trial", *, is_essential: bool = False) -> Check:
+    """Return a check that is fine when ``run`` returns, and says what that was."""
+    return Check("here", name, lambda: ok("here", name, str(run())), is_essential=is_essential)
+
+
+def hang() -> None:
+    while True:
+        signal.pause()
+
+
+def refuse() -> Finding:
+    return broken("here", "first", "no", cost="all", mend="nothing")
+
+
+def told(findings: list[Finding]) -> list[tuple[str, str]]:
+    return [(finding.check, finding.outcome.value) for finding in findings]
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left() -> None:
+    yield
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_findings_come_in_the_order_of_the_checks_and_from_another_process() -> None:
+    groups = [[check(os.getpid, "a"), check(os.getpid, "b")], [check(os.getpid, "c")], []]
+    found = examine(groups, 5)
+    assert told(found) == [("a", "ok"), ("b", "ok"), ("c", "ok")]
+    assert found[0].found == found[1].found != found[2].found
+    assert str(os.getpid()) not in {finding.found for finding in found}
+
+
+def test_a_check_that_hangs_is_broken_and_holds_up_nobody() -> None:
+    start = time.monotonic()
+    found = examine([[check(os.getpid, "a"), check(hang, "b"), check(os.getpid, "c")], [check(os.getpid, "d")]], 0.2)
+    assert told(found) == [("a", "ok"), ("b", "broken"), ("d", "ok")]
+    assert "no answer within 0.2 s" in found[1].found
+    assert time.monotonic() - start < 5
+
+
+def test_a_check_that_raises_is_broken_and_the_next_one_is_tried() -> None:
+    def fail() -> None:
+        raise OSError(5, "Input/output error")
+
+    found = examine([[check(fail, "a"), check(os.getpid, "b")]], 5)
+    assert told(found) == [("a", "broken"), ("b", "ok")]
+    assert "Input/output error" in found[0].found
+
+
+def test_a_check_that_crashes_is_broken() -> None:
+    found = examine([[check(lambda: os.kill(os.getpid(), signal.SIGTERM))], [check(lambda: os._exit(3))]], 5)
+    assert [finding.found for finding in found] == [
+        "the trial's process was killed by SIGTERM",
+        "the trial's process ended without an answer",
+    ]
+    assert {finding.outcome for finding in found} == {Outcome.BROKEN}
+
+
+def test_after_an_essential_check_that_is_broken_the_rest_is_not_tried() -> None:
+    checks = [Check("here", "first", refuse, is_essential=True), check(os.getpid, "second")]
+    assert told(examine([checks], 5)) == [("first", "broken")]
+    assert told(examine([[Check("here", "first", refuse), *checks[1:]]], 5)) == [("first", "broken"), ("second", "ok")]
+
+
+def test_a_long_answer_arrives_whole() -> None:
+    (finding,) = examine([[check(lambda: "x" * (1 << 20))]], 5)
+    assert len(finding.found) == 1 << 20
+
+
+def test_children_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    def talk() -> None:
+        os.write(1, b"out")
+        os.write(2, b"err")
+        logging.getLogger("tiered").warning("log")
+
+    assert told(examine([[check(talk)]], 5)) == [("trial", "ok")]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_interruption_ends_the_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tiered.doctor.examination._listen", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        examine([[check(hang)], [check(hang)]], 60)
+
+
+def test_a_drive_that_hangs_is_reported(tmp_path: Path, mount: Callable[..., Path]) -> None:
+    """A frozen file system holds a writer in the kernel, where no signal reaches it, as a dead drive does."""
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    place = mount("-o", "loop", str(image))
+    subprocess.run(["fsfreeze", "--freeze", place], check=True)
+    try:
+        start = time.monotonic()
+        (finding,) = examine([directory_checks(str(place))], 0.3)
+        took_s = time.monotonic() - start
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", place], check=True)
+    said, _, process = finding.found.partition("; process ")
+    os.waitpid(int(process.split()[0]), 0)  # the drive has answered: the child can end
+    assert (finding.check, finding.outcome) == ("writing", Outcome.BROKEN)
+    assert said == "no answer within 0.3 s" and "hangs in the kernel" in finding.found
+    assert took_s < 5

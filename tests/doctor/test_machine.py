@@ -1,0 +1,149 @@
+"""The checks of the machine, with what they look for really missing: by seccomp, by limits, by prctl."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.seccomp import forbid
+from tiered.bytes.device.uring_probe import probe_uring
+from tiered.doctor import machine
+from tiered.doctor.compute import compute_checks, group_checks
+from tiered.doctor.examination import examine
+from tiered.doctor.finding import MACHINE, Check, Finding, Outcome
+from tiered.doctor.machine import check_huge_pages, check_io_uring, check_memlock, check_open_files, machine_checks
+from tiered.units import KiB
+
+_PR_SET_THP_DISABLE = 41
+
+
+def found_after(prepare: Callable[[], object], run: Callable[[], Finding]) -> Finding:
+    """Return what ``run`` finds in a child of its own, after ``prepare`` has taken something away there."""
+
+    def prepared() -> Finding:
+        prepare()
+        return run()
+
+    (finding,) = examine([[Check(MACHINE, "trial", prepared)]], 10)
+    return finding
+
+
+def become_somebody() -> None:
+    """Give up root, whose memory is not counted against the limit on locked memory.
+
+    A user of this process's own: the kernel counts by user, and what a closed ring had for a while longer.
+    """
+    if os.geteuid() == 0:
+        user = 60_000 + os.getpid() % 5_000
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+
+
+class TestThisMachine:
+    """Everything is tried for real; what is found agrees with other ways of asking."""
+
+    def test_every_check_answers(self) -> None:
+        groups = [machine_checks(), compute_checks(), group_checks()]
+        found = {finding.check: finding for finding in examine(groups, 20)}
+        assert list(found) == [check.name for checks in groups for check in checks]
+        for finding in found.values():
+            assert finding.subject == MACHINE and finding.found
+            assert (finding.outcome is Outcome.OK) == (not finding.cost), finding
+        assert found["SQLite"].outcome is found["process groups"].outcome is Outcome.OK
+
+    def test_io_uring_is_what_the_engine_finds(self, tmp_path: Path) -> None:
+        assert (check_io_uring().outcome is Outcome.OK) == (probe_uring(tmp_path) is None)
+
+
+class TestIOUring:
+    """Refusals, and what is said about each."""
+
+    @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
+    def test_refused_by_a_container(self, number: int) -> None:
+        finding = found_after(lambda: forbid(["io_uring_setup"], number), check_io_uring)
+        assert finding.outcome is Outcome.SLOWER
+        assert os.strerror(number) in finding.found and "seccomp" in finding.found
+        assert "7 instead of 96 %" in finding.cost
+        assert "--security-opt seccomp=unconfined" in finding.mend
+
+    def test_forbidden_by_the_administrator(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        setting = tmp_path / "io_uring_disabled"
+        setting.write_text("2\n")
+        monkeypatch.setattr(machine, "_IO_URING_SETTING", setting)
+        finding = found_after(lambda: forbid(["io_uring_setup"], errno.EPERM), check_io_uring)
+        assert f"{setting} says 2" in finding.found
+        assert "sysctl kernel.io_uring_disabled=0" in finding.mend
+
+    @pytest.mark.parametrize(("number", "mend"), [(errno.ENOMEM, "ulimit -l"), (errno.EMFILE, "ulimit -n")])
+    def test_short_of_something(self, number: int, mend: str) -> None:
+        finding = found_after(lambda: forbid(["io_uring_setup"], number), check_io_uring)
+        assert finding.outcome is Outcome.SLOWER and mend in finding.mend
+
+
+class TestMemory:
+    """Huge pages and locked memory."""
+
+    def test_huge_pages_switched_off_for_the_process(self) -> None:
+        def switch_off() -> None:
+            arguments = [ctypes.c_ulong(value) for value in (1, 0, 0, 0)]
+            assert ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, *arguments) == 0
+
+        finding = found_after(switch_off, check_huge_pages)
+        assert finding.outcome is Outcome.SLOWER
+        assert finding.found.startswith("0 B of 64.0 MiB")
+        assert "reads 1.1 instead of 3.5 GB/s" in finding.cost
+
+    def test_a_kernel_that_refuses_the_advice(self) -> None:
+        finding = found_after(lambda: forbid(["madvise"], errno.EINVAL), check_huge_pages)
+        setting = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        assert (finding.outcome is Outcome.SLOWER) == ("[always]" not in setting)
+
+    def test_a_low_limit_on_locked_memory(self) -> None:
+        def lower() -> None:
+            become_somebody()
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 * KiB, 64 * KiB))
+
+        finding = found_after(lower, check_memlock)
+        assert finding.found.startswith("the limit is 64.0 KiB; ")
+        assert "at least" not in finding.found
+        if "rings" in finding.found:  # a kernel that counts them
+            assert finding.outcome is Outcome.SLOWER and "ulimit -l unlimited" in finding.mend
+
+    def test_a_small_ring_will_do(self) -> None:
+        def lower() -> None:
+            become_somebody()
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (24 * KiB, 24 * KiB))
+
+        finding = found_after(lower, check_io_uring)
+        if os.geteuid() == 0:  # else the rings of our other processes count too
+            assert finding.outcome is check_io_uring().outcome
+
+    def test_locked_memory_without_io_uring(self) -> None:
+        finding = found_after(lambda: forbid(["io_uring_setup"], errno.EPERM), check_memlock)
+        assert finding.outcome is Outcome.OK and "without io_uring" in finding.found
+
+
+class TestOpenFiles:
+    """The limit on open files."""
+
+    def test_a_low_one_that_may_be_raised(self) -> None:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        finding = found_after(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard)), check_open_files)
+        assert finding.outcome is Outcome.BROKEN
+        assert "the limit is 64, " in finding.found and finding.mend.startswith("ulimit -n ")
+
+    def test_a_low_one_that_may_not(self) -> None:
+        finding = found_after(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)), check_open_files)
+        assert finding.outcome is Outcome.BROKEN and "limits.conf" in finding.mend
+
+
+def test_an_old_sqlite_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.sqlite3, "sqlite_version_info", (3, 22, 0))
+    assert machine.check_sqlite().outcome is Outcome.BROKEN

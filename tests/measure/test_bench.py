@@ -1,0 +1,319 @@
+"""`tiered bench`, tiny: what it reports, draws, keeps and refuses, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.bytes.moving import exit_code_of_child
+from tiered.bytes.device.profile import PROFILE_NAME, load_profile
+from tiered.cli import main
+from tiered.doctor.mount import find_mount
+from tiered.errors import UsageError
+from tiered.measure.cold import ColdProof, forget, resident_pages
+from tiered.measure.command import BenchRequest, bench
+from tiered.measure.settings import FULL, QUICK, Settings
+from tiered.measure.sustained import read_smart
+from tiered.units import GiB, KiB, MiB
+
+TINY = Settings(
+    blocks=(128 * KiB,),
+    depths=(2,),
+    mixed_blocks=(128 * KiB,),
+    busy_blocks=(128 * KiB,),
+    busy_depths=(2,),
+    rounds=2,
+    round_s=0.05,
+    warm_up_s=0.01,
+    round_nbytes=4 * MiB,
+    file_nbytes=8 * MiB,
+    tensor_nbytes=(64 * KiB,),
+    tensors_nbytes=MiB,
+    tensor_rounds=1,
+    engines=(),
+    sustained_s=0.06,
+    window_s=0.01,
+)
+FEW = replace(TINY, rounds=1, tensor_nbytes=(), sustained_s=0.0, mixed_blocks=(), busy_blocks=())
+NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+COMMAND = [sys.executable, "-m", "tiered.cli", "bench"]
+
+
+def huge_pages() -> str | None:
+    """Return the kernel's setting; None where there is none, or while another bench on this machine borrows pages."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # it is gone
+            continue
+        if int(process.name) != os.getpid() and {b"tiered.measure.pairs", b"bench", b"fio"} & set(words):
+            return None
+    return NR_HUGEPAGES.read_text() if NR_HUGEPAGES.exists() else None
+
+
+class TestReport:
+    def test_everything_is_measured_reported_and_cleaned_up(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        directory, json_file = tmp_path / "drive", tmp_path / "bench.json"
+        directory.mkdir()
+        before = huge_pages()
+        request = BenchRequest((directory,), yes=True, json_file=json_file)
+        assert bench(request, TINY) == 0
+
+        assert [file.name for file in directory.iterdir()] == [PROFILE_NAME]
+        assert before is None or huge_pages() in (before, None)
+        found = json.loads(json_file.read_text())
+        assert (found["schema"], found["version"]) == ("tiered-bench", 1)
+        rows = found["results"]
+        assert [(row["op"], row["is_busy"]) for row in rows] == [
+            ("read", False), ("write", False), ("mixed", False), ("read", True), ("write", True), ("mixed", True),
+        ]  # fmt: skip
+        for row in rows:
+            assert {"op", "block_bytes", "depth", "gb_per_s", "ratio_to_fio"} <= row.keys()
+            assert (row["block_bytes"], row["depth"], row["rounds"]) == (128 * KiB, 2, 2)
+            assert row["gb_per_s_min"] <= row["gb_per_s"] <= row["gb_per_s_max"]
+            assert (row["ratio_to_fio"] is not None) == (not row["is_busy"] and shutil.which("fio") is not None)
+            assert row["latency"]["p50_s"] <= row["latency"]["p99_s"] <= row["latency"]["max_s"]
+        assert [row["op"] for row in found["tensors"]] == ["put", "get", "lease"]
+        assert {sample["op"] for sample in found["sustained"][str(directory)]} == {"read", "write"}
+        assert found["cold"][str(directory)]["nbytes"] > 0
+        assert found["machine"]["kernel"]
+        assert found["demand"][str(directory)]["p99_ratio"] > 0
+
+        profile = load_profile(directory)
+        assert profile is not None
+        best = found["best"][str(directory)]
+        assert (profile.block_nbytes, profile.read_depth) == (best["block_bytes"], best["read_depth"]) == (128 * KiB, 2)
+        assert profile.read_bytes_per_s == pytest.approx(best["read_gb_per_s"] * 1e9)
+        assert profile.engine == found["engines"][str(directory)]
+
+        said = capsys.readouterr().out.splitlines()
+        assert said[-1] == found["verdict"]
+
+    @pytest.mark.parametrize("sustained_s", [0.0, 0.06])
+    def test_the_figure_is_drawn(self, sustained_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In a child, because matplotlib keeps the files of its fonts open for as long as a process lives."""
+        file = tmp_path / "bench.png"
+        settings = replace(FEW, sustained_s=sustained_s, busy_blocks=TINY.busy_blocks)
+        request = BenchRequest((tmp_path,), engine="threads", yes=True, plot_file=file)
+
+        if sustained_s:
+            monkeypatch.setenv("PATH", "")  # as where fio is not installed
+
+        def draw() -> None:
+            assert bench(request, settings) == 0
+
+        assert exit_code_of_child(draw) == 0
+        assert file.read_bytes().startswith(b"\x89PNG")
+        assert file.stat().st_size > 20_000
+
+    def test_a_fio_that_does_not_work_is_said_and_done_without(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "fio").write_text("#!/bin/sh\necho out of order >&2\nexit 1\n")
+        (tmp_path / "fio").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        json_file = tmp_path / "bench.json"
+        assert bench(BenchRequest((tmp_path,), engine="threads", yes=True, json_file=json_file), FEW) == 0
+        assert "does not work: fio did not report: out of order" in capsys.readouterr().out
+        assert {row["ratio_to_fio"] for row in json.loads(json_file.read_text())["results"]} == {None}
+
+    def test_other_engines_are_tried_at_the_best_settings(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PATH", "")
+        json_file, engines = tmp_path / "bench.json", ("uring", "threads", "mmap")
+        assert bench(BenchRequest((tmp_path,), yes=True, json_file=json_file), replace(FEW, engines=engines)) == 0
+        found = json.loads(json_file.read_text())
+        tried = [(row["engine"], row["op"]) for row in found["results"]]
+        assert len(tried) == len(set(tried))
+        assert {engine for engine, _ in tried} >= {"threads", "mmap"}
+        profile = load_profile(tmp_path)
+        assert profile is not None
+        chosen = [row for row in found["results"] if row["engine"] == profile.engine]
+        assert [row["gb_per_s"] * 1e9 for row in chosen] == pytest.approx(
+            [profile.read_bytes_per_s, profile.write_bytes_per_s]
+        )
+
+    def test_directories_are_measured_alone_and_then_together(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PATH", "")  # as where fio is not installed
+        directories = (tmp_path / "a", tmp_path / "b")
+        for directory in directories:
+            directory.mkdir()
+        json_file = tmp_path / "bench.json"
+        assert bench(BenchRequest(directories, engine="threads", yes=True, json_file=json_file), FEW) == 0
+        found = json.loads(json_file.read_text())
+        rows = found["results"]
+        names = [str(directory) for directory in directories]
+        assert [row["directory"] for row in rows] == [names[0]] * 2 + [names[1]] * 2 + ["+".join(names)] * 2
+        assert rows[-1]["depth"] == 4
+        alone = [best["write_gb_per_s"] for best in found["best"].values()]
+        assert found["ratios_to_sum"]["write"] == pytest.approx(rows[-1]["gb_per_s"] / sum(alone))
+        assert {row["ratio_to_fio"] for row in rows} == {None}
+        for directory in directories:
+            assert [file.name for file in directory.iterdir()] == [PROFILE_NAME]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            (["--sustained", "1000000"], "there is no terminal to ask on: add --yes"),
+            (["--sustained", "-1"], "--sustained takes seconds"),
+            (["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
+            (["--plot", "/tmp"], "cannot write /tmp: it is a directory"),
+            (["--quick", "--yes", "--engine", "steam"], "engine='steam' is unknown"),
+        ],
+    )
+    def test_one_line_and_nothing_written(
+        self, options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["bench", str(tmp_path), *options]) == 2
+        error = capsys.readouterr().err
+        assert says in error
+        assert error.count("\n") == 1
+        assert not list(tmp_path.iterdir())
+
+    def test_directories_that_are_missing_or_twice(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="is no directory"):
+            BenchRequest((tmp_path / "missing",))
+        with pytest.raises(UsageError, match="different ones"):
+            BenchRequest((tmp_path, tmp_path / "." / ""))
+
+    @pytest.mark.parametrize(("answer", "goes_on"), [("y", True), ("", False), ("n", False)])
+    def test_on_a_terminal_it_asks(
+        self, answer: str, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from tiered.doctor.card import directory_card
+        from tiered.measure.command import confirm_writes
+
+        asked: list[str] = []
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or answer)
+        card = replace(directory_card(tmp_path), free_nbytes=100 * GiB)
+        confirm_writes([card], 10 * GiB, GiB, yes=False)
+        assert not asked, "a tenth is not more than a tenth"
+        if goes_on:
+            confirm_writes([card], 11 * GiB, GiB, yes=False)
+        else:
+            with pytest.raises(UsageError, match="nothing was written"):
+                confirm_writes([card], 11 * GiB, GiB, yes=False)
+        assert "up to 11.0 GiB" in asked[0]
+        assert "100.0 GiB free" in asked[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
+    before = huge_pages()
+    with subprocess.Popen(
+        [*COMMAND, str(tmp_path), "--quick", "--yes"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("op  "):  # the points begin
+                break
+        process.send_signal(number)
+        output, error = process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else 143), error
+    assert ("stopped by Ctrl-C; nothing was left behind" in output) == (number == signal.SIGINT)
+    assert not list(tmp_path.iterdir())
+    assert before is None or huge_pages() in (before, None)
+
+
+class TestSettings:
+    def test_the_full_grid(self) -> None:
+        points = FULL.points
+        assert {point.op for point in points} == {"read", "write", "mixed"}
+        assert {point.block_nbytes for point in points} >= {128 * KiB << shift for shift in range(8)}
+        assert max(point.block_nbytes * point.depth for point in points) == FULL.memory_nbytes <= 128 * MiB
+        assert FULL.rounds >= 5
+
+    def test_quick_has_the_pairs_that_matter_and_ends_in_a_minute(self) -> None:
+        paired = {(point.op, point.block_nbytes) for point in QUICK.points if point.has_fio}
+        assert paired >= {(op, size * MiB) for op in ("read", "write") for size in (1, 4, 8)}
+        assert QUICK.rounds >= 5
+        assert QUICK.estimate_s(has_fio=True) < 55
+
+    def test_what_will_be_written(self) -> None:
+        settings = replace(TINY, mixed_blocks=(), busy_blocks=(), tensor_nbytes=(), sustained_s=0.0, warm_up_s=0.0)
+        beside_demand_reads = 2 * int(0.05 * 8e9)
+        assert settings.write_nbytes(has_fio=False) == (8 + 2 * 4) * MiB + beside_demand_reads
+        assert settings.write_nbytes(has_fio=True) == (8 + 4 * 4) * MiB + beside_demand_reads
+
+    def test_little_room_makes_smaller_files(self) -> None:
+        assert FULL.fitted(10 * GiB).file_nbytes == GiB
+        assert FULL.fitted(0).file_nbytes == 64 * MiB
+        assert FULL.fitted(1000 * GiB) == FULL
+
+
+class TestCold:
+    def proof(self, **changes: object) -> ColdProof:
+        given: dict[str, object] = dict(
+            is_direct=True, nbytes=10**9, num_pages=10, num_resident_pages=0, process_nbytes=10**9, disk_nbytes=10**9
+        )
+        return ColdProof(**{**given, **changes})  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("changes", "is_cold"),
+        [
+            ({}, True),
+            ({"disk_nbytes": None}, True),
+            ({"disk_nbytes": 2 * 10**9}, True),  # others read too
+            ({"process_nbytes": None, "disk_nbytes": None}, False),
+            ({"process_nbytes": 9 * 10**8}, False),
+            ({"disk_nbytes": 0}, False),
+            ({"num_resident_pages": 1}, False),
+            ({"is_direct": False, "num_resident_pages": 10}, True),  # what was read stays there
+            ({"is_direct": False, "num_resident_pages": 10, "process_nbytes": 0}, False),
+        ],
+    )
+    def test_what_counts_as_proof(self, changes: dict[str, object], is_cold: bool) -> None:
+        assert self.proof(**changes).is_cold is is_cold
+
+    def test_resident_pages_are_seen(self, tmp_path: Path) -> None:
+        file = tmp_path / "file"
+        file.write_bytes(bytes(8 * 4096))
+        assert resident_pages(str(file), 8 * 4096) == 8
+        forget(str(file))
+        mount = find_mount(tmp_path)
+        is_memory = mount is not None and mount.kind == "memory"  # where the page cache is all there is
+        assert resident_pages(str(file), 8 * 4096) == (8 if is_memory else 0)
+
+
+class TestSmart:
+    @pytest.fixture
+    def smartctl(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A program of that name on the path, which prints what smartctl prints for a drive."""
+        log = {"temperature": 41, "percentage_used": 3, "data_units_written": 2000, "media_errors": 0}
+        program = tmp_path / "smartctl"
+        program.write_text(f"#!/bin/sh\necho '{json.dumps({'nvme_smart_health_information_log': log})}'\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        return program
+
+    def test_counters_are_read(self, smartctl: Path) -> None:
+        (found,) = read_smart(("nvme0n1",))
+        assert (found.disk, found.temperature_c, found.percentage_used, found.media_errors) == ("nvme0n1", 41, 3, 0)
+        assert found.written_nbytes == 2000 * 512_000
+        assert found.available_spare is None
+
+    @pytest.mark.parametrize("output", ["", "[]", '{"smartctl": {}}', "exit 2"])
+    def test_what_cannot_be_read_is_left_out(self, output: str, smartctl: Path) -> None:
+        smartctl.write_text(f"#!/bin/sh\necho '{output}'\n")
+        assert read_smart(("nvme0n1",)) == []
+
+    def test_without_the_program_there_are_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert read_smart(("nvme0n1",)) == []

@@ -1,0 +1,124 @@
+"""The arithmetic of advice, by known figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from tiered.measure.verdict import Best, best_of, duplex_of, step_seconds, verdict_of
+from tiered.units import KiB, MiB
+
+
+@dataclass(frozen=True)
+class Figured:
+    op: str
+    block_bytes: int
+    depth: int
+    gb_per_s: float
+    is_busy: bool = False
+    read_gb_per_s: float = 0.0
+    write_gb_per_s: float = 0.0
+    ratio_to_fio: float | None = None
+
+
+def best(**changes: object) -> Best:
+    given: dict[str, object] = dict(
+        block_bytes=4 * MiB,
+        read_depth=8,
+        write_depth=8,
+        read_gb_per_s=3.5,
+        write_gb_per_s=6.0,
+        duplex=0.0,
+        read_ratio_to_fio=1.0,
+        write_ratio_to_fio=1.0,
+    )
+    return Best(**{**given, **changes})  # type: ignore[arg-type]
+
+
+class TestBest:
+    def test_the_fastest_block_with_the_fewest_bytes_in_flight(self) -> None:
+        found = best_of(
+            [
+                Figured("read", MiB, 8, 2.0),
+                Figured("write", MiB, 8, 4.0),
+                Figured("read", 4 * MiB, 4, 3.5, ratio_to_fio=1.01),
+                Figured("read", 4 * MiB, 8, 3.55),  # not 3 % better than 4 in flight
+                Figured("write", 4 * MiB, 4, 5.0),
+                Figured("write", 4 * MiB, 8, 6.0, ratio_to_fio=0.98),
+                Figured("read", 8 * MiB, 4, 3.6),  # nor is a block twice as long
+                Figured("write", 8 * MiB, 8, 6.1),
+            ]
+        )
+        assert found == best(read_depth=4, duplex=None, read_ratio_to_fio=1.01, write_ratio_to_fio=0.98)
+
+    def test_busy_rounds_are_no_advice(self) -> None:
+        found = best_of(
+            [
+                Figured("read", MiB, 8, 2.0),
+                Figured("write", MiB, 8, 4.0),
+                Figured("read", MiB, 4, 9.0, is_busy=True),
+                Figured("write", MiB, 4, 9.0, is_busy=True),
+            ]
+        )
+        assert (found.read_depth, found.read_gb_per_s, found.write_gb_per_s) == (8, 2.0, 4.0)
+
+    def test_a_block_of_which_only_reads_were_measured_is_passed_over(self) -> None:
+        found = best_of(
+            [Figured("read", MiB, 8, 2.0), Figured("write", MiB, 8, 4.0), Figured("read", 128 * KiB, 8, 9.0)]
+        )
+        assert found.block_bytes == MiB
+
+    @pytest.mark.parametrize(
+        ("read", "write", "duplex"),
+        [
+            (2.0, 2.0, 0.0),  # half of each: they share the drive
+            (4.0, 4.0, 1.0),  # all of both: neither slows the other
+            (3.0, 3.0, 2 / 3),
+            (1.0, 1.0, 0.0),  # worse than one after the other counts as that
+            (0.0, 4.0, 0.0),
+        ],
+    )
+    def test_duplex(self, read: float, write: float, duplex: float) -> None:
+        mixed = Figured("mixed", MiB, 8, read + write, read_gb_per_s=read, write_gb_per_s=write)
+        assert duplex_of(mixed, 4.0, 4.0) == pytest.approx(duplex)
+
+    def test_duplex_comes_from_the_mixed_point(self) -> None:
+        figures = [
+            Figured("read", MiB, 8, 4.0),
+            Figured("write", MiB, 8, 4.0),
+            Figured("mixed", MiB, 8, 6.0, read_gb_per_s=3.0, write_gb_per_s=3.0),
+        ]
+        assert best_of(figures).duplex == pytest.approx(2 / 3)
+
+
+class TestVerdict:
+    def test_seconds_of_a_step(self) -> None:
+        assert step_seconds(1e9, 3.5, 6.0, duplex=0.0) == pytest.approx(4.0 + 2.0)
+        assert step_seconds(1e9, 3.5, 6.0, duplex=1.0) == pytest.approx(4.0)
+        assert step_seconds(2e9, 3.5, 6.0, duplex=0.5) == pytest.approx(8.0 + 2.0)
+        assert step_seconds(1e9, 3.5, 6.0, duplex=None) == pytest.approx(6.0)
+
+    def test_one_line_for_people(self) -> None:
+        assert verdict_of([best()]) == (
+            "read 3.5 GB/s, write 6.0 GB/s with 4 MiB x 8: swapping 1 B parameters in and out of this drive takes "
+            "6.0 s a step; fio reaches the same"
+        )
+
+    @pytest.mark.parametrize(
+        ("changes", "says"),
+        [
+            ({"read_ratio_to_fio": 0.8, "write_ratio_to_fio": 1.0}, "fio reads 25 % more and writes the same"),
+            ({"read_ratio_to_fio": 1.25, "write_ratio_to_fio": 1.25}, "fio reaches 20 % less"),
+            ({"read_ratio_to_fio": None, "write_ratio_to_fio": None}, "fio is not installed"),
+            ({"write_depth": 32}, "4 MiB x 8 reading, 32 writing"),
+        ],
+    )
+    def test_what_is_said_of_fio_and_settings(self, changes: dict[str, object], says: str) -> None:
+        assert says in verdict_of([best(**changes)])
+
+    def test_several_drives(self) -> None:
+        together = [Figured("read", MiB, 16, 7.0), Figured("write", MiB, 16, 12.0)]
+        found = verdict_of([best(), best(block_bytes=MiB)], together)
+        assert "read 7.0 GB/s, write 12.0 GB/s with each at its own best" in found
+        assert "these 2 drives takes 3.0 s" in found

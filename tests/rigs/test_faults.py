@@ -1,0 +1,242 @@
+"""What a drive does wrong beneath every engine, io_uring's completions included: as faults.md has it."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.available import needs
+from tests.rigs.job import contents, put_generation, violation
+from tests.rigs.room import Daemon, Room, room
+from tests.rigs.sweep import cases, short_deadlines, try_case
+from tests.store.rig import numbers
+from tiered.errors import CapacityError, CorruptionError, DeviceError, TieredError
+from tiered.store.store import Store
+from tiered.units import KiB
+
+pytestmark = needs("faulty file system")
+
+NUM_CASES = 20  # of each engine's thousands: bench/soak.py --campaign errno goes through all
+SEED = 5
+DATA = "data-000"
+
+
+@pytest.fixture(scope="module")
+def drive() -> Iterator[Daemon]:
+    with room() as made:
+        yield made.daemon("faulty")
+
+
+@pytest.fixture(params=["uring", "threads"])
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def place(drive: Daemon, engine: str) -> Iterator[Path]:
+    """A store with one generation."""
+    path = drive.mount / "store"
+    with Store(path, dram="8MiB", engine=engine) as store:
+        put_generation(store, SEED, 1)
+        store["large"] = numbers(300 * KiB)
+        store.commit({"generation": 1})
+    drive.call("script", rules=[])
+    yield path
+    drive.call("script", rules=[])
+    shutil.rmtree(path)
+
+
+def fault(drive: Daemon, call: str, kind: str = "errno", file: str = DATA, **more: Any) -> None:
+    drive.call("script", rules=[{"call": call, "file": file, "kind": kind, **more}])
+
+
+def opened(place: Path, engine: str) -> Store:
+    return Store(place, dram="8MiB", engine=engine)
+
+
+def assert_intact(place: Path, engine: str) -> None:
+    """The store opens at its one generation, and can go on from there."""
+    with opened(place, engine) as store:
+        assert store.generation == 1 and store.state == {"generation": 1}
+        assert set(store) == set(contents(SEED, 1)) | {"large"}
+        assert (store["large"] == numbers(300 * KiB)).all()
+        assert store.verify().is_clean
+        put_generation(store, SEED, 2)
+        store.commit({"generation": 2})
+
+
+def lose_a_commit(store: Store, kind: type[TieredError]) -> None:
+    """Commit in vain, twice."""
+    for _ in range(2):
+        with pytest.raises(kind):
+            store["large"] = numbers(300 * KiB, 9)
+            store.commit({"generation": 2})
+    with pytest.raises(kind):
+        len(store)
+
+
+@pytest.mark.parametrize("nbytes", [4096, 12288])
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_a_short_transfer_goes_on_where_it_stopped(
+    call: str, nbytes: int, drive: Daemon, engine: str, place: Path
+) -> None:
+    if (engine, call) == ("uring", "write"):
+        engine = "aiofiles"  # FUSE itself makes EIO of an asynchronous write that is short
+    fault(drive, call, "short", nbytes=nbytes, count=20)
+    with opened(place, engine) as store:
+        assert (store["large"] == numbers(300 * KiB)).all()
+        store["large"] = numbers(300 * KiB, 2)
+        store.commit({"generation": 2})
+    assert len(drive.call("report")["hits"]) >= 3
+    with opened(place, engine) as store:
+        assert (store["large"] == numbers(300 * KiB, 2)).all()
+
+
+def test_a_read_is_tried_three_times_more(drive: Daemon, engine: str, place: Path) -> None:
+    with opened(place, engine) as store:
+        fault(drive, "read", errno=errno.EIO, count=3)
+        assert (store["large"] == numbers(300 * KiB)).all()
+        fault(drive, "read", errno=errno.EIO, count=4)
+        store.working_set.swap_out(["large"])
+        store.working_set.unreserve(store.working_set.reserve(store.working_set.budget_bytes))
+        with pytest.raises(DeviceError, match="data-000"):
+            store["large"]
+        assert (store["large"] == numbers(300 * KiB)).all()
+
+
+@pytest.mark.parametrize(
+    "number, kind", [(errno.EIO, DeviceError), (errno.EROFS, DeviceError), (errno.ENOSPC, CapacityError)]
+)
+def test_a_write_that_fails_loses_the_open_generation_only(
+    number: int, kind: type[TieredError], drive: Daemon, engine: str, place: Path
+) -> None:
+    store = opened(place, engine)
+    fault(drive, "write", errno=number)
+    lose_a_commit(store, kind)
+    assert len(drive.call("report")["hits"]) == 1  # not tried again
+    store.close()
+    assert_intact(place, engine)
+
+
+@pytest.mark.parametrize("file", [DATA, "catalog.db", "catalog.db-journal"])
+def test_after_a_failed_flush_nothing_is_flushed_again(file: str, drive: Daemon, engine: str, place: Path) -> None:
+    store = opened(place, engine)
+    fault(drive, "fsync", file=file, errno=errno.EIO)
+    lose_a_commit(store, DeviceError)
+    counts = drive.call("report")["counts"]
+    assert counts[f"fsync {DATA}"] == 1
+    assert len(drive.call("report")["hits"]) == 1
+    store.close()
+    assert drive.call("report")["counts"].get(f"write {DATA}") == counts[f"write {DATA}"]
+    assert violation_free(place, engine)
+
+
+def violation_free(place: Path, engine: str) -> bool:
+    """Whether the store opens at generation 1 or 2, whichever it is, and is whole."""
+    with opened(place, engine) as store:
+        assert store.state == {"generation": store.generation}
+        assert (store["large"] == numbers(300 * KiB, {1: 0, 2: 9}[store.generation])).all()
+        return bool(store.verify().is_clean)
+
+
+SILENT = [("write", kind) for kind in ("lost", "torn", "misdirect", "flip")]
+SILENT += [("read", kind) for kind in ("misdirect", "stale", "flip")]
+
+
+@pytest.mark.parametrize("call, kind", SILENT)
+def test_what_goes_wrong_in_silence_is_found(call: str, kind: str, drive: Daemon, engine: str, place: Path) -> None:
+    fault(drive, call, kind, nbytes=512 if kind == "torn" else 4096)
+    with opened(place, engine) as store:
+        if call == "write":
+            store["large"] = numbers(300 * KiB, 2)
+            store.commit({"generation": 2})
+            store.working_set.unreserve(store.working_set.reserve(store.working_set.budget_bytes))
+        with pytest.raises(CorruptionError) as found:
+            store["large"]
+    assert found.value.key == "large" and found.value.file.endswith(DATA) and found.value.offset >= 0
+    if call == "read":
+        drive.call("script", rules=[])
+        assert_intact(place, engine)
+
+
+def test_a_drive_that_hangs_is_not_waited_for_longer_than_the_deadline(drive: Daemon, engine: str, place: Path) -> None:
+    with short_deadlines(0.3):
+        store = opened(place, engine)
+    fault(drive, "write", "delay", seconds=1.5, count=8)
+    with pytest.raises(DeviceError, match=r"0\.3 s"):
+        for seed in range(8):
+            store["large"] = numbers(300 * KiB, seed)
+            store.commit({"generation": 2})
+    while not store._is_released:
+        with suppress(DeviceError):  # while the drive has not answered, and then what was lost
+            store.close()
+    with opened(place, engine) as store:
+        assert store.generation in (1, 2)
+        assert store.verify().is_clean
+
+
+def test_a_drive_that_is_gone_is_said_to_be(engine: str, a_room: Room) -> None:
+    drive = a_room.daemon("faulty")
+    store = opened(drive.mount / "store", engine)
+    put_generation(store, SEED, 1)
+    store.commit({"generation": 1})
+    drive.kill()
+    put_generation(store, SEED, 2)
+    with pytest.raises(DeviceError, match="not connected"):
+        store.commit({"generation": 2})
+    store.close()
+    assert violation([drive.backing / "store"], SEED, 1, 1, engine) == (1, "")
+
+
+def test_no_error_of_any_call_does_harm(drive: Daemon, engine: str) -> None:
+    found = cases(drive, engine)
+    assert len(found) > 4000
+    outcomes = [try_case(drive, case) for case in found[:NUM_CASES]]
+    assert not [(str(outcome.case), outcome.wrong) for outcome in outcomes if outcome.wrong]
+    assert sum(outcome.num_hits > 0 for outcome in outcomes) > NUM_CASES // 2
+
+
+def test_a_catalog_that_cannot_be_read_is_not_called_damaged(drive: Daemon, engine: str, place: Path) -> None:
+    """SQLite's check of its pages reports a page that was not read among its findings, and raises nothing."""
+    for nth in range(12):
+        for number in (errno.EIO, errno.ETIMEDOUT):
+            fault(drive, "read", file="catalog.db", errno=number, nth=nth, count=1000)
+            with suppress(DeviceError):  # nothing that is read so late is needed
+                opened(place, engine).close()
+            assert drive.call("report")["hits"] or nth > 5
+    drive.call("script", rules=[])
+    assert_intact(place, engine)
+
+
+def test_a_new_catalog_that_cannot_be_read_is_not_called_damaged(drive: Daemon, engine: str) -> None:
+    for nth in range(8):
+        fault(drive, "read", file="catalog.db.new", errno=errno.EIO, nth=nth)
+        with suppress(DeviceError):  # nothing that is read so late is needed
+            opened(drive.mount / "new", engine).close()
+        drive.call("script", rules=[])
+        opened(drive.mount / "new", engine).close()
+        shutil.rmtree(drive.mount / "new")
+
+
+def test_a_catalog_is_read_again_where_the_drive_stumbles(drive: Daemon, engine: str, place: Path) -> None:
+    for nth in range(12):
+        fault(drive, "read", file="catalog.db", errno=errno.EIO, nth=nth)
+        opened(place, engine).close()
+    drive.call("script", rules=[])
+    assert_intact(place, engine)
+
+
+@pytest.mark.parametrize("call", ["write", "truncate"])
+def test_a_lock_file_that_cannot_be_written_is_no_other_process(
+    call: str, drive: Daemon, engine: str, place: Path
+) -> None:
+    fault(drive, call, file="lock", errno=errno.EAGAIN)
+    with pytest.raises(DeviceError, match="Resource temporarily unavailable"):
+        opened(place, engine)
+    assert_intact(place, engine)

@@ -1,0 +1,164 @@
+"""The recorder: sums always, spans in a ring while asked to, and what a store makes of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiered
+from tests.store.rig import WAIT_S, GatedStore, simulated_store, stored, write_key
+from tiered.stats import MovedStatistics
+from tiered.store.recorder import CALLER, Recorder, Wait
+from tiered.units import KiB
+
+PAGE = 4 * KiB
+
+
+@pytest.fixture
+def gated() -> Iterator[GatedStore]:
+    made = GatedStore(budget_nbytes=16 * PAGE)
+    yield made
+    made.close()
+
+
+def test_sums_are_kept_by_thread_and_word() -> None:
+    recorder = Recorder()
+    begun_s = time.monotonic() - 2
+
+    def work() -> None:
+        recorder.waited(Wait.READ, "b", begun_s)
+        recorder.worked("update", "b", begun_s)
+
+    thread = threading.Thread(target=work, name="tiered-update")
+    thread.start()
+    thread.join(WAIT_S)
+    recorder.waited(Wait.COMMIT, "", begun_s)
+    recorder.waited(Wait.COMMIT, "", begun_s)
+    statistics = recorder.statistics()
+    assert statistics.waits_of("tiered-update")["demand read"] == pytest.approx(2, abs=0.5)
+    assert statistics.waits_of(CALLER) == {"commit": pytest.approx(4, abs=1)}
+    assert [(work.who, work.word, work.num) for work in statistics.work] == [("tiered-update", "update", 1)]
+    assert statistics.seconds_of("update") == pytest.approx(2, abs=0.5)
+
+
+def test_moved_bytes_are_counted_by_class_of_key() -> None:
+    recorder = Recorder()
+    recorder.classify("model/state/", "optimizer state")
+    for key, nbytes, is_write in (("model/state/a", 100, False), ("model/state/b", 7, True), ("mine", 3, True)):
+        recorder.end_move(key, nbytes, recorder.begin_move(), is_write=is_write)
+    assert recorder.statistics().moved == (MovedStatistics("optimizer state", 100, 7), MovedStatistics("other", 0, 3))
+
+
+def test_devices_are_busy_while_anything_is_on_its_way() -> None:
+    recorder = Recorder()
+    first = recorder.begin_move()
+    second = recorder.begin_move()
+    recorder.end_move("a", 1, first, is_write=False)
+    busy = recorder.statistics().device_busy_seconds
+    recorder.end_move("b", 1, second, is_write=True)
+    done = recorder.statistics().device_busy_seconds
+    assert 0 < busy <= done == recorder.statistics().device_busy_seconds
+
+
+def test_spans_are_recorded_only_between_start_and_stop() -> None:
+    recorder = Recorder()
+    recorder.worked("forward", "before", time.monotonic())
+    recorder.start(10)
+    begun_s = time.monotonic()
+    recorder.worked("forward", "blocks.0", begun_s)
+    recorder.end_move("k", 5, recorder.begin_move(), is_write=True)
+    spans, num_dropped = recorder.stop()
+    recorder.worked("forward", "after", time.monotonic())
+    assert [(span.word, span.subject, span.who, span.nbytes) for span in spans] == [
+        ("forward", "blocks.0", CALLER, 0),
+        ("swap out", "k", "", 5),
+    ]
+    assert begun_s == spans[0].start_s <= spans[0].end_s
+    assert num_dropped == 0
+
+
+def test_the_ring_keeps_the_last_spans_and_counts_the_others() -> None:
+    recorder = Recorder()
+    recorder.start(3)
+    for number in range(10):
+        recorder.worked("update", str(number), time.monotonic())
+    spans, num_dropped = recorder.stop()
+    assert [span.subject for span in spans] == ["7", "8", "9"]
+    assert num_dropped == 7
+    with pytest.raises(ValueError, match="at least one"):
+        recorder.start(0)
+
+
+def test_a_wait_that_is_woken_and_goes_on_is_one_span() -> None:
+    recorder = Recorder()
+    recorder.start(10)
+    begun_s = time.monotonic()
+    for _ in range(5):
+        recorder.waited(Wait.READ, "a", time.monotonic())
+    recorder.waited(Wait.READ, "b", time.monotonic())
+    spans, _ = recorder.stop()
+    assert [(span.word, span.subject) for span in spans] == [("wait: demand read", "a"), ("wait: demand read", "b")]
+    assert spans[0].start_s >= begun_s
+
+
+def test_a_lease_that_waits_for_bytes_waits_for_a_demand_read(gated: GatedStore) -> None:
+    working_set = gated.store.working_set
+    write_key(working_set, "a", 2 * PAGE, 1)
+    stored(working_set, "a")
+    assert gated.store.statistics().recorder.moved == (MovedStatistics("other", 0, 2 * PAGE),)
+    before = gated.store.statistics().recorder.waits_of(CALLER)
+    gated.device.hold = lambda operation: True
+    thread = threading.Thread(target=lambda: working_set.lease("a", "r").release())
+    thread.start()
+    assert gated.device.has_held.wait(WAIT_S)
+    gated.device.open()
+    thread.join(WAIT_S)
+    after = gated.store.statistics()
+    assert after.recorder.waits_of(CALLER).get("demand read", 0) >= before.get("demand read", 0)
+    assert after.recorder.moved == (MovedStatistics("other", 2 * PAGE, 2 * PAGE),)
+
+
+def test_a_second_commit_waits_for_the_first(gated: GatedStore) -> None:
+    gated.store["a"] = torch.arange(1000)
+    gated.catalog.may_apply.clear()
+    gated.store.commit(wait=False)
+    assert gated.catalog.reached.wait(WAIT_S)
+    thread = threading.Thread(target=gated.store.wait_for_commit)
+    thread.start()
+    assert "commit" not in gated.store.statistics().recorder.waits_of(CALLER)
+    gated.catalog.may_apply.set()
+    gated.store.wait_for_commit()
+    thread.join(WAIT_S)
+    assert gated.store.statistics().recorder.seconds_of("commit") > 0
+
+
+def test_more_than_the_budget_waits_for_write_back_and_reads() -> None:
+    with simulated_store(budget_nbytes=16 * PAGE) as store:
+        working_set = store.working_set
+        for i in range(40):
+            write_key(working_set, f"k{i}", 2 * PAGE, i)
+        for i in range(40):
+            working_set.lease(f"k{i}", "r").release()
+        statistics = store.statistics()
+        moved = {moved.name: moved for moved in statistics.recorder.moved}
+        assert moved["other"].write_bytes == statistics.write_bytes
+        assert moved["other"].read_bytes == statistics.read_bytes
+        assert statistics.recorder.device_busy_seconds > 0
+        assert statistics.stall_seconds == sum(statistics.recorder.waits_of(CALLER).values())
+
+
+def test_a_commit_is_work_of_its_own_thread_and_its_catalog_is_counted(tmp_path: Path) -> None:
+    with tiered.Store(tmp_path / "store", dram="16MiB") as store:
+        recorder = store.working_set.recorder
+        recorder.start(100)
+        store["a"] = torch.arange(100_000)
+        store.commit()
+        spans, _ = recorder.stop()
+        assert {(span.word, span.who) for span in spans} >= {("commit", "tiered-commit"), ("flush", "tiered-commit")}
+        assert store.statistics().recorder.seconds_of("commit") > 0
+        assert store.statistics().catalog_write_bytes >= 4096

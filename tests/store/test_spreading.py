@@ -1,0 +1,88 @@
+"""A store over several directories: its tensors lie on all of them by bandwidth, and streams keep all of them busy."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.store.rig import numbers, simulated_store
+from tests.store.test_bandwidth import PROFILE
+from tiered.bytes.device.adaptor import Adaptor
+from tiered.bytes.device.base import Device, Operation
+from tiered.bytes.device.memory import SimulatedDisk
+from tiered.bytes.device.profile import write_profile
+from tiered.store.store import Store
+from tiered.units import KiB, MiB
+
+
+def test_the_profiles_of_the_directories_say_how_tensors_are_spread(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("fast", "slow")]
+    for path, bytes_per_s in zip(paths, (3e9, 1e9), strict=True):
+        path.mkdir(mode=0o700)
+        write_profile(path, dataclasses.replace(PROFILE, read_bytes_per_s=bytes_per_s, write_bytes_per_s=bytes_per_s))
+    value = numbers(32 * MiB)
+    with Store(*paths, dram="16MiB") as store:
+        store["streamed"] = value
+        on = {extent.device: extent.nbytes for extent in store.records()[0].extents}
+        assert on == {0: 24 * MiB, 1: 8 * MiB}
+        assert torch.equal(store["streamed"], value)
+        assert store.verify().is_clean
+
+
+def test_small_tensors_use_every_directory_from_the_start(tmp_path: Path) -> None:
+    with Store(tmp_path / "a", tmp_path / "b", dram="16MiB") as store:
+        store.put_many({str(i): numbers(1 * MiB, i) for i in range(12)})
+        store.commit()
+        used = [0, 0]
+        for record in store.records():
+            for extent in record.extents:
+                used[extent.device] += extent.nbytes
+        assert used == [6 * MiB, 6 * MiB]
+
+
+def test_a_stream_takes_turns_between_the_devices() -> None:
+    order: list[tuple[bool, str]] = []
+
+    class Watched(Adaptor):
+        def submit(self, operations: Sequence[Operation]) -> None:
+            order.extend((operation.is_write, self.name) for operation in operations)
+            self.upstream.submit(operations)
+
+    def watch(device: Device) -> Device:
+        return Watched(device)
+
+    disk = SimulatedDisk(capacity_nbytes=64 * MiB, can_lose_power=False)
+    store = simulated_store(disk, budget_nbytes=16 * MiB, num_devices=2, wrap=watch)
+    value = numbers(23 * MiB + 100 * KiB)  # six blocks, the last one short
+    store["a"] = value
+    assert torch.equal(store["a"], value)
+    names = ["memory:0", "memory:1"] * 3
+    assert [name for is_write, name in order if is_write] == names
+    assert sorted(name for is_write, name in order if not is_write) == sorted(names)
+    store.close()
+
+
+class Small(Adaptor):
+    """A drive with room for 1 MiB."""
+
+    def free_bytes(self) -> int:
+        return 1 * MiB - sum(self.files().values())
+
+
+@pytest.mark.parametrize("size", [64 * KiB, 1 * MiB, 9 * MiB])
+def test_what_a_full_drive_lacks_the_other_gives(size: int) -> None:
+    def wrap(device: Device) -> Device:
+        return Small(device) if device.name.endswith("0") else device
+
+    disk = SimulatedDisk(capacity_nbytes=256 * MiB, can_lose_power=False)
+    store = simulated_store(disk, budget_nbytes=16 * MiB, num_devices=2, wrap=wrap)
+    values = {str(i): numbers(size, i) for i in range(24 * MiB // size)}
+    for _ in range(2):  # again: over what is there
+        store.put_many(values)
+        store.commit()
+    for key, value in values.items():
+        assert torch.equal(store[key], value), key
+    assert disk.image(1, 0) and len(disk.image(0, 0)) <= 1 * MiB
+    store.close()

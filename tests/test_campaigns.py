@@ -1,0 +1,44 @@
+"""Campaigns add up: each run goes on at the seed where the last one ended, and the table counts all of them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.available import needs
+
+ROOT = Path(__file__).parents[1]
+
+
+def soak(results: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "bench/soak.py", "--results", str(results), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("shutdown-ext4", marks=needs("ext4 shutdown")),
+        pytest.param("errno", marks=needs("faulty file system")),
+    ],
+)
+def test_runs_of_a_campaign_add_up(name: str, tmp_path: Path) -> None:
+    results = tmp_path / "soak.json"
+    for _ in range(2):
+        done = soak(results, "--minutes", "0.01", "--campaign", name)
+        assert done.returncode == 0, done.stderr + done.stdout
+    first, second = json.loads(results.read_text())
+    assert first["campaign"] == second["campaign"] == name
+    assert first["first"] == 0 < first["end"] == second["first"] < second["end"]
+    assert not first["wrong"] and not second["wrong"]
+    assert json.loads(done.stdout.splitlines()[-1])["cases"] == {name: second["cases"]}
+    row = next(line for line in done.stdout.splitlines() if line.startswith(name))
+    assert row.split()[1:3] == ["2", str(first["cases"] + second["cases"])]
+
+
+def test_an_unknown_campaign_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    done = soak(tmp_path / "soak.json", "--campaign", "kil")
+    assert done.returncode == 2
+    assert "shutdown-xfs" in done.stderr

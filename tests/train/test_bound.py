@@ -1,0 +1,80 @@
+"""The bound is section 8's formula, and the verdict says in one line what it means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiered.bytes.device.profile import Profile, write_profile
+from tiered.train.bound import Bandwidth, Bound, profiled_bandwidth
+
+
+def bound(step_s: float = 10.0, **given: Any) -> Bound:
+    values: dict[str, Any] = {
+        "waits": {}, "update_s": 0.0, "read_bytes": 0, "write_bytes": 0, "device_busy_s": 0.0, "bandwidth": None
+    }  # fmt: skip
+    return Bound.of(step_s, **{**values, **given})
+
+
+@pytest.mark.parametrize(("duplex", "expected"), [(0.0, 14 / 2 + 12 / 4), (1.0, 14 / 2), (0.5, 14 / 2 + 12 / 4 / 2)])
+def test_reads_and_writes_share_the_drive_as_far_as_it_is_not_duplex(duplex: float, expected: float) -> None:
+    assert Bandwidth(2, 4, duplex).seconds(14, 12) == expected
+
+
+def test_the_bound_is_the_largest_of_compute_nvme_and_update() -> None:
+    waits = {"demand read": 4.0, "commit": 1.0}
+    drive = Bandwidth(1e9, 1e9)
+    assert bound(waits=waits).seconds == 5.0
+    assert bound(waits=waits, update_s=6.0).seconds == 6.0
+    assert bound(waits=waits, update_s=6.0, read_bytes=7e9, bandwidth=drive).seconds == 7.0
+    assert bound(waits=waits, read_bytes=7e9, bandwidth=drive).step_over_bound == pytest.approx(10 / 7)
+    assert bound(waits=waits).stall == 0.5
+
+
+def test_what_was_done_in_a_time_can_be_done_in_it() -> None:
+    drive = Bandwidth(1e9, 1e9)
+    assert bound(read_bytes=7e9, device_busy_s=6.0, bandwidth=drive).nvme_s == 6.0
+    assert bound(read_bytes=5e9, device_busy_s=6.0, bandwidth=drive).nvme_s == 5.0
+    assert bound(read_bytes=5e9, device_busy_s=6.0).nvme_s == 6.0
+
+
+@pytest.mark.parametrize(
+    ("given", "verdict"),
+    [
+        ({"waits": {"demand read": 0.2}}, "compute bound: I/O is hidden (stall 2%)"),
+        (
+            {"waits": {"demand read": 7.0}, "device_busy_s": 7.1, "read_bytes": 2, "write_bytes": 1},
+            "disk-read bound: 71% of the step; a second drive would save 50%",
+        ),
+        (
+            {"waits": {"write-back": 4.0}, "device_busy_s": 8.0, "read_bytes": 1, "write_bytes": 2},
+            "disk-write bound: 80% of the step; a second drive would save 25%",
+        ),
+        ({"waits": {"update": 6.0}, "update_s": 9.0}, "update bound: 90% of the step; more CPU cores would help"),
+        (
+            {"waits": {"commit": 2.0, "demand read": 1.0}},
+            "compute bound, and 30% of the step waits, most of it for commits",
+        ),
+    ],
+)
+def test_verdicts(given: dict[str, Any], verdict: str) -> None:
+    assert bound(**given).verdict == verdict
+
+
+def test_a_step_that_took_no_time_has_no_verdict() -> None:
+    nothing = bound(0.0)
+    assert (nothing.verdict, nothing.step_over_bound, nothing.stall) == ("nothing was measured", 1.0, 0.0)
+
+
+def test_the_bandwidth_is_the_profiles(tmp_path: Path) -> None:
+    assert profiled_bandwidth([tmp_path]) is None
+    profile = Profile(
+        engine="threads", read_bytes_per_s=3e9, write_bytes_per_s=2e9, block_nbytes=4 << 20, read_depth=8,
+        write_depth=8, duplex=0.1, measured_at="2026-11-21T03:50:00+00:00", kernel="6.18",
+    )  # fmt: skip
+    write_profile(tmp_path, profile)
+    (tmp_path / "other").mkdir()
+    for directories in ([tmp_path], [tmp_path / "run", tmp_path / "other"]):
+        assert profiled_bandwidth(directories) == Bandwidth(3e9, 2e9, 0.1, "measured by tiered bench")

@@ -1,0 +1,29 @@
+"""The GPT in training, sharded, between steps."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.models import CASES
+from tests.reference import Recipe
+from tests.zero.training import Session, debug_store, start
+from tiered.zero import swapped
+
+
+@pytest.fixture(params=["step", "backward"])
+def session(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Session]:
+    with debug_store(tmp_path, durable=False) as store:
+        yield start(CASES["gpt"], Recipe(), store, request.param)
+
+
+@pytest.fixture
+def step_session(tmp_path: Path) -> Iterator[Session]:
+    with debug_store(tmp_path, durable=False) as store:
+        yield start(CASES["gpt"], Recipe(), store)
+
+
+@pytest.fixture
+def swap_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the small tensors of small models go through the store as large ones do."""
+    monkeypatch.setattr(swapped, "SMALLEST_NBYTES", 1)

@@ -1,0 +1,249 @@
+"""Habits of PyTorch users around a sharded model: closures, hooks, gradients set by hand, weights of their own.
+
+Each gives the bits of plain PyTorch in memory.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiered
+from tests.models import CASES, GPT, Case
+from tests.reference import Recipe, train
+from tests.zero.training import (
+    SEED,
+    assert_same,
+    debug_store,
+    reference_of,
+    start,
+)
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+UPDATES = ("step", "backward")
+
+every_dtype = pytest.mark.parametrize("param_dtype", DTYPES.values(), ids=DTYPES)
+every_update = pytest.mark.parametrize("update", UPDATES)
+
+
+def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, steps: range, seed: int) -> list[Tensor]:
+    """Train some steps by the plain loop and return the losses."""
+    torch.manual_seed(seed)
+    losses = []
+    for step in steps:
+        loss = model(*case.batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+@every_dtype
+def test_bits_of_a_model_built_on_meta_with_weights(param_dtype: torch.dtype | None, tmp_path: Path) -> None:
+    case = CASES["gpt"]
+    torch.manual_seed(SEED)
+    weights = case.build().state_dict()
+    with torch.device("meta"):
+        model = case.build()
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(model, store, param_dtype=param_dtype, weights=weights)
+        optimizer = tiered.AdamW(model.parameters(), **Recipe().adamw)
+        losses = losses_of(model, optimizer, case, range(4), SEED + 1)
+    assert all(map(torch.equal, losses, reference_of("gpt", param_dtype).losses))
+
+
+@every_dtype
+def test_bits_of_an_ordinary_model_that_is_sharded_later(param_dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """Built without ``construct``, in memory."""
+    case = CASES["tied_head"]
+    with debug_store(tmp_path, durable=False) as store:
+        torch.manual_seed(SEED)
+        model = tiered.shard(case.build(), store, param_dtype=param_dtype)
+        optimizer = tiered.AdamW(model.parameters(), **Recipe().adamw)
+        losses = losses_of(model, optimizer, case, range(4), SEED + 1)
+    assert all(map(torch.equal, losses, reference_of("tied_head", param_dtype).losses))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_construct_draws_the_weights_of_the_ordinary_constructor(seed: int, tmp_path: Path) -> None:
+    """Also where a parent initialises its children, where modules are tied, and in torch's own transformer."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.ModuleDict(
+            {
+                "encoder": nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 2, enable_nested_tensor=False),
+                "attention": nn.MultiheadAttention(16, 4),
+                "gpt": GPT(2, head="tied"),
+            }
+        )
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                nn.init.orthogonal_(parameter)
+        with torch.no_grad():
+            model["gpt"].blocks[0].fc.weight[3:5] = 0.5
+            model["gpt"].pos.weight.mul_(0.1)
+        model["gpt"].pos.weight.data.normal_(0, 0.3)
+        model["gpt"].ln.weight.data = torch.randn(24)
+        model["gpt"].blocks[1].fc.weight.data = model["gpt"].blocks[1].fc.weight.data * 2
+        model["gpt"].blocks[0].fc.weight.data = model["gpt"].blocks[1].fc.weight.data.sin().t()
+        model["gpt"].blocks[1].ln1.bias = nn.Parameter(torch.randn(24))
+        del model["gpt"].blocks[1].ln2.bias
+        return model.double() if seed == 1 else model
+
+    plain = build()
+    expected, strides = plain.state_dict(), [parameter.stride() for parameter in plain.parameters()]
+    drawn = torch.rand(3)
+    with debug_store(tmp_path, durable=False) as store:
+        with tiered.construct(store):
+            model = build()
+        assert torch.equal(torch.rand(3), drawn)
+        model = tiered.shard(model, store)
+        found = model.state_dict()
+        assert [parameter.stride() for parameter in model.parameters()] == strides
+    assert list(found) == list(expected)
+    assert [found[name].dtype for name in expected] == [expected[name].dtype for name in expected]
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@every_update
+def test_closures_and_hooks_of_optimizers(update: str, tmp_path: Path) -> None:
+    case, recipe = CASES["gpt"], Recipe()
+    calls = []
+    with debug_store(tmp_path, durable=False) as store:
+        session = start(case, recipe, store, update)
+        session.optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+        session.optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+        for step in range(recipe.num_steps):
+
+            def closure(step: int = step) -> Tensor:
+                session.optimizer.zero_grad()
+                loss = session.model(*case.batch(step))
+                loss.backward()
+                return loss
+
+            session.trained.losses.append(session.optimizer.step(closure).detach().clone())
+        session.optimizer.zero_grad()
+        assert_same(session.collect(), reference_of("gpt", None))
+    assert calls == ["pre", "post"] * recipe.num_steps
+
+
+def test_optimizer_state_interchanges_with_torch(tmp_path: Path) -> None:
+    """Three steps in memory go on in the tiers with torch's own state, and from there in memory again."""
+    case, adamw = CASES["gpt"], Recipe().adamw
+    torch.manual_seed(SEED)
+    plain = case.build()
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True, **adamw)
+    losses_of(plain, theirs, case, range(3), 0)
+    with debug_store(tmp_path, durable=False) as store:
+        session = start(case, Recipe(), store)
+        session.model.load_state_dict(plain.state_dict())
+        session.optimizer.load_state_dict(theirs.state_dict())
+        ours = losses_of(session.model, session.optimizer, case, range(3, 6), 1)
+        weights, state = session.model.state_dict(), session.optimizer.state_dict()
+    assert all(map(torch.equal, ours, losses_of(plain, theirs, case, range(3, 6), 1)))
+    other = case.build()
+    other.load_state_dict(weights)
+    theirs_again = torch.optim.AdamW(other.parameters(), fused=True, **adamw)
+    theirs_again.load_state_dict(state)
+    expected = losses_of(plain, theirs, case, range(6, 9), 2)
+    assert all(map(torch.equal, losses_of(other, theirs_again, case, range(6, 9), 2), expected))
+
+
+def scale(parameter: nn.Parameter) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def replace_gradient(parameter: nn.Parameter) -> None:
+    parameter.grad = parameter.grad * 3
+
+
+def replace_data(parameter: nn.Parameter) -> None:
+    parameter.grad.data = torch.ones(parameter.shape)
+
+
+def forget(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+
+
+BY_HAND = {"in_place": scale, "replaced": replace_gradient, "data_replaced": replace_data, "none": forget}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "clipped"])
+@pytest.mark.parametrize("change", BY_HAND.values(), ids=BY_HAND)
+def test_gradients_changed_by_hand(
+    change: Callable[[nn.Parameter], None], max_norm: float | None, tmp_path: Path
+) -> None:
+    """``.grad`` is an ordinary attribute between backward and step, also of a parameter that has had no gradient."""
+    case, recipe = CASES["unused_parameter"], Recipe(num_steps=2)
+
+    def losses(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[nn.Module, float], Any]) -> Any:
+        torch.manual_seed(SEED + 1)
+        losses = []
+        for step in range(2):
+            loss = model(*case.batch(step))
+            loss.backward()
+            change(model.get_parameter("blocks.1.up.weight"))
+            model.get_parameter("spare").grad = torch.full((7,), 0.25)
+            if max_norm is not None:
+                losses.append(clip(model, max_norm).clone())
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+        return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+    torch.manual_seed(SEED)
+    plain = case.build()
+    expected = losses(
+        plain,
+        torch.optim.AdamW(plain.parameters(), fused=True, **recipe.adamw),
+        lambda model, norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
+    )
+    with debug_store(tmp_path, durable=False) as store:
+        session = start(case, recipe, store)
+        found = losses(session.model, session.optimizer, tiered.clip_grad_norm_)
+    assert all(map(torch.equal, found[0], expected[0]))
+    assert [name for name, value in expected[1].items() if not torch.equal(found[1][name], value)] == []
+
+
+def test_unsharded_reads_and_writes(tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        session = start(CASES["gpt"], Recipe(num_steps=2), store)
+        with tiered.unsharded(session.model.blocks[1]):
+            before = session.model.blocks[1].fc.weight.clone()
+            with torch.no_grad():
+                session.model.blocks[1].fc.weight.mul_(2)
+            session.model.blocks[1].ln1.weight.data = torch.full((24,), 0.5)
+        assert torch.equal(session.model.state_dict()["blocks.1.fc.weight"], before * 2)
+        ours = session.run()
+    torch.manual_seed(SEED)
+    model = CASES["gpt"].build()
+    with torch.no_grad():
+        model.blocks[1].fc.weight.mul_(2)
+        model.blocks[1].ln1.weight.fill_(0.5)
+    torch.manual_seed(SEED + 1)
+    assert_same(ours, train(model, CASES["gpt"].batch, CASES["gpt"].loss, Recipe(num_steps=2)))
+
+
+def test_parameters_keep_identity_and_metadata(tmp_path: Path) -> None:
+    torch.manual_seed(SEED)
+    plain = CASES["odd_sizes"].build()
+    with debug_store(tmp_path, durable=False) as store:
+        with tiered.construct(store):
+            model = CASES["odd_sizes"].build()
+        before = dict(model.named_parameters())
+        assert tiered.shard(model, store) is model
+        assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
+        for name, parameter in plain.named_parameters():
+            ours = model.get_parameter(name)
+            assert ours is before[name]
+            assert isinstance(ours, nn.Parameter)
+            for what in ("shape", "dtype", "device", "requires_grad", "ndim", "is_leaf", "layout", "grad"):
+                assert getattr(ours, what) == getattr(parameter, what), what
+            assert (ours.numel(), ours.stride()) == (parameter.numel(), parameter.stride())
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert len(set(model.parameters())) == len(list(plain.parameters()))

@@ -1,0 +1,189 @@
+"""Units whose forward runs again in backward, to the same bits."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiered
+from tests.models import CASES, GPT, Block, Case, Vectors, batch_of_images, batch_of_tokens, batch_of_vectors
+from tests.reference import Recipe
+from tests.zero.saved_tensors import WORDS
+from tests.zero.training import assert_same, debug_store, reference, start
+
+
+def num_forwards(model: nn.Module) -> list[int]:
+    return [module.num_forwards for module in model.modules() if isinstance(module, Block)]
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "expected"),
+    [
+        ("gpt", "keep", [1, 1, 1, 1]),
+        ("gpt", "recompute", [2, 2, 2, 2]),
+        ("checkpoint_around", "recompute", [2, 2, 2, 2]),
+        ("gpt", {"blocks.1": "recompute", "blocks.2": "keep", "blocks.3": "keep", "blocks.0": "swap"}, [1, 2, 1, 1]),
+        ("gpt", lambda name, module: "recompute" if name == "blocks.3" else "keep", [1, 1, 1, 2]),
+    ],
+)
+def test_a_unit_that_recomputes_runs_once_more(name: str, word: Any, expected: list[int], tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        session = start(CASES[name], Recipe(), store, activations=word)
+        loss = session.model(*batch_of_tokens(0))
+        assert num_forwards(session.model) == [1, 1, 1, 1]
+        loss.backward()
+        assert num_forwards(session.model) == expected
+        with torch.no_grad():
+            session.model(*batch_of_tokens(1))
+        assert num_forwards(session.model) == [number + 1 for number in expected]
+        session.model.zero_grad()
+
+
+class Spinning(nn.Module):
+    """A buffer that each forward turns and uses, Python's generator, keyword and nested inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+        self.register_buffer("spin", torch.linspace(0.5, 1.5, 24))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, first: tuple[Tensor, dict[str, Tensor]], *, scale: float) -> Tensor:
+        x, more = first
+        self.spin.copy_(self.spin.roll(1))
+        self.count += 1
+        y = torch.tanh(self.linear(x * self.spin.to(x.dtype)) * (1 + random.random() * self.count))
+        return y * more["gate"].sigmoid() * scale
+
+
+class Spun(Vectors):
+    def __init__(self) -> None:
+        random.seed(5)
+        super().__init__(Spinning)
+
+    def apply_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block((x, {"gate": x.sin()}), scale=0.5)
+        return x
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_recompute_finds_buffers_and_generators_as_they_were(word: str, tmp_path: Path, swap_all: None) -> None:
+    case, recipe = Case(Spun, batch_of_vectors), Recipe()
+    expected = reference(case, recipe)
+    after = random.random()
+    with debug_store(tmp_path, durable=False) as store:
+        assert_same(start(case, recipe, store, activations=word).run(), expected)
+    assert random.random() == after
+
+
+def test_a_recompute_runs_in_the_mode_of_the_forward(tmp_path: Path) -> None:
+    """Dropout: a model that is set to evaluate before the backward recomputes as it trained."""
+    losses = []
+    for word in ("keep", "recompute"):
+        with debug_store(tmp_path / word, durable=False) as store:
+            session = start(CASES["gpt"], Recipe(), store, activations=word)
+            for step in range(2):
+                loss = session.model(*batch_of_tokens(step))
+                session.model.eval()
+                loss.backward()
+                assert not any(module.training for module in session.model.modules())
+                session.model.train()
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+                losses.append(loss.detach())
+    assert torch.equal(torch.stack(losses[:2]), torch.stack(losses[2:]))
+
+
+class Overwritten(nn.Module):
+    """Modifies its input, or what it was given by keyword, after the fact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        return self.linear(x * 2)
+
+
+class Overwriting(Vectors):
+    def __init__(self) -> None:
+        super().__init__(Overwritten)
+
+    def apply_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = block(x=x)
+            x = x.add_(y)
+        return x
+
+
+def test_a_recompute_from_an_input_modified_in_place_is_an_error(tmp_path: Path) -> None:
+    case = Case(Overwriting, batch_of_vectors)
+    with debug_store(tmp_path / "keep", durable=False) as store:
+        assert_same(start(case, Recipe(), store, activations="keep").run(), reference(case, Recipe()))
+    with debug_store(tmp_path / "recompute", durable=False) as store:
+        model = start(case, Recipe(), store, activations="recompute").model
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(*batch_of_vectors(0)).backward()
+        model.zero_grad()
+
+
+def test_a_recompute_after_an_update_is_refused(tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        session = start(CASES["gpt"], Recipe(), store, activations="recompute")
+        loss = session.model(*batch_of_tokens(0))
+        loss.backward(retain_graph=True)
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+        with pytest.raises(tiered.UsageError, match="updated since the forward"):
+            loss.backward()
+
+
+class Detached(nn.Module):
+    """A weight that is used without its gradient after the bias has all of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 24) / 5, requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.detach() + self.bias
+
+
+def test_a_unit_is_not_updated_before_it_has_recomputed(tmp_path: Path) -> None:
+    case, recipe = Case(lambda: Vectors(Detached), batch_of_vectors), Recipe()
+    with debug_store(tmp_path, durable=False) as store:
+        assert_same(start(case, recipe, store, "backward", activations="recompute").run(), reference(case, recipe))
+
+
+def test_a_batch_norm_is_not_updated_twice(tmp_path: Path) -> None:
+    """Running statistics are buffers; the model is torch's own, in fp32."""
+    case = Case(
+        lambda: nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(3))
+        ),
+        batch_of_images,
+        lambda model, batch: model(batch[0]).square().mean(),
+    )
+    for word in WORDS:
+        with debug_store(tmp_path / word, durable=False) as store:
+            assert_same(start(case, Recipe(), store, activations=word).run(), reference(case, Recipe()))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_checkpoint_of_frozen_parameters(activations: str, tmp_path: Path) -> None:
+    """The caller's own, around two blocks of which one has no gradient, and ours."""
+
+    def build() -> nn.Module:
+        model = GPT(around=None if activations == "recompute" else False)
+        for frozen in (model.emb, model.blocks[1], model.blocks[2].fc):
+            frozen.requires_grad_(False)
+        return model
+
+    case, recipe = Case(build, batch_of_tokens), Recipe(num_steps=2)
+    with debug_store(tmp_path, durable=False) as store:
+        assert_same(start(case, recipe, store, "backward", activations=activations).run(), reference(case, recipe))

@@ -1,0 +1,76 @@
+"""Which engine serves a directory: the one that was asked for, or the best one that works there."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from tiered.bytes.device.aio import AiofilesDevice
+from tiered.bytes.device.file_device import FileDevice
+from tiered.bytes.device.mmap import MmapDevice
+from tiered.bytes.device.profile import Profile, load_profile
+from tiered.bytes.device.threads import ThreadsDevice
+from tiered.bytes.device.uring import UringDevice
+from tiered.bytes.device.uring_probe import probe_uring
+from tiered.errors import DeviceError, UsageError
+
+__all__ = ["DEVICES", "choose_engine", "open_device"]
+
+DEVICES: dict[str, type[FileDevice]] = {
+    device.engine: device for device in (UringDevice, ThreadsDevice, AiofilesDevice, MmapDevice)
+}
+"""The engines over files by name."""
+
+_MOST_THREADS = 64
+_log = logging.getLogger("tiered")
+_said: set[str] = set()  # reasons that were logged: once each, however many directories and stores
+
+
+def choose_engine(directory: str | os.PathLike[str], profile: Profile | None = None) -> tuple[str, str]:
+    """Return the best engine for ``directory`` and why; blocks for one trial write and read.
+
+    io_uring where its probe passes, unless ``profile`` says that another engine was faster there; else threads.
+    """
+    if profile is not None and profile.engine in DEVICES and profile.engine != "uring":
+        return profile.engine, f"it was the fastest when measured on {profile.measured_at[:10]}"
+    refusal = probe_uring(directory)
+    if refusal is not None:
+        return "threads", refusal
+    return "uring", "io_uring works here"
+
+
+def open_device(
+    directory: str | os.PathLike[str], engine: str = "auto", *, deadline_s: float = 60.0, direct: bool | None = None
+) -> FileDevice:
+    """Return the device of ``directory`` served by ``engine``; the caller closes it.
+
+    "auto" takes what ``choose_engine`` says, and says once in the log when that is not io_uring. A named engine that
+    does not work here is a DeviceError, one that does not exist a UsageError. ``direct`` as in FileDevice.
+    """
+    profile = load_profile(directory)
+    reason = ""
+    if engine == "auto":
+        engine, reason = choose_engine(directory, profile)
+        if engine == "uring":
+            try:
+                return UringDevice(directory, deadline_s=deadline_s, direct=direct)
+            except DeviceError as error:
+                engine, reason = "threads", str(error)
+        _say_once(f"engine {engine!r} instead of io_uring: {reason}")
+    if engine == "uring":
+        refusal = probe_uring(directory)
+        if refusal is not None:
+            raise DeviceError(f'{os.fspath(directory)}: engine="uring" does not work: {refusal}; give engine="auto"')
+        return UringDevice(directory, deadline_s=deadline_s, direct=direct)
+    if engine == "threads" and profile is not None and profile.engine == "threads":
+        num_threads = min(max(profile.read_depth, profile.write_depth, 2), _MOST_THREADS)
+        return ThreadsDevice(directory, num_threads=num_threads, deadline_s=deadline_s, direct=direct)
+    if engine not in DEVICES:
+        raise UsageError(f"engine={engine!r} is unknown; there is: {', '.join(map(repr, DEVICES))}")
+    return DEVICES[engine](directory, deadline_s=deadline_s, direct=direct)  # type: ignore[call-arg]  # all take these
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        _log.warning("%s", message)

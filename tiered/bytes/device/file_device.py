@@ -1,0 +1,333 @@
+"""What every engine over one directory's files shares: opening, growing, the queue, counting, forks, the end.
+
+How bytes move is an engine's own affair (threads.py, uring.py, aio.py, mmap.py); how files are laid out in the
+directory is in files.py, whether it takes direct I/O in direct.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from tiered.bytes.device.base import Device, DeviceStatistics, Operation
+from tiered.bytes.device.direct import MIN_ALIGNMENT, DirectProbe, probe_direct
+from tiered.bytes.device.files import DataFile, DataFiles, translate
+from tiered.bytes.device.in_flight import InFlight
+from tiered.bytes.device.queue import IOQueue
+from tiered.bytes.endings import after_fork, at_exit
+from tiered.errors import ClosedError, DeadlineError, DeviceError, UsageError
+
+__all__ = ["FileDevice"]
+
+_log = logging.getLogger("tiered")
+
+
+class FileDevice(Device):
+    """One directory's files; the most urgent operation goes first, then in order of submission.
+
+    An operation belongs to exactly one of: the queue, the engine (an InFlight), its submitter (``on_done`` was called).
+    An engine takes from ``_queue`` under ``_lock``, moves the bytes without it, and gives back through ``_finish``.
+    Its threads end by themselves once ``_is_closed`` is set and the queue is empty.
+    """
+
+    engine: ClassVar[str]  # its name in messages and in ``Store(engine=)``
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, num_slots: int, deadline_s: float, direct: bool | None
+    ) -> None:
+        """Open the files of ``directory``, probe direct I/O there, start the engine's threads.
+
+        ``direct=None`` takes direct I/O where it works and logs one warning where it does not; True insists on it,
+        False asks for buffered I/O. Raises UsageError, DeviceError, CapacityError, ValueError.
+        """
+        if not deadline_s > 0:
+            raise ValueError(f"deadline_s must be positive, got {deadline_s}")
+        self.name = os.fspath(directory)
+        self.deadline_s = deadline_s
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # guards the queue, the counters and _is_closed
+        self._queue = IOQueue(num_slots)
+        self._is_closed = False
+        self._read_bytes = self._write_bytes = 0
+        self._num_reads = self._num_writes = self._num_flushes = self._num_in_flight = 0
+        self._files = self._open(direct)
+        after_fork(self, _close_in_child)
+        at_exit(self, _stop_at_exit)  # Order: before threads are joined: ours would wait for operations for ever
+        self._threads: Sequence[threading.Thread] = ()
+        try:
+            self._threads = self._make_threads()
+            for thread in self._threads:
+                thread.start()
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether I/O bypasses the page cache."""
+        return self._is_direct
+
+    def files(self) -> dict[int, int]:
+        """Return the number and size of each file; the size is rounded down to the alignment."""
+        self._check_process()
+        return {file: nbytes // self.alignment * self.alignment for file, nbytes in self._files.sizes().items()}
+
+    def grow(self, file: int, nbytes: int) -> None:
+        """Make ``file`` at least ``nbytes`` long; blocks."""
+        self._check_open()
+        if nbytes % self.alignment:
+            raise ValueError(f"{self.path(file)} cannot be {nbytes} bytes: not a multiple of {self.alignment}")
+        self._files.grow(file, nbytes)
+
+    def submit(self, operations: Sequence[Operation]) -> None:
+        """Queue ``operations``. Does not block."""
+        if self._is_closed:  # order: before the lock, which a forked child may find held for ever
+            self._check_open()
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError(f"{self.name} is closed")
+            self._num_in_flight += len(operations)
+            self._queue.put(operations)
+        self._wake()
+
+    def flush(self) -> None:
+        """Make completed writes, growth and new files durable; blocks."""
+        self._check_open()
+        self._files.flush(self._fdatasync)
+        with self._lock:
+            self._num_flushes += 1
+
+    def free_bytes(self) -> int:
+        """Return how many more bytes ``grow`` could allocate."""
+        self._check_open()
+        return self._files.free_bytes() // self.alignment * self.alignment
+
+    def path(self, file: int) -> str:
+        """Return the path of ``file``."""
+        return self._files.path(file)
+
+    def statistics(self) -> DeviceStatistics:
+        """Return the counters."""
+        self._check_process()
+        with self._lock:
+            return DeviceStatistics(
+                read_bytes=self._read_bytes,
+                write_bytes=self._write_bytes,
+                num_reads=self._num_reads,
+                num_writes=self._num_writes,
+                num_flushes=self._num_flushes,
+                num_in_flight=self._num_in_flight,
+                file_bytes=sum(self._files.sizes().values()),
+            )
+
+    def close(self) -> None:
+        """Complete what is queued, then end threads and close files. Idempotent; nothing happens in a forked child.
+
+        Raises DeadlineError when nothing completes for ``deadline_s``; then threads, descriptors and the memory of
+        what is in flight stay as they are, and close may be called again.
+        """
+        if self._pid != os.getpid():
+            return
+        self._stop()
+        stuck = self._wait_for_threads()
+        if stuck is not None:
+            raise DeadlineError(
+                f"closing {self.name}: {stuck}, with {self._num_in_flight} operations outstanding; their buffers stay "
+                f"in use until the drive answers; check it, then close again or end the process"
+            )
+        self._files.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "open"
+        mode = "direct" if self._is_direct else "buffered"
+        return f"{type(self).__name__}({self.name}, {state}, {mode}, {self._num_in_flight} in flight)"
+
+    # Below: what an engine is
+
+    @abstractmethod
+    def _make_threads(self) -> Sequence[threading.Thread]:
+        """Return the engine's threads, not started."""
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """Let the engine see that operations were queued, or that the device is closed. Called without the lock."""
+
+    @abstractmethod
+    def _running(self) -> Iterable[InFlight]:
+        """Return what the engine is busy with, from any thread, for messages."""
+
+    def _wait_until_ready(self) -> None:
+        """Wait until the engine's threads can serve; raises what stopped them."""
+
+    def _close_in_child(self) -> None:
+        """Release the descriptors in a forked child, where there are no threads and nothing is served."""
+        self._is_closed = True
+        self._files.close()
+
+    # Below: the system calls, for engines to choose and for tests to override
+
+    def _pread(self, fd: int, memory: memoryview, offset: int) -> int:
+        return os.preadv(fd, [memory], offset)
+
+    def _pwrite(self, fd: int, memory: memoryview, offset: int) -> int:
+        return os.pwritev(fd, [memory], offset)
+
+    def _fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    # Below: what engines call
+
+    def _file_of(self, flight: InFlight) -> DataFile:
+        """Return the file that ``flight`` moves bytes of; raises DeviceError when it does not reach so far."""
+        operation = flight.operation
+        file = self._files.get(operation.file)
+        if file is None or operation.offset < 0 or operation.offset + flight.nbytes > file.nbytes:
+            raise self._beyond_end(flight)
+        return file
+
+    def _beyond_end(self, flight: InFlight) -> DeviceError:
+        file = self._files.get(flight.operation.file)
+        what = self._describe(flight.operation)
+        return DeviceError(f"{what} failed: the file has {file.nbytes if file else 0} bytes")
+
+    def _granularity(self) -> int:
+        """Return the multiple of bytes that a short transfer goes on at: direct I/O needs aligned offsets."""
+        return self.alignment if self._is_direct else 1
+
+    def _finish(self, flights: Sequence[InFlight]) -> None:
+        """Count ``flights``, whose operations say how they ended, and hand them back to their submitters."""
+        if not flights:
+            return
+        read_bytes = write_bytes = num_reads = num_writes = 0
+        for flight in flights:
+            operation = flight.operation
+            if operation.is_write:
+                write_bytes += flight.moved
+                num_writes += operation.error is None
+            else:
+                read_bytes += flight.moved
+                num_reads += operation.error is None
+        now = time.monotonic()
+        with self._lock:
+            self._queue.done(flights, now)
+            self._read_bytes += read_bytes
+            self._write_bytes += write_bytes
+            self._num_reads += num_reads
+            self._num_writes += num_writes
+            self._num_in_flight -= len(flights)
+        for flight in flights:
+            operation = flight.operation
+            flight.pinned = None  # lifetime: the submitter may release the memory from now on
+            try:
+                operation.on_done(operation)
+            except Exception:  # ours or the store's bug; this thread still has others to serve
+                _log.exception("the completion of %s raised", self._describe(operation))
+
+    def _describe(self, operation: Operation) -> str:
+        verb = "write" if operation.is_write else "read"
+        try:
+            nbytes = str(len(operation.memory))
+        except ValueError:  # a message about memory that was released too early must not fail for that reason
+            nbytes = "released"
+        return f"{verb} of {nbytes} bytes at offset {operation.offset} of {self.path(operation.file)}"
+
+    # Below: the end
+
+    def _stop(self) -> None:
+        """Refuse new operations; threads end once the queue is empty."""
+        with self._lock:
+            self._is_closed = True
+        self._wake()
+
+    def _wait_for_threads(self) -> str | None:
+        """Wait for all threads; when nothing completes for ``deadline_s``, return what they are stuck in."""
+        give_up, num_left = time.monotonic() + self.deadline_s, self._num_in_flight
+        for thread in self._threads:
+            while thread.ident is not None and thread.is_alive():
+                thread.join(max(0.0, give_up - time.monotonic()))
+                if self._num_in_flight < num_left:
+                    give_up, num_left = time.monotonic() + self.deadline_s, self._num_in_flight
+                elif thread.is_alive() and time.monotonic() >= give_up:
+                    return self._oldest_running()
+        return None
+
+    def _oldest_running(self) -> str:
+        oldest = min(self._running(), key=lambda flight: flight.start, default=None)
+        if oldest is None:
+            return "a thread does not end"
+        return f"{self._describe(oldest.operation)} has been running for {time.monotonic() - oldest.start:.1f} s"
+
+    # Below: opening and checks
+
+    def _open(self, direct: bool | None) -> DataFiles:
+        try:
+            descriptor = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise translate(error, f"cannot open the directory {self.name}") from error
+        try:
+            probe = self._probe(descriptor, direct)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.alignment = probe.alignment
+        self._is_direct = probe.refusal is None
+        return DataFiles(self.name, descriptor, flags=os.O_DIRECT if self._is_direct else 0)
+
+    def _probe(self, descriptor: int, direct: bool | None) -> DirectProbe:
+        if direct is False:
+            return DirectProbe(MIN_ALIGNMENT, "buffered I/O was asked for")
+        try:
+            probe = probe_direct(descriptor, self._pread, self._pwrite)
+        except OSError as error:
+            raise translate(error, f"cannot do I/O in {self.name}") from error
+        if probe.refusal is not None and direct:
+            raise DeviceError(f"{self.name} has no direct I/O: {probe.refusal}; give direct=None to do without")
+        if probe.refusal is not None:
+            _log.warning(
+                "%s: I/O is buffered, slower and takes page cache, because direct I/O does not work there: %s",
+                self.name,
+                probe.refusal,
+            )
+        return probe
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise UsageError(
+                f"{self.name} was opened by process {self._pid} and cannot be used in its fork {os.getpid()}; "
+                f"open a store of its own in this process"
+            )
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._is_closed:
+            raise ClosedError(f"{self.name} is closed")
+
+
+def _close_in_child(device: FileDevice) -> None:
+    device._close_in_child()
+
+
+def _stop_at_exit(device: FileDevice) -> None:
+    """Complete what is queued: nobody closed the device, and the process is ending.
+
+    Should the drive not answer, the interpreter would wait for our threads for ever, before any ``atexit`` function:
+    past the deadline the process ends here and now, and says why.
+    """
+    if device._pid != os.getpid():
+        return
+    device._stop()
+    stuck = device._wait_for_threads()
+    if stuck is not None:
+        _log.critical("the process ends without waiting any longer for %s: %s", device.name, stuck)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(os.EX_IOERR)

@@ -1,0 +1,64 @@
+"""One operation that an engine has begun: how far it is, and what a result or an error of the kernel means for it.
+
+Every engine asks here, so that short transfers, retries and refusals are the same on all of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import time
+
+from tiered.bytes.device.base import IOClass, Operation
+from tiered.bytes.device.files import translate
+from tiered.errors import DeviceError
+
+__all__ = ["InFlight"]
+
+_NUM_READ_RETRIES = 3  # after EIO
+_TRY_AGAIN = frozenset({errno.EAGAIN, errno.EINTR})
+
+
+class InFlight:
+    """``operation`` from the moment an engine takes it: ``moved`` of ``nbytes`` bytes are done.
+
+    Its engine alone uses it, one thread at a time; the queue made it and keeps its place until ``IOQueue.done``.
+    """
+
+    # What few operations need stands here once: one is made for every block that moves.
+    moved = 0
+    num_retries = 0  # after EIO
+    is_slow = False  # a warning has been logged
+    pinned: ctypes.c_char | None = None  # lifetime: holds the memory while the kernel has its address
+
+    def __init__(self, operation: Operation, io_class: IOClass, nbytes: int, start: float) -> None:
+        self.operation = operation
+        self.io_class = io_class  # as it was queued: the operation's own may be raised meanwhile
+        self.nbytes = nbytes
+        self.start = start  # s, of time.monotonic
+
+    def advance(self, moved: int, granularity: int, what: str) -> bool:
+        """Count ``moved`` more bytes; return whether all are done.
+
+        ``granularity`` is what a short transfer goes on at a multiple of (bytes): the rest of it is moved again.
+        Raises DeviceError, which begins with ``what``, for a transfer that stopped.
+        """
+        left = self.nbytes - self.moved
+        if moved < left:
+            moved -= moved % granularity
+        if moved <= 0 < left or moved > left:
+            raise DeviceError(f"{what} failed: it stopped after {self.moved} bytes")
+        self.moved += moved
+        return self.moved == self.nbytes
+
+    def retry(self, error: OSError, deadline_s: float, what: str) -> None:
+        """Return when the rest may be tried again after ``error``; else raise what it means, beginning with ``what``.
+
+        An interruption is tried again until ``deadline_s`` have passed since the start, a read 3 times after EIO, a
+        write never.
+        """
+        if error.errno in _TRY_AGAIN and time.monotonic() < self.start + deadline_s:
+            return
+        if self.operation.is_write or error.errno != errno.EIO or self.num_retries == _NUM_READ_RETRIES:
+            raise translate(error, f"{what} failed") from error
+        self.num_retries += 1

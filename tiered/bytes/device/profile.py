@@ -1,0 +1,208 @@
+"""The small file of one directory that says how fast its drive was measured to be, and with which settings.
+
+``tiered bench`` writes it; who opens a device, and ``tiered doctor``, read it. It is advice: whatever is wrong with it
+costs a warning and nothing else. Measuring, and choosing an engine, happen elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from pathlib import Path
+
+from tiered.bytes.device.direct import MIN_ALIGNMENT
+from tiered.bytes.device.files import translate
+from tiered.units import GiB, KiB
+
+__all__ = ["ENGINES", "PROFILE_NAME", "Profile", "find_profile", "load_profile", "write_profile"]
+
+PROFILE_NAME = ".tiered-profile.json"
+"""The file's name; one that begins with it and goes on with "." is a write that was cut short."""
+
+ENGINES = ("uring", "threads", "aiofiles", "mmap")
+"""The engines a profile may name."""
+
+_VERSION = 1
+_LARGEST_NBYTES = 64 * KiB  # never read more of a file that may be anybody's
+_SLOWEST_BYTES_PER_S, _FASTEST_BYTES_PER_S = 1e5, 1e12  # a broken USB stick, and far beyond any drive
+_LARGEST_BLOCK_NBYTES, _DEEPEST = GiB, 65536
+_LONGEST_TEXT = 200
+
+_log = logging.getLogger("tiered")
+_said: set[str] = set()  # complaints that were logged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What was measured in one directory. Raises ValueError for what no drive and no bench can have said."""
+
+    version: int = _VERSION
+    engine: str  # one of ENGINES: the best one here
+    read_bytes_per_s: float  # alone, at block_nbytes and read_depth
+    write_bytes_per_s: float  # alone, overwriting, at block_nbytes and write_depth
+    block_nbytes: int  # the best size of one operation; a multiple of 4,096
+    read_depth: int  # operations in flight
+    write_depth: int
+    duplex: float | None  # 0: reads and writes share the drive, 1: neither slows the other; None: not measured
+    measured_at: str  # ISO 8601, such as 2026-11-21T03:50:00+00:00
+    kernel: str
+
+    def __post_init__(self) -> None:
+        if type(self.version) is not int or self.version != _VERSION:
+            raise ValueError(f"version must be {_VERSION}, got {self.version!r}")
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {self.engine!r}")
+        for name in ("read_bytes_per_s", "write_bytes_per_s"):
+            _check_number(name, getattr(self, name), _SLOWEST_BYTES_PER_S, _FASTEST_BYTES_PER_S)
+        if self.duplex is not None:
+            _check_number("duplex", self.duplex, 0, 1)
+        _check_count("block_nbytes", self.block_nbytes, MIN_ALIGNMENT, _LARGEST_BLOCK_NBYTES)
+        if self.block_nbytes % MIN_ALIGNMENT:
+            raise ValueError(f"block_nbytes must be a multiple of {MIN_ALIGNMENT}, got {self.block_nbytes}")
+        for name in ("read_depth", "write_depth"):
+            _check_count(name, getattr(self, name), 1, _DEEPEST)
+        for name in ("measured_at", "kernel"):
+            _check_text(name, getattr(self, name))
+        datetime.fromisoformat(self.measured_at)
+
+
+def load_profile(directory: str | os.PathLike[str]) -> Profile | None:
+    """Return the profile that ``find_profile`` finds; what is wrong is warned of, once in this process."""
+    profile, complaints = find_profile(directory)
+    for complaint in complaints:
+        if complaint not in _said:
+            _said.add(complaint)
+            _log.warning("%s", complaint)
+    return profile
+
+
+def find_profile(directory: str | os.PathLike[str]) -> tuple[Profile | None, list[str]]:
+    """Return the profile of ``directory``, or of the nearest one above it on the same file system, and complaints.
+
+    A directory that does not exist yet counts as its parent. A file that is not a sound profile of our own or root's,
+    which nobody else may write to, is passed over with a complaint. Never raises for what is on disk; blocks.
+    """
+    complaints: list[str] = []
+    for place in _places(directory):
+        try:
+            return _read(place / PROFILE_NAME), complaints
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            reason = str((isinstance(error, OSError) and error.strerror) or error or repr(error))
+            complaints.append(
+                f"{place / PROFILE_NAME} is ignored: {reason[: 2 * _LONGEST_TEXT]}; "
+                f"remove it, or measure again: tiered bench {place}"
+            )
+    return None, complaints
+
+
+def write_profile(directory: str | os.PathLike[str], profile: Profile) -> Path:
+    """Put ``profile`` into ``directory``, in place of an earlier one, and return its path; durable when it returns.
+
+    The file is 0600 whatever the umask. At any instant either the old or the new profile is there. Raises TieredError.
+    """
+    path = Path(directory) / PROFILE_NAME
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _replace(descriptor, f"{json.dumps(asdict(profile), indent=1)}\n".encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise translate(error, f"cannot write {path}") from error
+    return path
+
+
+def _places(directory: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield the directory, or what exists of it, and those above it up to the mount point."""
+    path = Path(os.path.realpath(os.path.expanduser(directory)))
+    device = None
+    for place in (path, *path.parents):
+        try:
+            status = os.stat(place)
+        except OSError:
+            if device is None:
+                continue
+            return
+        if device not in (None, status.st_dev):
+            return
+        device = status.st_dev
+        yield place
+
+
+def _read(path: Path) -> Profile:
+    """Return the profile in ``path``. Raises OSError, ValueError, TypeError or RecursionError for anything else."""
+    # NONBLOCK: a FIFO must not hang the open.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_private(os.fstat(fd))
+        content = os.read(fd, _LARGEST_NBYTES + 1)
+    finally:
+        os.close(fd)
+    if len(content) > _LARGEST_NBYTES:
+        raise ValueError(f"it is larger than {_LARGEST_NBYTES} bytes")
+    try:
+        values = json.loads(content)
+    except ValueError as error:
+        raise ValueError("it is not JSON") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"expected one JSON object, got {type(values).__name__}")
+    if values.get("version") != _VERSION:
+        raise ValueError(f"expected version {_VERSION}, got {values.get('version')!r}")
+    names = {field.name for field in fields(Profile)}
+    if values.keys() != names:
+        raise ValueError(f"missing or unknown: {', '.join(sorted(map(repr, values.keys() ^ names)))}")
+    return Profile(**values)
+
+
+def _check_private(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        raise ValueError("it is not a regular file with one name")
+    if status.st_uid not in (0, os.geteuid()):
+        raise ValueError(f"it belongs to user {status.st_uid}, neither you nor root")
+    if status.st_mode & 0o022:
+        raise ValueError(f"others may write to it ({stat.filemode(status.st_mode)})")
+
+
+def _replace(descriptor: int, content: bytes) -> None:
+    """Make ``content`` the profile in the directory open as ``descriptor``, durably. Raises OSError."""
+    temporary = f"{PROFILE_NAME}.{secrets.token_hex(4)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(temporary, flags, 0o600, dir_fd=descriptor)
+    try:
+        try:
+            os.fchmod(fd, 0o600)  # whatever the umask took away
+            with memoryview(content) as rest:
+                done = 0
+                while done < len(rest):
+                    done += os.write(fd, rest[done:])
+            os.fsync(fd)  # order: before the rename, or a power cut could leave the name on an empty file
+        finally:
+            os.close(fd)
+        os.rename(temporary, PROFILE_NAME, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+    except BaseException:
+        os.unlink(temporary, dir_fd=descriptor)
+        raise
+    os.fsync(descriptor)
+
+
+def _check_number(name: str, value: object, least: float, most: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:  # so is NaN refused
+        raise ValueError(f"{name} must be a number from {least:g} to {most:g}, got {value!r:.50}")
+
+
+def _check_count(name: str, value: object, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} must be a whole number from {least} to {most}, got {value!r:.50}")
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str) or len(value) > _LONGEST_TEXT or not value.isprintable():
+        raise ValueError(f"{name} must be a line of at most {_LONGEST_TEXT} characters, got {value!r:.50}")

@@ -1,0 +1,170 @@
+"""The one queue of a device: which operation goes next, and how many bytes of each class are in flight.
+
+Pure arithmetic, no I/O and no lock: the device's lock guards it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from tiered.bytes.device.base import IOClass, Operation
+from tiered.bytes.device.in_flight import InFlight
+from tiered.units import MiB
+
+__all__ = ["CALM_NBYTES", "IOQueue"]
+
+_WRITE = IOClass.WRITE  # an enum's member is looked up slowly
+_AHEAD_S = 0.02  # a busy Python thread keeps the interpreter's lock for 5 ms, a busy machine for longer
+_LEAST_NBYTES, _MOST_NBYTES = 32 * MiB, 128 * MiB
+_SAMPLE_NBYTES = 64 * MiB
+_PAUSE_S = 0.02  # a shorter one is the drive's, or the interpreter's, and counts
+_CALM_S = 0.1
+CALM_NBYTES = 1 * MiB
+"""How much of the writes is in flight while somebody waits for a read."""
+
+
+class IOQueue:
+    """Operations in three classes; the most urgent one that its class's budget admits goes first, then the oldest.
+
+    An operation is queued, in flight (between ``take`` and ``done``), or not known here. The bytes of a class in flight
+    stay within its budget: what it moved in 20 ms when last seen, between 32 and 128 MiB; but one operation of a class
+    may always be in flight, however large. ``num_slots`` operations may be in flight in all, the last two only for a
+    class that has fewer than two in flight: so neither small writes nor small read-ahead can occupy every slot.
+
+    While somebody waits for a read, and 0.1 s after, writes are calm: one at a time, and ``most_nbytes`` of it at once,
+    so that a demand read never queues behind more than 1 MiB of writes.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        """Make an empty queue for an engine that carries out ``num_slots`` operations at a time."""
+        self.num_queued = 0
+        self.num_in_flight = 0
+        self._num_slots = num_slots
+        self._num_open = num_slots - 2 if num_slots > 4 else num_slots  # slots that any class may take
+        self._lanes = tuple(_Lane(io_class) for io_class in IOClass)
+        self._demand = self._lanes[IOClass.DEMAND]
+        self._last_demand = float("-inf")
+
+    def put(self, operations: Sequence[Operation]) -> None:
+        """Queue ``operations``, each behind those of its class."""
+        lanes = self._lanes
+        for operation in operations:
+            lanes[operation.io_class].queued.append(operation)
+        self.num_queued += len(operations)
+
+    def take(self, now: float) -> InFlight | None:
+        """Return what to start ``now``, which is then in flight; None when nothing may start."""
+        taken = self.take_some(now, 1)
+        return taken[0] if taken else None
+
+    def take_some(self, now: float, most: int) -> list[InFlight]:
+        """Return at most ``most`` that may start ``now``, in the order to start them; they are then in flight."""
+        taken: list[InFlight] = []
+        for lane in self._lanes:
+            queued = lane.queued
+            if not queued:
+                continue
+            budget = CALM_NBYTES if lane.is_write and self._is_calm(now) else lane.budget
+            while queued:
+                if len(taken) == most or self.num_in_flight == self._num_slots:
+                    return taken
+                nbytes = _nbytes(queued[0])
+                if lane.num_taken and lane.taken_nbytes + nbytes > budget:
+                    break
+                if self.num_in_flight >= self._num_open and lane is not self._demand and lane.num_taken >= 2:
+                    break
+                taken.append(self._start(lane, nbytes, now))
+        return taken
+
+    def take_all(self, now: float) -> list[InFlight]:
+        """Return all that is queued, budgets or not: for an engine that has come to its end."""
+        return [
+            self._start(lane, _nbytes(lane.queued[0]), now) for lane in self._lanes for _ in range(len(lane.queued))
+        ]
+
+    def _start(self, lane: _Lane, nbytes: int, now: float) -> InFlight:
+        self.num_queued -= 1
+        self.num_in_flight += 1
+        lane.num_taken += 1
+        lane.taken_nbytes += nbytes
+        if lane.num_taken == 1:
+            lane.sample.begin(now)
+        return InFlight(lane.queued.popleft(), lane.io_class, nbytes, now)
+
+    def done(self, flights: Sequence[InFlight], now: float) -> None:
+        """Take back the places of ``flights``, which ended ``now``."""
+        self.num_in_flight -= len(flights)
+        for flight in flights:
+            lane = self._lanes[flight.io_class]
+            lane.num_taken -= 1
+            lane.taken_nbytes -= flight.nbytes
+            lane.ended_nbytes += flight.nbytes
+        for lane in self._lanes:
+            if lane.ended_nbytes:
+                lane.learn(now)
+                if lane is self._demand:
+                    self._last_demand = now
+
+    def most_nbytes(self, flight: InFlight, now: float) -> int:
+        """Return how much of ``flight`` its engine may move in one go: all of it, or a part while writes are calm."""
+        return CALM_NBYTES if flight.io_class is _WRITE and self._is_calm(now) else flight.nbytes
+
+    def _is_calm(self, now: float) -> bool:
+        demand = self._demand
+        return bool(demand.num_taken or demand.queued) or now - self._last_demand < _CALM_S
+
+
+class _Lane:
+    """One class: what is queued, how many and how many bytes are in flight, how many may be."""
+
+    __slots__ = ("budget", "ended_nbytes", "io_class", "is_write", "num_taken", "queued", "sample", "taken_nbytes")
+
+    def __init__(self, io_class: IOClass) -> None:
+        self.io_class = io_class
+        self.is_write = io_class is IOClass.WRITE
+        self.queued: deque[Operation] = deque()
+        self.num_taken = 0
+        self.taken_nbytes = 0
+        self.ended_nbytes = 0  # not yet learnt from
+        self.budget = _MOST_NBYTES // 2  # bytes
+        self.sample = _Sample()
+
+    def learn(self, now: float) -> None:
+        """Let the budget follow what ended ``now``."""
+        bytes_per_s = self.sample.add(self.ended_nbytes, now)
+        self.ended_nbytes = 0
+        if bytes_per_s is not None:
+            self.budget = min(max(int(bytes_per_s * _AHEAD_S), _LEAST_NBYTES), _MOST_NBYTES)
+
+
+class _Sample:
+    """The bandwidth of one class over its last 64 MiB, pauses left out."""
+
+    __slots__ = ("_last", "_nbytes", "_start")
+
+    def __init__(self) -> None:
+        self._start = self._last = float("-inf")
+        self._nbytes = 0
+
+    def begin(self, now: float) -> None:
+        """Note that an operation is taken and none was in flight: a new sample, unless that was for a moment only."""
+        if now - self._last > _PAUSE_S:
+            self._start, self._nbytes = now, 0
+
+    def add(self, nbytes: int, now: float) -> float | None:
+        """Count bytes that completed; return bytes/s when a sample is complete, and begin the next."""
+        self._nbytes += nbytes
+        self._last = now
+        if self._nbytes < _SAMPLE_NBYTES or now <= self._start:
+            return None
+        bytes_per_s = self._nbytes / (now - self._start)
+        self._start, self._nbytes = now, 0
+        return bytes_per_s
+
+
+def _nbytes(operation: Operation) -> int:
+    try:
+        return len(operation.memory)
+    except ValueError:  # released too early: the engine will say so
+        return 0

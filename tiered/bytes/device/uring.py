@@ -1,0 +1,374 @@
+"""The engine for Linux: one thread and one io_uring, O_DIRECT files, nothing that a busy interpreter can starve.
+
+The kernel's interface is in ring.py. Which engine a directory gets is decided in engines.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+
+from tiered.bytes.device.base import IOClass
+from tiered.bytes.device.file_device import FileDevice
+from tiered.bytes.device.files import translate
+from tiered.bytes.device.in_flight import InFlight
+from tiered.bytes.device.queue import CALM_NBYTES
+from tiered.bytes.device.ring import READ, READ_FIXED, WRITE, WRITE_FIXED, Ring
+from tiered.errors import DeadlineError, DeviceError, TieredError, UsageError
+from tiered.units import GiB, MiB
+
+__all__ = ["UringDevice"]
+
+_NUM_SLOTS = 128  # operations in flight; their bytes are bounded by the queue's budgets
+_LEAST_SLOTS = 8  # the rings count as locked memory on some kernels: fewer, where the limit is tight
+_NUM_FILE_SLOTS = 256
+_WAKE = _NUM_SLOTS  # the tag of the read on the eventfd; above it, those of cancellations
+_CANCEL = _NUM_SLOTS + 1
+_CHAINED_NBYTES = 32 * MiB  # from here on half a batch keeps a drive busy
+_TICK_S = 1.0  # how long a wait lasts at most, so that what is overdue is seen
+_OPCODES = {(False, False): READ, (True, False): WRITE, (False, True): READ_FIXED, (True, True): WRITE_FIXED}
+_pin, _address = ctypes.c_char.from_buffer, ctypes.addressof
+_log = logging.getLogger("tiered")
+
+
+class UringDevice(FileDevice):
+    """One directory served by one thread that owns a ring: up to 128 operations in flight, batches of system calls.
+
+    Each slot is free or holds the InFlight whose index is its tag; it is freed by its completion alone, so memory and
+    extent stay the operation's past any deadline. An operation overdue by ``deadline_s`` is reported and cancelled,
+    which the kernel can only do to what the drive has not begun.
+    """
+
+    engine = "uring"
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        deadline_s: float = 60.0,
+        direct: bool | None = None,
+    ) -> None:
+        """Open the files of ``directory`` and the ring; see FileDevice for ``direct`` and errors.
+
+        Raises DeviceError where io_uring does not work.
+        """
+        self._slots: list[InFlight | None] = [None] * _NUM_SLOTS
+        self._num_slots = _NUM_SLOTS  # that are used
+        self._free_slots = list(range(_NUM_SLOTS))
+        self._file_slots: dict[int, int] = {}  # a file's number -> its slot in the ring
+        self._fixed: list[tuple[int, int]] = []  # registered memory: (address, end), each an index of the ring's
+        self._to_register: tuple[list[tuple[int, int]], threading.Event] | None = None
+        self._registered_memory: memoryview | None = None
+        self._is_waiting = False
+        self._wake_lock = threading.Lock()  # guards the descriptor's life
+        self._wake_fd = -1
+        self._wake_buffer = ctypes.c_uint64()  # lifetime: the kernel writes here
+        self._ring: Ring | None = None
+        self._is_ready = threading.Event()
+        self._failure: Exception | None = None
+        super().__init__(directory, num_slots=_NUM_SLOTS, deadline_s=deadline_s, direct=direct)
+
+    @property
+    def mode(self) -> str:
+        """How the ring completes, for reports: the flags it was set up with."""
+        return self._ring.mode if self._ring is not None else "closed"
+
+    def register_memory(self, memory: memoryview) -> bool:
+        """Pin ``memory`` so that operations on it need not do so each time; blocks. Once per device.
+
+        Only for memory that stays mapped, and is never given back to the kernel, until the device is closed (an arena's
+        buffer may be, once it is released). Returns False, with one warning, where RLIMIT_MEMLOCK does not allow it:
+        all works as before. Raises ClosedError, UsageError (a second call), DeadlineError (the thread does not answer).
+        """
+        self._check_open()
+        if self._fixed:
+            raise UsageError(f"{self.name} has registered memory already")
+        start = _address(_pin(memory))
+        end = start + len(memory)
+        pieces = [(piece, min(piece + GiB, end)) for piece in range(start, end, GiB)]
+        done = threading.Event()
+        self._to_register = (pieces, done)
+        self._registered_memory = memory  # lifetime: mapped until the ring has gone
+        self._wake()
+        if not done.wait(self.deadline_s):
+            raise DeadlineError(f"{self.name}: memory was not registered within {self.deadline_s:g} s; check the drive")
+        return bool(self._fixed)
+
+    def _register(self, ring: Ring) -> None:
+        if self._to_register is None:
+            return
+        (pieces, done), self._to_register = self._to_register, None
+        try:
+            ring.register_buffers([(start, end - start) for start, end in pieces])
+            self._fixed = pieces
+        except OSError as error:
+            _log.warning("%s: I/O buffers are not registered (%s): a little more CPU time; ulimit -l", self.name, error)
+        done.set()
+
+    def _make_threads(self) -> Sequence[threading.Thread]:
+        try:
+            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        except OSError as error:
+            raise translate(error, f"cannot open what wakes the I/O thread of {self.name}") from error
+        return [threading.Thread(target=self._run, name="tiered-io-ring")]
+
+    def _wait_until_ready(self) -> None:
+        self._is_ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _wake(self) -> None:
+        # Order: the thread says that it waits, then looks at the queue; whoever queues, then looks whether it waits.
+        if self._is_waiting:
+            with self._wake_lock:  # order: never into a descriptor that was closed, and may be another file's by now
+                if self._wake_fd >= 0:
+                    self._is_waiting = False
+                    os.eventfd_write(self._wake_fd, 1)
+
+    def _running(self) -> Iterable[InFlight]:
+        return [flight for flight in list(self._slots) if flight is not None]
+
+    def close(self) -> None:
+        """Complete what is queued, then end the thread, the ring and the files; as FileDevice.close."""
+        super().close()
+        if self._pid == os.getpid():
+            with self._wake_lock:
+                self._close_wake()
+            self._registered_memory = None
+
+    def _close_in_child(self) -> None:
+        super()._close_in_child()
+        self._close_wake()
+        if self._ring is not None and self._ring.fd >= 0:
+            os.close(self._ring.fd)  # only the descriptor: the rings are not mapped here
+
+    def _close_wake(self) -> None:
+        fd, self._wake_fd = self._wake_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    # Below: the thread
+
+    def _run(self) -> None:
+        """Own the ring from its making to its end."""
+        try:
+            ring = self._ring = self._make_ring()
+        except Exception as error:  # whoever opens waits for it
+            self._failure = translate(error, "cannot set up io_uring") if isinstance(error, OSError) else error
+            self._is_ready.set()
+            return
+        self._is_ready.set()
+        try:
+            self._serve(ring)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        finally:
+            if not any(self._slots):  # lifetime: a ring must not go while the kernel has our memory
+                ring.close()
+
+    def _make_ring(self) -> Ring:
+        """Return a ring that has the wake-up armed."""
+        num_slots = _NUM_SLOTS
+        while True:
+            try:
+                ring = self._new_ring(2 * num_slots)  # room for the wake-up and for cancellations
+                break
+            except OSError as error:
+                if error.errno != errno.ENOMEM or num_slots == _LEAST_SLOTS:
+                    raise
+                num_slots //= 2
+        self._free_slots = list(reversed(range(num_slots)))
+        self._num_slots = num_slots
+        try:
+            ring.register_files(_NUM_FILE_SLOTS + 1)
+            ring.set_file(_NUM_FILE_SLOTS, self._wake_fd)
+            self._arm(ring)
+        except BaseException:
+            ring.close()
+            raise
+        return ring
+
+    def _new_ring(self, num_entries: int) -> Ring:
+        """Return a ring; tests make one whose completions they choose."""
+        return Ring(num_entries)
+
+    def _serve(self, ring: Ring) -> None:
+        next_look = time.monotonic() + _TICK_S
+        while True:
+            self._is_waiting = True  # order: before the queue is looked at for the last time; see _wake
+            self._register(ring)
+            self._start_queued(ring)
+            if self._is_closed and len(self._free_slots) == self._num_slots and self._is_empty():
+                return
+            ring.enter(1, _TICK_S)
+            self._is_waiting = False
+            finished = self._reap(ring)
+            if finished and self._queue.num_queued:
+                self._start_queued(ring)
+                if self._is_direct:  # buffered, the kernel would copy here and now
+                    ring.enter_briefly()  # order: the drive goes on while callbacks run
+            self._finish(finished)
+            if time.monotonic() > next_look:
+                next_look = time.monotonic() + _TICK_S
+                self._look_for_overdue(ring)
+
+    def _is_empty(self) -> bool:
+        with self._lock:
+            return not self._queue.num_queued
+
+    def _give_up(self, error: BaseException) -> None:
+        """Fail what is queued: a bug has ended the thread. What the kernel has stays its own."""
+        _log.critical("the I/O thread of %s has ended: %r", self.name, error)
+        with self._lock:
+            self._is_closed = True
+            flights = self._queue.take_all(time.monotonic())
+        for flight in flights:
+            flight.operation.error = DeviceError(f"{self._describe(flight.operation)} failed: the I/O thread has ended")
+        self._finish(flights)
+
+    def _start_queued(self, ring: Ring) -> None:
+        """Prepare what the queue lets go."""
+        if not self._queue.num_queued:
+            return
+        with self._lock:
+            flights = self._queue.take_some(time.monotonic(), len(self._free_slots))
+        failed: list[InFlight] = []
+        if sum([flight.nbytes for flight in flights]) < _CHAINED_NBYTES:
+            for flight in flights:
+                self._begin(ring, flight, failed)
+        else:
+            for flight, follower in _chains(flights):
+                has_begun = self._begin(ring, flight, failed)
+                if follower is not None and self._begin(ring, follower, failed) and has_begun:
+                    ring.link()
+        self._finish(failed)
+
+    def _begin(self, ring: Ring, flight: InFlight, failed: list[InFlight]) -> bool:
+        """Give ``flight`` a slot and prepare it; whether that went well, else it is in ``failed``."""
+        slot = self._free_slots.pop()
+        self._slots[slot] = flight
+        if self._prepare(ring, slot, flight):
+            return True
+        self._slots[slot] = None
+        self._free_slots.append(slot)
+        failed.append(flight)
+        return False
+
+    def _prepare(self, ring: Ring, slot: int, flight: InFlight) -> bool:
+        """Write the submission of what is left of ``flight``; False when its operation has failed instead."""
+        operation, moved, nbytes = flight.operation, flight.moved, flight.nbytes
+        try:
+            file = self._files.get(operation.file)
+            if file is None or not 0 <= operation.offset <= file.nbytes - nbytes:
+                raise self._beyond_end(flight)
+            if flight.pinned is None:
+                flight.pinned = _pin(operation.memory)
+            file_slot = self._file_slots.get(operation.file)
+            if file_slot is None:
+                file_slot = self._register_file(ring, operation.file, file.fd)
+            address, is_write, index = _address(flight.pinned), operation.is_write, None
+            for number, (start, end) in enumerate(self._fixed):
+                if start <= address and address + nbytes <= end:
+                    index = number
+            if is_write:
+                file.is_dirty = True  # order: before the write, so that a flush after its completion covers it
+            if moved or (is_write and nbytes > CALM_NBYTES):
+                address += moved
+                nbytes -= moved
+                if is_write:
+                    nbytes = min(nbytes, self._queue.most_nbytes(flight, time.monotonic()))
+            opcode = _OPCODES[is_write, index is not None]
+            ring.prepare(opcode, file_slot, address, nbytes, operation.offset + moved, slot, index or 0)
+        except TieredError as error:
+            operation.error = error
+        except Exception as error:  # a bug of the submitter, such as released memory: its error, not our end
+            operation.error = DeviceError(f"{self._describe(operation)} failed: {error!r}")
+            operation.error.__cause__ = error
+        else:
+            return True
+        return False
+
+    def _register_file(self, ring: Ring, file: int, fd: int) -> int:
+        slot = len(self._file_slots)
+        if slot == _NUM_FILE_SLOTS:
+            raise DeviceError(f"{self.path(file)} is one file too many: {_NUM_FILE_SLOTS} fit; use engine='threads'")
+        ring.set_file(slot, fd)
+        self._file_slots[file] = slot
+        return slot
+
+    def _reap(self, ring: Ring) -> list[InFlight]:
+        """Take the completions that are there; return what is finished, with what went wrong in its operation."""
+        finished = []
+        slots, free_slots = self._slots, self._free_slots
+        for tag, result, _ in ring.completions():
+            if tag >= _WAKE:
+                if tag == _WAKE:
+                    self._arm(ring)
+                continue
+            flight = slots[tag]
+            assert flight is not None, f"a completion for the free slot {tag}"
+            if result == flight.nbytes:
+                flight.moved = result
+            elif not self._is_finished(flight, result) and self._prepare(ring, tag, flight):
+                continue
+            slots[tag] = None
+            free_slots.append(tag)
+            finished.append(flight)
+        return finished
+
+    def _is_finished(self, flight: InFlight, result: int) -> bool:
+        """Count ``result``; whether nothing is left to do, because all moved or because of an error."""
+        operation = flight.operation
+        try:
+            if result >= 0:
+                return flight.advance(result, self._granularity(), self._describe(operation))
+            error = OSError(-result, os.strerror(-result))
+            if result == -errno.ECANCELED and time.monotonic() < flight.start + self.deadline_s:
+                return False  # what it was linked to has failed
+            if result == -errno.ECANCELED:
+                what = self._describe(operation)
+                raise DeadlineError(f"{what} was not begun within {self.deadline_s:g} s; check the drive") from error
+            flight.retry(error, self.deadline_s, self._describe(operation))
+        except TieredError as error:
+            operation.error = error
+            return True
+        return False
+
+    def _arm(self, ring: Ring) -> None:
+        ring.prepare(READ, _NUM_FILE_SLOTS, ctypes.addressof(self._wake_buffer), 8, 0, _WAKE)
+
+    def _look_for_overdue(self, ring: Ring) -> None:
+        """Report each operation that the drive has had for ``deadline_s``, once, and try to cancel it."""
+        now = time.monotonic()
+        for slot, flight in enumerate(self._slots):
+            if flight is not None and not flight.is_slow and now - flight.start > self.deadline_s:
+                flight.is_slow = True
+                _log.warning(
+                    "%s has not completed for %.0f s; its memory and extent stay in use until the drive answers",
+                    self._describe(flight.operation),
+                    now - flight.start,
+                )
+                ring.prepare_cancel(slot, _CANCEL)
+
+
+def _chains(flights: list[InFlight]) -> Iterator[tuple[InFlight, InFlight | None]]:
+    """Pair the second half of a large batch of one class with the first, for the kernel to begin when that completes.
+
+    A drive may complete all it has at once; before this thread has had the interpreter's lock, beside a busy Python
+    thread 5 ms later, it would have nothing to do. Small batches, and reads that somebody waits for, go at once.
+    """
+    by_class: dict[IOClass, list[InFlight]] = {}
+    for flight in flights:
+        by_class.setdefault(flight.io_class, []).append(flight)
+    for io_class, batch in by_class.items():
+        half = (len(batch) + 1) // 2
+        if io_class is IOClass.DEMAND or sum(flight.nbytes for flight in batch) < _CHAINED_NBYTES:
+            half = len(batch)
+        yield from zip_longest(batch[:half], batch[half:])

@@ -1,0 +1,76 @@
+"""What is to be done when the process ends or forks, for objects that come and go.
+
+The interpreter's own lists only grow: here each list has one entry there, and an object that is gone leaves nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+__all__ = ["after_fork", "at_exit"]
+
+_T = TypeVar("_T")
+_log = logging.getLogger("tiered")
+
+
+class _List:
+    """Actions on objects, in the order in which they were added."""
+
+    def __init__(self, *, newest_first: bool) -> None:
+        self.is_watched = False
+        self._newest_first = newest_first
+        self._numbers = itertools.count()
+        self._actions: dict[int, tuple[weakref.ref[Any], Callable[[Any], object]]] = {}
+
+    def add(self, item: _T, action: Callable[[_T], object]) -> None:
+        number = next(self._numbers)
+        self._actions[number] = (weakref.ref(item, functools.partial(self._forget, number)), action)
+
+    def run(self) -> None:
+        for number in sorted(self._actions, reverse=self._newest_first):
+            reference, action = self._actions.get(number, (None, None))
+            item = None if reference is None else reference()
+            if item is None or action is None:
+                continue
+            try:
+                action(item)
+            except Exception:  # the others have their own ends to come to
+                _log.exception("%r could not be brought to an end", item)
+
+    def _forget(self, number: int, reference: weakref.ref[Any]) -> None:
+        self._actions.pop(number, None)
+
+
+_at_exit = _List(newest_first=True)
+_after_fork = _List(newest_first=False)
+_lock = threading.Lock()
+
+
+def at_exit(item: _T, action: Callable[[_T], object]) -> None:
+    """Have ``action(item)`` called when the interpreter ends and ``item`` lives, the last added first.
+
+    That is before threads are joined, which ``atexit`` is not: whoever ends a thread of its own must do it here.
+    """
+    _at_exit.add(item, action)
+    with _lock:
+        if not _at_exit.is_watched:
+            register: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
+            register(_at_exit.run)
+            _at_exit.is_watched = True
+
+
+def after_fork(item: _T, action: Callable[[_T], object]) -> None:
+    """Have ``action(item)`` called in every child that is forked while ``item`` lives, the first added first."""
+    _after_fork.add(item, action)
+    with _lock:
+        if not _after_fork.is_watched:
+            os.register_at_fork(after_in_child=_after_fork.run)
+            _after_fork.is_watched = True

@@ -1,0 +1,57 @@
+"""The caller's tensors: copied to and from buffers, or made so that direct I/O can read into them without a copy."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import torch
+
+from tiered.bytes.arena import Buffer
+from tiered.units import MiB, round_up
+
+__all__ = ["aligned_memory", "copy_flat", "empty_aligned"]
+
+_HUGE_PAGE_NBYTES = 2 * MiB
+
+
+def empty_aligned(nbytes: int, alignment: int) -> tuple[torch.Tensor, memoryview]:
+    """Return a new (nbytes,) uint8 tensor and its memory, rounded up to ``alignment``; both aligned to a huge page.
+
+    The contents are zeros. The memory goes back to the system with the last reference; a forked child inherits it.
+    Raises MemoryError or OSError when there is none. ``nbytes`` is at least 1.
+    """
+    size = round_up(nbytes, max(alignment, mmap.PAGESIZE))
+    # Private and advised before the first touch: small pages under a buffer cost two thirds of the bandwidth.
+    pages = mmap.mmap(-1, size + _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    start = -torch.frombuffer(pages, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE_NBYTES
+    tensor = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=start)
+    return tensor, memoryview(pages)[start : start + size]
+
+
+def aligned_memory(flat: torch.Tensor, alignment: int) -> memoryview | None:
+    """Return the memory of ``flat``, (nbytes,) uint8 in DRAM, if its address and size are multiples of ``alignment``.
+
+    The memory keeps the tensor's bytes alive.
+    """
+    if not flat.is_cpu or flat.data_ptr() % alignment or flat.numel() % alignment or not flat.numel():
+        return None
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers
+
+
+def copy_flat(buffer: Buffer, flat: torch.Tensor, *, to_buffer: bool) -> None:
+    """Copy ``flat``, (nbytes,) uint8 on any compute device, to the start of ``buffer``, or from there."""
+    nbytes = flat.numel()
+    if flat.is_cpu:
+        # By this thread alone, at memory speed: torch would wait for the busiest of all cores, and one is doing I/O.
+        places = (buffer.address, flat.data_ptr()) if to_buffer else (flat.data_ptr(), buffer.address)
+        ctypes.memmove(*places, nbytes)
+    elif to_buffer:
+        buffer.alias(nbytes, _ignore).copy_(flat)
+    else:
+        flat.copy_(buffer.alias(nbytes, _ignore))
+
+
+def _ignore() -> None:
+    """What happens at the end of an alias that lives for one copy."""

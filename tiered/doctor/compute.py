@@ -1,0 +1,111 @@
+"""What torch can do here: compute device, page-locked memory, process groups; one function for each check."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+from tiered.bytes.arena import Arena
+from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
+from tiered.units import MiB, format_bytes
+
+__all__ = ["compute_checks", "group_checks"]
+
+_NVIDIA = Path("/proc/driver/nvidia/version")
+_TRIAL_NBYTES = 4 * MiB
+_GROUP_DEADLINE_S = 5.0
+
+
+def compute_checks() -> list[Check]:
+    """Return the checks of the compute device. CUDA is set up: run them in a process of their own."""
+    return [
+        Check(MACHINE, "compute device", check_compute_device, is_essential=True),
+        Check(MACHINE, "pinned memory", check_pinned_memory),
+    ]
+
+
+def group_checks() -> list[Check]:
+    """Return the check of process groups, which makes one: run it in a process of its own."""
+    return [Check(MACHINE, "process groups", check_process_groups)]
+
+
+def check_compute_device() -> Finding:
+    """Add two numbers on the first CUDA device; each further one would take another second to set up."""
+    name = "compute device"
+    if torch.cuda.is_available():
+        total = float(torch.ones(2, device="cuda").sum())  # a float waits for the device
+        assert total == 2, total
+        properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        devices = ", ".join(f"{each.name} with {format_bytes(each.total_memory)}" for each in properties)
+        return ok(MACHINE, name, f"CUDA {torch.version.cuda}: {devices}")
+    if not _NVIDIA.exists():
+        return ok(MACHINE, name, "not there: training runs on the CPU")
+    built, cost = f"torch {torch.__version__} is built", "training runs on the CPU"
+    if torch.version.cuda is None:
+        mend = "install a build for CUDA: https://pytorch.org/get-started/locally"
+        return slower(MACHINE, name, f"an NVIDIA GPU is there, and {built} without CUDA", cost=cost, mend=mend)
+    mend = "see nvidia-smi: is the driver older than that CUDA, or the GPU hidden (CUDA_VISIBLE_DEVICES)?"
+    found = f"an NVIDIA GPU is there, and CUDA {torch.version.cuda}, for which {built}, does not start"
+    return broken(MACHINE, name, found, cost=cost, mend=mend)
+
+
+def check_pinned_memory() -> Finding:
+    """Page-lock a piece of an arena for CUDA, as the store's arena is."""
+    name = "pinned memory"
+    if not torch.cuda.is_available():
+        return ok(MACHINE, name, "not there: without a compute device nothing needs it")
+    torch.ones(1, device="cuda")  # order: the registration needs CUDA's context
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
+    arena = Arena(_TRIAL_NBYTES)
+    buffer = arena.allocate_nowait(_TRIAL_NBYTES)
+    assert buffer is not None  # the arena is new and as large
+    try:
+        result = int(cudart.cudaHostRegister(buffer.address, buffer.nbytes, 0))
+        if result == 0:
+            cudart.cudaHostUnregister(buffer.address)
+    finally:
+        arena.release(buffer)
+        arena.close()
+    if result == 0:
+        return ok(MACHINE, name, f"{format_bytes(_TRIAL_NBYTES)} of an arena were page-locked for CUDA")
+    return broken(
+        MACHINE,
+        name,
+        f"cudaHostRegister failed with CUDA error {result}",
+        cost="copies in and out are slower and do not overlap with computing",
+        mend="raise the limit on locked memory (ulimit -l unlimited), or in a container: --ulimit memlock=-1",
+    )
+
+
+def check_process_groups() -> Finding:
+    """Make a process group of one rank over gloo and reduce over it."""
+    name = "process groups"
+    cost = "no training on several ranks; one rank needs none"
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        return broken(
+            MACHINE, name, "this torch is built without gloo", cost=cost, mend="pip install --force-reinstall torch"
+        )
+    fd = os.memfd_create("tiered-doctor", os.MFD_CLOEXEC)  # the store's file: nothing is left of it
+    try:
+        torch.distributed.init_process_group(
+            "gloo",
+            store=torch.distributed.FileStore(f"/proc/self/fd/{fd}", 1),  # type: ignore[attr-defined]  # where there is gloo
+            rank=0,
+            world_size=1,
+            timeout=datetime.timedelta(seconds=_GROUP_DEADLINE_S),
+        )
+        numbers = torch.ones(4)
+        torch.distributed.all_reduce(numbers)
+        torch.distributed.destroy_process_group()
+    except RuntimeError as error:  # what torch.distributed raises, DistError and its kin included
+        reason = str(error).partition("\n")[0][:200]
+        mend = "name a network interface that works: export GLOO_SOCKET_IFNAME=lo"
+        return broken(MACHINE, name, f"gloo failed: {reason}", cost=cost, mend=mend)
+    finally:
+        os.close(fd)
+    nccl = "is there too" if torch.distributed.is_nccl_available() else "is not there (ranks on GPUs would want it)"
+    return ok(MACHINE, name, f"one rank was reduced over gloo; NCCL {nccl}")

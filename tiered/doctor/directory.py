@@ -1,0 +1,256 @@
+"""What works in one directory: one function for each check. Only unnamed files are made; nothing is left."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import shlex
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+from tiered.bytes.device.direct import open_unnamed, probe_direct
+from tiered.bytes.device.engines import choose_engine
+from tiered.bytes.device.profile import Profile, find_profile
+from tiered.doctor.block_device import find_block_device
+from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
+from tiered.doctor.mount import Mount, find_mount
+from tiered.units import KiB, MiB, format_bytes, format_count
+
+__all__ = ["directory_checks", "drive_checks"]
+
+_PARAM_NBYTES = 31  # the most space that training takes per parameter; see tiered/train/plan.py
+_LEAST_FREE_NBYTES = 64 * MiB  # below it no store of any use grows
+_BLOCK_NBYTES = 4 * KiB
+_NUM_FLUSHES = 5
+# Flash takes longer than the first to keep a block, so a volatile cache that answers sooner was not written out; a good
+# drive does not take as long as the second.
+_FAST_FLUSH_S, _SLOW_FLUSH_S = 100e-6, 50e-3
+_OLD_DAYS = 180
+
+
+def directory_checks(directory: str) -> list[Check]:
+    """Return the checks of ``directory``, in an order: where it cannot be written to, the others make no sense."""
+    named: dict[str, Callable[[str], Finding]] = {
+        "writing": check_writing,
+        "file system": check_file_system,
+        "free space": check_free_space,
+        "direct I/O": check_direct,
+        "engine": check_engine,
+        "flush": check_flush,
+        "profile": check_profile,
+    }
+    return [
+        Check(directory, name, functools.partial(run, directory), is_essential=name == "writing")
+        for name, run in named.items()
+    ]
+
+
+def drive_checks(directories: Sequence[str]) -> list[Check]:
+    """Return the check that several directories lie on several drives; none for a single directory."""
+    if len(directories) < 2:
+        return []
+    return [Check(MACHINE, "drives", functools.partial(check_drives, directories))]
+
+
+def check_writing(directory: str) -> Finding:
+    """Make an unnamed file and write one block to it."""
+    name, cost = "writing", "no store can be kept here"
+    try:
+        with _unnamed(directory) as fd:
+            os.pwrite(fd, bytes(_BLOCK_NBYTES), 0)
+            os.fdatasync(fd)
+    except OSError as error:
+        reason, quoted = error.strerror or str(error), shlex.quote(directory)
+        mend = {
+            errno.ENOENT: f"mkdir -p -m 700 {quoted}",
+            errno.ENOTDIR: "name a directory",
+            errno.EACCES: f"as root: chown {os.geteuid()} {quoted}",
+            errno.EPERM: f"as root: chown {os.geteuid()} {quoted}",
+            errno.EROFS: f"as root: mount -o remount,rw {_mount_point(directory)}; dmesg says why it is read-only",
+            errno.ENOSPC: "remove files there, or use another directory",
+            errno.EDQUOT: "raise the quota, or remove files",
+            errno.EMFILE: "ulimit -n 65536",
+        }.get(error.errno or 0, "see the kernel log (dmesg) for this drive")
+        return broken(directory, name, f"a block could not be written: {reason}", cost=cost, mend=mend)
+    return ok(directory, name, "a block was written to an unnamed file and flushed")
+
+
+def check_file_system(directory: str) -> Finding:
+    """Look what keeps the bytes, by the name of the file system."""
+    name = "file system"
+    mount = find_mount(directory)
+    if mount is None:
+        return ok(directory, name, "not readable from /proc/self/mountinfo")
+    found = f"{mount.file_system} on {mount.mount_point} ({mount.source})"
+    kind = mount.kind
+    if kind == "memory":
+        cost = "tensors that leave the DRAM budget stay in DRAM: nothing is gained, and a power cut takes the store"
+        return broken(directory, name, f"{found} keeps files in RAM", cost=cost, mend="use a directory on a drive")
+    if kind == "network":
+        cost = "commits are not supported: a server may lose what was flushed, and locks may not hold"
+        mend = "use a directory on a drive of this machine"
+        return broken(directory, name, f"{found} is on another machine", cost=cost, mend=mend)
+    if kind == "overlay":
+        cost = "not measured here; files of a container's layer are copied when first written, and go with it"
+        mend = "put a directory of the host there: docker run -v /nvme/run:/run/store"
+        return slower(directory, name, f"{found} is a container's layer", cost=cost, mend=mend)
+    if kind == "fuse":
+        cost = "not measured here; every operation passes through one more process"
+        return slower(directory, name, f"{found} is served by a program", cost=cost, mend="use a directory on a drive")
+    return ok(directory, name, found)
+
+
+def check_free_space(directory: str) -> Finding:
+    """Count what is free for us, in bytes and in parameters."""
+    name = "free space"
+    space = os.statvfs(directory)
+    free_nbytes = space.f_bavail * space.f_frsize
+    params = format_count(free_nbytes // _PARAM_NBYTES)
+    found = f"{format_bytes(free_nbytes)}: trains at least {params} parameters at up to {_PARAM_NBYTES} bytes each"
+    if free_nbytes < _LEAST_FREE_NBYTES:
+        mend = "remove files there, or use another directory"
+        return broken(directory, name, found, cost="a store cannot grow", mend=mend)
+    return ok(directory, name, found)
+
+
+def check_direct(directory: str) -> Finding:
+    """Write and read one aligned block with O_DIRECT."""
+    name = "direct I/O"
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        probe = probe_direct(descriptor, _read, _write)
+    finally:
+        os.close(descriptor)
+    if probe.refusal is None:
+        return ok(directory, name, f"a block was written and read past the page cache, aligned to {probe.alignment:,}")
+    cost = "buffered reads run at 0.6 instead of 3.5 GB/s, and take page cache"
+    mend = "use a directory on ext4 or XFS"
+    return slower(directory, name, probe.refusal, cost=cost, mend=mend)
+
+
+def check_engine(directory: str) -> Finding:
+    """Ask which engine a store would take here."""
+    name = "engine"
+    profile, _ = find_profile(directory)
+    engine, reason = choose_engine(directory, profile)
+    found = f"{engine}: {reason}"
+    if engine == "uring" or (profile is not None and profile.engine == engine):
+        return ok(directory, name, found)
+    cost = "beside a busy Python thread 7 instead of 96 % of the drive"
+    return slower(directory, name, found, cost=cost, mend="mend io_uring; see there")
+
+
+def check_flush(directory: str) -> Finding:
+    """Time fdatasync of a block that is overwritten: what each commit waits for, several times."""
+    name = "flush"
+    mount = find_mount(directory)
+    with _unnamed(directory) as fd:
+        os.pwrite(fd, os.urandom(_BLOCK_NBYTES), 0)
+        os.fsync(fd)  # order: from here on, only data is flushed
+        took = []
+        for _ in range(_NUM_FLUSHES):
+            os.pwrite(fd, os.urandom(_BLOCK_NBYTES), 0)
+            start = time.perf_counter()
+            os.fdatasync(fd)
+            took.append(time.perf_counter() - start)
+    median_s = statistics.median(took)
+    found = f"fdatasync of {format_bytes(_BLOCK_NBYTES)} takes {1e3 * median_s:.3g} ms"
+    if mount is not None and mount.kind == "memory":
+        return ok(directory, name, f"{found}: there is no drive to wait for")
+    cache = _write_cache(mount)
+    if median_s < _FAST_FLUSH_S and cache == "write back":
+        found += ": suspiciously fast for a drive that says it has a volatile cache"
+        mend = "none from here; unless it is safe against power cuts, so are commits not: ask who runs the virtual disk"
+        return ok(directory, name, found, mend=mend)
+    if median_s > _SLOW_FLUSH_S:
+        cost = "each commit waits for several of them"
+        return slower(directory, name, found, cost=cost, mend="look for other work on the drive: iostat -x 1")
+    return ok(directory, name, f"{found} (write cache: {cache or 'not readable'})")
+
+
+def _write_cache(mount: Mount | None) -> str | None:
+    drive = find_block_device(mount) if mount else None
+    return drive.write_cache if drive else None
+
+
+def check_profile(directory: str) -> Finding:
+    """Look for what ``tiered bench`` has measured, and when."""
+    name, mend = "profile", f"tiered bench {shlex.quote(directory)}"
+    profile, complaints = find_profile(directory)
+    if complaints:
+        cost = "a store opens with settings that were not measured here"
+        return slower(directory, name, "; ".join(complaints), cost=cost, mend=f"remove it, then: {mend}")
+    if profile is None:
+        return ok(directory, name, "the drive was not measured yet", mend=mend)
+    found, is_stale = _described(profile)
+    return ok(directory, name, found, mend=mend if is_stale else "")
+
+
+def _described(profile: Profile) -> tuple[str, bool]:
+    """Return what ``profile`` says, and whether it is time to measure again."""
+    when = datetime.fromisoformat(profile.measured_at)
+    days = (datetime.now(UTC) - (when if when.tzinfo else when.replace(tzinfo=UTC))).days
+    is_other_kernel = profile.kernel != os.uname().release
+    found = (
+        f"measured {days} days ago: reads {profile.read_bytes_per_s / 1e9:.2f} GB/s, "
+        f"writes {profile.write_bytes_per_s / 1e9:.2f} GB/s with {profile.engine}, "
+        f"blocks of {format_bytes(profile.block_nbytes)}"
+    )
+    if is_other_kernel:
+        found += f", on Linux {profile.kernel}"
+    return found, is_other_kernel or not 0 <= days <= _OLD_DAYS
+
+
+def check_drives(directories: Sequence[str]) -> Finding:
+    """Look whether the directories lie on different drives."""
+    name = "drives"
+    on: dict[str, list[str]] = {}
+    for directory in directories:
+        for drive in _drives(directory):
+            on.setdefault(drive, []).append(directory)
+    shared = {drive: which for drive, which in on.items() if len(which) > 1}
+    if not shared:
+        return ok(MACHINE, name, f"{len(directories)} directories on {len(on)} drives: {', '.join(on) or 'not known'}")
+    found = "; ".join(f"{', '.join(which)} lie on one drive, {drive}" for drive, which in shared.items())
+    cost = "striping over them gains nothing: they share its bandwidth"
+    return slower(MACHINE, name, found, cost=cost, mend="give one directory of each drive")
+
+
+def _drives(directory: str) -> tuple[str, ...]:
+    """Return the disks under ``directory``; the file system where it has none, nothing where that is not known."""
+    mount = find_mount(directory)
+    if mount is None:
+        return ()
+    drive = find_block_device(mount)
+    return drive.disks if drive else (f"{mount.file_system} {mount.source} ({mount.device[0]}:{mount.device[1]})",)
+
+
+def _mount_point(directory: str) -> str:
+    mount = find_mount(directory)
+    return mount.mount_point if mount else directory
+
+
+@contextmanager
+def _unnamed(directory: str) -> Iterator[int]:
+    """Open an unnamed file in ``directory``; it goes with the block."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = open_unnamed(descriptor, 0)
+    finally:
+        os.close(descriptor)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read(fd: int, memory: memoryview, offset: int) -> int:
+    return os.preadv(fd, [memory], offset)
+
+
+def _write(fd: int, memory: memoryview, offset: int) -> int:
+    return os.pwritev(fd, [memory], offset)

@@ -1,0 +1,74 @@
+"""What one check found: what was tried, what came of it, what the lack costs and how to mend it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["MACHINE", "Check", "Finding", "Outcome", "broken", "ok", "slower"]
+
+MACHINE = "machine"
+"""The subject of what concerns no directory."""
+
+
+class Outcome(enum.StrEnum):
+    """How well it works, the worst first."""
+
+    BROKEN = "broken"  # wrong, unsafe or impossible as it is
+    SLOWER = "slower"  # works, and costs time
+    OK = "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor's report."""
+
+    subject: str  # MACHINE or the directory
+    check: str
+    outcome: Outcome
+    found: str  # what was tried and what came of it
+    cost: str = ""  # what the lack costs; "" where nothing is lacking
+    mend: str = ""  # the command, or the next step
+
+    def as_json(self) -> dict[str, str]:
+        """Return the finding for programs."""
+        return {
+            "subject": self.subject,
+            "check": self.check,
+            "outcome": self.outcome.value,
+            "found": self.found,
+            "cost": self.cost,
+            "mend": self.mend,
+        }
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> Finding:
+        """Return the finding that ``as_json`` gave."""
+        return cls(**{**values, "outcome": Outcome(values["outcome"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing to try. ``run`` blocks as long as the drive or the kernel does, and may raise whatever it likes."""
+
+    subject: str
+    name: str
+    run: Callable[[], Finding]
+    is_essential: bool = False  # where it is broken, the checks of this subject after it make no sense
+
+
+def ok(subject: str, check: str, found: str, *, mend: str = "") -> Finding:
+    """Return the finding that nothing is lacking; ``mend`` is what might still be done."""
+    return Finding(subject, check, Outcome.OK, found, mend=mend)
+
+
+def slower(subject: str, check: str, found: str, *, cost: str, mend: str) -> Finding:
+    """Return the finding that something is lacking and ``tiered`` does without."""
+    return Finding(subject, check, Outcome.SLOWER, found, cost, mend)
+
+
+def broken(subject: str, check: str, found: str, *, cost: str, mend: str) -> Finding:
+    """Return the finding that something does not work."""
+    return Finding(subject, check, Outcome.BROKEN, found, cost, mend)

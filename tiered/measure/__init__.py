@@ -1,0 +1,1 @@
+"""What the drives give for tensor swap: measured, beside fio, and told in one line (`tiered bench`)."""

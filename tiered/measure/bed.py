@@ -1,0 +1,159 @@
+"""The test bed: a device on one directory or striped over several, its scratch file, and random bytes for the blocks.
+
+The scratch file has no name, so nothing is left behind, whatever ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+
+import numpy as np
+
+from tiered.bytes.arena import Arena
+from tiered.bytes.device.base import SCRATCH, Device
+from tiered.bytes.device.engines import choose_engine, open_device
+from tiered.bytes.device.file_device import FileDevice
+from tiered.bytes.device.striped import StripedDevice
+from tiered.bytes.device.threads import ThreadsDevice
+from tiered.errors import CapacityError
+from tiered.measure.cold import forget
+from tiered.measure.fio import Fio, find_fio, open_file_path
+from tiered.measure.pattern import Pattern
+from tiered.measure.rounds import Round, cpu_seconds, run_round, write_file
+from tiered.units import MiB, format_bytes, round_up
+
+__all__ = ["Bed"]
+
+_WRITE_BLOCK_NBYTES = 4 * MiB
+_MOST_THREADS = 64
+
+
+class Bed:
+    """A device with a scratch file of ``file_nbytes`` over ``directories``, and ``memory_nbytes`` of memory for blocks.
+
+    The memory is in huge pages where the kernel grants them, and holds random bytes until something is read into it:
+    incompressible, as what is in the file after ``write_file``. Several directories are striped by their ``weights``.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str | os.PathLike[str]],
+        *,
+        engine: str,
+        memory_nbytes: int,
+        file_nbytes: int,
+        depth: int = 8,
+        weights: Sequence[float] | None = None,
+        stripe_nbytes: int = _WRITE_BLOCK_NBYTES,
+    ) -> None:
+        """Open device and memory; ``depth`` is the most operations there will be in flight on one directory.
+
+        Raises TieredError; then nothing is left open.
+        """
+        self.directories = tuple(os.fspath(directory) for directory in directories)
+        self.file_nbytes = round_up(file_nbytes, _WRITE_BLOCK_NBYTES)
+        self.engine_reason = "it was asked for"
+        if engine == "auto":  # whatever an earlier bench has written
+            engine, self.engine_reason = choose_engine(self.directories[0])
+        self.paths: list[str] = []  # of the scratch files, for other processes; once they are written
+        self._exit = ExitStack()
+        with ExitStack() as undo:
+            # Order: devices are closed, and so nothing is in flight, before the memory goes.
+            arena = Arena(round_up(memory_nbytes, _WRITE_BLOCK_NBYTES))
+            undo.callback(arena.close)
+            self.parts: list[FileDevice] = []
+            for directory in self.directories:
+                self.parts.append(_open_device(directory, engine, depth))
+                undo.callback(self.parts[-1].close)
+            self.device: Device = self.parts[0]
+            if len(self.parts) > 1:
+                self.device = StripedDevice(self.parts, weights, stripe_nbytes=stripe_nbytes)
+            undo.callback(self.device.close)
+            whole = arena.allocate_nowait(arena.nbytes)
+            if whole is None:
+                raise CapacityError(f"no {format_bytes(arena.nbytes)} of memory for the blocks")
+            undo.callback(arena.release, whole)
+            self.memory = whole.memory
+            _fill(self.memory)
+            self._exit = undo.pop_all()
+
+    @property
+    def engine(self) -> str:
+        """What moves the bytes; several are joined by "+"."""
+        return "+".join(dict.fromkeys(part.engine for part in self.parts))
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether I/O passes the page cache by."""
+        return all(part.is_direct for part in self.parts)
+
+    def write_file(self, on_written: Callable[[int], object] = lambda nbytes: None) -> None:
+        """Write the scratch file from start to end, so that every later write overwrites; blocks.
+
+        ``on_written(nbytes)`` is called now and then, and may raise.
+        """
+        depth = min(16, len(self.memory) // _WRITE_BLOCK_NBYTES)
+        pattern = Pattern("write", _WRITE_BLOCK_NBYTES, depth, self.file_nbytes, seconds=1)
+        write_file(self.device, self.memory, pattern, on_written)
+        for directory, part in zip(self.directories, self.parts, strict=True):
+            self.paths.append(open_file_path(directory, part.files()[SCRATCH], self.paths))
+
+    def run(self, pattern: Pattern) -> Round:
+        """Run one round on the file that ``write_file`` wrote; blocks.
+
+        An engine that goes through the page cache finds nothing there, makes one pass over the file at most, and what
+        it leaves there is written back within the time. Raises TieredError, OSError.
+        """
+        if self.is_direct:
+            return run_round(self.device, self.memory, pattern)
+        self._forget()
+        once = min(pattern.max_nbytes or self.file_nbytes, self.file_nbytes)
+        found = run_round(self.device, self.memory, replace(pattern, max_nbytes=once))
+        if not found.write_nbytes:
+            return found
+        cpu_s, start = cpu_seconds(), time.perf_counter()
+        self._forget()
+        return replace(
+            found, seconds=found.seconds + time.perf_counter() - start, cpu_s=found.cpu_s + cpu_seconds() - cpu_s
+        )
+
+    def _forget(self) -> None:
+        for path in self.paths:
+            forget(path)
+
+    def find_fio(self) -> Fio | None:
+        """Return a way to call fio that works on this file, or None where fio is not installed."""
+        return find_fio(self.paths[0], self.device.alignment)
+
+    def close(self) -> None:
+        """Close the device, and with it the scratch file; give the memory back. Idempotent."""
+        self._exit.close()
+
+    def __enter__(self) -> Bed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open_device(directory: str, engine: str, depth: int) -> FileDevice:
+    """Open the device of ``directory``; with as many threads as will be needed, where it is made of threads."""
+    if engine == "threads":
+        return ThreadsDevice(directory, num_threads=max(2, min(depth, _MOST_THREADS)))
+    return open_device(directory, engine)
+
+
+def _fill(memory: memoryview) -> None:
+    """Fill ``memory`` with random bytes, which no drive can compress."""
+    words = np.frombuffer(memory, dtype=np.uint64)
+    random = np.random.default_rng()
+    for start in range(0, len(words), MiB):
+        part = words[start : start + MiB]
+        part[:] = random.integers(0, 1 << 64, size=len(part), dtype=np.uint64)

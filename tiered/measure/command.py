@@ -1,0 +1,169 @@
+"""`tiered bench`: what is asked for, refused and agreed to, then a suite per directory, then files and the verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tiered.bytes.device.profile import PROFILE_NAME, write_profile
+from tiered.doctor.card import DirectoryCard, machine_card
+from tiered.errors import UsageError
+from tiered.measure.display import BenchDisplay
+from tiered.measure.report import DirectoryReport, Report
+from tiered.measure.settings import FULL, QUICK, Settings
+from tiered.measure.suite import Suite, profile_of
+from tiered.measure.together import measure_together
+from tiered.measure.verdict import verdict_of
+from tiered.train.interruption import INTERRUPTED, Interruption
+from tiered.units import format_bytes
+
+__all__ = ["BenchRequest", "bench", "confirm_writes"]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """What the command line asks for."""
+
+    directories: tuple[Path, ...]
+    engine: str = "auto"
+    quick: bool = False
+    sustained_s: float = 0.0
+    yes: bool = False
+    json_file: Path | None = None
+    plot_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sustained_s < float("inf"):
+            raise UsageError(f"--sustained takes seconds, got {self.sustained_s}")
+        real = [os.path.realpath(directory) for directory in self.directories]
+        if not real or len(set(real)) != len(real):
+            raise UsageError("give one directory or several different ones")
+        for directory in self.directories:
+            if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+                raise UsageError(f"cannot measure in {directory}: it is no directory, or not yours to write; create it")
+        for file in (self.json_file, self.plot_file):
+            if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+                raise UsageError(f"cannot write {file}: it is a directory, or the one it lies in does not exist")
+
+
+class _Stopped(Exception):
+    """Ctrl-C was pressed once: end in good order."""
+
+
+def bench(request: BenchRequest, settings: Settings | None = None) -> int:
+    """Measure and report; return the exit status: 0, or 130 when Ctrl-C stopped it in good order.
+
+    Nothing is written before that was agreed to. Afterwards only the profile of each directory is left there.
+    Raises TieredError.
+    """
+    settings = settings or replace(QUICK if request.quick else FULL, sustained_s=request.sustained_s)
+    plot = _plotter(request)
+    card = machine_card(request.directories)
+    has_fio = shutil.which("fio") is not None
+    settings = settings.fitted(min((one.free_nbytes or 0 for one in card.directories), default=0))
+    print("\n".join(card.lines()), flush=True)
+    minutes = settings.estimate_s(has_fio=has_fio) * len(card.directories) / 60
+    print(f"about {max(1, round(minutes))} min; Ctrl-C ends it in good order", flush=True)
+    confirm_writes(card.directories, settings.write_nbytes(has_fio=has_fio), settings.file_nbytes, yes=request.yes)
+    suites: list[Suite] = []
+
+    def farewell() -> str:
+        for suite in suites:
+            suite.abandon()
+        return "ended at once; nothing was left behind"
+
+    report = Report(card, settings, [])
+    with (
+        _terminated(),
+        Interruption("stopping after the round in hand (Ctrl-C again: at once)", farewell) as interruption,
+        BenchDisplay() as display,
+    ):
+
+        def check() -> None:
+            if interruption.requested:
+                raise _Stopped
+
+        try:
+            for one in card.directories:
+                suites.append(Suite(one, settings, display, check, engine=request.engine))
+                report.directories.append(suites[-1].run())
+            if len(suites) > 1:
+                report.together = measure_together(report.directories, settings, display, check)
+                for op, ratio in report.ratios_to_sum.items():
+                    display.line(f"{op} at once: {ratio:.2f} of the sum of each alone")
+        except _Stopped:
+            display.line("stopped by Ctrl-C; nothing was left behind, and nothing is reported")
+            return INTERRUPTED
+    _finish(report, request, plot)
+    return 0
+
+
+def confirm_writes(directories: Sequence[DirectoryCard], nbytes: int, file_nbytes: int, *, yes: bool) -> None:
+    """Return if at most a tenth of the free space will be written, or the user agrees. Raises UsageError."""
+    asked = [one for one in directories if nbytes > (one.free_nbytes or 0) / 10]
+    if not asked or yes:
+        return
+    where = " and ".join(f"{one.path} ({format_bytes(one.free_nbytes or 0)} free)" for one in asked)
+    what = (
+        f"this writes up to {format_bytes(nbytes)} to {where}: one file of {format_bytes(file_nbytes)} again and again"
+    )
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError(f"{what}; there is no terminal to ask on: add --yes")
+    if input(f"{what}. Go on? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise UsageError("nothing was written")
+
+
+def _finish(report: Report, request: BenchRequest, plot: Callable[[Report, Path], None] | None) -> None:
+    bests = [one.best for one in report.directories if one.best is not None]
+    report.verdict = verdict_of(bests, report.together)
+    for one in report.directories:
+        _keep_profile(one, report)
+    if request.json_file:
+        request.json_file.write_text(f"{json.dumps(report.as_json(), indent=1)}\n")
+    if plot and request.plot_file:
+        plot(report, request.plot_file)
+    print(f"\n{report.verdict}")
+
+
+def _keep_profile(one: DirectoryReport, report: Report) -> None:
+    path = write_profile(one.directory, profile_of(one, report.machine, report.measured_at))
+    best = one.best
+    assert best is not None
+    duplex = "" if best.duplex is None else f", duplex {best.duplex:.2f}"
+    print(
+        f"best: engine {one.engine}, blocks of {format_bytes(best.block_bytes)}, {best.read_depth} in flight reading, "
+        f'{best.write_depth} writing{duplex}; kept in {path} for Store(engine="auto")'
+    )
+    assert path.name == PROFILE_NAME
+
+
+def _plotter(request: BenchRequest) -> Callable[[Report, Path], None] | None:
+    """Return what draws the plot; UsageError now rather than after minutes when it cannot be drawn."""
+    if request.plot_file is None:
+        return None
+    try:
+        from tiered.measure.plot import draw
+    except ImportError as error:
+        raise UsageError("--plot needs matplotlib: pip install 'tiered[plot]'") from error
+    return draw
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """Let SIGTERM end the process as an exception does, so that everything is put back."""
+
+    def on_signal(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,51 @@
+"""What a bench shows while it measures: one line that moves on a terminal, and finished rows anywhere."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+__all__ = ["BenchDisplay"]
+
+
+class BenchDisplay:
+    """Prints lines, and shows what is being measured below them while it is open; used by one thread."""
+
+    def __init__(self, *, is_live: bool | None = None) -> None:
+        """``is_live`` shows the moving line; by default that is for a terminal."""
+        self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._progress = Progress(
+            TextColumn("measuring"),
+            BarColumn(bar_width=16),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not (sys.stdout.isatty() if is_live is None else is_live),
+            auto_refresh=False,  # a thread that draws would be measured too
+        )
+        self._task = self._progress.add_task("", total=1.0)
+
+    def __enter__(self) -> BenchDisplay:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def line(self, text: str) -> None:
+        """Print ``text`` for good."""
+        if self._progress.disable:
+            print(text, flush=True)
+        else:
+            self._console.print(text)
+
+    def now(self, text: str, *, done: float) -> None:
+        """Show ``text`` as what is being measured, with the share ``done`` of all of it."""
+        self._progress.update(self._task, description=text, completed=done)
+        self._progress.refresh()

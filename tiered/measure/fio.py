@@ -1,0 +1,263 @@
+"""fio as the reference: the same pattern on the same file, in huge pages where the kernel lends some.
+
+fio runs as a process of its own; its CPU time is what the kernel counted for its jobs, without what fio takes to start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiered.errors import DeviceError
+from tiered.measure.pattern import Pattern
+from tiered.measure.rounds import Latency
+from tiered.units import MiB, divide_up
+
+__all__ = ["Fio", "FioError", "FioRound", "HugePages", "find_fio", "open_file_path"]
+
+_NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+_HUGE_PAGE_NBYTES = 2 * MiB
+_ENGINES = ("io_uring", "libaio")  # the first that works here; no other keeps a depth
+_START_NOISE_S = 0.01  # CPU; measured: within 5 ms
+_START_S = 30.0  # what fio may take beyond its run time before it is called stuck
+
+
+class FioError(DeviceError):
+    """fio is there and did not do what it was asked; what it would have measured is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class FioRound:
+    """What one run of fio did."""
+
+    read_nbytes: int
+    write_nbytes: int
+    seconds: float
+    cpu_s: float
+    latency: Latency
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in both directions."""
+        return self.read_nbytes + self.write_nbytes
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes a second, both directions together."""
+        return self.nbytes / self.seconds / 1e9
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        """CPU-seconds per 10^9 bytes."""
+        return self.cpu_s / (self.nbytes / 1e9)
+
+
+class HugePages:
+    """Huge pages for fio's buffers, reserved between ``__enter__`` and ``__exit__`` and given back then.
+
+    What is given back is what was added, so that two of us at a time do not put back each other's pages.
+
+    ``are_there`` is False where we may not reserve any, or the kernel finds none: then fio runs without.
+    """
+
+    def __init__(self, pattern: Pattern, num_files: int = 1, setting: Path = _NR_HUGEPAGES) -> None:
+        self.are_there = False
+        # Each job maps its own: the blocks, up to a page of alignment, rounded up.
+        nbytes = [lane.depth * pattern.block_nbytes for lane in pattern.lanes]
+        self._num_pages = num_files * sum(divide_up(one, _HUGE_PAGE_NBYTES) + 2 for one in nbytes)
+        self._setting = setting
+        self._num_added = 0
+
+    def __enter__(self) -> HugePages:
+        try:
+            before = int(self._setting.read_text())
+            self._num_added = self._num_pages  # order: known before the setting changes, for whoever interrupts us
+            self._setting.write_text(f"{before + self._num_pages}\n")
+            self._num_added = max(0, int(self._setting.read_text()) - before)
+        except (OSError, ValueError):
+            self._num_added = 0
+        self.are_there = self._num_added >= self._num_pages
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the pages back. Idempotent; never raises."""
+        num_added, self._num_added = self._num_added, 0
+        if num_added:
+            with contextlib.suppress(OSError, ValueError):
+                self._setting.write_text(f"{max(0, int(self._setting.read_text()) - num_added)}\n")
+
+
+class Fio:
+    """A way to call fio: its path, the engine that works here, and what a start costs per pattern."""
+
+    def __init__(self, program: str, engine: str, *, has_huge_pages: bool = False) -> None:
+        self.engine = engine
+        self.has_huge_pages = has_huge_pages
+        self._program = program
+        self._start_cpu_s: dict[tuple[str, int, int, bool], float] = {}
+
+    def calibrate(self, pattern: Pattern, files: Sequence[str]) -> None:
+        """Measure what fio's start costs in CPU for ``pattern``, and warm it up; blocks."""
+        limits = ["--number_ios=1"]
+        cpu_s, _ = self._run(pattern, files, limits, wait_s=_START_S)
+        self._start_cpu_s[self._key(pattern)] = cpu_s
+
+    def run(self, pattern: Pattern, files: Sequence[str]) -> FioRound:
+        """Run ``pattern`` on each of ``files`` at once and return what fio did; blocks.
+
+        Raises FioError when fio fails. Interrupted, it ends fio.
+        """
+        limits = [f"--runtime={max(1, round(pattern.seconds * 1000))}ms"]
+        if pattern.max_turns is None:
+            limits.append("--time_based")
+        else:
+            limits.append(f"--io_size={pattern.max_turns * pattern.block_nbytes}")
+        cpu_s, report = self._run(pattern, files, limits, wait_s=pattern.seconds + _START_S)
+        # The jobs' own count leaves out io_uring's kernel workers, the process's has a start of uncertain length.
+        cpu_s -= self._start_cpu_s.get(self._key(pattern), cpu_s) + _START_NOISE_S
+        return _parse(report, cpu_s)
+
+    def command(self, pattern: Pattern, files: Sequence[str], limits: Sequence[str]) -> list[str]:
+        """Return the command line: one job per file and direction, each over the same blocks as ours."""
+        command = [
+            self._program, "--output-format=json", f"--ioengine={self.engine}", "--direct=1", "--overwrite=1",
+            "--allow_file_create=0", "--randrepeat=0", "--scramble_buffers=0", f"--bs={pattern.block_nbytes}",
+            "--clat_percentiles=0", "--lat_percentiles=1", "--percentile_list=50:99:99.9",
+        ]  # fmt: skip
+        if pattern.op == "mixed":
+            command.append("--exitall")
+        if self.has_huge_pages:
+            command.append("--iomem=mmaphuge")
+        for index, (file, lane) in enumerate((file, lane) for file in files for lane in pattern.lanes):
+            command += [
+                f"--name={'write' if lane.is_write else 'read'}-{index}", f"--filename={file}",
+                f"--rw={'write' if lane.is_write else 'read'}", f"--iodepth={lane.depth}",
+                f"--offset={lane.first_block * pattern.block_nbytes}",
+                f"--size={lane.num_blocks * pattern.block_nbytes}", *limits,
+            ]  # fmt: skip
+        return command
+
+    def _key(self, pattern: Pattern) -> tuple[str, int, int, bool]:
+        return pattern.op, pattern.block_nbytes, pattern.depth, self.has_huge_pages
+
+    def _run(
+        self, pattern: Pattern, files: Sequence[str], limits: Sequence[str], *, wait_s: float
+    ) -> tuple[float, Mapping[str, Any]]:
+        """Return the CPU-seconds of the process and its report."""
+        output, error, cpu_s = _call(self.command(pattern, files, limits), wait_s)
+        try:
+            report: Mapping[str, Any] = json.loads(output[output.index("{") :])
+        except ValueError:
+            raise FioError(f"fio did not report: {_first_line(error or output)}") from None
+        failed = next((job for job in report["jobs"] if job["error"]), None)
+        if failed:
+            raise FioError(f"fio failed with error {failed['error']}: {_first_line(error or output)}")
+        return cpu_s, report
+
+
+def find_fio(trial: str, block_nbytes: int) -> Fio | None:
+    """Return a way to call fio that works on the file at path ``trial``, or None: there is none. Blocks.
+
+    Raises FioError for a fio that is there and works with no engine.
+    """
+    program = shutil.which("fio")
+    if program is None:
+        return None
+    pattern = Pattern("read", block_nbytes, 1, block_nbytes, seconds=0.01)
+    reason: FioError | None = None
+    for engine in _ENGINES:
+        fio = Fio(program, engine)
+        try:
+            fio.calibrate(pattern, [trial])
+        except FioError as error:
+            reason = reason or error
+            continue
+        return fio
+    raise FioError(f"{program} is there and does not work: {reason}; mend it or take it off the path") from reason
+
+
+def open_file_path(directory: str | os.PathLike[str], nbytes: int, taken: Sequence[str] = ()) -> str:
+    """Return a path of the unnamed file of ``nbytes`` that this process has open in ``directory``, for others to open.
+
+    It is good while the file is open. It is none of ``taken``: files of one size on one file system look alike.
+    Raises DeviceError when there is no such file.
+    """
+    device = os.stat(directory).st_dev
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor that lists them is gone by now
+            status = os.stat(int(number))
+            path = f"/proc/{os.getpid()}/fd/{number}"
+            if (status.st_dev, status.st_nlink, status.st_size) == (device, 0, nbytes) and path not in taken:
+                return path
+    raise DeviceError(f"no unnamed file of {nbytes} bytes is open in {directory}: fio cannot be pointed at it")
+
+
+def _call(command: Sequence[str], wait_s: float) -> tuple[str, str, float]:
+    """Run ``command``; return its output, what it said on standard error and its CPU-seconds."""
+    with _process(command) as process:
+        try:
+            output, error = process.communicate(timeout=wait_s)
+        except subprocess.TimeoutExpired:
+            raise FioError(f"fio did not end within {wait_s:.0f} s; check the drive") from None
+        return output, error, process.cpu_s
+
+
+class _TimedProcess(subprocess.Popen[str]):
+    """A process whose CPU time, children that it waited for included, is known once it has ended."""
+
+    cpu_s = 0.0
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        pid, status, usage = os.wait4(self.pid, wait_flags)
+        if pid == self.pid:
+            self.cpu_s = usage.ru_utime + usage.ru_stime
+        return pid, status
+
+
+@contextlib.contextmanager
+def _process(command: Sequence[str]) -> Iterator[_TimedProcess]:
+    process = _TimedProcess(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,  # Ctrl-C on the terminal is ours to obey: after the round
+    )
+    with process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+
+
+def _parse(report: Mapping[str, Any], least_cpu_s: float) -> FioRound:
+    jobs_cpu_s = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in report["jobs"])
+    sides = [job[verb] for job in report["jobs"] for verb in ("read", "write") if job[verb]["io_bytes"]]
+    if not sides:
+        raise FioError("fio moved no byte; check the drive")
+    slowest = max(sides, key=lambda side: float(side["lat_ns"]["percentile"]["99.000000"]))["lat_ns"]
+    p50, p99, p999 = (float(slowest["percentile"][key]) / 1e9 for key in ("50.000000", "99.000000", "99.900000"))
+    return FioRound(
+        read_nbytes=sum(job["read"]["io_bytes"] for job in report["jobs"]),
+        write_nbytes=sum(job["write"]["io_bytes"] for job in report["jobs"]),
+        seconds=max(side["runtime"] for side in sides) / 1000,  # fio counts whole milliseconds
+        cpu_s=max(jobs_cpu_s, least_cpu_s),
+        latency=Latency(p50, p99, p999, float(slowest["max"]) / 1e9),
+    )
+
+
+def _first_line(text: str) -> str:
+    return re.sub(r"\s+", " ", text.strip())[:200] or "it said nothing"

@@ -1,0 +1,198 @@
+"""Ours and fio in alternating pairs: the drive drifts, and both sides of a pair meet it in the same mood.
+
+``python -m tiered.measure.pairs DIR --op read --block 4MiB --depth 8`` prints the pairs of one pattern as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from tiered.measure.bed import Bed
+from tiered.measure.fio import Fio, FioRound, HugePages
+from tiered.measure.pattern import OPS, Pattern
+from tiered.measure.rounds import Latency, Round
+from tiered.units import MiB, parse_bytes
+
+__all__ = ["BusyThread", "Pairs", "main", "measure_pairs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The rounds of one pattern; ``fio`` is empty where there is none, else as long as ``ours``."""
+
+    pattern: Pattern
+    ours: tuple[Round, ...]
+    fio: tuple[FioRound, ...]
+    has_huge_pages: bool  # fio's buffers
+
+    @property
+    def gb_per_s(self) -> float:
+        """The median of ours."""
+        return statistics.median(one.gb_per_s for one in self.ours)
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        """The median of ours."""
+        return statistics.median(one.cpu_s_per_gb for one in self.ours)
+
+    @property
+    def latency(self) -> Latency:
+        """Percentiles over all blocks of ours."""
+        return Latency.of(np.concatenate([one.latencies_s for one in self.ours]))
+
+    @property
+    def fio_gb_per_s(self) -> float | None:
+        """The median of fio's."""
+        return statistics.median(one.gb_per_s for one in self.fio) if self.fio else None
+
+    @property
+    def fio_cpu_s_per_gb(self) -> float | None:
+        """The median of fio's."""
+        return statistics.median(one.cpu_s_per_gb for one in self.fio) if self.fio else None
+
+    @property
+    def ratio_to_fio(self) -> float | None:
+        """The median over the pairs of ours / fio."""
+        return self._ratio(lambda one: one.gb_per_s)
+
+    @property
+    def cpu_ratio_to_fio(self) -> float | None:
+        """The median over the pairs of ours / fio in CPU-seconds per GB; None as well where fio's is too little."""
+        return self._ratio(lambda one: one.cpu_s_per_gb)
+
+    def _ratio(self, of: Callable[[Round | FioRound], float]) -> float | None:
+        if not self.fio or not all(of(one) for one in self.fio):
+            return None
+        return statistics.median(of(ours) / of(fio) for ours, fio in zip(self.ours, self.fio, strict=True))
+
+
+class BusyThread:
+    """A thread that runs pure Python between ``__enter__`` and ``__exit__``, as a data loader or a logger may."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+        self._thread = threading.Thread(target=self._spin, name="tiered-bench-busy")
+
+    def __enter__(self) -> BusyThread:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over = True
+        self._thread.join()
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time it has burnt so far, while it runs."""
+        assert self._thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
+    def _spin(self) -> None:
+        count = 0
+        while not self._is_over:
+            for number in range(1000):
+                count += number * number % 7
+
+
+def measure_pairs(
+    bed: Bed,
+    pattern: Pattern,
+    *,
+    rounds: int,
+    fio: Fio | None = None,
+    is_busy: bool = False,
+    warm_up_s: float = 0.1,
+    check: Callable[[], object] = lambda: None,
+) -> Pairs:
+    """Run ``rounds`` rounds after a warm-up, and as many of ``fio`` between them; blocks.
+
+    Every other pair begins with fio. ``is_busy`` has a busy Python thread beside ours. ``check`` is called before each
+    pair and may raise.
+    """
+    bed.run(replace(pattern, seconds=warm_up_s))
+    if fio is not None:
+        fio.calibrate(pattern, bed.paths)
+    ours: list[Round] = []
+    theirs: list[FioRound] = []
+    for turn in range(rounds):
+        check()
+        if fio is not None and turn % 2:
+            theirs.append(fio.run(pattern, bed.paths))
+        ours.append(_run_busy(bed, pattern) if is_busy else bed.run(pattern))
+        if fio is not None and not turn % 2:
+            theirs.append(fio.run(pattern, bed.paths))
+    return Pairs(pattern, tuple(ours), tuple(theirs), fio is not None and fio.has_huge_pages)
+
+
+def _run_busy(bed: Bed, pattern: Pattern) -> Round:
+    with BusyThread() as busy:
+        before = busy.cpu_seconds()
+        result = bed.run(pattern)
+        burnt = busy.cpu_seconds() - before
+    return replace(result, cpu_s=max(0.0, result.cpu_s - burnt))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the pairs of one pattern as one JSON object."""
+    parser = argparse.ArgumentParser(description="Rounds of one pattern on one directory, ours and fio's in turn.")
+    parser.add_argument("directory")
+    parser.add_argument("--engine", default="auto")
+    parser.add_argument("--op", choices=OPS, default="read")
+    parser.add_argument("--block", type=parse_bytes, default=4 * MiB)
+    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--file", type=parse_bytes, default=1024 * MiB, help="size of the file that is overwritten")
+    parser.add_argument("--busy", action="store_true", help="with a busy Python thread beside ours")
+    parser.add_argument("--no-fio", action="store_true")
+    given = parser.parse_args(arguments)
+    pattern = Pattern(given.op, given.block, given.depth, given.file, given.seconds)
+    with ExitStack() as stack:
+        bed = stack.enter_context(
+            Bed(
+                [given.directory],
+                engine=given.engine,
+                memory_nbytes=given.block * given.depth,
+                file_nbytes=given.file,
+                depth=given.depth,
+            )
+        )
+        bed.write_file()
+        fio = None if given.no_fio else bed.find_fio()
+        if fio is not None:
+            fio.has_huge_pages = stack.enter_context(HugePages(pattern)).are_there
+        pairs = measure_pairs(bed, pattern, rounds=given.rounds, fio=fio, is_busy=given.busy)
+    print(
+        json.dumps(
+            {
+                "engine": bed.engine,
+                "op": given.op,
+                "block_bytes": given.block,
+                "depth": given.depth,
+                "gb_per_s": round(pairs.gb_per_s, 3),
+                "fio_gb_per_s": pairs.fio_gb_per_s and round(pairs.fio_gb_per_s, 3),
+                "ratio_to_fio": pairs.ratio_to_fio and round(pairs.ratio_to_fio, 3),
+                "cpu_s_per_gb": round(pairs.cpu_s_per_gb, 4),
+                "cpu_ratio_to_fio": pairs.cpu_ratio_to_fio and round(pairs.cpu_ratio_to_fio, 3),
+                "fio_has_huge_pages": pairs.has_huge_pages,
+                "latency": asdict(pairs.latency),
+                "pairs": [
+                    [round(one.gb_per_s, 3) for one in pair] for pair in zip(pairs.ours, pairs.fio or (), strict=False)
+                ]
+                or [[round(one.gb_per_s, 3)] for one in pairs.ours],
+            }
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

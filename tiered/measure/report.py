@@ -1,0 +1,223 @@
+"""What a bench found, as rows and as JSON. The JSON's shape is fixed by ``SCHEMA`` and ``VERSION``.
+
+Version 1: an object with schema, version, measured_at, machine, settings, results (one object per point, each with at
+least op, block_bytes, depth, gb_per_s, ratio_to_fio), tensors, ratios_to_sum, verdict; and by directory engines,
+engine_reasons, fio, sustained, smart, cold, demand, best. A figure that was not measured is null. GB are 10^9 bytes;
+latencies are in seconds; the order of results is that of measuring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+
+from tiered.doctor.card import MachineCard
+from tiered.measure.cold import ColdProof
+from tiered.measure.demand import DemandLatency
+from tiered.measure.pairs import Pairs
+from tiered.measure.rounds import Latency
+from tiered.measure.settings import Settings
+from tiered.measure.sustained import Sample, Smart
+from tiered.measure.tensors import TensorRounds
+from tiered.measure.verdict import Best
+from tiered.units import format_bytes
+
+__all__ = ["ROW_TITLE", "SCHEMA", "TENSOR_TITLE", "VERSION", "DirectoryReport", "Report", "Row", "TensorRow"]
+
+SCHEMA = "tiered-bench"
+VERSION = 1
+
+ROW_TITLE = (
+    "op         block depth      GB/s          range    fio  ratio  p50 ms  p99 ms  p99.9     max  CPU ms/GB    fio"
+)
+TENSOR_TITLE = "op        tensor      GB/s          range    raw  ratio"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One point: the medians over its rounds, ours and fio's."""
+
+    op: str
+    block_bytes: int
+    depth: int
+    engine: str
+    directory: str  # several are joined by "+"
+    is_busy: bool  # with a busy Python thread beside
+    rounds: int
+    gb_per_s: float
+    gb_per_s_min: float
+    gb_per_s_max: float
+    latency: Latency
+    cpu_s_per_gb: float
+    read_gb_per_s: float  # of mixed: each direction
+    write_gb_per_s: float
+    fio_gb_per_s: float | None
+    ratio_to_fio: float | None  # the median over the pairs
+    fio_cpu_s_per_gb: float | None
+    cpu_ratio_to_fio: float | None
+    fio_latency: Latency | None  # of the median round
+    fio_has_huge_pages: bool | None
+
+    @classmethod
+    def of(cls, pairs: Pairs, *, engine: str, directory: str, is_busy: bool = False) -> Row:
+        """Return the row of ``pairs``."""
+        rates = sorted(one.gb_per_s for one in pairs.ours)
+        seconds = sum(one.seconds for one in pairs.ours)
+        fio = sorted(pairs.fio, key=lambda one: one.gb_per_s)
+        middle = fio[len(fio) // 2] if fio else None
+        return cls(
+            op=pairs.pattern.op,
+            block_bytes=pairs.pattern.block_nbytes,
+            depth=pairs.pattern.depth,
+            engine=engine,
+            directory=directory,
+            is_busy=is_busy,
+            rounds=len(rates),
+            gb_per_s=pairs.gb_per_s,
+            gb_per_s_min=rates[0],
+            gb_per_s_max=rates[-1],
+            latency=pairs.latency,
+            cpu_s_per_gb=pairs.cpu_s_per_gb,
+            read_gb_per_s=sum(one.read_nbytes for one in pairs.ours) / seconds / 1e9,
+            write_gb_per_s=sum(one.write_nbytes for one in pairs.ours) / seconds / 1e9,
+            fio_gb_per_s=pairs.fio_gb_per_s,
+            ratio_to_fio=pairs.ratio_to_fio,
+            fio_cpu_s_per_gb=pairs.fio_cpu_s_per_gb,
+            cpu_ratio_to_fio=pairs.cpu_ratio_to_fio,
+            fio_latency=middle.latency if middle else None,
+            fio_has_huge_pages=pairs.has_huge_pages if fio else None,
+        )
+
+    def __str__(self) -> str:
+        op = f"{self.op}{' busy' if self.is_busy else ''}"
+        latency = self.latency
+        spread = f"{self.gb_per_s_min:.2f}-{self.gb_per_s_max:.2f}"
+        return (
+            f"{op:<10} {_block(self.block_bytes):>6} {self.depth:>4} {self.gb_per_s:>9.2f} {spread:>14} "
+            f"{_said(self.fio_gb_per_s, 6, 2)} {_said(self.ratio_to_fio, 6, 2)} {latency.p50_s * 1e3:>7.2f} "
+            f"{latency.p99_s * 1e3:>7.2f} {latency.p999_s * 1e3:>6.2f} {latency.max_s * 1e3:>7.2f} "
+            f"{self.cpu_s_per_gb * 1e3:>10.1f} {_said(_thousandfold(self.fio_cpu_s_per_gb), 6, 1)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """Puts, gets or leases of tensors of one size."""
+
+    op: str  # "put", "get" or "lease"
+    tensor_bytes: int
+    num_tensors: int
+    directory: str
+    rounds: int
+    gb_per_s: float
+    gb_per_s_min: float
+    gb_per_s_max: float
+    raw_gb_per_s: tuple[float, ...]
+    ratio_to_raw: float
+
+    @classmethod
+    def of(cls, found: TensorRounds, *, directory: str) -> TensorRow:
+        """Return the row of ``found``."""
+        return cls(
+            op=found.op,
+            tensor_bytes=found.tensor_nbytes,
+            num_tensors=found.num_tensors,
+            directory=directory,
+            rounds=len(found.gb_per_s),
+            gb_per_s=found.median_gb_per_s,
+            gb_per_s_min=min(found.gb_per_s),
+            gb_per_s_max=max(found.gb_per_s),
+            raw_gb_per_s=found.raw_gb_per_s,
+            ratio_to_raw=found.ratio_to_raw,
+        )
+
+    def __str__(self) -> str:
+        spread = f"{self.gb_per_s_min:.2f}-{self.gb_per_s_max:.2f}"
+        raw = sorted(self.raw_gb_per_s)[len(self.raw_gb_per_s) // 2]
+        return (
+            f"{self.op:<8} {_block(self.tensor_bytes):>7} {self.gb_per_s:>9.2f} {spread:>14} {raw:>6.2f} "
+            f"{self.ratio_to_raw:>6.2f}"
+        )
+
+
+@dataclass(slots=True)
+class DirectoryReport:
+    """What was measured in one directory, as far as it has come."""
+
+    directory: str
+    engine: str = ""
+    engine_reason: str = ""
+    fio_engine: str | None = None
+    rows: list[Row] = field(default_factory=list)
+    other_rows: list[Row] = field(default_factory=list)  # of other engines
+    tensors: list[TensorRow] = field(default_factory=list)
+    sustained: list[Sample] = field(default_factory=list)
+    smart: list[Smart] = field(default_factory=list)
+    cold: ColdProof | None = None
+    demand: DemandLatency | None = None
+    best: Best | None = None
+
+
+@dataclass(slots=True)
+class Report:
+    """A whole bench."""
+
+    machine: MachineCard
+    settings: Settings
+    directories: list[DirectoryReport]
+    together: list[Row] = field(default_factory=list)  # all directories at once
+    verdict: str = ""
+    measured_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    @property
+    def rows(self) -> list[Row]:
+        """All points of all directories."""
+        return [row for one in self.directories for row in one.rows + one.other_rows] + self.together
+
+    @property
+    def ratios_to_sum(self) -> dict[str, float]:
+        """What all directories gave at once, by op, over the sum of what each gave alone."""
+        bests = [one.best for one in self.directories if one.best is not None]
+        sums = {"read": sum(one.read_gb_per_s for one in bests), "write": sum(one.write_gb_per_s for one in bests)}
+        return {row.op: row.gb_per_s / sums[row.op] for row in self.together}
+
+    def as_json(self) -> dict[str, object]:
+        """Return what ``json.dumps`` takes."""
+        by_directory: Sequence[DirectoryReport] = self.directories
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "measured_at": self.measured_at,
+            "machine": self.machine.as_json(),
+            "settings": asdict(self.settings),
+            "engines": {one.directory: one.engine for one in by_directory},
+            "engine_reasons": {one.directory: one.engine_reason for one in by_directory},
+            "fio": {one.directory: one.fio_engine for one in by_directory},
+            "results": [asdict(row) for row in self.rows],
+            "tensors": [asdict(row) for one in by_directory for row in one.tensors],
+            "sustained": {one.directory: [asdict(sample) for sample in one.sustained] for one in by_directory},
+            "smart": {one.directory: [asdict(smart) for smart in one.smart] for one in by_directory},
+            "cold": {
+                one.directory: one.cold and {**asdict(one.cold), "is_cold": one.cold.is_cold} for one in by_directory
+            },
+            "demand": {
+                one.directory: one.demand and {**asdict(one.demand), "p99_ratio": one.demand.p99_ratio}
+                for one in by_directory
+            },
+            "best": {one.directory: one.best and asdict(one.best) for one in by_directory},
+            "ratios_to_sum": self.ratios_to_sum,
+            "verdict": self.verdict,
+        }
+
+
+def _block(nbytes: int) -> str:
+    return format_bytes(nbytes).replace(".0 ", " ").replace(" KiB", "K").replace(" MiB", "M").replace(" GiB", "G")
+
+
+def _thousandfold(value: float | None) -> float | None:
+    return None if value is None else value * 1e3
+
+
+def _said(value: float | None, width: int, digits: int) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:>{width}.{digits}f}"

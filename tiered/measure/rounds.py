@@ -1,0 +1,271 @@
+"""One round on a device: a closed loop that keeps so many blocks in flight for so long, and what it took.
+
+The loop runs in the device's own threads: each completion submits the next block of its lane. Which rounds to run, and
+beside what, is for ``pairs`` and the command to say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tiered.bytes.device.base import Device, IOClass, Operation
+from tiered.errors import TieredError
+from tiered.measure.pattern import Lane, Pattern
+
+__all__ = ["Latency", "Round", "cpu_seconds", "run_round", "write_file"]
+
+_MAX_LATENCIES = 1 << 18  # of one stream; a longer round keeps the last ones
+_MAX_BYTES_PER_S = 64e9  # beyond any drive: the latencies a round may have
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """From submission to completion of one block, in seconds."""
+
+    p50_s: float
+    p99_s: float
+    p999_s: float
+    max_s: float
+
+    @classmethod
+    def of(cls, seconds: npt.NDArray[np.float64]) -> Latency:
+        """Return the percentiles of at least one time; between two of them, the higher."""
+        p50, p99, p999 = np.percentile(seconds, (50, 99, 99.9), method="higher")
+        return cls(float(p50), float(p99), float(p999), float(seconds.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round did; ``seconds`` runs from the first submission to the last completion."""
+
+    read_nbytes: int
+    write_nbytes: int
+    seconds: float
+    cpu_s: float  # user and system, all threads of the process
+    read_latencies_s: npt.NDArray[np.float64]  # shape (num_reads,), of the last quarter million
+    write_latencies_s: npt.NDArray[np.float64]
+
+    @property
+    def latencies_s(self) -> npt.NDArray[np.float64]:
+        """Those of both directions, reads first."""
+        return np.concatenate((self.read_latencies_s, self.write_latencies_s))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in both directions."""
+        return self.read_nbytes + self.write_nbytes
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes a second, both directions together."""
+        return self.nbytes / self.seconds / 1e9
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        """CPU-seconds per 10^9 bytes."""
+        return self.cpu_s / (self.nbytes / 1e9)
+
+
+def run_round(
+    device: Device,
+    memory: memoryview,
+    pattern: Pattern,
+    *,
+    watch: Callable[[], bool] | None = None,
+    watch_every_s: float = 1.0,
+) -> Round:
+    """Run one round; blocks. ``memory`` holds ``depth`` blocks, aligned, and is overwritten by reads.
+
+    ``watch`` is called from this thread while it runs; the round ends early when it returns False. Raises what the
+    device raised or reported, once nothing is in flight any more.
+    """
+    loop = _Loop(device, memory, pattern)
+    cpu_s, start = cpu_seconds(), time.perf_counter()
+    try:
+        loop.begin(start + pattern.seconds)
+        while not loop.finished.wait(watch_every_s if watch else None):
+            if watch is not None and not watch():
+                loop.stop()
+                watch = None
+    except BaseException:  # an interrupt: what is in flight still uses the memory, until the device is closed
+        loop.stop()
+        raise
+    cpu_s = cpu_seconds() - cpu_s
+    loop.check()
+    nbytes = {stream.lane.is_write: stream.num_done * pattern.block_nbytes for stream in loop.streams}
+    latencies = {stream.lane.is_write: stream.times() for stream in loop.streams}
+    none = np.empty(0)
+    return Round(
+        read_nbytes=nbytes.get(False, 0),
+        write_nbytes=nbytes.get(True, 0),
+        seconds=loop.end - start,
+        cpu_s=cpu_s,
+        read_latencies_s=latencies.get(False, none),
+        write_latencies_s=latencies.get(True, none),
+    )
+
+
+def cpu_seconds() -> float:
+    """Return the user and system time of this process so far: all its threads, io_uring's kernel workers included."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def write_file(device: Device, memory: memoryview, pattern: Pattern, on_written: Callable[[int], object]) -> None:
+    """Write the pattern's file once from start to end, so that it is overwritten from now on; blocks.
+
+    The file is grown first. ``on_written(nbytes)`` is called now and then from this thread.
+    """
+    nbytes = pattern.file_nbytes // pattern.block_nbytes * pattern.block_nbytes
+    device.grow(pattern.file, nbytes)
+    step = pattern.block_nbytes * pattern.depth
+    done = threading.Semaphore(0)
+    for start in range(0, nbytes, step):
+        operations = [
+            Operation(
+                is_write=True,
+                file=pattern.file,
+                offset=offset,
+                memory=memory[offset - start :][: pattern.block_nbytes],
+                io_class=IOClass.WRITE,
+                on_done=lambda operation: done.release(),
+            )
+            for offset in range(start, min(start + step, nbytes), pattern.block_nbytes)
+        ]
+        device.submit(operations)
+        for _ in operations:
+            done.acquire()
+        for operation in operations:
+            if operation.error is not None:
+                raise operation.error
+        on_written(len(operations) * pattern.block_nbytes)
+
+
+class _Loop:
+    """One pattern on one device. Its streams' slots are busy from ``begin`` until each has seen the end."""
+
+    def __init__(self, device: Device, memory: memoryview, pattern: Pattern) -> None:
+        nbytes = pattern.block_nbytes
+        self.num_slots = pattern.num_slots
+        if len(memory) < nbytes * self.num_slots:
+            raise ValueError(f"{self.num_slots} blocks of {nbytes} bytes need more memory than {len(memory)} bytes")
+        self.device = device
+        self.pattern = pattern
+        self.end = 0.0
+        self.deadline = 0.0
+        self._errors: list[Exception] = []
+        self.finished = threading.Event()  # nothing is in flight any more; the device ends every operation in time
+        self._num_finished = itertools.count(1)
+        blocks = (memory[start : start + nbytes] for start in range(0, nbytes * self.num_slots, nbytes))
+        self.streams = [_Stream(self, lane, blocks) for lane in pattern.lanes]
+
+    def begin(self, deadline: float) -> None:
+        """Submit the first blocks; none is submitted after ``deadline`` (of time.perf_counter)."""
+        self.deadline = deadline
+        for stream in self.streams:
+            for slot in stream.slots:
+                slot.submit()
+
+    def check(self) -> None:
+        """Raise the first error there was."""
+        if self._errors:
+            raise self._errors[0]
+
+    def stop(self) -> None:
+        """Let no more be submitted."""
+        self.deadline = 0.0
+
+    def fail(self, error: Exception) -> None:
+        """Stop, and keep ``error`` for ``check``."""
+        self._errors.append(error)
+        self.stop()
+
+    def finish_slot(self, now: float) -> None:
+        """Count a slot that will submit no more; any thread."""
+        self.end = max(self.end, now)  # the last slot's is the latest: a lost update is an earlier one
+        if next(self._num_finished) == self.num_slots:
+            self.end = max(self.end, now)
+            self.finished.set()
+
+
+class _Stream:
+    """The blocks of one lane. Counters are ``itertools.count``: ``next`` of one is a single step under the GIL."""
+
+    def __init__(self, loop: _Loop, lane: Lane, blocks: Iterator[memoryview]) -> None:
+        self.lane = lane
+        self.turns = itertools.count()
+        self.max_turns = loop.pattern.max_turns
+        num_latencies = lane.depth + int(_MAX_BYTES_PER_S * loop.pattern.seconds / loop.pattern.block_nbytes)
+        self.capacity = min(num_latencies, self.max_turns or num_latencies, _MAX_LATENCIES)
+        self.latencies = array("d", bytes(8 * self.capacity))
+        self.places = itertools.count()  # in ``latencies``, modulo their capacity
+        self.slots = [_Slot(loop, self, block) for block in itertools.islice(blocks, lane.depth)]
+
+    @property
+    def num_done(self) -> int:
+        """Blocks that have moved; for after the end."""
+        return sum(slot.num_done for slot in self.slots)
+
+    def times(self) -> npt.NDArray[np.float64]:
+        """Return the latencies kept, a view of shape (at most num_done,)."""
+        return np.frombuffer(self.latencies, dtype=np.float64)[: self.num_done]
+
+
+class _Slot:
+    """One place in the queue with a block of memory: in flight, or finished for good."""
+
+    __slots__ = ("_loop", "_operation", "_start", "_stream", "num_done")
+
+    def __init__(self, loop: _Loop, stream: _Stream, memory: memoryview) -> None:
+        self._loop = loop
+        self._stream = stream
+        self._operation = Operation(  # one for all turns: it is the submitter's again once it is done
+            is_write=stream.lane.is_write,
+            file=loop.pattern.file,
+            offset=0,
+            memory=memory,
+            io_class=stream.lane.io_class,
+            on_done=self._on_done,
+        )
+        self._start = 0.0
+        self.num_done = 0
+
+    def submit(self) -> None:
+        """Submit the next block of the lane. Called by one thread at a time: nothing of this slot is in flight."""
+        loop, stream = self._loop, self._stream
+        lane, pattern = stream.lane, loop.pattern
+        turn = next(stream.turns)
+        if stream.max_turns is not None and turn >= stream.max_turns:
+            loop.stop()
+            loop.finish_slot(time.perf_counter())
+            return
+        operation = self._operation
+        operation.offset = (lane.first_block + turn % lane.num_blocks) * pattern.block_nbytes
+        self._start = time.perf_counter()
+        try:
+            loop.device.submit((operation,))
+        except TieredError as error:
+            loop.fail(error)
+            loop.finish_slot(time.perf_counter())
+
+    def _on_done(self, operation: Operation) -> None:
+        now = time.perf_counter()
+        if operation.error is None:
+            stream = self._stream
+            stream.latencies[next(stream.places) % stream.capacity] = now - self._start
+            self.num_done += 1
+        else:
+            self._loop.fail(operation.error)
+        if now < self._loop.deadline:
+            self.submit()
+        else:
+            self._loop.finish_slot(now)

@@ -1,0 +1,137 @@
+"""What a bench measures: which blocks at which depths, how often and how long, and what that will write.
+
+Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tiered.bytes.device.engines import DEVICES
+from tiered.measure.pattern import OPS, Pattern
+from tiered.units import GiB, KiB, MiB
+
+__all__ = ["FULL", "QUICK", "Point", "Settings"]
+
+_FIO_START_S = 0.28  # wall time of a start of fio 3.33
+_FASTEST_BYTES_PER_S = 8e9  # of a drive, for what a time series may write
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One pattern to measure: an op at a block size and a depth, perhaps beside fio or a busy thread."""
+
+    op: str
+    block_nbytes: int
+    depth: int
+    has_fio: bool = True
+    is_busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The extent of a bench. Defaults: the full one."""
+
+    blocks: tuple[int, ...] = (128 * KiB, 256 * KiB, 512 * KiB, MiB, 2 * MiB, 4 * MiB, 8 * MiB, 16 * MiB)
+    depths: tuple[int, ...] = (1, 4, 8, 32)
+    mixed_blocks: tuple[int, ...] = (MiB, 4 * MiB, 8 * MiB)
+    busy_blocks: tuple[int, ...] = (MiB, 4 * MiB, 8 * MiB)
+    busy_depths: tuple[int, ...] = (8, 32)
+    rounds: int = 5
+    round_s: float = 0.5
+    warm_up_s: float = 0.1
+    round_nbytes: int = 2 * GiB  # a round ends here, or after round_s: what it costs a drive's life is bounded
+    file_nbytes: int = 4 * GiB
+    most_in_flight_nbytes: int = 128 * MiB  # what a device's queue lets reads have
+    tensor_nbytes: tuple[int, ...] = (64 * KiB, MiB, 16 * MiB, 64 * MiB, 256 * MiB)
+    tensors_nbytes: int = GiB  # all of one size together
+    tensor_rounds: int = 5
+    dram_nbytes: int = 768 * MiB  # of the store
+    engines: tuple[str, ...] = tuple(DEVICES)  # also tried at the best settings when none was asked for
+    sustained_s: float = 0.0
+    window_s: float = 1.0  # of the time series
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """All patterns, reads first, in the order they are measured."""
+        found = [
+            Point(op, block, depth)
+            for op in OPS
+            for block in (self.mixed_blocks if op == "mixed" else self.blocks)
+            for depth in self.depths
+            if self._fits(block, depth) and (op != "mixed" or depth > 1)
+        ]
+        found += [
+            Point(op, block, depth, has_fio=False, is_busy=True)
+            for op in OPS
+            for block in self.busy_blocks
+            for depth in self.busy_depths
+            if self._fits(block, depth) and (op != "mixed" or depth > 1)
+        ]
+        return tuple(found)
+
+    @property
+    def memory_nbytes(self) -> int:
+        """What the blocks of the largest point need."""
+        return max(point.block_nbytes * point.depth for point in self.points)
+
+    def pattern(self, point: Point) -> Pattern:
+        """Return the pattern of ``point``."""
+        return Pattern(
+            point.op, point.block_nbytes, point.depth, self.file_nbytes, self.round_s, max_nbytes=self.round_nbytes
+        )
+
+    def write_nbytes(self, *, has_fio: bool) -> int:
+        """Return the most that will be written to each directory, fio's share included."""
+        total = float(self.file_nbytes)
+        for point in self.points:
+            share = {"read": 0.0, "write": 1.0, "mixed": 0.5}[point.op]
+            num_rounds = self.rounds * (2 if has_fio and point.has_fio else 1)
+            total += share * (num_rounds + self.warm_up_s / self.round_s) * self.round_nbytes
+        total += len(self.engines) * (self.file_nbytes + (2 * self.rounds + 1) * self.round_nbytes)
+        total += self.rounds * self.round_s * _FASTEST_BYTES_PER_S  # writes beside demand reads
+        total += len(self.tensor_nbytes) * (self.tensor_rounds + 2) * self.tensors_nbytes
+        total += len(self.tensor_nbytes) * self.tensor_rounds * self.round_nbytes  # the raw rounds beside
+        return int(total + self.sustained_s * _FASTEST_BYTES_PER_S)
+
+    def estimate_s(self, *, has_fio: bool) -> float:
+        """Return about how long it takes per directory, at some 2 GB/s."""
+        seconds = self.file_nbytes / 2e9 + 2 * self.sustained_s + 2 * self.rounds * self.round_s
+        for point in self.points:
+            seconds += self.warm_up_s + self.rounds * self.round_s
+            if has_fio and point.has_fio:
+                seconds += self.rounds * self.round_s + (self.rounds + 1) * _FIO_START_S
+        seconds += len(self.engines) * (self.file_nbytes / 1e9 + 4 * self.rounds * (self.round_s + _FIO_START_S))
+        per_size = (3 * self.tensor_rounds + 2) * self.tensors_nbytes / 2e9 + 3 * self.tensor_rounds * self.round_s
+        return seconds + len(self.tensor_nbytes) * per_size
+
+    def fitted(self, free_nbytes: int) -> Settings:
+        """Return settings whose files take at most a tenth of ``free_nbytes``, down to 64 MiB."""
+        most = max(64 * MiB, free_nbytes // 10 // (64 * MiB) * (64 * MiB))
+        return replace(
+            self, file_nbytes=min(self.file_nbytes, most), tensors_nbytes=min(self.tensors_nbytes, max(most // 2, 1))
+        )
+
+    def _fits(self, block_nbytes: int, depth: int) -> bool:
+        return block_nbytes * depth <= self.most_in_flight_nbytes
+
+
+FULL = Settings()
+
+QUICK = Settings(
+    blocks=(MiB, 4 * MiB, 8 * MiB),
+    depths=(8,),
+    mixed_blocks=(4 * MiB,),
+    busy_blocks=(4 * MiB,),
+    busy_depths=(8,),
+    round_s=0.3,
+    warm_up_s=0.06,
+    round_nbytes=2 * GiB,
+    file_nbytes=GiB,
+    tensor_nbytes=(64 * MiB,),
+    tensors_nbytes=512 * MiB,
+    tensor_rounds=3,
+    dram_nbytes=384 * MiB,
+    engines=(),
+)
+"""Under a minute, with the pairs that matter."""

@@ -1,0 +1,266 @@
+"""All that is measured in one directory, in order: points, cold reads, tensors, the long run; and then the advice.
+
+Each part fills in its piece of the DirectoryReport. The pieces' own files know how to measure them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from tiered.bytes.device.profile import Profile
+from tiered.doctor.card import DirectoryCard, MachineCard
+from tiered.errors import DeviceError
+from tiered.measure.bed import Bed
+from tiered.measure.cold import prove_cold
+from tiered.measure.demand import measure_demand
+from tiered.measure.display import BenchDisplay
+from tiered.measure.fio import Fio, FioError, HugePages
+from tiered.measure.pairs import Pairs, measure_pairs
+from tiered.measure.pattern import Pattern
+from tiered.measure.report import ROW_TITLE, TENSOR_TITLE, DirectoryReport, Row, TensorRow
+from tiered.measure.rounds import Round
+from tiered.measure.settings import Point, Settings
+from tiered.measure.sustained import read_smart, sustain
+from tiered.measure.tensors import measure_tensors
+from tiered.measure.verdict import Best, best_of
+from tiered.units import format_bytes
+
+__all__ = ["Suite", "profile_of"]
+
+_CLEARLY_FASTER = 0.95
+_PREFIX = ".tiered-bench-"
+
+
+class Suite:
+    """Measures one directory. ``check`` is called between rounds and may raise to end it all."""
+
+    def __init__(
+        self,
+        card: DirectoryCard,
+        settings: Settings,
+        display: BenchDisplay,
+        check: Callable[[], object],
+        *,
+        engine: str = "auto",
+    ) -> None:
+        self.report = DirectoryReport(card.path)
+        self._card = card
+        self._settings = settings
+        self._display = display
+        self._check = check
+        self._engine = engine
+        self._fio: Fio | None = None
+        self._lends_pages = True
+        self._huge_pages: HugePages | None = None
+        self._folder: Path | None = None
+
+    def run(self) -> DirectoryReport:
+        """Measure everything; blocks for minutes. Raises TieredError and what ``check`` raises; cleans up."""
+        settings, report = self._settings, self.report
+        with self._open_bed(self._engine) as bed:
+            report.engine, report.engine_reason = bed.engine, bed.engine_reason
+            self._find_fio(bed)
+            self._measure_points(bed)
+            best = report.best = best_of(report.rows)
+            self._prove_cold(bed, best)
+            self._now("demand reads beside writes", 0.9)
+            report.demand = measure_demand(bed, self._pattern("write", best), rounds=settings.rounds, check=self._check)
+            self._display.line(str(report.demand))
+            self._measure_tensors(bed, best)
+            self._sustain(bed, best)
+        for engine in settings.engines if self._engine == "auto" else ():
+            if engine != report.engine:
+                self._try_engine(engine, best)
+        return report
+
+    def abandon(self) -> None:
+        """Put back what outlives a process that ends at once; from a signal handler."""
+        if self._huge_pages is not None:
+            self._huge_pages.restore()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @contextmanager
+    def _open_bed(self, engine: str) -> Iterator[Bed]:
+        settings = self._settings
+        self._now(f"engine {engine}: writing the file that is measured", 0.0)
+        with Bed(
+            [self.report.directory],
+            engine=engine,
+            memory_nbytes=settings.memory_nbytes + max(settings.blocks),  # a demand read beside the deepest writes
+            file_nbytes=settings.file_nbytes,
+            depth=max(settings.depths),
+        ) as bed:
+            bed.write_file(lambda nbytes: self._check())
+            yield bed
+
+    def _try_engine(self, engine: str, best: Best) -> None:
+        """Measure another engine at the best settings; it becomes the one to use where it is clearly faster."""
+        report, rows = self.report, []
+        try:
+            with self._open_bed(engine) as bed:
+                self._display.line(f"engine {engine}")
+                for op, depth in (("read", best.read_depth), ("write", best.write_depth)):
+                    pairs = self._measure(bed, Point(op, best.block_bytes, depth))
+                    rows.append(Row.of(pairs, engine=engine, directory=report.directory))
+                    self._display.line(str(rows[-1]))
+        except DeviceError as error:
+            self._display.line(f"engine {engine} does not work here: {error}")
+            return
+        report.other_rows += rows
+        other = best_of(rows)
+        if report.best is not None and other.seconds < _CLEARLY_FASTER * report.best.seconds:
+            report.best = replace(other, duplex=best.duplex)
+            report.engine, report.engine_reason = engine, "it was the fastest"
+
+    def _find_fio(self, bed: Bed) -> None:
+        missing = "fio is not installed"
+        try:
+            self._fio = bed.find_fio()
+        except FioError as error:
+            missing = str(error)
+        reference = f"beside fio with {self._fio.engine}" if self._fio else f"without a reference: {missing}"
+        self.report.fio_engine = self._fio.engine if self._fio else None
+        self._display.line(f"\n{self.report.directory}: engine {bed.engine} ({bed.engine_reason}), {reference}")
+
+    def _measure_points(self, bed: Bed) -> None:
+        points = self._settings.points
+        self._display.line(ROW_TITLE)
+        for number, point in enumerate(points):
+            self._now(_named(point), (number + 1) / (len(points) + 2))
+            pairs = self._measure(bed, point)
+            row = Row.of(pairs, engine=bed.engine, directory=self.report.directory, is_busy=point.is_busy)
+            self.report.rows.append(row)
+            self._display.line(str(row))
+        if any(row.fio_has_huge_pages is False for row in self.report.rows):
+            self._display.line("fio ran without huge pages, which cost it bandwidth: only root can lend it some")
+
+    def _measure(self, bed: Bed, point: Point) -> Pairs:
+        """Measure ``point``. Should fio fail on the way, it goes on without huge pages, and if it fails again, not."""
+        settings, pattern = self._settings, self._settings.pattern(point)
+        fio = self._fio if point.has_fio else None
+        with HugePages(pattern) if fio and self._lends_pages else nullcontext() as self._huge_pages:
+            if fio is not None:
+                fio.has_huge_pages = self._huge_pages is not None and self._huge_pages.are_there
+            try:
+                return measure_pairs(
+                    bed,
+                    pattern,
+                    rounds=settings.rounds,
+                    fio=fio,
+                    is_busy=point.is_busy,
+                    warm_up_s=settings.warm_up_s,
+                    check=self._check,
+                )
+            except FioError as error:
+                if fio is not None and fio.has_huge_pages:
+                    self._display.line(f"from here on fio has no huge pages: {error}")
+                    self._lends_pages = False
+                else:
+                    self._display.line(f"from here on without fio: {error}")
+                    self._fio = None
+        return self._measure(bed, point)
+
+    def _prove_cold(self, bed: Bed, best: Best) -> None:
+        drive = self._card.block_device
+        pattern = self._pattern("read", best)
+        self.report.cold = prove_cold(
+            lambda: bed.run(pattern),
+            path=bed.paths[0],
+            nbytes=bed.file_nbytes,
+            is_direct=bed.is_direct,
+            disks=drive.disks if drive else (),
+        )
+        self._display.line(str(self.report.cold))
+
+    def _measure_tensors(self, bed: Bed, best: Best) -> None:
+        settings = self._settings
+        if settings.tensor_nbytes:
+            self._display.line(TENSOR_TITLE)
+        for tensor_nbytes in settings.tensor_nbytes:
+            self._now(f"tensors of {format_bytes(tensor_nbytes)}", 0.95)
+            self._folder = Path(tempfile.mkdtemp(dir=self.report.directory, prefix=_PREFIX))
+            try:
+                found = measure_tensors(
+                    str(self._folder),
+                    tensor_nbytes,
+                    total_nbytes=settings.tensors_nbytes,
+                    dram_nbytes=settings.dram_nbytes,
+                    rounds=settings.tensor_rounds,
+                    engine=bed.engine,
+                    raw={op: self._raw(bed, self._pattern(op, best)) for op in ("read", "write")},
+                )
+            finally:
+                shutil.rmtree(self._folder)
+                self._folder = None
+            for rounds in found:
+                row = TensorRow.of(rounds, directory=self.report.directory)
+                self.report.tensors.append(row)
+                self._display.line(str(row))
+
+    def _raw(self, bed: Bed, pattern: Pattern) -> Callable[[], Round]:
+        def run() -> Round:
+            self._check()
+            return bed.run(pattern)
+
+        return run
+
+    def _sustain(self, bed: Bed, best: Best) -> None:
+        settings, report = self._settings, self.report
+        for op in ("write", "read") if settings.sustained_s else ():
+            self._now(f"{op} for {settings.sustained_s:.0f} s", 0.98)
+            samples = sustain(
+                bed,
+                self._pattern(op, best),
+                seconds=settings.sustained_s,
+                window_s=settings.window_s,
+                mount=self._card.mount,
+                check=self._check,
+            )
+            report.sustained += samples
+            rates = [sample.gb_per_s for sample in samples] or [0.0]
+            heat = [sample.temperature_c for sample in samples if sample.temperature_c is not None]
+            self._display.line(
+                f"{op} for {settings.sustained_s:.0f} s: {rates[0]:.2f} GB/s at first, {rates[-1]:.2f} at last, "
+                f"{min(rates):.2f}-{max(rates):.2f}; temperature "
+                f"{f'{heat[0]:.0f} to {heat[-1]:.0f} C' if heat else 'not readable'}"
+            )
+        if settings.sustained_s:
+            drive = self._card.block_device
+            report.smart = read_smart(drive.disks if drive else ())
+            self._display.line("\n".join(map(str, report.smart)) or "SMART counters: not readable (smartctl)")
+
+    def _pattern(self, op: str, best: Best) -> Pattern:
+        depth = best.write_depth if op == "write" else best.read_depth
+        return self._settings.pattern(Point(op, best.block_bytes, depth))
+
+    def _now(self, text: str, done: float) -> None:
+        self._check()
+        self._display.now(f"{self.report.directory}: {text}", done=done)
+
+
+def profile_of(report: DirectoryReport, machine: MachineCard, measured_at: str) -> Profile:
+    """Return what to keep in the directory for those who open it. Its best must be known."""
+    best = report.best
+    assert best is not None, report.directory
+    return Profile(
+        engine=report.engine,
+        read_bytes_per_s=best.read_gb_per_s * 1e9,
+        write_bytes_per_s=best.write_gb_per_s * 1e9,
+        block_nbytes=best.block_bytes,
+        read_depth=best.read_depth,
+        write_depth=best.write_depth,
+        duplex=best.duplex,
+        measured_at=measured_at,
+        kernel=machine.kernel,
+    )
+
+
+def _named(point: Point) -> str:
+    busy = " beside a busy thread" if point.is_busy else ""
+    return f"{point.op} {format_bytes(point.block_nbytes)} x {point.depth}{busy}"

@@ -1,0 +1,158 @@
+"""From figures to advice: the best settings, how far reads and writes share the drive, one line for people.
+
+Pure arithmetic over what the other files measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tiered.units import format_bytes
+
+__all__ = ["Best", "Figure", "best_of", "duplex_of", "step_seconds", "verdict_of"]
+
+_READ_BYTES_PER_PARAM, _WRITE_BYTES_PER_PARAM = 14, 12  # a step of state="exact" with nothing held: README
+_AS_GOOD_AS = 0.97  # of the best: fewer bytes in flight are worth 3 %, which is about what rounds differ by
+_THE_SAME = 0.03
+
+
+class Figure(Protocol):
+    """What advice needs to know of a measured point."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def is_busy(self) -> bool: ...
+    @property
+    def gb_per_s(self) -> float: ...
+    @property
+    def read_gb_per_s(self) -> float: ...
+    @property
+    def write_gb_per_s(self) -> float: ...
+    @property
+    def ratio_to_fio(self) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The settings to use on a drive and what they give."""
+
+    block_bytes: int
+    read_depth: int
+    write_depth: int
+    read_gb_per_s: float
+    write_gb_per_s: float
+    duplex: float | None  # 0: reads and writes share the drive, 1: neither slows the other; None: not measured
+    read_ratio_to_fio: float | None
+    write_ratio_to_fio: float | None
+
+    @property
+    def seconds(self) -> float:
+        """The I/O time of a training step of 1e9 parameters, reads and writes one after the other."""
+        return step_seconds(1e9, self.read_gb_per_s, self.write_gb_per_s, duplex=0.0)
+
+
+def best_of(figures: Sequence[Figure]) -> Best:
+    """Return the best settings: one block size, a depth for each direction, by the I/O time of a training step.
+
+    Among those within 3 % of the best, the fewest bytes in flight. Needs a read and a write at one block size at least.
+    """
+    idle = [figure for figure in figures if not figure.is_busy]
+    choices: list[tuple[float, int, Figure, Figure]] = []
+    for block_bytes in sorted({figure.block_bytes for figure in idle}):
+        reads = [figure for figure in idle if figure.op == "read" and figure.block_bytes == block_bytes]
+        writes = [figure for figure in idle if figure.op == "write" and figure.block_bytes == block_bytes]
+        if reads and writes:
+            read, write = _shallowest(reads), _shallowest(writes)
+            seconds = step_seconds(1e9, read.gb_per_s, write.gb_per_s, duplex=0.0)
+            choices.append((seconds, block_bytes * (read.depth + write.depth), read, write))
+    fastest = min(seconds for seconds, *_ in choices)
+    _, _, read, write = min((choice for choice in choices if choice[0] * _AS_GOOD_AS <= fastest), key=lambda c: c[1])
+    mixed = [figure for figure in idle if figure.op == "mixed"]
+    duplexes = [duplex_of(one, read.gb_per_s, write.gb_per_s) for one in mixed if one.block_bytes == read.block_bytes]
+    duplexes = duplexes or [duplex_of(one, read.gb_per_s, write.gb_per_s) for one in mixed]
+    return Best(
+        block_bytes=read.block_bytes,
+        read_depth=read.depth,
+        write_depth=write.depth,
+        read_gb_per_s=read.gb_per_s,
+        write_gb_per_s=write.gb_per_s,
+        duplex=max(duplexes, default=None),
+        read_ratio_to_fio=read.ratio_to_fio,
+        write_ratio_to_fio=write.ratio_to_fio,
+    )
+
+
+def duplex_of(mixed: Figure, read_gb_per_s: float, write_gb_per_s: float) -> float:
+    """Return how far reads and writes run beside each other: 0 they share the drive, 1 neither slows the other.
+
+    In a second of the mixed point the drive did what takes r seconds of reads alone and w of writes alone; with no
+    overlap r + w = 1, with all of it the longer one is 1: d solves 1 = max(r, w) + (1 - d) * min(r, w).
+    """
+    r, w = mixed.read_gb_per_s / read_gb_per_s, mixed.write_gb_per_s / write_gb_per_s
+    if min(r, w) <= 0:
+        return 0.0
+    return min(1.0, max(0.0, 1 - (1 - max(r, w)) / min(r, w)))
+
+
+def step_seconds(num_params: float, read_gb_per_s: float, write_gb_per_s: float, *, duplex: float | None) -> float:
+    """Return the I/O time of a training step: 14 bytes per parameter read, 12 written, overlapped by ``duplex``."""
+    r = num_params * _READ_BYTES_PER_PARAM / (read_gb_per_s * 1e9)
+    w = num_params * _WRITE_BYTES_PER_PARAM / (write_gb_per_s * 1e9)
+    return max(r, w) + (1 - (duplex or 0.0)) * min(r, w)
+
+
+def verdict_of(bests: Sequence[Best], together: Sequence[Figure] = ()) -> str:
+    """Return one line for people about all drives; ``together`` has a read and a write of all at once, if measured."""
+    read = max((one.gb_per_s for one in together if one.op == "read"), default=bests[0].read_gb_per_s)
+    write = max((one.gb_per_s for one in together if one.op == "write"), default=bests[0].write_gb_per_s)
+    known = [best.duplex for best in bests if best.duplex is not None]
+    seconds = step_seconds(1e9, read, write, duplex=min(known, default=None))
+    drives = "this drive" if len(bests) == 1 else f"these {len(bests)} drives"
+    return (
+        f"read {read:.1f} GB/s, write {write:.1f} GB/s with {_settings(bests)}: swapping 1 B parameters in and out of "
+        f"{drives} takes {seconds:.1f} s a step; {_beside_fio(bests)}"
+    )
+
+
+def _shallowest(figures: Sequence[Figure]) -> Figure:
+    fastest = max(figure.gb_per_s for figure in figures)
+    good = [figure for figure in figures if figure.gb_per_s >= _AS_GOOD_AS * fastest]
+    return min(good, key=lambda figure: figure.depth)
+
+
+def _settings(bests: Sequence[Best]) -> str:
+    best = bests[0]
+    if any((one.block_bytes, one.read_depth, one.write_depth) != _key(best) for one in bests):
+        return "each at its own best"
+    depth = str(best.read_depth)
+    if best.read_depth != best.write_depth:
+        depth = f"{best.read_depth} reading, {best.write_depth} writing"
+    return f"{format_bytes(best.block_bytes).replace('.0 ', ' ')} x {depth}"
+
+
+def _key(best: Best) -> tuple[int, int, int]:
+    return best.block_bytes, best.read_depth, best.write_depth
+
+
+def _beside_fio(bests: Sequence[Best]) -> str:
+    said = []
+    for verb in ("read", "write"):
+        ratios = [ratio for best in bests if (ratio := getattr(best, f"{verb}_ratio_to_fio")) is not None]
+        if not ratios:
+            return "fio is not installed, so there is no reference"
+        difference = 1 / statistics.median(ratios) - 1  # fio beside us
+        if abs(difference) <= _THE_SAME:
+            said.append("the same")
+        else:
+            said.append(f"{abs(difference) * 100:.0f} % {'more' if difference > 0 else 'less'}")
+    if said[0] == said[1]:
+        return f"fio reaches {said[0]}"
+    return f"fio reads {said[0]} and writes {said[1]}"

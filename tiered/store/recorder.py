@@ -1,0 +1,196 @@
+"""Recorder: who waited for whom and who did what for how long, as sums always and span by span while asked to.
+
+It knows words, threads and times; what a key or a unit is, and what came of it, is for others to say. Times are those
+of ``time.monotonic``, in seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+from tiered.stats import MovedStatistics, RecorderStatistics, WaitStatistics, WorkStatistics
+
+__all__ = ["CALLER", "Recorder", "Span", "Wait"]
+
+CALLER = "caller"
+"""Every thread that is not one of tiered's own: in training, the thread that runs the model."""
+
+_OWN = "tiered-"  # what the names of our threads begin with
+_SAME_WAIT_S = 1e-4  # a wait that goes on so soon after it was woken is the same one
+
+
+class Wait(StrEnum):
+    """What a thread waits for."""
+
+    READ = "demand read"
+    UPDATE = "update"
+    WRITE = "write-back"  # room in the DRAM budget, which is made by writing
+    COMMIT = "commit"
+
+
+class Span(NamedTuple):
+    """What one thread did, or what was in flight, from ``start_s`` to ``end_s``."""
+
+    word: str  # of the design: "forward", "swap in", "wait: commit", ...
+    subject: str  # a unit's name, a key, a generation
+    who: str  # CALLER, or the name of one of our threads; "" for what was in flight
+    start_s: float
+    end_s: float
+    nbytes: int  # moved; 0 where nothing was
+
+
+class Recorder:
+    """Sums of times and bytes, and the last spans while it ``is_recording``. All methods are thread-safe.
+
+    The sums cost about a microsecond a call, and a call comes with a unit, a bucket or a swap, never with an operation
+    of a device. Spans go into a ring that ``start`` allocates: nothing grows with the length of a run.
+    """
+
+    def __init__(self) -> None:
+        self.is_recording = False
+        self._lock = threading.Lock()
+        self._totals: dict[tuple[str, str], _Total] = {}  # (who, word); few
+        self._classes: dict[str, str] = {}  # prefix of keys -> class
+        self._moved: dict[str, list[int]] = {}  # class -> bytes read, bytes written
+        self._num_in_flight = 0
+        self._busy_s = 0.0
+        self._busy_since_s = 0.0
+        self._ring = _Ring(0)
+
+    # Below: always
+
+    def classify(self, prefix: str, name: str) -> None:
+        """Count what moves of keys that begin with ``prefix`` as ``name``; of other keys it is "other"."""
+        with self._lock:
+            self._classes[prefix] = name
+
+    def waited(self, reason: Wait, subject: str, begun_s: float) -> None:
+        """This thread waited for ``reason`` since ``begun_s``."""
+        self._note(_WAIT_WORDS[reason], subject, begun_s)
+
+    def worked(self, word: str, subject: str, begun_s: float) -> None:
+        """This thread did ``word`` with ``subject`` since ``begun_s``."""
+        self._note(word, subject, begun_s)
+
+    def begin_move(self) -> float:
+        """A tensor is on its way to or from the devices; return when that was, for ``end_move``."""
+        now_s = time.monotonic()
+        with self._lock:
+            if not self._num_in_flight:
+                self._busy_since_s = now_s
+            self._num_in_flight += 1
+        return now_s
+
+    def end_move(self, key: str, nbytes: int, begun_s: float, *, is_write: bool) -> None:
+        """``nbytes`` of ``key`` have arrived, on the devices where ``is_write``; 0 for what came to nothing."""
+        now_s = time.monotonic()
+        with self._lock:
+            self._num_in_flight -= 1
+            if not self._num_in_flight:
+                self._busy_s += now_s - self._busy_since_s
+            found = "other"
+            for prefix, name in self._classes.items():
+                if key.startswith(prefix):
+                    found = name
+            self._moved.setdefault(found, [0, 0])[is_write] += nbytes
+            if self.is_recording:
+                self._ring.add("swap out" if is_write else "swap in", key, "", begun_s, now_s, nbytes)
+
+    def statistics(self) -> RecorderStatistics:
+        """Return the sums so far."""
+        with self._lock:
+            busy_s = self._busy_s + (time.monotonic() - self._busy_since_s if self._num_in_flight else 0.0)
+            totals = [(who, word, total.num, total.seconds) for (who, word), total in self._totals.items()]
+            return RecorderStatistics(
+                waits=tuple(
+                    WaitStatistics(who, _REASONS[word], seconds) for who, word, _, seconds in totals if word in _REASONS
+                ),
+                work=tuple(WorkStatistics(*total) for total in totals if total[1] not in _REASONS),
+                moved=tuple(MovedStatistics(name, *nbytes) for name, nbytes in self._moved.items()),
+                device_busy_seconds=busy_s,
+            )
+
+    # Below: span by span
+
+    def start(self, capacity: int) -> None:
+        """Record spans from now on, the last ``capacity`` of them; allocates about 60 bytes each. Forgets old ones."""
+        if capacity < 1:
+            raise ValueError(f"a timeline needs room for at least one span, got {capacity}")
+        ring = _Ring(capacity)
+        with self._lock:
+            self._ring = ring
+            self.is_recording = True
+
+    def stop(self) -> tuple[list[Span], int]:
+        """Stop; return the spans in the order of their ends, and how many older ones were dropped."""
+        with self._lock:
+            ring, self._ring, self.is_recording = self._ring, _Ring(0), False
+        return list(ring), ring.num_dropped
+
+    def _note(self, word: str, subject: str, begun_s: float) -> None:
+        now_s = time.monotonic()
+        name = threading.current_thread().name
+        who = name if name.startswith(_OWN) else CALLER
+        with self._lock:
+            total = self._totals.get((who, word))
+            if total is None:
+                total = self._totals[who, word] = _Total()
+            total.num += 1
+            total.seconds += now_s - begun_s
+            if self.is_recording:
+                self._ring.add(word, subject, who, begun_s, now_s, 0)
+
+
+class _Total:
+    """How often and how long one thread did one thing."""
+
+    __slots__ = ("num", "seconds")
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.seconds = 0.0
+
+
+class _Ring:
+    """The last ``capacity`` spans, in columns that are allocated once."""
+
+    __slots__ = ("_capacity", "_ends", "_nbytes", "_num", "_starts", "_subjects", "_whos", "_words")
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._num = 0
+        self._starts, self._ends = array("d", bytes(8 * capacity)), array("d", bytes(8 * capacity))
+        self._nbytes = array("q", bytes(8 * capacity))
+        self._words, self._subjects, self._whos = [""] * capacity, [""] * capacity, [""] * capacity
+
+    @property
+    def num_dropped(self) -> int:
+        return max(0, self._num - self._capacity)
+
+    def add(self, word: str, subject: str, who: str, start_s: float, end_s: float, nbytes: int) -> None:
+        last = (self._num - 1) % self._capacity
+        is_same = word in _REASONS and self._num > 0 and (word, subject, who) == self._names(last)
+        if is_same and start_s - self._ends[last] < _SAME_WAIT_S:
+            self._ends[last] = end_s
+            return
+        here = self._num % self._capacity
+        self._words[here], self._subjects[here], self._whos[here] = word, subject, who
+        self._starts[here], self._ends[here], self._nbytes[here] = start_s, end_s, nbytes
+        self._num += 1
+
+    def _names(self, index: int) -> tuple[str, str, str]:
+        return self._words[index], self._subjects[index], self._whos[index]
+
+    def __iter__(self) -> Iterator[Span]:
+        for number in range(self.num_dropped, self._num):
+            index = number % self._capacity
+            yield Span(*self._names(index), self._starts[index], self._ends[index], self._nbytes[index])
+
+
+_WAIT_WORDS = {reason: f"wait: {reason}" for reason in Wait}
+_REASONS = {word: str(reason) for reason, word in _WAIT_WORDS.items()}

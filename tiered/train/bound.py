@@ -1,0 +1,128 @@
+"""The bound of a step, from section 8 of the design, and the one line that says what a run was limited by.
+
+Pure arithmetic over what was measured: seconds, bytes, bandwidths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiered.bytes.device.profile import load_profile
+
+__all__ = ["Bandwidth", "Bound", "profiled_bandwidth"]
+
+_HIDDEN = 0.05  # of the step: less waiting than that is hidden I/O
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """What the drives give together, in bytes per second, and how little reads and writes disturb each other."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    duplex: float = 0.0  # 0: reads and writes share the drive, 1: neither slows the other
+    source: str = "seen in this run"
+
+    def seconds(self, read_bytes: float, write_bytes: float) -> float:
+        """Return the least time to move the bytes: max(R/B_r, W/B_w) + (1 - d) * min(R/B_r, W/B_w)."""
+        read_s, write_s = read_bytes / self.read_bytes_per_s, write_bytes / self.write_bytes_per_s
+        return max(read_s, write_s) + (1 - self.duplex) * min(read_s, write_s)
+
+
+def profiled_bandwidth(directories: Sequence[Path]) -> Bandwidth | None:
+    """Return what ``tiered bench`` measured in ``directories``, together; None unless all have a profile. Blocks.
+
+    Directories on one file system are one drive. Where no duplex factor was measured it is 0.
+    """
+    drives = {}
+    for directory in directories:
+        profile = load_profile(directory)
+        if profile is None:
+            return None
+        drives[next(path for path in (directory, *directory.parents) if path.exists()).stat().st_dev] = profile
+    found = list(drives.values())
+    return Bandwidth(
+        sum(profile.read_bytes_per_s for profile in found),
+        sum(profile.write_bytes_per_s for profile in found),
+        min(profile.duplex or 0.0 for profile in found),
+        "measured by tiered bench",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One step's parts, in seconds: what it took, and the least that each resource needs for it."""
+
+    step_s: float
+    compute_s: float  # the training thread, its waits left out
+    update_s: float  # the update's own thread, its waits left out
+    nvme_s: float
+    is_read: bool  # more of ``nvme_s`` goes into reads than into writes
+    waits: Mapping[str, float]  # of the training thread, seconds by reason
+
+    @classmethod
+    def of(
+        cls,
+        step_s: float,
+        *,
+        waits: Mapping[str, float],
+        update_s: float,
+        read_bytes: float,
+        write_bytes: float,
+        device_busy_s: float,
+        bandwidth: Bandwidth | None,
+    ) -> Bound:
+        """Return the bound of a step. Without ``bandwidth`` the devices' busy time counts: bytes / it was seen.
+
+        With one, the smaller of both does: what was done in a time can be done in it.
+        """
+        nvme_s, is_read = device_busy_s, read_bytes > write_bytes
+        if bandwidth is not None:
+            seconds = bandwidth.seconds(read_bytes, write_bytes)
+            nvme_s = min(nvme_s, seconds) if device_busy_s else seconds
+            is_read = read_bytes / bandwidth.read_bytes_per_s > write_bytes / bandwidth.write_bytes_per_s
+        compute_s = max(0.0, step_s - sum(waits.values()))
+        return cls(step_s, compute_s, update_s, min(nvme_s, step_s), is_read, dict(waits))
+
+    @property
+    def seconds(self) -> float:
+        """max(compute, NVMe, update)."""
+        return max(self.compute_s, self.nvme_s, self.update_s)
+
+    @property
+    def step_over_bound(self) -> float:
+        """How many times longer than the bound the step took; 1 for a step that took no time."""
+        return self.step_s / self.seconds if self.seconds else 1.0
+
+    @property
+    def stall(self) -> float:
+        """The share of the step that the training thread waited."""
+        return min(1.0, sum(self.waits.values()) / self.step_s) if self.step_s else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """What the step was limited by, in one line."""
+        if not self.step_s or not self.seconds:
+            return "nothing was measured"
+        if self.nvme_s >= max(self.compute_s, self.update_s):
+            second = max(self.compute_s, self.update_s, self.nvme_s / 2)  # a second drive: twice the bandwidth
+            return (
+                f"disk-{'read' if self.is_read else 'write'} bound: {self.nvme_s / self.step_s:.0%} of the step; "
+                f"a second drive would save {1 - second / self.seconds:.0%}"
+            )
+        if self.update_s > self.compute_s:
+            return f"update bound: {self.update_s / self.step_s:.0%} of the step; more CPU cores would help"
+        if self.stall <= _HIDDEN:
+            return f"compute bound: I/O is hidden (stall {self.stall:.0%})"
+        reason = max(self.waits, key=lambda reason: self.waits[reason])
+        return f"compute bound, and {self.stall:.0%} of the step waits, most of it for {_WHAT[reason]}"
+
+
+_WHAT = {
+    "demand read": "demand reads",
+    "update": "updates",
+    "write-back": "write-back: a larger DRAM budget would help",
+    "commit": "commits",
+}

@@ -1,0 +1,64 @@
+"""What a step did, as the difference of a store's counters before and after it."""
+
+from __future__ import annotations
+
+import time
+
+import tiered
+from tiered.stats import StoreStatistics
+from tiered.store.recorder import CALLER
+from tiered.train.progress import StepRecord
+
+__all__ = ["Stopwatch"]
+
+
+class Stopwatch:
+    """Measures one step after the other, from its making or the last ``lap`` on; used by the training thread alone."""
+
+    def __init__(self, store: tiered.Store) -> None:
+        self._store = store
+        self._before = store.statistics()
+        self._begun_s = time.perf_counter()
+
+    def lap(self, step: int, loss: float, num_tokens: int) -> StepRecord:
+        """Return what the step that ends now did."""
+        now, before = self._store.statistics(), self._before
+        end_s = time.perf_counter()
+        waits = _differences(before.recorder.waits_of(CALLER), now.recorder.waits_of(CALLER))
+        record = StepRecord(
+            step=step,
+            loss=loss,
+            seconds=end_s - self._begun_s,
+            num_tokens=num_tokens,
+            read_bytes=now.read_bytes - before.read_bytes,
+            write_bytes=_written(now) - _written(before),
+            stall_seconds=sum(waits.values()),
+            waits=waits,
+            moved=_moved(before, now),
+            update_seconds=now.recorder.seconds_of("update bucket") - before.recorder.seconds_of("update bucket"),
+            device_busy_seconds=now.recorder.device_busy_seconds - before.recorder.device_busy_seconds,
+        )
+        self._before, self._begun_s = now, end_s
+        return record
+
+
+def _written(counters: StoreStatistics) -> int:
+    return counters.write_bytes + counters.catalog_write_bytes
+
+
+def _differences(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in now.items()}
+
+
+def _moved(before: StoreStatistics, now: StoreStatistics) -> dict[str, tuple[int, int]]:
+    """Return the bytes read and written between two snapshots, by class, the catalog's included."""
+    old = {moved.name: moved for moved in before.recorder.moved}
+    found = {
+        moved.name: (
+            moved.read_bytes - (old[moved.name].read_bytes if moved.name in old else 0),
+            moved.write_bytes - (old[moved.name].write_bytes if moved.name in old else 0),
+        )
+        for moved in now.recorder.moved
+    }
+    found["catalog"] = (0, now.catalog_write_bytes - before.catalog_write_bytes)
+    return found

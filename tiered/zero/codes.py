@@ -1,0 +1,339 @@
+"""Codes: how the values of a tile are kept in fewer bytes than fp32 has, and how they are made fp32 again.
+
+Master codes keep what a bf16 parameter lacks of its fp32 master, moment codes what a rule remembers. All arithmetic is
+elementwise or per block of 128 elements from the start of the parameter's piece, in place on scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from tiered.units import round_up
+from tiered.zero.tile_scratch import Dither, Rows
+
+__all__ = [
+    "BLOCK_NUMEL", "Bf16Moment", "Field", "MarkedRemainder", "MasterCode", "MomentCode", "PositiveMoment8",
+    "RawMoment", "Remainder", "Remainder8", "SignedMoment8",
+]  # fmt: skip
+
+BLOCK_NUMEL = 128
+"""Elements that share the scale of an 8-bit moment: 0.03 bytes each, and within a row of any usual matrix."""
+
+_TIE = 0x8000
+_SMALLEST_SQUARE = 32  # code: 2**-28 of the largest; its root is 1/16384
+_NO_DITHER = Dither(torch.empty(0))  # for codes that lose nothing
+
+
+class Field(NamedTuple):
+    """One array of a piece: ``dtype``, and how many elements of the parameter one entry stands for."""
+
+    dtype: torch.dtype
+    numel_per_entry: int = 1
+
+    def length(self, numel: int) -> int:
+        """Return the entries for ``numel`` elements."""
+        return -(-numel // self.numel_per_entry)
+
+
+class MasterCode(Protocol):
+    """Keeps fp32 masters as bf16 parameters (``hi``, in the unit) and ``fields``."""
+
+    fields: tuple[Field, ...]
+
+    def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+        """Return the masters, (numel,) fp32, in ``rows.master``; overwrites ``gradient`` and ``work``."""
+
+    def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
+        """Write ``rows.master`` to ``hi`` and ``fields``; overwrites ``master``, ``gradient`` and ``work``."""
+
+    def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
+        """Write to ``fields`` what ``hi``, which stays as it is, lacks of ``rows.master``, to the nearest."""
+
+    def clear(self, fields: Sequence[torch.Tensor]) -> None:
+        """Make the parameter its own master: it lacks nothing."""
+
+
+class MomentCode(Protocol):
+    """Keeps one moment as ``fields``; ``is_raw`` says that the field is the moment itself."""
+
+    fields: tuple[Field, ...]
+    is_raw: bool
+
+    def decode(self, fields: Sequence[torch.Tensor], out: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+        """Return the moments: (numel,), in ``out`` (or the raw field). ``out``, ``work``: whole rows of scratch."""
+
+    def encode(
+        self, values: torch.Tensor, fields: Sequence[torch.Tensor], work: torch.Tensor, dither: Dither, stream: int
+    ) -> None:
+        """Write the ``values`` that ``decode`` returned, updated since, to ``fields``; overwrites them."""
+
+
+# -- masters of bf16 parameters ----------------------------------------------------------------------------------------
+
+
+class Remainder:
+    """The other 16 bits, lossless: ``hi`` is torch's rounding and lo = master_bits - (hi << 16), 16 bits signed.
+
+    One remainder does not fit: +0x8000, a tie above an even hi. It is kept as -0x8000 and marked in the sign bits of
+    the second of ``fields``, a moment (fp32) that is never negative (design.md, section 9). Lossless but for the
+    payload of a NaN.
+    """
+
+    fields: tuple[Field, ...] = (Field(torch.int16),)
+
+    def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+        """Return the masters; clears the marks. A tile of 1 Mi elements has eight ties: nobody looks for them first."""
+        n = hi.numel()
+        work = rows.work.view(torch.int32)[:n]
+        bits = _join(hi, fields[0], rows)
+        marks = fields[1].view(torch.int32)
+        torch.bitwise_right_shift(marks, 31, out=work)  # -1 where marked
+        bits.sub_(work, alpha=1 << 16)
+        marks.bitwise_and_(0x7FFFFFFF)
+        return rows.master[:n]
+
+    def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
+        """Split the masters; the sign bits of the moment must be clear."""
+        work = _split(hi, fields[0], rows)
+        fields[1].view(torch.int32).bitwise_or_(work.bitwise_left_shift_(31))
+
+    def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
+        """As ``encode``: ``hi`` is torch's rounding of the master already."""
+        self.encode(rows.gradient.view(torch.bfloat16)[: hi.numel()], fields, rows, _NO_DITHER)
+
+    def clear(self, fields: Sequence[torch.Tensor]) -> None:
+        """Zero the remainder and the marks."""
+        fields[0].zero_()
+        fields[1].view(torch.int32).bitwise_and_(0x7FFFFFFF)
+
+
+class MarkedRemainder:
+    """The other 16 bits, lossless, as ``Remainder``; the ties are marked in a bitmap, an eighth of a byte each."""
+
+    fields: tuple[Field, ...] = (Field(torch.int16), Field(torch.uint8, 8))
+
+    def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+        """Return the masters."""
+        n = hi.numel()
+        bits = _join(hi, fields[0], rows)
+        nonzero = rows.gradient.view(torch.uint8)[: 8 * fields[1].numel()]  # a byte per element
+        words = nonzero.view(torch.int64)
+        words.copy_(fields[1])
+        words.mul_(0x0101010101010101).bitwise_and_(0x8040201008040201 - (1 << 64))  # byte i keeps bit i
+        work = rows.work.view(torch.int32)[:n]
+        work.copy_(nonzero[:n])
+        bits.add_(work.clamp_(max=1), alpha=1 << 16)
+        return rows.master[:n]
+
+    def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
+        """Split the masters."""
+        marks = _split(hi, fields[0], rows)
+        ones = rows.gradient.view(torch.uint8)[: 8 * fields[1].numel()]
+        ones[hi.numel() :].zero_()
+        ones[: hi.numel()].copy_(marks)
+        words = ones.view(torch.int64)
+        words.mul_(0x0102040810204080).bitwise_right_shift_(56)  # the lowest bit of byte i becomes bit 56 + i
+        fields[1].copy_(words)
+
+    def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
+        """As ``encode``: ``hi`` is torch's rounding of the master already."""
+        self.encode(rows.gradient.view(torch.bfloat16)[: hi.numel()], fields, rows, _NO_DITHER)
+
+    def clear(self, fields: Sequence[torch.Tensor]) -> None:
+        """Zero the remainder and the marks."""
+        fields[0].zero_()
+        fields[1].zero_()
+
+
+class Remainder8:
+    """8 of the other 16 bits: a master of 24 bits, rounded by the dither. ``hi`` is that master's nearest bf16.
+
+    Masters keep 15 bits of fraction. What an update changes less than that, weight decay above all, is right on
+    average. NaN and infinity stay what they are.
+    """
+
+    fields: tuple[Field, ...] = (Field(torch.int8),)
+
+    def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+        """Return the masters: (hi << 16) + (remainder << 8)."""
+        n = hi.numel()
+        master, work = rows.master[:n], rows.work.view(torch.int32)[:n]
+        master.copy_(hi)
+        work.copy_(fields[0])
+        master.view(torch.int32).add_(work, alpha=256)
+        return master
+
+    def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
+        """Round to 24 bits; half a unit of ``hi`` is added on the way, which the sign bit of the remainder undoes."""
+        n = hi.numel()
+        bits, work = rows.master.view(torch.int32)[:n], rows.work.view(torch.int32)[:n]
+        dither.add(bits, 0, bits=8, offset=_TIE)
+        torch.bitwise_right_shift(bits, 8, out=work)
+        fields[0].copy_(work)
+        fields[0].bitwise_xor_(-128)
+        hi.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
+
+    def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
+        """Keep the difference to 24 bits; ``hi`` is off by no more than half a unit."""
+        n = hi.numel()
+        work = rows.work.view(torch.int32)[:n]
+        work.copy_(hi.view(torch.int16))
+        work.bitwise_left_shift_(16)
+        torch.sub(rows.master.view(torch.int32)[:n], work, out=work)
+        fields[0].copy_(work.add_(128).clamp_(-_TIE, _TIE - 1).bitwise_right_shift_(8))
+
+    def clear(self, fields: Sequence[torch.Tensor]) -> None:
+        """Zero the remainder."""
+        fields[0].zero_()
+
+
+def _join(hi: torch.Tensor, lo: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return (hi << 16) + lo as int32, in ``rows.master``; overwrites ``work``."""
+    n = hi.numel()
+    bits, work = rows.master.view(torch.int32)[:n], rows.work.view(torch.int32)[:n]
+    bits.copy_(hi.view(torch.int16))
+    work.copy_(lo)
+    return bits.bitwise_left_shift_(16).add_(work)
+
+
+def _split(hi: torch.Tensor, lo: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Split ``rows.master`` into ``hi`` and ``lo``; return, in work, 1 where the remainder is +0x8000, else 0."""
+    n = hi.numel()
+    master, work = rows.master[:n], rows.work.view(torch.int32)[:n]
+    hi.copy_(master)
+    work.copy_(hi.view(torch.int16))
+    work.bitwise_left_shift_(16)
+    torch.sub(master.view(torch.int32), work, out=work)
+    lo.copy_(work)  # +0x8000 wraps to -0x8000
+    return work.eq_(_TIE)
+
+
+# -- moments -----------------------------------------------------------------------------------------------------------
+
+
+class RawMoment:
+    """The moment itself, in the dtype that the rule computes in."""
+
+    is_raw = True
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.fields: tuple[Field, ...] = (Field(dtype),)
+
+    def decode(self, fields: Sequence[torch.Tensor], out: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+        """Return the field."""
+        return fields[0]
+
+    def encode(
+        self, values: torch.Tensor, fields: Sequence[torch.Tensor], work: torch.Tensor, dither: Dither, stream: int
+    ) -> None:
+        """Nothing is left to do where ``values`` is the field."""
+        if values.data_ptr() != fields[0].data_ptr():
+            fields[0].copy_(values)
+
+
+class Bf16Moment:
+    """The upper half of the fp32, rounded by the dither: a running mean that changes by less still moves."""
+
+    fields: tuple[Field, ...] = (Field(torch.bfloat16),)
+    is_raw = False
+
+    def decode(self, fields: Sequence[torch.Tensor], out: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+        """Return the moments."""
+        return out[: fields[0].numel()].copy_(fields[0])
+
+    def encode(
+        self, values: torch.Tensor, fields: Sequence[torch.Tensor], work: torch.Tensor, dither: Dither, stream: int
+    ) -> None:
+        """Round to bf16."""
+        bits = values.view(torch.int32)
+        dither.add(bits, stream, bits=16, offset=0)
+        fields[0].view(torch.int16).copy_(bits.bitwise_right_shift_(16))
+
+
+class SignedMoment8:
+    """Code c in [-127, 127] and the block's largest magnitude s: value = s * c * |c| / 127**2.
+
+    The square spaces the codes closely near zero: the smallest is 1/16129 of the largest. A NaN or infinity makes the
+    whole block NaN or infinite.
+    """
+
+    fields: tuple[Field, ...] = (Field(torch.int8), Field(torch.float32, BLOCK_NUMEL))
+    is_raw = False
+
+    def decode(self, fields: Sequence[torch.Tensor], out: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+        """Return the moments."""
+        code, scale = fields
+        padded, blocks = _padded(code, out)
+        torch.abs(padded, out=work[: padded.numel()])
+        padded.mul_(work[: padded.numel()])
+        blocks.mul_((scale / 16129)[:, None])
+        return out[: code.numel()]
+
+    def encode(
+        self, values: torch.Tensor, fields: Sequence[torch.Tensor], work: torch.Tensor, dither: Dither, stream: int
+    ) -> None:
+        """Write codes and scales. In [256, 512) fp32 has 15 bits of fraction: there rounding is a shift of the bits."""
+        code, scale = fields
+        padded = _whole_blocks(values)
+        work = work[: padded.numel()]
+        blocks = work.view(-1, BLOCK_NUMEL)
+        torch.abs(padded, out=work)
+        torch.amax(blocks, 1, out=scale)
+        blocks.mul_((16129 / scale.clamp(min=1e-30))[:, None])
+        work.sqrt_().copysign_(padded).add_(384)  # c + 384, unrounded
+        bits = work.view(torch.int32)
+        dither.add(bits, stream, bits=15, offset=128 << 15)
+        code.copy_(bits.bitwise_right_shift_(15)[: code.numel()])
+
+
+class PositiveMoment8:
+    """Code c in [0, 255] and the block's largest value s: value_bits = s_bits - ((255 - c) << 20).
+
+    Eight codes an octave. What is smaller than 2**-28 of the largest is kept as that, never as zero: a step divides by
+    its root, which is then no smaller than the smallest magnitude that ``SignedMoment8`` keeps, in units of the largest
+    of each. Where the block's largest is zero, all are.
+    """
+
+    fields: tuple[Field, ...] = (Field(torch.uint8), Field(torch.float32, BLOCK_NUMEL))
+    is_raw = False
+
+    def decode(self, fields: Sequence[torch.Tensor], out: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+        """Return the moments."""
+        code, scale = fields
+        padded, blocks = _padded(code, out.view(torch.int32))
+        padded.bitwise_left_shift_(20)
+        blocks.add_((scale.view(torch.int32) - (255 << 20))[:, None])
+        padded.clamp_(min=0)
+        return out[: code.numel()]
+
+    def encode(
+        self, values: torch.Tensor, fields: Sequence[torch.Tensor], work: torch.Tensor, dither: Dither, stream: int
+    ) -> None:
+        """Write codes and scales; the largest of a block is exact."""
+        code, scale = fields
+        padded = _whole_blocks(values)
+        bits = work.view(torch.int32)[: padded.numel()]
+        blocks = bits.view(-1, BLOCK_NUMEL)
+        torch.amax(padded.view(-1, BLOCK_NUMEL), 1, out=scale)
+        torch.sub(padded.view(torch.int32).view(-1, BLOCK_NUMEL), scale.view(torch.int32)[:, None], out=blocks)
+        dither.add(bits, stream, bits=20, offset=255 << 20)
+        code.copy_(bits.bitwise_right_shift_(20).clamp_(_SMALLEST_SQUARE, 255)[: code.numel()])
+
+
+def _padded(code: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy ``code`` to the start of ``out``, with zeros up to whole blocks; return both shapes: flat, (blocks, 128)."""
+    padded = out[: round_up(code.numel(), BLOCK_NUMEL)]
+    padded[: code.numel()].copy_(code)
+    padded[code.numel() :].zero_()
+    return padded, padded.view(-1, BLOCK_NUMEL)
+
+
+def _whole_blocks(values: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` with what follows it in its row of scratch, set to zero, up to whole blocks."""
+    numel = round_up(values.numel(), BLOCK_NUMEL)
+    padded = values.as_strided((numel,), (1,))
+    padded[values.numel() :].zero_()
+    return padded

@@ -1,0 +1,66 @@
+"""What commit, rollback, resume and close of a store mean for a model in it: what is finished, dropped or refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiered.errors import StepAbandonedError, UsageError
+from tiered.zero.backward import in_graph_task
+
+if TYPE_CHECKING:
+    from tiered.zero.engine import Engine
+
+__all__ = ["obey"]
+
+
+def obey(engine: Engine, word: str) -> None:
+    """Get ``engine`` ready for what the store is about to do: "commit", "rollback", "resume" or "close".
+
+    Before a commit and a close pending updates are finished, before the others dropped. A step that was left half done
+    is not committed by a close: it is rolled back. Raises UsageError at the wrong time, and what an update failed of.
+    """
+    if word == "commit":
+        engine.check_idle("commit")
+        return
+    if in_graph_task():
+        raise UsageError(f"{word} inside a backward; expected between steps")
+    is_half_done = bool(engine.abandoned) or engine.backward.is_half_done
+    failure: Exception | None = None
+    is_committing = word == "close" and engine.store.durable
+    if is_committing and not is_half_done:
+        try:
+            engine.finish_updates()
+        except Exception as error:  # whatever it is, the step is half done
+            failure, is_half_done = error, True
+    _forget_step(engine)
+    if is_committing and is_half_done:
+        _drop_half_done(engine, failure)
+
+
+def _drop_half_done(engine: Engine, failure: Exception | None) -> None:
+    """Keep ``close`` from committing a step that was left half done, because of ``failure`` if nobody heard of it."""
+    if engine.store.generation:
+        engine.store.rollback()
+    elif failure is None:
+        raise StepAbandonedError("closed in the middle of a step, and nothing was ever committed: all is dropped")
+    if failure is not None:
+        raise failure
+
+
+def _forget_step(engine: Engine) -> None:
+    """Forget the step under way; what the store holds is the truth."""
+    engine.worker.cancel()
+    engine.calls.clear()
+    engine.backward.reset()
+    engine.activations.reset()
+    engine.abandoned = ""
+    engine.must_resume = engine.is_between = False
+    engine.residency.shielded.clear()
+    for unit in engine.units:
+        unit.num_ops = 0
+        unit.version += 1
+    engine.residency.park_all()
+    for unit in engine.units:
+        unit.gradients.drop()
+    engine.forget_touches()
+    engine.schedule.trace.rewind()

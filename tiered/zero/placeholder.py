@@ -1,0 +1,86 @@
+"""A tensor of true shape and dtype without bytes: what a TieredParameter points at while its values are swapped out.
+
+It is the backstop for whatever reaches a parameter past ``__torch_function__`` (TorchScript, collectives, autograd in
+C++): a read or a write of it is an error that torch's own storage raises, never a number. torch has the flag for this
+in every build but its setter only in those with CUDA, so here the flag is found by measuring and tried before use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+
+import torch
+
+__all__ = ["placeholder"]
+
+_log = logging.getLogger("tiered")
+
+_MESSAGE = (
+    "a sharded parameter's values were touched past tiered, outside a forward or backward of its unit; expected"
+    " `with tiered.unsharded(module):` between steps, or model.state_dict() for a copy"
+)
+_SEARCHED_NBYTES = 80  # of a StorageImpl; the flags are at 59..61 in torch 2.8-2.13 on 64 bits, the whole is larger
+
+
+def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of this shape and dtype whose values can be neither read nor written: RuntimeError.
+
+    All placeholders of a dtype share one storage of a single element. Where torch cannot be made to refuse reads (said
+    once in the log) they give NaN, or 0 for integers.
+    """
+    return _blank(dtype).expand(shape)
+
+
+@functools.cache
+def _blank(dtype: torch.dtype) -> torch.Tensor:
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    tensor = torch.full((), value, dtype=dtype)
+    storage = tensor.untyped_storage()
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    set_message = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    if set_message is not None:
+        set_message(storage._cdata, _MESSAGE)
+    elif (offset := _flag_offset()) is not None:
+        _flags(storage)[offset] = 1
+    return tensor
+
+
+@functools.cache
+def _flag_offset() -> int | None:
+    """Return where a storage keeps "reading raises", in bytes, or None where it is not where it is expected.
+
+    It follows the two flags that ``_set_throw_on_mutable_data_ptr`` sets; a storage of its own is the trial.
+    """
+    tensor = torch.ones(())
+    flags = _flags(tensor.untyped_storage())
+    before = bytes(flags)
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    after = bytes(flags)
+    changed = [i for i in range(_SEARCHED_NBYTES) if before[i] != after[i]]
+    offset = changed[-1] + 1 if changed else 0
+    if changed == [offset - 2, offset - 1] and after[offset - 2 : offset + 1] == b"\1\1\0":
+        flags[offset] = 1
+        if not _is_readable(tensor):
+            return offset
+        flags[offset] = 0
+    _log.warning(
+        "torch %s keeps its storage flags elsewhere: a parameter reached past torch's dispatch reads NaN instead of"
+        " raising",
+        torch.__version__,
+    )
+    return None
+
+
+def _flags(storage: torch.UntypedStorage) -> ctypes.Array[ctypes.c_uint8]:
+    """Return the first bytes of the C++ object behind ``storage``; valid while it lives."""
+    return (ctypes.c_uint8 * _SEARCHED_NBYTES).from_address(storage._cdata)
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.item()
+    except RuntimeError:
+        return False
+    return True

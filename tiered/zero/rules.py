@@ -1,0 +1,165 @@
+"""Update rules: what an optimizer remembers of each parameter, and what it does with it.
+
+A rule works on plain fp32 (or fp64) tensors, a tile at a time; how parameters and moments are kept between steps is
+layout.py's business, how they travel update.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tiered.errors import UsageError
+
+__all__ = ["AdamWRule", "Hyperparameters", "LionRule", "Moment", "Rule", "SGDRule"]
+
+
+class Moment(NamedTuple):
+    """One value that a rule remembers per element, under the name that torch's state_dict has for it."""
+
+    name: str
+    is_positive: bool  # never below zero
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """The frozen hyperparameters of one parameter in one step; ``step`` is its count after this update, from 1."""
+
+    step: int
+    values: Mapping[str, Any]
+
+
+class Rule(Protocol):
+    """What an optimizer must say of its arithmetic."""
+
+    @property
+    def name(self) -> str:
+        """The optimizer's name, as torch spells it."""
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """What is remembered per element; all of it is zero before the first update."""
+
+    def freeze(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the hyperparameters of ``group`` that a step uses, as plain values.
+
+        Raises UsageError for values that the rule was not made for.
+        """
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyperparameters,
+        work: torch.Tensor,
+    ) -> None:
+        """Update ``parameter`` and ``moments`` in place: (numel,) each, of one dtype, fp32 or fp64.
+
+        ``work``: (numel,) scratch of the same dtype. ``gradient`` may be overwritten where the rule says so.
+        """
+
+
+class AdamWRule:
+    """AdamW as ``torch.optim.AdamW(fused=True)`` computes it."""
+
+    name = "AdamW"
+    moments = (Moment("exp_avg", False), Moment("exp_avg_sq", True))
+
+    def freeze(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the hyperparameters of ``group`` that a step uses, as plain values."""
+        return _freeze(group, ("lr", "betas", "eps", "weight_decay", "maximize"))
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyperparameters,
+        work: torch.Tensor,
+    ) -> None:
+        """Do one fused AdamW update; ``gradient`` is kept."""
+        values = hyper.values
+        beta1, beta2 = values["betas"]
+        torch._fused_adamw_(
+            [parameter], [gradient], [moments[0]], [moments[1]], [], [torch.tensor(float(hyper.step))],
+            lr=values["lr"], beta1=beta1, beta2=beta2, weight_decay=values["weight_decay"], eps=values["eps"],
+            amsgrad=False, maximize=values["maximize"],
+        )  # fmt: skip
+
+
+class SGDRule:
+    """SGD as ``torch.optim.SGD(fused=True)`` computes it; it remembers a momentum buffer if made ``with_momentum``.
+
+    ``weight_decay`` is added to the gradient, as torch does: it is not decoupled.
+    """
+
+    name = "SGD"
+
+    def __init__(self, *, with_momentum: bool) -> None:
+        self.moments = (Moment("momentum_buffer", False),) if with_momentum else ()
+
+    def freeze(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the hyperparameters of ``group`` that a step uses; refuses momentum where none was laid out."""
+        if group["momentum"] and not self.moments:
+            raise UsageError(
+                f"tiered.SGD was made without momentum and a group has momentum={group['momentum']} now; expected a"
+                " momentum other than 0 when the optimizer is made, or none in every group"
+            )
+        return _freeze(group, ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"))
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyperparameters,
+        work: torch.Tensor,
+    ) -> None:
+        """Do one fused SGD update; ``gradient`` may be overwritten with the decayed one."""
+        values = hyper.values
+        torch._fused_sgd_(
+            [parameter], [gradient], [moments[0]] if values["momentum"] else [], weight_decay=values["weight_decay"],
+            momentum=values["momentum"], lr=values["lr"], dampening=values["dampening"], nesterov=values["nesterov"],
+            maximize=values["maximize"], is_first_step=hyper.step == 1,
+        )  # fmt: skip
+
+
+class LionRule:
+    """Lion (Chen et al., 2023, "Symbolic discovery of optimization algorithms"): the sign of an interpolated momentum.
+
+    With decay decoupled: p -= lr * decay * p; p -= lr * sign(beta1 * m + (1 - beta1) * g); m = beta2 * m +
+    (1 - beta2) * g.
+    """
+
+    name = "Lion"
+    moments = (Moment("exp_avg", False),)
+
+    def freeze(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the hyperparameters of ``group`` that a step uses, as plain values."""
+        return _freeze(group, ("lr", "betas", "weight_decay", "maximize"))
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyperparameters,
+        work: torch.Tensor,
+    ) -> None:
+        """Do one Lion update; ``gradient`` is kept."""
+        values = hyper.values
+        beta1, beta2 = values["betas"]
+        sign = -1 if values["maximize"] else 1
+        exp_avg = moments[0]
+        torch.mul(exp_avg, beta1, out=work)
+        work.add_(gradient, alpha=sign * (1 - beta1)).sign_()
+        parameter.mul_(1 - values["lr"] * values["weight_decay"]).add_(work, alpha=-values["lr"])
+        exp_avg.mul_(beta2).add_(gradient, alpha=sign * (1 - beta2))
+
+
+def _freeze(group: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: float(group[name]) if name == "lr" else group[name] for name in names}

@@ -1,0 +1,382 @@
+"""The update worker: a thread that owns the update of the units handed to it, while the main thread goes on.
+
+A hand-over carries all that an update needs. The worker touches nothing of the engine's, and the main thread touches
+nothing of a unit that it handed over before it has waited for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiered.bytes.endings import at_exit
+from tiered.store.recorder import Wait
+from tiered.store.working_set import Lease, WorkingSet
+from tiered.zero.parameter import without_dispatch
+from tiered.zero.update import Source
+
+if TYPE_CHECKING:
+    from tiered.tiers.schedule import Schedule
+    from tiered.zero.codec import Bucket
+    from tiered.zero.gradients import TakenGradients
+    from tiered.zero.rules import Hyperparameters
+    from tiered.zero.unit import Segment, Unit
+    from tiered.zero.update import UpdatePipeline
+
+__all__ = ["UnitUpdate", "UpdateWorker"]
+
+_LOOK_AGAIN_S = 0.01  # short against any swap, long against the price of looking
+_STAND_BACK_S = 0.1  # long enough for somebody who waits for memory to take what was given up
+
+
+class _CancelledError(Exception):
+    """Ends an update that nobody wants any more, between two buckets or while it waits for memory."""
+
+
+class UnitUpdate:
+    """The update of one unit as it was handed over: its gradients, and the hyperparameters of that moment.
+
+    ``buckets`` are those with something to update. Whoever has it owns the gradients: the main thread until ``submit``,
+    the worker from then on.
+    """
+
+    __slots__ = ("_lease", "_pipeline", "_schedule", "buckets", "gradients", "hypers", "keys", "nbytes", "unit")
+
+    def __init__(
+        self,
+        unit: Unit,
+        buckets: Sequence[Bucket],
+        hypers: Mapping[Segment, Hyperparameters],
+        gradients: TakenGradients,
+        pipeline: UpdatePipeline,
+    ) -> None:
+        self.unit = unit
+        self.buckets = [bucket for bucket in buckets if any(piece.segment in hypers for piece in bucket.pieces)]
+        self.hypers = hypers
+        self.gradients = gradients
+        self.nbytes = unit.nbytes + gradients.nbytes  # of DRAM that it keeps from others
+        self.keys = [unit.key, gradients.key, *(bucket.key for bucket in self.buckets)]  # in order of use
+        self._pipeline = pipeline
+        self._schedule: Schedule = unit.engine.schedule
+        self._lease: Lease | None = None
+
+    def __repr__(self) -> str:
+        return f"UnitUpdate({self.unit.name!r}, {len(self.buckets)} buckets)"
+
+    def run(self, use: Callable[[str], None]) -> None:
+        """Update the unit; blocks. ``use(key)`` is told of each bucket."""
+        working_set = self.unit.working_set
+        working_set.prefetch(self.keys[:4])
+        self._pipeline.run(self.buckets, self, use)
+
+    def open(self, key: str) -> Lease:
+        """Lease the bucket ``key``, the parameters and the gradients; blocks."""
+        working_set = self.unit.working_set
+        while True:
+            if self._lease is None:
+                self._lease = working_set.lease(self.unit.key, "rw")
+                self._schedule.trace.kept(self.unit.key)
+            self.gradients.open()
+            self._schedule.trace.kept(self.gradients.key)
+            bucket = working_set.lease(key, "rw")
+            if self._lease is not None and self.gradients.lease is not None:
+                return bucket
+            bucket.release()  # the others were given up while it waited for this one
+
+    def source(self, segment: Segment) -> Source | None:
+        """Return what ``segment`` contributes; None when it has no gradient."""
+        hyper = self.hypers.get(segment)
+        if hyper is None:
+            return None
+        assert self._lease is not None
+        flat = segment.flat(self._lease.tensor)
+        return Source(flat, self.gradients.flat(segment), self.gradients.factors.get(segment), hyper)
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether there is something that ``give_up_leases`` would give."""
+        return self._lease is not None or self.gradients.lease is not None
+
+    def give_up_leases(self) -> bool:
+        """Let go of parameters and gradients while a bucket is waited for; return whether there were any."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+            self.unit.working_set.swap_out([self.unit.key])
+        return self.gradients.store_away() or lease is not None
+
+    def end(self) -> str:
+        """Give everything back; return the gradients' key if a caller still sees its bytes, else ""."""
+        for key in self.keys:
+            self._schedule.trace.kept(key)
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+            self.unit.working_set.swap_out([self.unit.key])
+        return self.gradients.delete()
+
+
+class UpdateWorker:
+    """Runs unit updates in the order in which they were handed over, but those that are waited for first.
+
+    The invariant: *a unit's update is queued, running, or not pending*; a failure ends all of them and is kept in
+    ``failure``. The thread "tiered-update" lives as long as there is something to do.
+
+    While the worker waits for memory that only the main thread can give back, it shows its need: whoever waits for the
+    worker serves it (``give``), and whoever waits for memory waits for the worker first, or makes it yield.
+    """
+
+    def __init__(self, working_set: WorkingSet) -> None:
+        self.failure: BaseException | None = None
+        self.give: Callable[[int], bool] = lambda nbytes: False  # the main thread's way to give memory back
+        self.on_use: Callable[[str], None] = lambda key: None
+        self._working_set = working_set
+        self.forget()
+        at_exit(self, UpdateWorker.cancel)
+
+    def forget(self) -> None:
+        """Forget everything: also for a forked child, where none of the parent's threads run."""
+        self._condition = threading.Condition(threading.Lock())
+        self._queue: OrderedDict[Unit, UnitUpdate] = OrderedDict()
+        self._running: UnitUpdate | None = None
+        self._thread: threading.Thread | None = None  # None once it has seen that nothing is left to do
+        self._last_thread: threading.Thread | None = None
+        self._leftovers: list[str] = []
+        self._need = 0  # bytes that the running update waits for
+        self._is_refused = False  # the main thread waits for it and has nothing to give
+        self._must_yield = False
+        self._is_cancelled = False
+        self._num_waiting = 0  # threads that wait for an update
+
+    def __repr__(self) -> str:
+        return f"UpdateWorker({self._running!r}, {len(self._queue)} queued)"
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an update is pending."""
+        return bool(self._queue) or self._running is not None  # order: an update runs before it leaves the queue
+
+    def is_this_thread(self) -> bool:
+        """Whether the caller is the worker's thread."""
+        return self._last_thread is threading.current_thread()
+
+    # -- the main thread ------------------------------------------------------------------------------------------
+
+    def make_room(self, unit: Unit, nbytes: int, limit_bytes: int) -> None:
+        """Wait until ``nbytes`` more may be pending: until the sum is within the limit, or nothing is pending."""
+
+        def is_over() -> bool:
+            pending = [*self._queue.values()] + ([self._running] if self._running is not None else [])
+            return not pending or nbytes + sum(update.nbytes for update in pending) <= limit_bytes
+
+        self.wait_for(unit)
+        self._wait(is_over, unit.name)
+
+    def submit(self, update: UnitUpdate) -> None:
+        """Hand ``update`` over; does not block. Its unit has none pending."""
+        with self._condition:
+            assert update.unit not in self._queue
+            self._queue[update.unit] = update
+            if self._thread is None:
+                # Not a daemon: the interpreter waits for it. It ends when there is nothing left to do.
+                self._thread = self._last_thread = threading.Thread(target=self._run, name="tiered-update")
+                self._thread.start()
+
+    def wait_for(self, unit: Unit) -> None:
+        """Wait for the update of ``unit``, if one is pending; it goes first. Ends at once after a failure."""
+        with self._condition:
+            if unit in self._queue:
+                self._queue.move_to_end(unit, last=False)
+        self._wait(lambda: unit not in self._queue and not self._is_running(unit), unit.name)
+
+    def wait_for_all(self) -> None:
+        """Wait until no update is pending and the thread has ended. Ends early after a failure."""
+        self._wait(lambda: not self.is_busy, "")
+        thread = self._last_thread
+        if thread is not None and not self.is_busy:
+            thread.join()  # it has nothing left to do
+
+    def finish(self, key: str) -> None:
+        """A caller is about to use ``key`` through the store: wait for all, if it may be one of a pending update."""
+        if self.is_busy and key.startswith("model/"):
+            self.wait_for_all()
+
+    def cancel(self) -> None:
+        """Drop what is queued, end what runs at its next bucket, and forget a failure."""
+        with self._condition:
+            queued = list(self._queue.values())
+            self._queue.clear()
+            self._is_cancelled = True
+            self._condition.notify_all()
+        for update in queued:
+            self._end(update)
+        self.failure = None
+        self._wait(lambda: self._running is None, "")
+        self.wait_for_all()
+        self.failure = None
+        self._is_cancelled = False
+
+    def serve(self) -> None:
+        """Give the worker the memory that it waits for, if it does."""
+        need = self._need
+        if need:
+            self.give(need)
+
+    def take_leftovers(self) -> list[str]:
+        """Return the gradients' keys that are to be deleted once nobody sees their bytes."""
+        with self._condition:
+            leftovers, self._leftovers = self._leftovers, []
+        return leftovers
+
+    def _is_running(self, unit: Unit) -> bool:
+        running = self._running
+        return running is not None and running.unit is unit
+
+    def _wait(self, is_over: Callable[[], bool], subject: str) -> None:
+        with self._condition:
+            if is_over():
+                return
+            begun_s = time.monotonic()
+            self._num_waiting += 1
+            self._condition.notify_all()
+            try:
+                while not is_over() and self.failure is None:
+                    self._wait_once()
+            finally:
+                self._num_waiting -= 1
+                self._working_set.recorder.waited(Wait.UPDATE, subject, begun_s)
+
+    def _wait_once(self) -> None:
+        """Wait for a change, under the lock; meanwhile the worker gets what memory there is to give."""
+        need = self._need
+        if need and not self._is_refused:
+            self._condition.release()  # order: giving back takes the store's lock and starts writes
+            try:
+                has_given = self.give(need)
+            finally:
+                self._condition.acquire()
+            self._is_refused = not has_given and bool(self._need)
+            self._condition.notify_all()
+            if has_given:
+                return
+        self._condition.wait(_LOOK_AGAIN_S if need else None)
+
+    # -- who waits for memory -------------------------------------------------------------------------------------
+
+    def wait_for_progress(self) -> bool:
+        """For a caller that waits for memory: wait a moment for the running update, which will free some.
+
+        Returns False when it cannot help: nothing runs, or it waits for memory itself.
+        """
+        with self._condition:
+            if not self.is_busy or self._need:
+                return False
+            self._condition.wait(_LOOK_AGAIN_S)
+            return True
+
+    def make_yield(self) -> bool:
+        """For a caller that waits for memory and has none to give: let the running update give up its leases.
+
+        Returns False when it has none.
+        """
+        with self._condition:
+            if self._running is None or not self._need or not self._running.has_leases:
+                return False
+            self._must_yield = True
+            self._condition.notify_all()
+            self._condition.wait(_LOOK_AGAIN_S)
+            return True
+
+    def release_gradients(self) -> bool:
+        """Give the working set the gradients of the last queued update that still leases them."""
+        with self._condition:  # order: the worker must not take the update up meanwhile
+            return any(update.gradients.store_away() for update in reversed(self._queue.values()))
+
+    def starve(self, nbytes: int) -> bool:
+        """In the worker's thread, when there is no room: show the need, and look again soon."""
+        if self.release_gradients():
+            return True
+        with self._condition:
+            self._need = nbytes
+            self._is_refused = False
+            self._condition.notify_all()
+            self._condition.wait_for(
+                lambda: self._must_yield or self._is_refused or self._is_cancelled, timeout=_LOOK_AGAIN_S
+            )
+            is_refused, must_yield, self._must_yield = self._is_refused, self._must_yield, False
+            running = self._running
+        if must_yield and running is not None:
+            running.give_up_leases()
+            with self._condition:  # who asked for them takes the memory before the update looks again
+                self._condition.notify_all()
+                self._condition.wait_for(lambda: self._num_waiting or self._is_cancelled, timeout=_STAND_BACK_S)
+        self._need = 0
+        if self._is_cancelled:
+            raise _CancelledError
+        return not is_refused
+
+    # -- the worker's thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with torch.no_grad(), without_dispatch():
+            while (update := self._next()) is not None:
+                self._done(self._update(update))
+
+    def _next(self) -> UnitUpdate | None:
+        with self._condition:
+            if not self._queue:
+                self._thread = None
+                self._condition.notify_all()
+                return None
+            self._running = next(iter(self._queue.values()))
+            self._queue.popitem(last=False)
+            return self._running
+
+    def _update(self, update: UnitUpdate) -> BaseException | None:
+        begun_s = time.monotonic()
+        failure: BaseException | None = None
+        for action in (functools.partial(update.run, self._use), functools.partial(self._end, update)):
+            try:
+                action()
+            except _CancelledError:
+                pass
+            except BaseException as error:  # whatever it is, the main thread must hear of it
+                traceback.clear_frames(error.__traceback__)  # lifetime: their locals are views of leased bytes
+                failure = failure or error
+        self._working_set.recorder.worked("update", update.unit.name, begun_s)
+        if failure is not None:
+            failure.add_note(f"while unit {update.unit.name!r} was updated")
+        return failure
+
+    def _use(self, key: str) -> None:
+        if self._is_cancelled:
+            raise _CancelledError
+        self.on_use(key)
+        with self._condition:
+            self._condition.notify_all()  # a sign of progress
+
+    def _done(self, error: BaseException | None) -> None:
+        dropped: list[UnitUpdate] = []
+        with self._condition:
+            self._running = None
+            self._must_yield = False
+            if error is not None:
+                self.failure = error
+                dropped = list(self._queue.values())
+                self._queue.clear()
+            self._condition.notify_all()
+        for update in dropped:
+            self._end(update)
+
+    def _end(self, update: UnitUpdate) -> None:
+        key = update.end()
+        if key:
+            with self._condition:
+                self._leftovers.append(key)
