@@ -147,7 +147,7 @@ def test_a_process_without_descriptors_left_gets_a_typed_error_and_loses_none(tm
                 assert len(os.listdir("/proc/self/fd")) == len(fds)
         else:
             raise AssertionError("no limit was high enough")
-        assert num_refused > 3
+        assert num_refused >= 3  # the directory, the wake-up, the ring
 
     assert exit_code_of_child(check) == 0
 

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import logging
 import os
+import resource
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +28,7 @@ __all__ = ["UringDevice"]
 
 _NUM_SLOTS = 128  # operations in flight; their bytes are bounded by the queue's budgets
 _LEAST_SLOTS = 8  # the rings count as locked memory on some kernels: fewer, where the limit is tight
-_NUM_FILE_SLOTS = 256
+_NUM_FILE_SLOTS = 257  # of a ring's table at most, its wake-up's included; the kernel allows as many as descriptors
 _WAKE = _NUM_SLOTS  # the tag of the read on the eventfd; above it, those of cancellations
 _CANCEL = _NUM_SLOTS + 1
 _CHAINED_NBYTES = 32 * MiB  # from here on half a batch keeps a drive busy
@@ -62,6 +63,7 @@ class UringDevice(FileDevice):
         self._num_slots = _NUM_SLOTS  # that are used
         self._free_slots = list(range(_NUM_SLOTS))
         self._file_slots: dict[int, int] = {}  # a file's number -> its slot in the ring
+        self._wake_slot = 0  # the wake-up's: the last
         self._fixed: list[tuple[int, int]] = []  # registered memory: (address, end), each an index of the ring's
         self._to_register: tuple[list[tuple[int, int]], threading.Event] | None = None
         self._registered_memory: memoryview | None = None
@@ -187,8 +189,10 @@ class UringDevice(FileDevice):
         self._free_slots = list(reversed(range(num_slots)))
         self._num_slots = num_slots
         try:
-            ring.register_files(_NUM_FILE_SLOTS + 1)
-            ring.set_file(_NUM_FILE_SLOTS, self._wake_fd)
+            num_file_slots = min(_NUM_FILE_SLOTS, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+            ring.register_files(num_file_slots)
+            self._wake_slot = num_file_slots - 1
+            ring.set_file(self._wake_slot, self._wake_fd)
             self._arm(ring)
         except BaseException:
             ring.close()
@@ -297,8 +301,8 @@ class UringDevice(FileDevice):
 
     def _register_file(self, ring: Ring, file: int, fd: int) -> int:
         slot = len(self._file_slots)
-        if slot == _NUM_FILE_SLOTS:
-            raise DeviceError(f"{self.path(file)} is one file too many: {_NUM_FILE_SLOTS} fit; use engine='threads'")
+        if slot == self._wake_slot:
+            raise DeviceError(f"{self.path(file)} is one file too many: {slot} fit; use engine='threads'")
         ring.set_file(slot, fd)
         self._file_slots[file] = slot
         return slot
@@ -342,7 +346,7 @@ class UringDevice(FileDevice):
         return False
 
     def _arm(self, ring: Ring) -> None:
-        ring.prepare(READ, _NUM_FILE_SLOTS, ctypes.addressof(self._wake_buffer), 8, 0, _WAKE)
+        ring.prepare(READ, self._wake_slot, ctypes.addressof(self._wake_buffer), 8, 0, _WAKE)
 
     def _look_for_overdue(self, ring: Ring) -> None:
         """Report each operation that the drive has had for ``deadline_s``, once, and try to cancel it."""
