@@ -82,6 +82,10 @@ Json = Annotated[Path | None, typer.Option(help="Write the figures of this run t
 Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing before the end.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Answer every question with yes.")]
 Run = Annotated[list[Path], typer.Argument(help="The run's directory, or all of them.")]
+Drop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY", help="Drop this key, which is damaged, for good; again for more. Nothing else is."),
+]
 
 Measured = Annotated[
     list[Path], typer.Argument(metavar="DIR...", help="Directory to measure in; several: each, and all.")
@@ -161,11 +165,11 @@ def inspect(run: Run) -> int:
 
 
 @app.command()
-def verify(run: Run) -> int:
+def verify(run: Run, drop: Drop = None) -> int:
     """Read and check every byte of a run; exit status 1 and key, file and offset on damage."""
     from tiered.train.found import check
 
-    return check(run)
+    return check(run, drop or ())
 
 
 @app.command()

@@ -71,6 +71,21 @@ class Generations:
             self._user_text = text
             return generation
 
+    def refuse_company(self, operation: str) -> None:
+        """Raise UsageError unless the store is as it was opened: nothing registered, guarded or changed."""
+        self._ready(operation)
+        self.wait()
+        if self.registry or self.guards or self._records.has_changes:
+            raise UsageError(
+                f"{operation}: something is registered, or has changed since generation {self._records.generation}; "
+                "open the store for this alone"
+            )
+
+    def commit_as_is(self) -> int:
+        """Seal the keys as they are with exactly the text of the last commit, and start to flush."""
+        with self._turn:
+            return self._ready("commit").start(self.root.state)
+
     def wait(self) -> None:
         """Wait for the running commit, and raise if it failed."""
         if self._committer is not None:

@@ -20,6 +20,7 @@ from tiered.bytes.endings import at_exit
 from tiered.errors import ClosedError, UsageError
 from tiered.stats import StoreStatistics
 from tiered.store.catalog import Catalog
+from tiered.store.damage import DroppedKey, drop_damaged
 from tiered.store.entry import Record
 from tiered.store.finishers import Finishers
 from tiered.store.generations import Generations
@@ -310,6 +311,14 @@ class Store(MutableMapping[str, torch.Tensor]):
         """Read every block on the devices and check its digest; blocks. Damage is in the report, not raised."""
         self._refuse()
         return self._streams.verify()
+
+    def drop_damaged(self, keys: Iterable[str]) -> tuple[DroppedKey, ...]:
+        """Drop the committed ``keys``, all of them damaged, and return what they were; blocks, durable afterwards.
+
+        The commit changes nothing else. Raises UsageError, with nothing dropped, for a key that is unknown or sound,
+        and where anything is registered or has changed since the last commit; DeviceError when that commit fails.
+        """
+        return drop_damaged(self.working_set, self._streams, self._generations, keys)
 
     def records(self) -> list[Record]:
         """Return what is known of each key, in the order of creation. Touches no bytes."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,8 +121,8 @@ class Streams:
         with self._condition:
             self._working_set.streamed_in_bytes += row.nbytes
 
-    def verify(self) -> VerifyReport:
-        """Read every block of every key that is on the devices, committed or newer, and check its digest; blocks."""
+    def verify(self, only: Sequence[str] | None = None) -> VerifyReport:
+        """Read every block that is on the devices, committed or newer, of every key or of ``only``; blocks."""
         errors: list[CorruptionError] = []
         counts = [0, 0, 0]  # keys, blocks, bytes
         reading: deque[Row] = deque()  # whose blocks are being read, oldest first
@@ -154,7 +154,7 @@ class Streams:
                         yield _Block(self._space, row, block, IOClass.PREFETCH, use=check)
 
         with self._condition:
-            names = self._records.names()
+            names = self._records.names() if only is None else only
         window = Window(self._working_set)
         try:
             window.run(jobs())

@@ -68,12 +68,17 @@ def describe(directories: Sequence[Path]) -> Iterator[str]:
     yield f"state {json.dumps(state, default=repr)}"
 
 
-def check(directories: Sequence[Path]) -> int:
-    """Read and check every byte of the store, say what was found, and return 0, or 1 for damage; blocks."""
+def check(directories: Sequence[Path], drop: Sequence[str] = ()) -> int:
+    """Read and check every byte of the store, say what was found, and return 0, or 1 for damage; blocks.
+
+    Of the damaged keys those in ``drop`` are dropped, in one commit. Raises UsageError, with nothing dropped, when one
+    of them does not exist or is not damaged.
+    """
     try:
         with tiered.Store(*directories, dram=64 * MiB, mode="r") as store:
             report = store.verify()
             generation = store.generation
+            unknown = [key for key in drop if key not in store]
     except CorruptionError as error:
         print(f"damaged: {error}")
         return 1
@@ -83,7 +88,19 @@ def check(directories: Sequence[Path]) -> int:
         f"read {format_bytes(report.nbytes)} in {report.num_blocks} blocks of {report.num_keys} keys, "
         f"generation {generation}: {len(report.errors) or 'none'} damaged"
     )
-    return 0 if report.is_clean else 1
+    if unknown:
+        raise UsageError(f"--drop {unknown[0]!r}: the run has no such key; nothing was dropped")
+    left = [error.key for error in report.errors if error.key not in drop]
+    if drop:
+        with tiered.Store(*directories, dram=64 * MiB) as store:
+            for dropped in store.drop_damaged(drop):
+                print(dropped)
+            print(f"generation {store.generation} is without them; still damaged: {_listed(left) or 'nothing'}")
+    return 1 if left else 0
+
+
+def _listed(keys: Sequence[str]) -> str:
+    return ", ".join(map(repr, dict.fromkeys(keys)))
 
 
 def remove_store(directories: Sequence[Path]) -> None:
