@@ -13,7 +13,7 @@ from tiered.errors import CapacityError, DeviceError
 from tiered.units import KiB
 
 PAGE = 4096
-POLICIES = ("drop", "keep", "subset", "torn")
+POLICIES = ("drop", "keep", "subset", "torn", "torn pages")
 
 
 @pytest.fixture
@@ -52,17 +52,63 @@ def test_a_power_cut_drops_or_keeps_what_was_not_flushed(page: Buffer, policy: s
 
 
 def test_a_subset_keeps_whole_writes_and_torn_keeps_sectors(page: Buffer) -> None:
-    seen = {"subset": set[bytes](), "torn": set[bytes]()}
+    seen = {"subset": set[bytes](), "torn": set[bytes](), "torn pages": set[bytes]()}
     for seed in range(20):
         for policy, blocks in seen.items():
             image = flushed_then_written(page).power_cut(random.Random(seed), policy).image(0, 0)
             blocks |= {bytes(image[start : start + PAGE]) for start in range(0, len(image), PAGE)}
     whole = {b"a" * PAGE, b"b" * PAGE}
-    assert seen["subset"] == whole
+    assert seen["subset"] == seen["torn pages"] == whole
     torn = seen["torn"] - whole
     assert torn and whole < seen["torn"]
     for block in torn:
         assert {block[start : start + 512] for start in range(0, PAGE, 512)} == {b"a" * 512, b"b" * 512}
+
+
+def test_a_write_of_several_pages_may_be_torn_between_them(arena: Arena) -> None:
+    buffer = arena.allocate_nowait(4 * PAGE)
+    assert buffer is not None
+    buffer.memory[:] = b"b" * 4 * PAGE
+    disk = SimulatedDisk()
+    device = MemoryDevice(disk, 0)
+    device.grow(0, 4 * PAGE)
+    device.flush()
+    assert move(device, "write", buffer, file=0) is None
+    arena.release(buffer)
+    images = [bytes(disk.moment().survivor(random.Random(seed), "torn pages").image(0, 0)) for seed in range(20)]
+    pages = {tuple(image[start : start + PAGE] for start in range(0, 4 * PAGE, PAGE)) for image in images}
+    assert {page for image in pages for page in image} == {bytes(PAGE), b"b" * PAGE}
+    assert len(pages) > 2  # not only all and nothing
+
+
+def test_a_watcher_sees_each_operation_before_it_happens(page: Buffer) -> None:
+    disk = SimulatedDisk()
+    moments = []
+    disk.watch = moments.append
+    run_script(disk, page)
+    moments.append(disk.moment())
+    assert [moment.number for moment in moments] == [0, 1, 2, 3, 4]
+    rng = random.Random(0)
+    kept, dropped = ([moment.survivor(rng, policy) for moment in moments] for policy in ("keep", "drop"))
+    assert [MemoryDevice(disk, 0).files() for disk in kept] == [{0: PAGE}] * 5  # what it hit may have happened
+    assert [MemoryDevice(disk, 0).files() for disk in dropped] == [{}] * 3 + [{0: PAGE}] * 2
+    assert [disk.load("catalog") for disk in kept] == [None] * 3 + [1] * 2
+    assert [disk.load("catalog") for disk in dropped] == [None] * 4 + [1]
+
+
+def test_what_a_failed_flush_was_to_cover_may_be_lost_after_a_flush_that_succeeds(page: Buffer) -> None:
+    disk = SimulatedDisk()
+    MemoryDevice(disk, 0).grow(0, 2 * PAGE)
+    MemoryDevice(disk, 0).flush()
+    for offset in (0, PAGE):
+        assert write(MemoryDevice(disk, 0), page, b"x", offset) is None
+    disk.fail_next("flush", DeviceError("scripted"))
+    with pytest.raises(DeviceError, match="scripted"):
+        MemoryDevice(disk, 0).flush()
+    assert write(MemoryDevice(disk, 0), page, b"y", PAGE) is None
+    MemoryDevice(disk, 0).flush()  # another one: it does not know of the failure
+    images = {bytes(disk.moment().survivor(random.Random(seed), "subset").image(0, 0)) for seed in range(20)}
+    assert images == {bytes(PAGE) + b"y" * PAGE, b"x" * PAGE + b"y" * PAGE}
 
 
 def test_a_survivor_is_the_same_for_the_same_seed_and_the_dead_disk_is_dead(page: Buffer) -> None:

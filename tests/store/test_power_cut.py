@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.store.rig import Counter, numbers, simulated_store
-from tiered.bytes.device.memory import Policy, SimulatedDisk
+from tiered.bytes.device.simulated_disk import Policy, SimulatedDisk
 from tiered.errors import TieredError
 from tiered.store.commit import Committer
 from tiered.store.entry import Entry

@@ -34,7 +34,7 @@ class Operation:
     not raise. From then on it is the submitter's again, who may submit it once more.
     """
 
-    __slots__ = ("error", "file", "io_class", "is_write", "memory", "offset", "on_done")
+    __slots__ = ("error", "file", "io_class", "is_write", "memory", "nbytes", "offset", "on_done")
 
     def __init__(
         self,
@@ -50,13 +50,14 @@ class Operation:
         self.file = file
         self.offset = offset
         self.memory = memory
+        self.nbytes = len(memory)
         self.io_class = io_class
         self.on_done = on_done
         self.error: Exception | None = None
 
     def __repr__(self) -> str:
         verb = "write" if self.is_write else "read"
-        return f"Operation({verb} {len(self.memory)} B at {self.offset} of file {self.file}, error={self.error!r})"
+        return f"Operation({verb} {self.nbytes} B at {self.offset} of file {self.file}, error={self.error!r})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,17 +25,17 @@ class InFlight:
     Its engine alone uses it, one thread at a time; the queue made it and keeps its place until ``IOQueue.done``.
     """
 
-    # What few operations need stands here once: one is made for every block that moves.
-    moved = 0
-    num_retries = 0  # after EIO
-    is_slow = False  # a warning has been logged
-    pinned: ctypes.c_char | None = None  # lifetime: holds the memory while the kernel has its address
+    __slots__ = ("io_class", "is_slow", "moved", "nbytes", "num_retries", "operation", "pinned", "start")
 
-    def __init__(self, operation: Operation, io_class: IOClass, nbytes: int, start: float) -> None:
+    def __init__(self, operation: Operation, io_class: IOClass, start: float) -> None:
         self.operation = operation
         self.io_class = io_class  # as it was queued: the operation's own may be raised meanwhile
-        self.nbytes = nbytes
+        self.nbytes = operation.nbytes
         self.start = start  # s, of time.monotonic
+        self.moved = 0
+        self.num_retries = 0  # after EIO
+        self.is_slow = False  # a warning has been logged
+        self.pinned: ctypes.c_char | None = None  # lifetime: holds the memory while the kernel has its address
 
     def advance(self, moved: int, granularity: int, what: str) -> bool:
         """Count ``moved`` more bytes; return whether all are done.

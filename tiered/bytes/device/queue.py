@@ -65,44 +65,51 @@ class IOQueue:
             queued = lane.queued
             if not queued:
                 continue
-            budget = CALM_NBYTES if lane.is_write and self._is_calm(now) else lane.budget
-            while queued:
-                if len(taken) == most or self.num_in_flight == self._num_slots:
-                    return taken
-                nbytes = _nbytes(queued[0])
-                if lane.num_taken and lane.taken_nbytes + nbytes > budget:
+            io_class = lane.io_class
+            left = CALM_NBYTES if lane.is_write and self._is_calm(now) else lane.budget
+            left -= lane.taken_nbytes
+            num_others, num_taken = self.num_in_flight - lane.num_taken, lane.num_taken
+            most_taken = min(most - len(taken) + num_taken, self._num_slots - num_others)
+            num_open = most_taken if lane is self._demand else max(2, self._num_open - num_others)
+            while queued and num_taken < most_taken and num_taken < num_open:
+                nbytes = queued[0].nbytes
+                if num_taken and nbytes > left:
                     break
-                if self.num_in_flight >= self._num_open and lane is not self._demand and lane.num_taken >= 2:
-                    break
-                taken.append(self._start(lane, nbytes, now))
+                left -= nbytes
+                num_taken += 1
+                taken.append(InFlight(queued.popleft(), io_class, now))
+                lane.taken_nbytes += nbytes
+            self._count_taken(lane, num_taken - lane.num_taken, now)
         return taken
 
     def take_all(self, now: float) -> list[InFlight]:
         """Return all that is queued, budgets or not: for an engine that has come to its end."""
-        return [
-            self._start(lane, _nbytes(lane.queued[0]), now) for lane in self._lanes for _ in range(len(lane.queued))
-        ]
+        taken: list[InFlight] = []
+        for lane in self._lanes:
+            flights = [InFlight(operation, lane.io_class, now) for operation in lane.queued]
+            lane.queued.clear()
+            lane.taken_nbytes += sum(flight.nbytes for flight in flights)
+            self._count_taken(lane, len(flights), now)
+            taken += flights
+        return taken
 
-    def _start(self, lane: _Lane, nbytes: int, now: float) -> InFlight:
-        self.num_queued -= 1
-        self.num_in_flight += 1
-        lane.num_taken += 1
-        lane.taken_nbytes += nbytes
-        if lane.num_taken == 1:
+    def _count_taken(self, lane: _Lane, number: int, now: float) -> None:
+        if number and not lane.num_taken:
             lane.sample.begin(now)
-        return InFlight(lane.queued.popleft(), lane.io_class, nbytes, now)
+        lane.num_taken += number
+        self.num_queued -= number
+        self.num_in_flight += number
 
     def done(self, flights: Sequence[InFlight], now: float) -> None:
         """Take back the places of ``flights``, which ended ``now``."""
         self.num_in_flight -= len(flights)
-        for flight in flights:
-            lane = self._lanes[flight.io_class]
-            lane.num_taken -= 1
-            lane.taken_nbytes -= flight.nbytes
-            lane.ended_nbytes += flight.nbytes
         for lane in self._lanes:
-            if lane.ended_nbytes:
-                lane.learn(now)
+            io_class = lane.io_class
+            sizes = [flight.nbytes for flight in flights if flight.io_class is io_class]
+            if sizes:
+                lane.num_taken -= len(sizes)
+                lane.taken_nbytes -= sum(sizes)
+                lane.learn(sum(sizes), now)
                 if lane is self._demand:
                     self._last_demand = now
 
@@ -118,7 +125,7 @@ class IOQueue:
 class _Lane:
     """One class: what is queued, how many and how many bytes are in flight, how many may be."""
 
-    __slots__ = ("budget", "ended_nbytes", "io_class", "is_write", "num_taken", "queued", "sample", "taken_nbytes")
+    __slots__ = ("budget", "io_class", "is_write", "num_taken", "queued", "sample", "taken_nbytes")
 
     def __init__(self, io_class: IOClass) -> None:
         self.io_class = io_class
@@ -126,14 +133,12 @@ class _Lane:
         self.queued: deque[Operation] = deque()
         self.num_taken = 0
         self.taken_nbytes = 0
-        self.ended_nbytes = 0  # not yet learnt from
         self.budget = _MOST_NBYTES // 2  # bytes
         self.sample = _Sample()
 
-    def learn(self, now: float) -> None:
-        """Let the budget follow what ended ``now``."""
-        bytes_per_s = self.sample.add(self.ended_nbytes, now)
-        self.ended_nbytes = 0
+    def learn(self, nbytes: int, now: float) -> None:
+        """Let the budget follow the ``nbytes`` that ended ``now``."""
+        bytes_per_s = self.sample.add(nbytes, now)
         if bytes_per_s is not None:
             self.budget = min(max(int(bytes_per_s * _AHEAD_S), _LEAST_NBYTES), _MOST_NBYTES)
 
@@ -161,10 +166,3 @@ class _Sample:
         bytes_per_s = self._nbytes / (now - self._start)
         self._start, self._nbytes = now, 0
         return bytes_per_s
-
-
-def _nbytes(operation: Operation) -> int:
-    try:
-        return len(operation.memory)
-    except ValueError:  # released too early: the engine will say so
-        return 0

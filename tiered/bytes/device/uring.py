@@ -17,7 +17,7 @@ from itertools import zip_longest
 
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.device.file_device import FileDevice
-from tiered.bytes.device.files import translate
+from tiered.bytes.device.files import DataFile, translate
 from tiered.bytes.device.in_flight import InFlight
 from tiered.bytes.device.queue import CALM_NBYTES
 from tiered.bytes.device.ring import READ, READ_FIXED, WRITE, WRITE_FIXED, Ring
@@ -33,7 +33,7 @@ _WAKE = _NUM_SLOTS  # the tag of the read on the eventfd; above it, those of can
 _CANCEL = _NUM_SLOTS + 1
 _CHAINED_NBYTES = 32 * MiB  # from here on half a batch keeps a drive busy
 _TICK_S = 1.0  # how long a wait lasts at most, so that what is overdue is seen
-_OPCODES = {(False, False): READ, (True, False): WRITE, (False, True): READ_FIXED, (True, True): WRITE_FIXED}
+_FIXED = {READ: READ_FIXED, WRITE: WRITE_FIXED}
 _pin, _address = ctypes.c_char.from_buffer, ctypes.addressof
 _log = logging.getLogger("tiered")
 
@@ -62,7 +62,7 @@ class UringDevice(FileDevice):
         self._slots: list[InFlight | None] = [None] * _NUM_SLOTS
         self._num_slots = _NUM_SLOTS  # that are used
         self._free_slots = list(range(_NUM_SLOTS))
-        self._file_slots: dict[int, int] = {}  # a file's number -> its slot in the ring
+        self._file_slots: dict[int, tuple[int, DataFile]] = {}  # a file's number -> its slot in the ring
         self._wake_slot = 0  # the wake-up's: the last
         self._fixed: list[tuple[int, int]] = []  # registered memory: (address, end), each an index of the ring's
         self._to_register: tuple[list[tuple[int, int]], threading.Event] | None = None
@@ -256,40 +256,40 @@ class UringDevice(FileDevice):
 
     def _begin(self, ring: Ring, flight: InFlight, failed: list[InFlight]) -> bool:
         """Give ``flight`` a slot and prepare it; whether that went well, else it is in ``failed``."""
-        slot = self._free_slots.pop()
-        self._slots[slot] = flight
-        if self._prepare(ring, slot, flight):
-            return True
-        self._slots[slot] = None
-        self._free_slots.append(slot)
-        failed.append(flight)
-        return False
+        slot = self._free_slots[-1]
+        if not self._prepare(ring, slot, flight):
+            failed.append(flight)
+            return False
+        self._slots[self._free_slots.pop()] = flight
+        return True
 
     def _prepare(self, ring: Ring, slot: int, flight: InFlight) -> bool:
         """Write the submission of what is left of ``flight``; False when its operation has failed instead."""
-        operation, moved, nbytes = flight.operation, flight.moved, flight.nbytes
+        operation, nbytes = flight.operation, flight.nbytes
+        offset = operation.offset
         try:
-            file = self._files.get(operation.file)
-            if file is None or not 0 <= operation.offset <= file.nbytes - nbytes:
+            file_slot, file = self._file_slots.get(operation.file) or self._register_file(ring, flight)
+            if not 0 <= offset <= file.nbytes - nbytes:
                 raise self._beyond_end(flight)
-            if flight.pinned is None:
-                flight.pinned = _pin(operation.memory)
-            file_slot = self._file_slots.get(operation.file)
-            if file_slot is None:
-                file_slot = self._register_file(ring, operation.file, file.fd)
-            address, is_write, index = _address(flight.pinned), operation.is_write, None
+            pinned = flight.pinned
+            if pinned is None:
+                pinned = flight.pinned = _pin(operation.memory)
+            address = _address(pinned)
+            opcode, index = READ, 0
+            if operation.is_write:
+                opcode = WRITE
+                file.is_dirty = True  # order: before the write, so that a flush after its completion covers it
             for number, (start, end) in enumerate(self._fixed):
                 if start <= address and address + nbytes <= end:
-                    index = number
-            if is_write:
-                file.is_dirty = True  # order: before the write, so that a flush after its completion covers it
-            if moved or (is_write and nbytes > CALM_NBYTES):
+                    opcode, index = _FIXED[opcode], number
+            moved = flight.moved
+            if moved or (nbytes > CALM_NBYTES and operation.is_write):
                 address += moved
+                offset += moved
                 nbytes -= moved
-                if is_write:
+                if operation.is_write:
                     nbytes = min(nbytes, self._queue.most_nbytes(flight, time.monotonic()))
-            opcode = _OPCODES[is_write, index is not None]
-            ring.prepare(opcode, file_slot, address, nbytes, operation.offset + moved, slot, index or 0)
+            ring.prepare(opcode, file_slot, address, nbytes, offset, slot, index)
         except TieredError as error:
             operation.error = error
         except Exception as error:  # a bug of the submitter, such as released memory: its error, not our end
@@ -299,13 +299,13 @@ class UringDevice(FileDevice):
             return True
         return False
 
-    def _register_file(self, ring: Ring, file: int, fd: int) -> int:
-        slot = len(self._file_slots)
+    def _register_file(self, ring: Ring, flight: InFlight) -> tuple[int, DataFile]:
+        file, number, slot = self._file_of(flight), flight.operation.file, len(self._file_slots)
         if slot == self._wake_slot:
-            raise DeviceError(f"{self.path(file)} is one file too many: {slot} fit; use engine='threads'")
-        ring.set_file(slot, fd)
-        self._file_slots[file] = slot
-        return slot
+            raise DeviceError(f"{self.path(number)} is one file too many: {slot} fit; use engine='threads'")
+        ring.set_file(slot, file.fd)
+        self._file_slots[number] = slot, file
+        return slot, file
 
     def _reap(self, ring: Ring) -> list[InFlight]:
         """Take the completions that are there; return what is finished, with what went wrong in its operation."""
