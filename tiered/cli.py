@@ -86,6 +86,10 @@ Drop = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY", help="Drop this key, which is damaged, for good; again for more. Nothing else is."),
 ]
+Report = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write what was found and freed to a file.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")]
 
 Measured = Annotated[
     list[Path], typer.Argument(metavar="DIR...", help="Directory to measure in; several: each, and all.")
@@ -170,6 +174,14 @@ def verify(run: Run, drop: Drop = None) -> int:
     from tiered.train.found import check
 
     return check(run, drop or ())
+
+
+@app.command()
+def gc(run: Run, dry_run: DryRun = False, yes: Yes = False, json: Report = None) -> int:
+    """Remove what crashes left in a run's directories, and give back the space that nothing committed uses."""
+    from tiered.train.cleaning import clean
+
+    return clean(run, dry_run=dry_run, yes=yes, json_file=json)
 
 
 @app.command()

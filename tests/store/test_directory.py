@@ -135,7 +135,7 @@ def test_modes(tmp_path):
         finish(directories)
     refused([path], "x", match="holds a store already")
     with pytest.raises(ValueError, match="mode"):
-        Directories.open([path], "w")
+        Directories.open([path], "rw")
     with pytest.raises(ValueError, match="at least one"):
         Directories.open([])
 

@@ -40,7 +40,7 @@ _DATA = re.compile(r"data-\d{3,}")
 _LEFTOVERS = {_LOCK, f"{_IDENTITY}.new", f"{CATALOG_NAME}.new", f"{CATALOG_NAME}.new-journal", "lost+found"}
 _OWNED = re.compile(rf"{_IDENTITY}|{_DATA.pattern}|{re.escape(CATALOG_NAME)}(-journal|\.new|\.new-journal)?")
 
-Mode = Literal["a", "x", "r"]
+Mode = Literal["a", "x", "r", "w"]
 
 
 class Directories:
@@ -63,23 +63,24 @@ class Directories:
     def open(cls, paths: Sequence[str | os.PathLike[str]], mode: Mode = "a") -> Directories:
         """Lock ``paths``, in any order: exactly the directories of one store, or of one that is to be created.
 
-        ``mode`` "a" opens or creates, "x" creates, "r" opens to read. A creation that was cut short is done again.
+        ``mode`` "a" opens or creates, "x" creates, "r" opens to read; a creation that was cut short is done again.
+        "w" opens what is there to be cleaned, such a creation included: ``store_uuid`` is empty then.
         Raises UsageError for anything else (missing, foreign or additional directories, loose permissions, symbolic
         links inside, a second opener: the message names its pid) and CorruptionError for a damaged identity; nothing
         in the directories has then been changed.
         """
-        if mode not in ("a", "x", "r"):
-            raise ValueError(f'mode must be "a", "x" or "r", got {mode!r}')
+        if mode not in ("a", "x", "r", "w"):
+            raise ValueError(f'mode must be "a", "x", "r" or "w", got {mode!r}')
         found = _distinct(paths)
-        if mode == "r":
+        if mode in ("r", "w"):
             for path in found:
                 if not path.is_dir():
-                    raise UsageError(f'{path} is no directory; mode "r" opens a store that exists')
+                    raise UsageError(f'{path} is no directory; mode "{mode}" opens a store that exists')
         locks: list[int] = []
         with _as_device_error():
             try:
                 plan = _survey(found, mode)  # refuses before anything is created
-                if plan is None:
+                if plan is None and mode != "w":
                     for path in found:
                         _make_private(path)
                 for path in found:
@@ -87,6 +88,8 @@ class Directories:
                 plan = _survey(found, mode)  # what it was may have changed before the locks were ours
                 if plan is not None:
                     return cls(plan[0], plan[1], locks, created=False)
+                if mode == "w":
+                    return cls(found, b"", locks, created=False)
                 return cls(found, _write_identities(found), locks, created=True)
             except BaseException:
                 _unlock(locks)
@@ -166,8 +169,8 @@ def _survey(paths: tuple[Path, ...], mode: Mode) -> tuple[tuple[Path, ...], byte
         if identity is not None:
             identities[path] = identity
     if not identities or _is_unfinished(identities):
-        if mode == "r":
-            raise UsageError(f'{", ".join(map(str, paths))}: no store is here; mode "r" opens one that exists')
+        if mode == "r" or (mode == "w" and not identities):
+            raise UsageError(f'{", ".join(map(str, paths))}: no store is here; mode "{mode}" opens one that exists')
         return None
     _check_set(paths, identities)
     if mode == "x":
