@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import resource
+import sys
 import threading
 import time
 from array import array
@@ -173,7 +174,7 @@ class _Loop:
         self.deadline = deadline
         for stream in self.streams:
             for slot in stream.slots:
-                slot.submit()
+                slot.submit(time.perf_counter())
 
     def check(self) -> None:
         """Raise the first error there was."""
@@ -203,9 +204,13 @@ class _Stream:
     def __init__(self, loop: _Loop, lane: Lane, blocks: Iterator[memoryview]) -> None:
         self.lane = lane
         self.turns = itertools.count()
-        self.max_turns = loop.pattern.max_turns
-        num_latencies = lane.depth + int(_MAX_BYTES_PER_S * loop.pattern.seconds / loop.pattern.block_nbytes)
-        self.capacity = min(num_latencies, self.max_turns or num_latencies, _MAX_LATENCIES)
+        self.submit = loop.device.submit
+        self.block_nbytes = loop.pattern.block_nbytes
+        self.start = lane.first_block * self.block_nbytes
+        self.num_blocks = lane.num_blocks
+        num_latencies = lane.depth + int(_MAX_BYTES_PER_S * loop.pattern.seconds / self.block_nbytes)
+        self.max_turns = sys.maxsize if loop.pattern.max_turns is None else loop.pattern.max_turns
+        self.capacity = min(num_latencies, self.max_turns, _MAX_LATENCIES)
         self.latencies = array("d", bytes(8 * self.capacity))
         self.places = itertools.count()  # in ``latencies``, modulo their capacity
         self.slots = [_Slot(loop, self, block) for block in itertools.islice(blocks, lane.depth)]
@@ -223,7 +228,7 @@ class _Stream:
 class _Slot:
     """One place in the queue with a block of memory: in flight, or finished for good."""
 
-    __slots__ = ("_loop", "_operation", "_start", "_stream", "num_done")
+    __slots__ = ("_loop", "_operation", "_operations", "_start", "_stream", "num_done")
 
     def __init__(self, loop: _Loop, stream: _Stream, memory: memoryview) -> None:
         self._loop = loop
@@ -236,26 +241,25 @@ class _Slot:
             io_class=stream.lane.io_class,
             on_done=self._on_done,
         )
+        self._operations = (self._operation,)
         self._start = 0.0
         self.num_done = 0
 
-    def submit(self) -> None:
-        """Submit the next block of the lane. Called by one thread at a time: nothing of this slot is in flight."""
-        loop, stream = self._loop, self._stream
-        lane, pattern = stream.lane, loop.pattern
+    def submit(self, now: float) -> None:
+        """Submit the next block of the lane ``now``. By one thread at a time: nothing of this slot is in flight."""
+        stream = self._stream
         turn = next(stream.turns)
-        if stream.max_turns is not None and turn >= stream.max_turns:
-            loop.stop()
-            loop.finish_slot(time.perf_counter())
+        if turn >= stream.max_turns:
+            self._loop.stop()
+            self._loop.finish_slot(now)
             return
-        operation = self._operation
-        operation.offset = (lane.first_block + turn % lane.num_blocks) * pattern.block_nbytes
-        self._start = time.perf_counter()
+        self._operation.offset = stream.start + turn % stream.num_blocks * stream.block_nbytes
+        self._start = now
         try:
-            loop.device.submit((operation,))
+            stream.submit(self._operations)
         except TieredError as error:
-            loop.fail(error)
-            loop.finish_slot(time.perf_counter())
+            self._loop.fail(error)
+            self._loop.finish_slot(time.perf_counter())
 
     def _on_done(self, operation: Operation) -> None:
         now = time.perf_counter()
@@ -266,6 +270,6 @@ class _Slot:
         else:
             self._loop.fail(operation.error)
         if now < self._loop.deadline:
-            self.submit()
+            self.submit(now)
         else:
             self._loop.finish_slot(now)

@@ -72,13 +72,14 @@ class Ring:
         """
         self.mode, self._fd, params = _set_up(num_entries)
         self._mappings: list[tuple[int, int]] = []
-        self._tail = self._head = 0  # of submissions and of completions, as a new ring has them
+        self._tail = 0  # how many submissions were written, ever; the kernel's words are its low 32 bits
+        self._num_submitted = 0  # of those
+        self._head = 0  # of completions, as a new ring has it
         try:
             self._map(params)
         except BaseException:
             self.close()
             raise
-        self._num_pending = 0  # written, not yet submitted
         # Order: the tail must be read before the entries it covers; x86-64 never reorders loads. (An entry that was
         # read is not written again before its place has been free for a whole turn: the kernel's ring is twice what we
         # have in flight.)
@@ -100,7 +101,7 @@ class Ring:
     @property
     def num_free(self) -> int:
         """How many submissions can be written before the next ``enter``."""
-        return self.num_entries - self._num_pending
+        return self.num_entries - (self._tail - self._num_submitted)
 
     def prepare(self, opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int, index: int = 0) -> None:
         """Write a submission for the next ``enter``; there must be room (``num_free``).
@@ -113,8 +114,7 @@ class Ring:
             self._sqes, (self._tail & self._mask) * _SQE_NBYTES,
             opcode, _FIXED_FILE, 0, file, offset, address, nbytes, 0, tag, index,
         )  # fmt: skip
-        self._tail = (self._tail + 1) & 0xFFFFFFFF
-        self._num_pending += 1
+        self._tail += 1
 
     def link(self) -> None:
         """Let the kernel begin the last submission prepared when the one before it has completed, by itself.
@@ -127,8 +127,7 @@ class Ring:
         """Write a request to cancel the submission tagged ``target``, if it has not begun."""
         place = (self._tail & self._mask) * _SQE_NBYTES
         _SQE.pack_into(self._sqes, place, ASYNC_CANCEL, 0, 0, -1, 0, target, 0, 0, tag, 0)
-        self._tail = (self._tail + 1) & 0xFFFFFFFF
-        self._num_pending += 1
+        self._tail += 1
 
     def enter(self, num_wanted: int, timeout_s: float = 1.0) -> None:
         """Submit what was prepared; block until ``num_wanted`` completions are there or ``timeout_s`` have passed.
@@ -141,7 +140,7 @@ class Ring:
             _TIMESPEC.pack_into(self._timeout, 0, int(timeout_s), int(timeout_s % 1 * 1e9))
         self._sq_tail.value = self._tail
         submitted = _system_call(
-            _ENTER, self._fd, self._num_pending, num_wanted,
+            _ENTER, self._fd, self._tail - self._num_submitted, num_wanted,
             _ENTER_GETEVENTS | _ENTER_EXT_ARG, self._wait_address, _GETEVENTS_ARG.size,
         )  # fmt: skip
         self._count_submitted(submitted)
@@ -153,14 +152,15 @@ class Ring:
         Raises OSError as ``enter``.
         """
         self._sq_tail.value = self._tail
-        self._count_submitted(_brief_call(_ENTER, self._fd, self._num_pending, 0, _ENTER_GETEVENTS, 0, 0))
+        num_pending = self._tail - self._num_submitted
+        self._count_submitted(_brief_call(_ENTER, self._fd, num_pending, 0, _ENTER_GETEVENTS, 0, 0))
 
     def _count_submitted(self, submitted: int) -> None:
         if submitted >= 0:
-            self._num_pending -= submitted
+            self._num_submitted += submitted
             return
         # Order: a wait that ends early has submitted everything before; the kernel's head tells.
-        self._num_pending = (self._tail - self._sq_head.value) & 0xFFFFFFFF
+        self._num_submitted = self._tail - ((self._tail - self._sq_head.value) & 0xFFFFFFFF)
         number = ctypes.get_errno()
         if number not in {errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY}:
             raise OSError(number, os.strerror(number))
