@@ -7,6 +7,7 @@ What a run did is one entry of bench/results/soak.json: {"campaign", "first", "e
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import logging
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,12 +110,28 @@ def _errors(first: int) -> Iterator[Step]:
             yield Step(1, 0, f"{outcome.case}: {outcome.wrong}" if outcome.wrong else "")
 
 
+def _batches(module: str) -> Callable[[int], Iterator[Step]]:
+    """Return the steps of the campaign whose batches are ``module.batch``: a seed each, on all cores, without a rig."""
+
+    def steps(first: int) -> Iterator[Step]:
+        from bench.cores import on_all_cores
+        from tests.store.places import quick_directory
+
+        batch = importlib.import_module(module).batch
+        with quick_directory() as place, closing(on_all_cores(batch, first, place)) as done:
+            for num_cases, wrong in done:
+                yield Step(num_cases, 0, "; ".join(wrong))
+
+    return steps
+
+
 CAMPAIGNS: dict[str, Campaign] = {
     "kill": Campaign("", 5_000, _kills),
     "shutdown-ext4": Campaign("ext4 shutdown", 2_500, _power_cuts("shutdown-ext4")),
     "shutdown-xfs": Campaign("xfs shutdown", 2_500, _power_cuts("shutdown-xfs")),
     "torn": Campaign("torn drives", 1_000, _power_cuts("torn")),
     "errno": Campaign("faulty file system", 9_400, _errors),
+    "flips": Campaign("", 100_000, _batches("tests.store.flips")),
 }
 
 

@@ -337,7 +337,7 @@ class Campaign:
             last = self._run(run, "--resume")
             assert last.status == 0, f"--resume after {killed[-1]} failed with {last.status}; see {self.nursery.log}"
             losses = self._losses(run)
-            same_losses = losses == self.losses[len(self.losses) - len(losses):]
+            same_losses = losses == self.losses[len(self.losses) - len(losses) :]
             same_bits = digests(self.root / run) == self.digests
             lives = [life for _, life in killed] + [last]
             for (where, life), after in zip(killed, lives[1:], strict=True):
@@ -412,7 +412,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", help="where to work (default: the temporary directory)")
     parser.add_argument("--minutes", type=float, help="go on for so long with --campaign, or with all, a share each")
-    parser.add_argument("--campaign", help="kill, shutdown-ext4, shutdown-xfs, torn or errno")
+    parser.add_argument("--campaign", help="its name in campaigns.py")
     parser.add_argument("--results", type=Path, help="where runs add up (default: bench/results/soak.json)")
     parser.add_argument("--nursery", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
