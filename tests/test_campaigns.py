@@ -38,6 +38,13 @@ def test_runs_of_a_campaign_add_up(name: str, tmp_path: Path) -> None:
     assert row.split()[1:3] == ["2", str(first["cases"] + second["cases"])]
 
 
+def test_a_campaign_of_independent_seeds_runs_in_processes(tmp_path: Path) -> None:
+    done = soak(tmp_path / "soak.json", "--minutes", "0.001", "--campaign", "simulated")
+    assert done.returncode == 0, done.stderr + done.stdout
+    (entry,) = json.loads((tmp_path / "soak.json").read_text())
+    assert not entry["wrong"] and entry["cases"] > entry["inside_commit"] > 0
+
+
 def test_an_unknown_campaign_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     done = soak(tmp_path / "soak.json", "--campaign", "kil")
     assert done.returncode == 2
