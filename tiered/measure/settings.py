@@ -44,7 +44,7 @@ class Settings:
     file_nbytes: int = 4 * GiB
     most_in_flight_nbytes: int = 128 * MiB  # what a device's queue lets reads have
     tensor_nbytes: tuple[int, ...] = (64 * KiB, MiB, 16 * MiB, 64 * MiB, 256 * MiB)
-    tensors_nbytes: int = GiB  # all of one size together
+    tensors_nbytes: int = 2 * GiB  # all of one size together, as many as a raw round moves
     tensor_rounds: int = 5
     dram_nbytes: int = 768 * MiB  # of the store
     engines: tuple[str, ...] = tuple(DEVICES)  # also tried at the best settings when none was asked for
@@ -129,9 +129,8 @@ QUICK = Settings(
     round_nbytes=2 * GiB,
     file_nbytes=GiB,
     tensor_nbytes=(64 * MiB,),
-    tensors_nbytes=512 * MiB,
+    tensors_nbytes=GiB,
     tensor_rounds=3,
-    dram_nbytes=384 * MiB,
     engines=(),
 )
 """Under a minute, with the pairs that matter."""
