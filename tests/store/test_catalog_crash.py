@@ -93,6 +93,21 @@ def test_a_damaged_journal_is_found(file, tmp_path):
     assert "found" in outcomes and False not in outcomes
 
 
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("bit", range(32))
+def test_a_journal_that_gives_the_file_another_size_is_found(file, tmp_path, bit, read_only):
+    (tmp_path / "copy").mkdir()
+    home = SqliteHome(tmp_path / "copy")
+    content = crash_in_commit(file, home)
+    with open(home.path.parent / "catalog.db-journal", "r+b") as journal:
+        num_pages = int.from_bytes(os.pread(journal.fileno(), 4, 16), "big")  # has no checksum
+        os.pwrite(journal.fileno(), (num_pages ^ 1 << bit).to_bytes(4, "big"), 16)
+    try:  # a larger file is terabytes long then, and empty
+        assert content_of(home, read_only=read_only) == content
+    except CorruptionError as error:
+        assert error.file == str(home.path)
+
+
 @pytest.mark.parametrize("word", ["BEGIN", "UPDATE", "COMMIT"])
 def test_after_an_io_error_nothing_more_is_committed(file, word):
     with closing(file.create()) as catalog:

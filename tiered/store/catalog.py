@@ -165,7 +165,7 @@ class SqliteCatalog(Catalog):
         with self._using("load") as connection:
             nbytes = os.stat(self.name).st_size
             # One value is never larger than the file, whatever the cell that announces it says.
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, max(nbytes, 1 << 16))
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(max(nbytes, 1 << 16), _MAX_VALUE_NBYTES))
             try:
                 connection.execute("BEGIN")
                 self._check_schema(connection)
