@@ -43,6 +43,27 @@ def test_short_reads_and_writes_go_on_until_complete(tmp_path: Path, engine: str
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
+def test_less_than_a_block_is_moved_again_three_times(tmp_path: Path, engine: str, buffer: Buffer, verb: str) -> None:
+    moved: list[int] = []
+
+    def short(call: Call, fd: int, memory: memoryview, offset: int) -> int:
+        moved.append(512 if len(moved) < num_short else call(fd, memory, offset))
+        return moved[-1]
+
+    with faulty(tmp_path, engine) as device:
+        fill(buffer, 1)
+        for num_short in (3, 4):
+            moved.clear()
+            device.fault = short
+            error = move(device, verb, buffer, 4096)
+            if device.is_direct:
+                assert (error is None) == (num_short == 3)
+            else:
+                assert error is None  # any offset will do to go on
+            assert moved[:3] == [512] * 3
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
 def test_moving_nothing_is_an_error(tmp_path: Path, engine: str, buffer: Buffer, verb: str) -> None:
     with faulty(tmp_path, engine) as device:
         device.fault = lambda call, fd, memory, offset: 0

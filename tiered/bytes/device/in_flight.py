@@ -15,7 +15,7 @@ from tiered.errors import DeviceError
 
 __all__ = ["InFlight"]
 
-_NUM_READ_RETRIES = 3  # after EIO
+_NUM_RETRIES = 3
 _TRY_AGAIN = frozenset({errno.EAGAIN, errno.EINTR})
 
 
@@ -33,18 +33,22 @@ class InFlight:
         self.nbytes = operation.nbytes
         self.start = start  # s, of time.monotonic
         self.moved = 0
-        self.num_retries = 0  # after EIO
+        self.num_retries = 0  # after EIO, and of less than one granule
         self.is_slow = False  # a warning has been logged
         self.pinned: ctypes.c_char | None = None  # lifetime: holds the memory while the kernel has its address
 
     def advance(self, moved: int, granularity: int, what: str) -> bool:
         """Count ``moved`` more bytes; return whether all are done.
 
-        ``granularity`` is what a short transfer goes on at a multiple of (bytes): the rest of it is moved again.
-        Raises DeviceError, which begins with ``what``, for a transfer that stopped.
+        ``granularity`` is what a short transfer goes on at a multiple of (bytes): the rest of it is moved again, and
+        so is one that came to less than that, 3 times. Raises DeviceError, which begins with ``what``, for a transfer
+        that stopped.
         """
         left = self.nbytes - self.moved
         if moved < left:
+            if 0 < moved < granularity and self.num_retries < _NUM_RETRIES:
+                self.num_retries += 1
+                return False
             moved -= moved % granularity
         if moved <= 0 < left or moved > left:
             raise DeviceError(f"{what} failed: it stopped after {self.moved} bytes")
@@ -59,6 +63,6 @@ class InFlight:
         """
         if error.errno in _TRY_AGAIN and time.monotonic() < self.start + deadline_s:
             return
-        if self.operation.is_write or error.errno != errno.EIO or self.num_retries == _NUM_READ_RETRIES:
+        if self.operation.is_write or error.errno != errno.EIO or self.num_retries == _NUM_RETRIES:
             raise translate(error, f"{what} failed") from error
         self.num_retries += 1
