@@ -35,6 +35,7 @@ __all__ = [
 CATALOG_NAME = "catalog.db"
 
 _IDENTITY, _LOCK = "identity", "lock"
+_NAMES = {_LOCK, _IDENTITY, CATALOG_NAME, f"{CATALOG_NAME}-journal"}
 _DATA = re.compile(r"data-\d{3,}")
 # What a creation that was cut short, or mkfs, may leave in a directory that holds no store.
 _LEFTOVERS = {_LOCK, f"{_IDENTITY}.new", f"{CATALOG_NAME}.new", f"{CATALOG_NAME}.new-journal", "lost+found"}
@@ -196,7 +197,7 @@ def _look_into(path: Path) -> Identity | None:
         raise UsageError(f"{path} is not a directory") from error
     if os.geteuid() not in (0, status.st_uid):
         raise UsageError(f"{path} belongs to user {status.st_uid}: use a directory of your own")
-    ours = [name for name in names if name in (_LOCK, _IDENTITY, CATALOG_NAME) or _DATA.fullmatch(name)]
+    ours = [name for name in names if name in _NAMES or _DATA.fullmatch(name)]
     for name in ours:
         _refuse_trap(path / name, os.lstat(path / name))
     if _IDENTITY in names:
@@ -216,10 +217,12 @@ def _look_into(path: Path) -> Identity | None:
 
 
 def _refuse_trap(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or os.geteuid() not in (0, status.st_uid):
+    is_own = os.geteuid() in (0, status.st_uid) and status.st_nlink == 1  # a second name may be another's file
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or not is_own:
         raise UsageError(
-            f"{path} must be a regular file of your own with permissions 0600, got {stat.filemode(status.st_mode)} of "
-            f"user {status.st_uid}: look whether it is what you wrote"
+            f"{path} must be a regular file of your own with one name and permissions 0600, got "
+            f"{stat.filemode(status.st_mode)} of user {status.st_uid} with {status.st_nlink} names: look whether it is "
+            "what you wrote"
         )
 
 
@@ -309,8 +312,10 @@ def _lock(path: Path, *, shared: bool) -> int:
     except FileExistsError:
         _refuse_trap(name, os.lstat(name))
         # Read-only will do for a reader on a file system that is.
-        fd = os.open(name, (os.O_RDONLY if shared else os.O_RDWR) | os.O_NOFOLLOW | os.O_CLOEXEC)
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(name, (os.O_RDONLY if shared else os.O_RDWR) | flags)
     try:
+        _refuse_trap(name, os.fstat(fd))  # the same name may be another file by now
         _take(fd, path, shared=shared)
         if os.fstat(fd).st_ino != os.lstat(name).st_ino:
             raise UsageError(f"{name} was replaced while it was being locked: open the store again")

@@ -73,15 +73,23 @@ def make_durable(connection: sqlite3.Connection) -> None:
 
 
 def refuse_trap(path: Path) -> None:
-    """Raise unless ``path`` is a file of its own that only its owner can reach."""
-    try:
-        status = os.lstat(path)
-    except FileNotFoundError as error:
-        raise UsageError(f"there is no catalog {path}: the directory holds no store, or not its first part") from error
-    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
-        raise UsageError(
-            f"catalog {path} must be a regular file with permissions 0600, got {stat.filemode(status.st_mode)}"
-        )
+    """Raise unless ``path``, and its journal where there is one, are files with one name that only their owner reaches.
+
+    SQLite opens both by name: a second name, or a FIFO in the place of the journal, would be used and waited for.
+    """
+    for file in (path, path.with_name(f"{path.name}-journal")):
+        try:
+            status = os.lstat(file)
+        except FileNotFoundError as error:
+            if file != path:
+                continue
+            message = f"there is no catalog {path}: the directory holds no store, or not its first part"
+            raise UsageError(message) from error
+        if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_nlink != 1:
+            raise UsageError(
+                f"catalog {file} must be a regular file with one name and permissions 0600, got "
+                f"{stat.filemode(status.st_mode)} with {status.st_nlink} names: look whether it is what a store wrote"
+            )
     for side in ("-wal", "-shm"):
         if os.path.lexists(f"{path}{side}"):
             raise CorruptionError(

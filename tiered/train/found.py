@@ -20,6 +20,8 @@ from tiered.units import MiB, format_bytes
 
 __all__ = ["FoundRun", "check", "describe", "find_run", "holds_store", "remove_store"]
 
+_LONGEST_NAME = 120  # characters of a key that a line has
+
 
 @dataclass(frozen=True, slots=True)
 class FoundRun:
@@ -58,13 +60,14 @@ def describe(directories: Sequence[Path]) -> Iterator[str]:
     root, rows = _load(directories)
     state, registered = committed_state(root.state)
     rows.sort(key=lambda row: row.name)
-    width = max((len(row.name) for row in rows), default=0)
-    for row in rows:
+    names = [_printable(row.name) for row in rows]
+    width = max(map(len, names), default=0)
+    for name, row in zip(names, rows, strict=True):
         shape = "x".join(map(str, row.shape)) or "scalar"
-        yield f"{row.name:{width}}  {row.dtype:14} {shape:>16} {row.nbytes:>14,} B  generation {row.generation}"
+        yield f"{name:{width}}  {row.dtype:14} {shape:>16} {row.nbytes:>14,} B  generation {row.generation}"
     yield f"{len(rows)} keys, {format_bytes(sum(row.nbytes for row in rows))}, in {root.num_directories} directories"
     yield f"generation {root.generation}"
-    yield f"registered {', '.join(registered) or 'nothing'}"
+    yield f"registered {', '.join(map(_printable, registered)) or 'nothing'}"
     yield f"state {json.dumps(state, default=repr)}"
 
 
@@ -97,6 +100,12 @@ def check(directories: Sequence[Path], drop: Sequence[str] = ()) -> int:
                 print(dropped)
             print(f"generation {store.generation} is without them; still damaged: {_listed(left) or 'nothing'}")
     return 1 if left else 0
+
+
+def _printable(name: str) -> str:
+    """Return a key as a terminal may have it: it may be anybody's, and hold any character."""
+    shown = name if name.isprintable() and name else ascii(name)
+    return shown if len(shown) <= _LONGEST_NAME else f"{shown[: _LONGEST_NAME - 3]}..."
 
 
 def _listed(keys: Sequence[str]) -> str:
