@@ -85,7 +85,8 @@ def _instrument(pipe: int) -> None:
 
 def _be_a_nursery() -> None:
     """Fork a child for each line of JSON on stdin; its reports, then its exit status, go to stdout."""
-    import tiered.cli  # torch is imported by it, and nothing of torch is run: its threads would not survive the fork
+    import tiered.cli
+    import tiered.train.launch  # and torch, of which nothing is run: its threads would not survive the fork
 
     importlib.import_module("torch._dynamo")  # the first optimizer would, in every child
     gc.freeze()  # or every child walks through all of it at its end

@@ -245,3 +245,12 @@ class TestInterruption:
             signal.raise_signal(signal.SIGINT)
         assert statuses == [130]
         assert capfd.readouterr().err.startswith("\nstopping soon\n\ngone\n")
+
+
+def test_what_is_refused_is_refused_before_torch_is_imported():
+    source = (
+        "import sys; from tiered.cli import main;"
+        " assert main(['train', '--dram', 'much']) == 2; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "much" in done.stderr, done.stderr

@@ -1,5 +1,8 @@
 """NVMe-tiered tensor storage, and training of PyTorch models larger than memory on top of it."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tiered.errors import (
     CapacityError,
     ClosedError,
@@ -12,19 +15,21 @@ from tiered.errors import (
     TieredError,
     UsageError,
 )
-from tiered.store.store import Store
-from tiered.zero import (
-    SGD,
-    AdamW,
-    GradScaler,
-    Lion,
-    accumulate,
-    clip_grad_norm_,
-    construct,
-    micro_batches,
-    shard,
-    unsharded,
-)
+
+if TYPE_CHECKING:
+    from tiered.store.store import Store
+    from tiered.zero import (
+        SGD,
+        AdamW,
+        GradScaler,
+        Lion,
+        accumulate,
+        clip_grad_norm_,
+        construct,
+        micro_batches,
+        shard,
+        unsharded,
+    )
 
 __all__ = [
     "SGD",
@@ -52,3 +57,16 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is first asked for: the command line has answers to give before that."""
+    if name.startswith("_") or name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "tiered.store.store" if name == "Store" else "tiered.zero"
+    globals()[name] = found = getattr(importlib.import_module(home), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
