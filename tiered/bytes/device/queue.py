@@ -104,6 +104,8 @@ class IOQueue:
         """Take back the places of ``flights``, which ended ``now``."""
         self.num_in_flight -= len(flights)
         for lane in self._lanes:
+            if not lane.num_taken:
+                continue
             io_class = lane.io_class
             sizes = [flight.nbytes for flight in flights if flight.io_class is io_class]
             if sizes:
