@@ -36,6 +36,15 @@ def test_the_named_calls_fail_and_the_others_do_not(buffer: Buffer, verb: str) -
     device.close()
 
 
+def test_faults_that_have_not_hit_can_be_forgotten(buffer: Buffer) -> None:
+    device, _ = device_with(Fault("write"), Fault("write", nth=1), Fault("read"))
+    assert isinstance(move(device, "write", buffer), DeviceError)
+    device.forget()
+    assert move(device, "write", buffer) is None and move(device, "read", buffer) is None
+    assert len(device.hits) == 1
+    device.close()
+
+
 def test_an_error_number_becomes_the_error_an_engine_would_raise(buffer: Buffer) -> None:
     device, _ = device_with(Fault("write", errno=errno.ENOSPC), Fault("grow", errno=errno.EDQUOT))
     assert isinstance(move(device, "write", buffer), CapacityError)

@@ -88,6 +88,11 @@ class FaultsDevice(Adaptor):
         with self._condition:
             self._faults += [(fault, self._num_calls[fault.call] + fault.nth) for fault in faults]
 
+    def forget(self) -> None:
+        """Drop the faults that have not hit yet."""
+        with self._condition:
+            self._faults.clear()
+
     def wait_until_held(self, num: int, timeout_s: float) -> bool:
         """Wait until ``num`` calls are held; return whether they are."""
         with self._condition:
