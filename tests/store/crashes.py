@@ -189,17 +189,26 @@ class Campaign:
     def num_devices(self) -> int:
         return 1 + self.seed % 2
 
-    def run(self) -> Campaign:
-        """Crash after every operation, and once at each instant again after every operation of the recovery."""
+    def run(self, *, until_wrong: bool = False) -> Campaign:
+        """Crash after every operation, and once at each instant again after every operation of the recovery.
+
+        ``until_wrong``: the first instant with something wrong is enough.
+        """
         with small_files():
             oracle = Oracle()
             disk = SimulatedDisk(capacity_nbytes=CAPACITY_NBYTES)
             simulated_store(disk, num_devices=self.num_devices).close()  # an empty store: creation has its own tests
-            instants = job_instants(
-                disk, oracle, seed=self.seed, num_devices=self.num_devices, num_steps=self.num_steps
-            )
+            try:
+                instants = job_instants(
+                    disk, oracle, seed=self.seed, num_devices=self.num_devices, num_steps=self.num_steps
+                )
+            except Exception as error:
+                self.wrong.append(f"the job fails: {error!r}")
+                return self
             self.num_operations = len(instants) - 1
             for instant in instants[self.part]:
+                if until_wrong and self.wrong:
+                    break
                 self._found.clear()  # what a key stands for lives as long as its moment
                 where = f"operation {instant.moment.number}"
                 self._crash(instant, oracle, POLICIES, where)
