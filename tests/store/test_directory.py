@@ -252,7 +252,7 @@ def test_newer_identity_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("tiered.store.identity._FORMAT", 2)
     make_store(tmp_path)
     monkeypatch.undo()
-    refused([tmp_path], match="format 2")
+    refused([tmp_path], match="format version 2")
 
 
 # --- creations that were cut short ---

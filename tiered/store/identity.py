@@ -47,7 +47,10 @@ class Identity:
             if fields.pop("digest") != _digest(fields) or not text.endswith(b"}\n"):
                 raise ValueError("it does not match its digest")
             if fields["format"] > _FORMAT:
-                raise UsageError(f"{path} has format {fields['format']}, this tiered reads {_FORMAT}: use a newer one")
+                raise UsageError(
+                    f"{path} has format version {fields['format']}; this tiered reads version {_FORMAT}: "
+                    "open it with the version of tiered that wrote it"
+                )
             identity = cls(bytes.fromhex(fields["store"]), fields["index"], fields["number"])
             if len(identity.store_uuid) != 16 or not 0 <= identity.index < identity.number:
                 raise ValueError(f"it says {identity}")

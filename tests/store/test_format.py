@@ -1,0 +1,101 @@
+"""What format version 1 has written is read for ever; a newer version is refused with nothing touched."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+from tests.store.format_1 import GENERATION, STATE, Counted, contents, unpack
+from tests.store.rig import numbers
+from tiered.cli import main
+from tiered.errors import UsageError
+from tiered.store.store import Store
+
+
+@pytest.fixture
+def directories(tmp_path: Path) -> list[Path]:
+    return unpack(tmp_path)
+
+
+def same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether dtype, shape and all bits are the same."""
+    is_alike = first.dtype == second.dtype and first.shape == second.shape
+    return is_alike and torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
+
+
+def assert_holds_format_1(store: Store) -> None:
+    expected = contents()
+    assert set(store) >= set(expected)
+    assert [name for name, value in expected.items() if not same(store[name], value)] == []
+    assert store.verify().is_clean
+
+
+def test_a_store_of_format_1_is_read_and_changed_by_nobody(directories: list[Path]) -> None:
+    before = files(directories)
+    with Store(*directories, dram="16MiB", mode="r") as store:
+        assert store.generation == GENERATION and len(store) == len(contents())
+        assert str(store.state) == str(STATE) and store.registered_state("counted") == {"count": 42}
+        assert_holds_format_1(store)
+    assert files(directories) == before
+
+
+def test_a_store_of_format_1_can_be_gone_on_with(directories: list[Path]) -> None:
+    counted = Counted()
+    with Store(*directories, dram="16MiB") as store:
+        store.register("counted", counted)
+        assert str(store.resume()) == str(STATE) and counted.count == 42
+        store["more"] = numbers(100_000)
+        assert store.commit({"step": 4}) == GENERATION + 1
+    with Store(*reversed(directories), dram="16MiB") as store:
+        assert store.generation == GENERATION + 1 and torch.equal(store["more"], numbers(100_000))
+        assert_holds_format_1(store)
+
+
+def newer_catalog(directories: list[Path]) -> None:
+    with closing(sqlite3.connect(directories[0] / "catalog.db")) as connection, connection:
+        connection.execute("PRAGMA user_version=2")
+        connection.execute("UPDATE root SET format = 2")
+
+
+def newer_identity(directories: list[Path]) -> None:
+    path = directories[1] / "identity"
+    fields = json.loads(path.read_bytes()) | {"format": 2, "rank": 3}
+    del fields["digest"]
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True).encode())
+    path.write_bytes(json.dumps({**fields, "digest": digest}).encode() + b"\n")
+
+
+@pytest.mark.parametrize("make_newer", [newer_catalog, newer_identity])
+@pytest.mark.parametrize("mode", ["r", "a"])
+def test_a_newer_format_is_refused_with_nothing_touched(
+    directories: list[Path], mode: str, make_newer: Callable[[list[Path]], None]
+) -> None:
+    make_newer(directories)
+    before = files(directories)
+    with pytest.raises(UsageError, match="format version 2; this tiered reads version 1: open it with the version"):
+        Store(*directories, dram="16MiB", mode=mode)
+    assert files(directories) == before
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_the_command_line_refuses_a_newer_format(
+    directories: list[Path], command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer_catalog(directories)
+    monkeypatch.setattr(sys, "argv", ["tiered", command, *map(str, directories)])
+    assert main() != 0
+    assert "format version 2; this tiered reads version 1" in "".join(capsys.readouterr())
+
+
+def files(directories: list[Path]) -> dict[Path, bytes]:
+    """Return the bytes of every file but the locks, which name who opened the store last."""
+    found = [path for directory in directories for path in sorted(directory.iterdir()) if path.name != "lock"]
+    return {path: path.read_bytes() for path in found}
