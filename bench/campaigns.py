@@ -69,7 +69,7 @@ class Campaign:
 
 def _kills(first: int) -> Iterator[Step]:
     """SIGKILL of `tiered train`: each seed some kills, spread over its life a little differently."""
-    from bench.soak import campaign_in
+    from bench.kills import campaign_in
 
     seed = first
     while True:
@@ -77,6 +77,16 @@ def _kills(first: int) -> Iterator[Step]:
             verdict = campaign.run(17 + seed % 13, 4 + seed % 3)
         yield Step(len(verdict.kills), verdict.num_inside_commit, str(verdict.wrong) if verdict.wrong else "")
         seed += 1
+
+
+def _resumes(first: int) -> Iterator[Step]:
+    """One run per seed, killed 50 times anywhere: it must be the undisturbed one."""
+    from bench.resumes import campaign_of, resume_many
+
+    for seed in itertools.count(first):
+        with campaign_of(50, seed) as campaign:
+            resumed = resume_many(campaign, seed=seed, num_kills=50)
+        yield Step(resumed.num_kills, resumed.num_inside_commit, resumed.wrong)
 
 
 def _power_cuts(kind: str) -> Callable[[int], Iterator[Step]]:
@@ -168,6 +178,7 @@ def _simulated(seed: int) -> Step:
 CAMPAIGNS: dict[str, Campaign] = {
     "simulated": Campaign("", 1_000_000, _in_processes(_simulated)),
     "kill": Campaign("", 5_000, _kills),
+    "resume": Campaign("", 5_000, _resumes),
     "shutdown-ext4": Campaign("ext4 shutdown", 2_500, _power_cuts("shutdown-ext4")),
     "shutdown-xfs": Campaign("xfs shutdown", 2_500, _power_cuts("shutdown-xfs")),
     "torn": Campaign("torn drives", 1_000, _power_cuts("torn")),

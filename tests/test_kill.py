@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.soak import Campaign, Verdict
+from bench.kills import Campaign, Verdict
 
 NUM_KILLS = 20
 NUM_MAKING = 10
