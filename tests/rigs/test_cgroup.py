@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.rigs.available import needs, off
 from tests.rigs.cgroup import limited_memory, throttled
 from tests.rigs.drives import Shutdown
 from tests.rigs.room import Room
+from tiered.store.store import Store
 from tiered.units import MiB
 
 TAKE = "import sys; memory = bytearray(int(sys.argv[1])); print(len(memory))"
@@ -33,6 +35,27 @@ def test_a_process_over_its_memory_is_killed() -> None:
         assert run_in(group, sys.executable, "-c", TAKE, str(16 * MiB)) == 0
         assert run_in(group, sys.executable, "-c", TAKE, str(256 * MiB)) == -signal.SIGKILL
     assert isinstance(group, str) or not group.exists()
+
+
+HUNGRY = """
+import sys, torch, tiered
+with tiered.Store(sys.argv[1], dram="16MiB") as store:
+    store["a"] = torch.arange(3_000_000)
+    store.commit({"step": 1})
+    store["b"] = torch.arange(3_000_000)
+    store.commit({"step": 2}, wait=False)
+    memory = bytearray(1 << 30)
+"""
+
+
+@needs("memory cgroup")
+def test_a_store_whose_process_the_kernel_kills_for_memory_holds_its_last_commit(tmp_path: Path) -> None:
+    with limited_memory(512 * MiB) as group:
+        assert run_in(group, sys.executable, "-c", HUNGRY, str(tmp_path / "run")) == -signal.SIGKILL
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        step = store.state["step"]
+        assert step in (1, 2) and set(store) == set("ab"[:step]) and store.verify().is_clean
+        assert torch.equal(store["a"], torch.arange(3_000_000))
 
 
 @needs("blkio cgroup")

@@ -45,6 +45,8 @@ def probe_direct(directory: int, pread: ReadInto, pwrite: WriteFrom) -> DirectPr
     try:
         fd = open_unnamed(directory, os.O_DIRECT)
     except OSError as error:
+        if error.errno == errno.EROFS:  # a reader may read there nevertheless
+            return DirectProbe(MIN_ALIGNMENT, "the file system is read-only, so that it cannot be tried")
         if error.errno != errno.EINVAL:
             raise
         return DirectProbe(MIN_ALIGNMENT, "the file system refuses to open files with O_DIRECT")
