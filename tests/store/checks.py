@@ -262,6 +262,7 @@ def a_catalog_that_cannot_be_flushed_fails_the_commit(tmp_path: Path) -> None:
     def commit() -> None:
         try:
             with closing(SqliteHome(tmp_path).create()) as catalog:
+                catalog.load()  # so that only the commit is left to flush
                 forbid(["fsync", "fdatasync"], errno.EIO)
                 catalog.apply(root_of(1), [row_of(1)], [])
             outcome.append("committed")
@@ -272,6 +273,16 @@ def a_catalog_that_cannot_be_flushed_fails_the_commit(tmp_path: Path) -> None:
     thread.start()
     thread.join(WAIT_S)
     assert isinstance(outcome[0], DeviceError), outcome
+
+
+def opening_settles_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = SqliteHome(tmp_path)
+    home.create().close()
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    content_of(home)
+    monkeypatch.undo()
+    assert synced == [f"{home.path}-journal", str(tmp_path)]
 
 
 def a_lost_row_is_found(tmp_path: Path) -> None:

@@ -291,6 +291,11 @@ def the_catalog_is_not_synchronous(patch: Patch) -> None:
     patch.setattr(catalog_module, "make_durable", make)
 
 
+@mutant(checks.opening_settles_the_journal)
+def the_end_of_the_journal_is_not_made_durable(patch: Patch) -> None:
+    patch.setattr(catalog_module, "settle_journal", lambda path: None)
+
+
 @mutant(checks.a_lost_row_is_found)
 def rows_are_not_counted(patch: Patch) -> None:
     decode = rows.Rows.decode.__func__  # type: ignore[attr-defined]

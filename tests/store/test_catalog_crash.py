@@ -1,3 +1,4 @@
+import errno
 import os
 import random
 import shutil
@@ -34,7 +35,8 @@ def test_leftovers_of_a_crashed_creation_are_replaced(file, tmp_path):
         (tmp_path / name).write_bytes(journal)
     file.create().close()
     assert content_of(file) == (ROOT, [])
-    assert os.listdir(tmp_path) == ["catalog.db"]
+    assert sorted(os.listdir(tmp_path)) == ["catalog.db", "catalog.db-journal"]
+    assert not (tmp_path / "catalog.db-journal").stat().st_size
 
 
 def test_creation_does_not_follow_a_planted_link(file, tmp_path):
@@ -45,6 +47,41 @@ def test_creation_does_not_follow_a_planted_link(file, tmp_path):
     with closing(file.create()) as catalog:
         catalog.apply(root_of(1), [row_of(1)], [])
     assert victim.read_bytes() == b"precious"
+
+
+def test_opening_makes_the_end_of_the_journal_and_its_name_durable(file, tmp_path, monkeypatch):
+    """A killed process may have cut the journal off without a flush: a power cut later would bring it back."""
+    file.create().close()
+    journal = tmp_path / "catalog.db-journal"
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    for _ in range(2):
+        content_of(file)
+        assert synced == [str(journal), str(tmp_path)]
+        synced.clear()
+        journal.unlink()  # as playing it back does
+    content_of(file, read_only=True)
+    assert not synced and not journal.exists()
+    content_of(file)
+    assert journal.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["catalog.db-journal", ""])
+def test_a_journal_that_cannot_be_made_durable_is_an_error_at_open(file, tmp_path, monkeypatch, name):
+    file.create().close()
+    sync = os.fsync
+    num_failures = []
+
+    def fail(fd):
+        if os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / name):
+            num_failures.append(1)
+            raise OSError(errno.EIO, "scripted")
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(DeviceError, match="scripted"):
+        content_of(file)
+    assert len(num_failures) == 1  # a second try would say "ok"
 
 
 def crash_in_commit(file, home):
@@ -86,6 +123,7 @@ def test_a_damaged_journal_is_found(file, tmp_path):
         damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
         image.write_bytes(saved[0])
         journal.write_bytes(damaged)
+        journal.chmod(0o600)  # playing it back may have removed it
         try:
             outcomes.add(content_of(home) == content)
         except CorruptionError:

@@ -19,8 +19,11 @@ before a row may name it. ``apply`` is one SQLite transaction: the old pages are
 first page of the database changes, and the commit is the durable truncation of the journal. Cut before it, the next
 open plays the journal back: the old rows, whose extents nobody has touched. Cut after it: the new rows. TRUNCATE and
 FULL, because a deleted journal can come back after a power cut and undo an acknowledged commit, and because one
-flipped bit in a WAL silently drops the last transactions. ``create`` builds the file under another name and renames
-it when it is durable: where ``catalog.db`` is, creation has finished.
+flipped bit in a WAL silently drops the last transactions. ``load`` first makes the journal's name and end durable:
+SQLite commits even where the directory cannot be flushed, and a process killed between the truncation and its flush
+leaves one that a power cut takes back, when the next process has reused what the older generation stood on.
+``create`` builds the file under another name and renames it when it is durable: where ``catalog.db`` is, creation has
+finished.
 Every row is read at open; its own digest finds a changed row, number and sum in the root row find a lost, added or
 stale one.
 """
@@ -30,7 +33,6 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +41,7 @@ from typing import TypeVar
 
 from tiered.errors import CapacityError, ClosedError, CorruptionError, DeadlineError, DeviceError, UsageError
 from tiered.store.directory import create_private_file, fsync_directory
+from tiered.store.fork_wait import make_forks_wait
 from tiered.store.row import (
     FORMAT_VERSION,
     ROOT_HEADER_NBYTES,
@@ -61,6 +64,7 @@ from tiered.store.sqlite_file import (
     read_through,
     refuse_trap,
     says_drive_failed,
+    settle_journal,
     translated,
 )
 
@@ -123,6 +127,7 @@ class SqliteCatalog(Catalog):
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._failed: str | None = None
+        self._is_settled = read_only
         # Held as long as the connection: closing any descriptor of the file drops SQLite's locks on it.
         self._fd: int | None = None
         self._connection: sqlite3.Connection | None = None
@@ -132,7 +137,7 @@ class SqliteCatalog(Catalog):
         except BaseException:
             self.close()
             raise
-        _guard_against_fork(self)
+        make_forks_wait(self, self._lock)  # a child that ended with a transaction open would play its journal back
 
     @classmethod
     def create(cls, path: Path, root: Root) -> SqliteCatalog:
@@ -159,7 +164,15 @@ class SqliteCatalog(Catalog):
         return cls(path)
 
     def load(self) -> tuple[Root, Rows]:
-        return self._read(self._load)
+        loaded = self._read(self._load)
+        self._settle()
+        return loaded
+
+    def _settle(self) -> None:
+        """Once, when it is known to be ours to write: what anybody builds on it stands after a power cut."""
+        if not self._is_settled:
+            settle_journal(Path(self.name))
+            self._is_settled = True
 
     def _load(self) -> tuple[Root, Rows]:
         with self._using("load") as connection:
@@ -186,6 +199,7 @@ class SqliteCatalog(Catalog):
                 f"the state that rides along with the commit is {len(root.state)} characters of JSON, "
                 f"at most {_MAX_VALUE_NBYTES // 2} fit: put its tensors into the store under keys of their own"
             )
+        self._settle()
         with self._using("commit to") as connection:
             if self._failed is not None:
                 raise DeviceError(f"catalog {self.name}: {self._failed}; open the store again to see which it was")
@@ -370,30 +384,3 @@ def _build(path: Path, root: Root) -> None:
         connection.execute("INSERT INTO root VALUES (1, ?, ?, ?)", (FORMAT_VERSION, body, digest))
     finally:
         connection.close()
-
-
-_live: weakref.WeakSet[SqliteCatalog] = weakref.WeakSet()
-_fork_lock = threading.Lock()
-_held: list[threading.Lock] = []  # across one fork; _fork_lock guards it
-_hooks: list[bool] = []
-
-
-def _guard_against_fork(catalog: SqliteCatalog) -> None:
-    """Make every fork wait for transactions: a child that ended with one open would play its journal back."""
-    if not _hooks:
-        _hooks.append(True)
-        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
-    _live.add(catalog)
-
-
-def _before_fork() -> None:
-    _fork_lock.acquire()
-    for catalog in list(_live):
-        catalog._lock.acquire()
-        _held.append(catalog._lock)
-
-
-def _after_fork() -> None:
-    while _held:
-        _held.pop().release()
-    _fork_lock.release()

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tiered.errors import CapacityError, CorruptionError, DeadlineError, DeviceError, TieredError, UsageError
+from tiered.store.directory import create_private_file, fsync_directory
 from tiered.units import MiB
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "read_through",
     "refuse_trap",
     "says_drive_failed",
+    "settle_journal",
     "translated",
 ]
 
@@ -70,6 +72,25 @@ def make_durable(connection: sqlite3.Connection) -> None:
     mode = connection.execute("PRAGMA journal_mode=TRUNCATE").fetchone()
     if mode != (b"truncate",):
         raise sqlite3.DatabaseError(f"journal mode {mode!r}")
+
+
+def settle_journal(path: Path) -> None:
+    """Make durable that the journal of ``path`` is there and what its end is. Raises DeviceError, CapacityError.
+
+    Order: after a journal was played back, which deletes it, and before anything is written that builds on what the
+    file now says.
+    """
+    journal = path.with_name(f"{path.name}-journal")
+    with translated(str(path), "open"):
+        try:
+            fd = create_private_file(journal)
+        except FileExistsError:
+            fd = os.open(journal, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        fsync_directory(path.parent)
 
 
 def refuse_trap(path: Path) -> None:
