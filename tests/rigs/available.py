@@ -28,6 +28,7 @@ RIGS: dict[str, Sequence[tuple[str, str]]] = {
     "torn drives": (_FUSE, ("/dev/loop-control", "loop"), _EXT4),
     "ext4 shutdown": (("/dev/loop-control", "loop"), _EXT4),
     "xfs shutdown": (("/dev/loop-control", "loop"), _XFS),
+    "system calls": (("strace", "ptrace"),),
     "memory cgroup": (("/sys/fs/cgroup/memory", "cgroup v1"),),
     "blkio cgroup": (("/sys/fs/cgroup/blkio", "cgroup v1"), ("/dev/loop-control", "loop"), _EXT4),
 }
