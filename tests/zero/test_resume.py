@@ -203,11 +203,17 @@ def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+def run_out(*_: Any) -> None:
+    """As a compute device does whose memory is full."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
 FAILURES: dict[str, Callable[[nn.Module], Any]] = {
     "in_forward": lambda model: model.blocks[2].register_forward_pre_hook(fail),
     "in_backward": lambda model: model.blocks[1].register_full_backward_hook(fail),
     "in_last_gradient": lambda model: model.get_parameter("emb.weight").register_hook(fail),
     "in_gradient": lambda model: model.get_parameter("blocks.0.fc.weight").register_hook(fail),
+    "out_of_memory_in_backward": lambda model: model.blocks[1].register_full_backward_hook(run_out),
     "interrupt_in_forward": lambda model: model.blocks[2].register_forward_hook(interrupt),
     "interrupt_in_backward": lambda model: model.get_parameter("blocks.1.fc.weight").register_hook(interrupt),
 }
@@ -222,7 +228,7 @@ def test_a_step_that_fails_is_undone_by_rollback(failure: str, update: str, tmp_
         ours = job(case, recipe, store, update)
         ours.run(3)
         handle = FAILURES[failure](ours.session.model)
-        with pytest.raises((ZeroDivisionError, KeyboardInterrupt)):
+        with pytest.raises((ZeroDivisionError, torch.OutOfMemoryError, KeyboardInterrupt)):
             ours.session.run_step(99)
         handle.remove()
         if update == "backward" and "forward" not in failure:
