@@ -89,6 +89,34 @@ def _resumes(first: int) -> Iterator[Step]:
         yield Step(resumed.num_kills, resumed.num_inside_commit, resumed.wrong)
 
 
+def _large(first: int) -> Iterator[Step]:
+    """A million keys (even seeds), a tensor of more than 2 GiB (odd ones)."""
+    from bench import large
+
+    for seed in itertools.count(first):
+        yield Step(1, 0, large.run(seed))
+
+
+def _soak(first: int) -> Iterator[Step]:
+    """One process, disturbed all the time: twelve cycles a seed; "in commit" counts the cycles a full drive ended."""
+    from tests.rigs.endurance import endurance, slope_kib
+    from tiered.units import MiB
+
+    with endurance((256 if first % 2 == 0 else 512) * MiB, first) as life:
+        for seed in itertools.count(first):
+            before = life.num_refused
+            wrong = life.run(range(12 * seed, 12 * seed + 12))
+            yield Step(12, life.num_refused - before, wrong)
+            memory = [sample["rss_kib"] for sample in life.samples[12:]]
+            print(
+                f"soak: {len(life.samples)} cycles, {life.num_refused} ended by a full drive, {memory[-1:]} KiB, "
+                f"slope {slope_kib(memory):.0f} KiB in 100 cycles, {life.samples[-1]['descriptors']} descriptors",
+                flush=True,
+            )
+            if wrong:
+                return
+
+
 def _power_cuts(kind: str) -> Callable[[int], Iterator[Step]]:
     def steps(first: int) -> Iterator[Step]:
         from tests.rigs.children import Nursery
@@ -179,6 +207,8 @@ CAMPAIGNS: dict[str, Campaign] = {
     "simulated": Campaign("", 1_000_000, _in_processes(_simulated)),
     "kill": Campaign("", 5_000, _kills),
     "resume": Campaign("", 5_000, _resumes),
+    "large": Campaign("", 2, _large),
+    "soak": Campaign("blkio cgroup", 600, _soak),  # half an hour
     "shutdown-ext4": Campaign("ext4 shutdown", 2_500, _power_cuts("shutdown-ext4")),
     "shutdown-xfs": Campaign("xfs shutdown", 2_500, _power_cuts("shutdown-xfs")),
     "torn": Campaign("torn drives", 1_000, _power_cuts("torn")),
