@@ -101,6 +101,8 @@ def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype, numel: int, two_
         torch.nn.Parameter(torch.randn(40, 40)),
         torch.randn(300, requires_grad=True) * 2,
         torch.zeros(4, 4, 4, 4).to(memory_format=torch.channels_last),
+        torch.arange(8.0)[1::8],  # of one element, so contiguous with any stride
+        torch.empty(0)[::2],
     ],
     ids=lambda value: f"{value.dtype} {tuple(value.shape)} {tuple(value.stride())}",
 )
@@ -113,6 +115,22 @@ def test_odd_tensors_come_back_contiguous_detached_and_equal(store: Store, value
     assert not found.requires_grad
     assert not found.is_conj()
     assert torch.equal(found, value.detach().resolve_conj().resolve_neg())
+
+
+def test_out_may_have_any_stride_where_it_has_one_element(store: Store) -> None:
+    store["a"], store["none"] = torch.tensor([5.0]), torch.empty(0)
+    room = torch.zeros(8)
+    assert torch.equal(store.get("a", out=room[3::8]), torch.tensor([5.0])) and room.tolist() == [
+        0,
+        0,
+        0,
+        5,
+        0,
+        0,
+        0,
+        0,
+    ]
+    assert store.get("none", out=torch.empty(0)[::2]).numel() == 0
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:torch.quantize_per_tensor")

@@ -51,7 +51,7 @@ class Values:
         self._working_set.check(writing=True)
         plain = _plain(key, value)
         spec = Spec.like(plain)
-        flat = plain.reshape(-1).view(torch.uint8)  # (nbytes,) uint8
+        flat = _flat(plain)
         scratch = not self._records.durable
         if spec.nbytes <= INLINE_NBYTES:
             host = flat.cpu()
@@ -235,5 +235,5 @@ def _result(spec: Spec, key: str, out: torch.Tensor | None, device: torch.device
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the (nbytes,) uint8 view of a contiguous tensor."""
-    return tensor.view(-1).view(torch.uint8)
+    """Return the (nbytes,) uint8 view of a contiguous tensor, whose strides may be anything where it has one element."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
