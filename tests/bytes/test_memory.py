@@ -96,6 +96,20 @@ def test_a_watcher_sees_each_operation_before_it_happens(page: Buffer) -> None:
     assert [disk.load("catalog") for disk in dropped] == [None] * 4 + [1]
 
 
+def test_a_failed_flush_forgets_no_growth(page: Buffer) -> None:
+    disk = SimulatedDisk()
+    device = MemoryDevice(disk, 0)
+    device.grow(0, 8192)
+    disk.fail_next("flush", DeviceError("scripted"))
+    with pytest.raises(DeviceError):
+        device.flush()
+    again = MemoryDevice(disk, 0)
+    page.memory[:] = b"c" * 4096
+    assert move(again, "write", page, 4096) is None
+    again.flush()
+    assert bytes(disk.power_cut(random.Random(0), "drop").image(0, 0)) == bytes(4096) + b"c" * 4096
+
+
 def test_what_a_failed_flush_was_to_cover_may_be_lost_after_a_flush_that_succeeds(page: Buffer) -> None:
     disk = SimulatedDisk()
     MemoryDevice(disk, 0).grow(0, 2 * PAGE)

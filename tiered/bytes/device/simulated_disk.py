@@ -218,9 +218,9 @@ class SimulatedDisk:
                 self._begin("flush", path)
             except PowerCutError:
                 raise
-            except Exception:  # the kernel marks the pages clean all the same, and tells it once
+            except Exception:  # the kernel marks the pages clean all the same, and tells it once; sizes it still knows
                 for change in self._unsynced:
-                    change.is_forgotten |= change.device == device
+                    change.is_forgotten |= change.device == device and change.after is not None
                 raise
             covered = [change for change in self._unsynced if change.device == device and not change.is_forgotten]
             self._unsynced = [
