@@ -1,0 +1,340 @@
+"""The store against a dict: hypothesis chooses the calls, every answer must be the dict's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.store.rig import Counter, numbers, simulated_store
+from tiered.bytes.device.memory import SimulatedDisk
+from tiered.errors import DeviceError, LeaseError, TieredError, UsageError
+from tiered.store.store import Store
+from tiered.store.working_set import Lease
+from tiered.units import KiB, MiB
+
+_BATCH = 40
+
+__all__ = ["StoreAgainstDict", "batch", "machine_settings"]
+
+BUDGET_NBYTES = 64 * KiB
+NAMES = st.sampled_from([*"abcdef", "", "\ud800", "../x", "n\0"])
+SIZES = st.sampled_from([0, 1, 1024, 1025, 4096, 6000, 12 * KiB, 16 * KiB, 20 * KiB, 24 * KiB])
+SEEDS = st.integers(0, 1000)
+POLICIES = st.sampled_from(["drop", "keep", "subset", "torn", "torn pages"])
+DTYPES = st.sampled_from(
+    [torch.bfloat16, torch.bool, torch.complex64, torch.float8_e5m2, torch.float64, torch.int16, torch.uint32]
+)
+SHAPES = st.sampled_from([(), (0,), (0, 7), (3, 0, 2), (1,), (30, 20), (2, 3, 5, 7), (1,) * 8, (1024,), (1031,)])
+
+
+class Sealed(NamedTuple):
+    """What a generation holds."""
+
+    generation: int
+    contents: dict[str, torch.Tensor]
+    count: int
+    state: dict[str, int]
+
+
+NOTHING = Sealed(0, {}, 0, {})
+
+
+class StoreAgainstDict(RuleBasedStateMachine):
+    """One store, reopened now and then; ``open`` is what it must hold now, ``sealed`` after a rollback.
+
+    ``durable`` is the last generation that a crash must not lose: ``sealed``, or the one before while that commits.
+    """
+
+    @initialize(num_devices=st.sampled_from([1, 3]))
+    def create(self, num_devices: int) -> None:
+        self.disk = SimulatedDisk(capacity_nbytes=1 * MiB)
+        self.num_devices = num_devices
+        self.open: dict[str, torch.Tensor] = {}
+        self.sealed = self.durable = NOTHING
+        self.leases: list[tuple[Lease, torch.Tensor]] = []  # for reading, and what they must go on to show
+        self.leased: set[str] = set()  # keys whose present bytes are among these
+        self._open_store()
+
+    def _open_store(self) -> None:
+        self.store: Store = simulated_store(self.disk, budget_nbytes=BUDGET_NBYTES, num_devices=self.num_devices)
+        self.counter = Counter()
+        self.store.register("counter", self.counter)
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self._release()
+            self.store.close()
+
+    def _release(self) -> None:
+        for lease, _ in self.leases:
+            lease.release()
+        self.leases.clear()
+        self.leased.clear()
+
+    @rule(name=NAMES, nbytes=SIZES, seed=SEEDS)
+    def put(self, name: str, nbytes: int, seed: int) -> None:
+        value = numbers(nbytes, seed)
+        self.store[name] = value
+        self.open[name] = value
+        self.leased.discard(name)
+
+    @rule(name=NAMES, dtype=DTYPES, shape=SHAPES, seed=SEEDS, is_strided=st.booleans())
+    def put_of_another_kind(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], seed: int, is_strided: bool
+    ) -> None:
+        numel = torch.Size(shape).numel()
+        content = numbers(numel * dtype.itemsize, seed) & (1 if dtype == torch.bool else 255)
+        value = content.view(dtype).reshape(shape)
+        if is_strided:
+            value = value.mT if value.dim() > 1 else value[::2] if value.dim() else value
+        self.store[name] = value
+        self.open[name] = torch.empty(value.shape, dtype=dtype).copy_(value)
+        self.leased.discard(name)
+
+    @rule(name=NAMES)
+    def get(self, name: str) -> None:
+        found = self.store.get(name)
+        assert (found is None) == (name not in self.open)
+        assert found is None or same(found, self.open[name])
+
+    @rule(name=NAMES)
+    def delete(self, name: str) -> None:
+        if name in self.open:
+            del self.store[name]
+            del self.open[name]
+            self.leased.discard(name)
+        else:
+            with pytest.raises(KeyError):
+                del self.store[name]
+
+    @rule(name=NAMES)
+    def write_through_a_lease(self, name: str) -> None:
+        if name not in self.open:
+            return
+        if name in self.leased:
+            with pytest.raises(LeaseError):
+                self.store.working_set.lease(name, "rw")
+            return
+        with self.store.lease(name, "rw") as view:
+            view.view(-1)[:1].view(torch.uint8)[:1] += 1
+        expected = self.open[name] = self.open[name].clone()
+        expected.view(-1)[:1].view(torch.uint8)[:1] += 1
+
+    @rule(name=NAMES, seed=SEEDS)
+    def overwrite_through_a_lease(self, name: str, seed: int) -> None:
+        if name in self.open and name not in self.leased:
+            expected = self.open[name] = torch.empty_like(self.open[name])
+            expected.view(-1).view(torch.uint8).copy_(numbers(expected.nbytes, seed))
+            with self.store.lease(name, "w") as view:
+                view.copy_(expected)
+
+    @precondition(lambda self: len(self.leases) < 2)
+    @rule(name=NAMES)
+    def begin_to_read(self, name: str) -> None:
+        if name in self.open and self.open[name].nbytes <= 12 * KiB:
+            self.leases.append((self.store.working_set.lease(name, "r"), self.open[name].clone()))
+            self.leased.add(name)
+
+    @rule()
+    def end_reading(self) -> None:
+        for lease, expected in self.leases:
+            assert same(lease.tensor, expected)
+        self._release()
+
+    @rule(names=st.lists(NAMES, max_size=6))
+    def hint(self, names: list[str]) -> None:
+        self.store.working_set.swap_out(names[:3])
+        self.store.prefetch(names[3:])
+
+    @rule(name=st.sampled_from("ab"))  # held, leased and streamed bytes together fit the budget
+    def hold(self, name: str) -> None:
+        if name in self.open:
+            change = self.store.working_set.hold if self.open[name].nbytes <= 6000 else None
+            (change or self.store.working_set.release_hold)([name])
+
+    @rule(name=NAMES)
+    def commit_while_writing(self, name: str) -> None:
+        if name in self.open and name not in self.leased and self.open[name].nbytes <= 12 * KiB:
+            with self.store.lease(name, "rw"), pytest.raises(LeaseError):
+                self.store.commit()
+
+    @rule(value=st.integers(), wait=st.booleans())
+    def commit(self, value: int, wait: bool) -> None:
+        self._begin_commit(value)
+        assert self.store.commit({"value": value}, wait=wait) == self.sealed.generation
+        if wait:
+            self.durable = self.sealed
+
+    def _begin_commit(self, value: int) -> None:
+        """Note what is about to be sealed; what was sealed before is durable by the time that is."""
+        self.store.wait_for_commit()
+        self.counter.count += 1
+        self.durable = self.sealed
+        self.sealed = Sealed(self.sealed.generation + 1, dict(self.open), self.counter.count, {"value": value})
+
+    @rule(value=st.integers(), kind=st.sampled_from(["write", "grow", "flush", "transact"]), wait=st.booleans())
+    def lose_a_commit(self, value: int, kind: Any, wait: bool) -> None:
+        self._begin_commit(value)
+        self.disk.fail_next(kind, DeviceError("no"))
+        try:
+            self.store.commit({"value": value}, wait=wait)
+            self.store.wait_for_commit()
+        except DeviceError:
+            if kind == "grow":  # there was no room: nothing was sealed
+                self.sealed = self.durable
+                return
+            with pytest.raises(DeviceError, match="generation"):
+                len(self.store)
+            self._close_broken()
+            self._open_what_is_left()
+            return
+        finally:
+            self.disk._failures.clear()
+        self.durable = self.sealed  # nothing of that kind was to be done
+
+    @rule(policy=POLICIES, seed=SEEDS)
+    def crash(self, policy: Any, seed: int) -> None:
+        self._cut_power(policy, seed)
+
+    @rule(policy=POLICIES, seed=SEEDS, num_operations=st.integers(0, 30), value=st.integers())
+    def crash_in_a_commit(self, policy: Any, seed: int, num_operations: int, value: int) -> None:
+        self._begin_commit(value)
+        self.disk.crash_at = self.disk.num_operations + num_operations
+        try:
+            self.store.commit({"value": value})
+            self.durable = self.sealed
+        except TieredError:
+            pass
+        self._cut_power(policy, seed)
+
+    def _cut_power(self, policy: Any, seed: int) -> None:
+        survivor = self.disk.power_cut(random.Random(seed), policy)
+        self._close_broken()
+        self.disk = survivor
+        self._open_what_is_left()
+
+    def _close_broken(self) -> None:
+        self._release()
+        try:
+            self.store.close()
+        except TieredError:
+            pass
+
+    def _open_what_is_left(self) -> None:
+        """Open what a crash or a failure has left: the durable generation, or the one that was being committed."""
+        self._open_store()
+        found = {each.generation: each for each in (self.durable, self.sealed)}
+        assert self.store.generation in found
+        self.sealed = self.durable = found[self.store.generation]
+        self.open = dict(self.sealed.contents)
+        self._assert_is_sealed(self.store.resume())
+
+    def _assert_is_sealed(self, state: dict[str, int]) -> None:
+        assert state == self.store.state == self.sealed.state
+        assert not self.sealed.generation or self.counter.count == self.sealed.count
+
+    @rule()
+    def roll_back(self) -> None:
+        if not self.sealed.generation:
+            with pytest.raises(UsageError):
+                self.store.rollback()
+            return
+        self.store.rollback()
+        self._go_back(self.store.state)
+
+    @rule()
+    def resume(self) -> None:
+        state = self.store.resume()
+        if self.sealed.generation:
+            self._go_back(state)
+        else:
+            assert state == {}
+
+    def _go_back(self, state: dict[str, int]) -> None:
+        self.leased = {name for name in self.leased if self.open.get(name) is self.sealed.contents.get(name)}
+        self.open = dict(self.sealed.contents)
+        self._assert_is_sealed(state)
+
+    @rule(orderly=st.booleans())
+    def reopen(self, orderly: bool) -> None:
+        self._release()
+        self.store.wait_for_commit()
+        changed = self.store._records.has_changes
+        if orderly:
+            self.store.close()
+            if changed:
+                generation, count = self.sealed.generation + 1, self.counter.count
+                self.sealed = self.sealed._replace(generation=generation, contents=dict(self.open), count=count)
+        else:
+            with pytest.raises(ZeroDivisionError), self.store:
+                raise ZeroDivisionError
+        self.durable = self.sealed
+        self._open_what_is_left()
+
+    @invariant()
+    def keys_are_the_dicts(self) -> None:
+        if hasattr(self, "store"):
+            assert len(self.store) == len(self.open)
+            assert set(self.store) == set(self.open)
+
+    @invariant()
+    def budget_is_kept(self) -> None:
+        if hasattr(self, "store"):
+            statistics = self.store.working_set.statistics()
+            assert statistics.arena_bytes <= statistics.peak_bytes <= BUDGET_NBYTES
+
+    @rule()
+    def space_is_that_of_two_sets_and_no_more(self) -> None:
+        self.store.wait_for_commit()
+        self.durable = self.sealed
+        taken = [*self.open.values(), *self.sealed.contents.values()]
+        assert self.store.statistics().used_bytes <= 2 * sum(-(-t.nbytes // 4096) * 4096 for t in taken)
+
+    @rule()
+    def verify(self) -> None:
+        assert self.store.verify().is_clean
+
+
+def same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether dtype, shape and all bits are the same (NaN included)."""
+    bits: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.contiguous().view(-1).view(torch.uint8)  # noqa: E731
+    return first.dtype == second.dtype and first.shape == second.shape and torch.equal(bits(first), bits(second))
+
+
+def machine_settings(num_examples: int, num_steps: int, **more: Any) -> settings:
+    """Return settings for so many lives of a store, of so many calls each."""
+    return settings(
+        max_examples=num_examples,
+        stateful_step_count=num_steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        **more,
+    )
+
+
+def batch(seed: int, place: Path) -> tuple[int, list[str]]:
+    """Try the lives of ``seed``, 100 calls each, without files; return their number and what was wrong."""
+    machine = hypothesis.seed(seed)(type("Seeded", (StoreAgainstDict,), {}))
+    try:
+        run_state_machine_as_test(machine, settings=machine_settings(_BATCH, 100, print_blob=True))
+    except BaseException as error:
+        notes = " / ".join(getattr(error, "__notes__", []))
+        return _BATCH, [f"{type(error).__name__}: {error} {notes}"]
+    return _BATCH, []
