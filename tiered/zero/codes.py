@@ -6,7 +6,7 @@ elementwise or per block of 128 elements from the start of the parameter's piece
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,6 +23,7 @@ BLOCK_NUMEL = 128
 """Elements that share the scale of an 8-bit moment: 0.03 bytes each, and within a row of any usual matrix."""
 
 _TIE = 0x8000
+_ROW_NUMEL, _MOST_ROWS = 1024, 64  # looked through for ties, mended at once
 _SMALLEST_SQUARE = 32  # code: 2**-28 of the largest; its root is 1/16384
 _NO_DITHER = Dither(torch.empty(0))  # for codes that lose nothing
 
@@ -75,30 +76,28 @@ class MomentCode(Protocol):
 
 
 class Remainder:
-    """The other 16 bits, lossless: ``hi`` is torch's rounding and lo = master_bits - (hi << 16), 16 bits signed.
+    """The other 16 bits, lossless: ``hi`` is torch's rounding, lo the master's low 16 bits, read as signed.
 
-    One remainder does not fit: +0x8000, a tie above an even hi. It is kept as -0x8000 and marked in the sign bits of
-    the second of ``fields``, a moment (fp32) that is never negative (design.md, section 9). Lossless but for the
-    payload of a NaN.
+    So master_bits = (hi << 16) + lo, because torch rounds up where lo is negative. One remainder does not fit: a tie
+    above an even ``hi``, +0x8000, which reads as -0x8000. It is marked in the sign bits of the second of ``fields``, a
+    moment (fp32) that is never negative (design.md, section 9). Lossless but for the payload of a NaN.
+
+    Ties are as rare as one element in 65,536: they are looked for by the smallest lo of each 1,024 elements.
     """
 
     fields: tuple[Field, ...] = (Field(torch.int16),)
 
     def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
-        """Return the masters; clears the marks. A tile of 1 Mi elements has eight ties: nobody looks for them first."""
-        n = hi.numel()
-        work = rows.work.view(torch.int32)[:n]
-        bits = _join(hi, fields[0], rows)
-        marks = fields[1].view(torch.int32)
-        torch.bitwise_right_shift(marks, 31, out=work)  # -1 where marked
-        bits.sub_(work, alpha=1 << 16)
-        marks.bitwise_and_(0x7FFFFFFF)
-        return rows.master[:n]
+        """Return the masters; clears the marks."""
+        master = _join(hi, fields[0], rows)
+        _where_ties_are(_undo_marks, fields[0], master.view(torch.int32), fields[1].view(torch.int32))
+        return master
 
     def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
         """Split the masters; the sign bits of the moment must be clear."""
-        work = _split(hi, fields[0], rows)
-        fields[1].view(torch.int32).bitwise_or_(work.bitwise_left_shift_(31))
+        _split(hi, fields[0], rows)
+        master = rows.master.view(torch.int32)[: hi.numel()]
+        _where_ties_are(_mark, fields[0], master, fields[1].view(torch.int32))
 
     def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
         """As ``encode``: ``hi`` is torch's rounding of the master already."""
@@ -118,7 +117,7 @@ class MarkedRemainder:
     def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
         """Return the masters."""
         n = hi.numel()
-        bits = _join(hi, fields[0], rows)
+        bits = _join(hi, fields[0], rows).view(torch.int32)
         nonzero = rows.gradient.view(torch.uint8)[: 8 * fields[1].numel()]  # a byte per element
         words = nonzero.view(torch.int64)
         words.copy_(fields[1])
@@ -130,10 +129,12 @@ class MarkedRemainder:
 
     def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
         """Split the masters."""
-        marks = _split(hi, fields[0], rows)
+        n = hi.numel()
+        _split(hi, fields[0], rows)
+        marks = _is_marked(rows.master.view(torch.int32)[:n], out=rows.work.view(torch.int32)[:n])
         ones = rows.gradient.view(torch.uint8)[: 8 * fields[1].numel()]
-        ones[hi.numel() :].zero_()
-        ones[: hi.numel()].copy_(marks)
+        ones[n:].zero_()
+        ones[:n].copy_(marks)
         words = ones.view(torch.int64)
         words.mul_(0x0102040810204080).bitwise_right_shift_(56)  # the lowest bit of byte i becomes bit 56 + i
         fields[1].copy_(words)
@@ -191,24 +192,51 @@ class Remainder8:
 
 
 def _join(hi: torch.Tensor, lo: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Return (hi << 16) + lo as int32, in ``rows.master``; overwrites ``work``."""
-    n = hi.numel()
-    bits, work = rows.master.view(torch.int32)[:n], rows.work.view(torch.int32)[:n]
-    bits.copy_(hi.view(torch.int16))
-    work.copy_(lo)
-    return bits.bitwise_left_shift_(16).add_(work)
-
-
-def _split(hi: torch.Tensor, lo: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Split ``rows.master`` into ``hi`` and ``lo``; return, in work, 1 where the remainder is +0x8000, else 0."""
+    """Return the fp32 whose bits are (hi << 16) + lo, in ``rows.master``; overwrites ``work``."""
     n = hi.numel()
     master, work = rows.master[:n], rows.work.view(torch.int32)[:n]
+    master.copy_(hi)
+    work.copy_(lo)
+    master.view(torch.int32).add_(work)
+    return master
+
+
+def _split(hi: torch.Tensor, lo: torch.Tensor, rows: Rows) -> None:
+    """Split ``rows.master`` into torch's rounding of it and its low 16 bits."""
+    master = rows.master[: hi.numel()]
     hi.copy_(master)
-    work.copy_(hi.view(torch.int16))
-    work.bitwise_left_shift_(16)
-    torch.sub(master.view(torch.int32), work, out=work)
-    lo.copy_(work)  # +0x8000 wraps to -0x8000
-    return work.eq_(_TIE)
+    lo.copy_(master.view(torch.int32))
+
+
+def _is_marked(bits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return 1 where the low 16 bits of ``bits`` (int32) are a tie above an even upper half, else 0."""
+    return torch.bitwise_and(bits, 0x1FFFF, out=out).eq_(_TIE)
+
+
+def _undo_marks(bits: torch.Tensor, marks: torch.Tensor) -> None:
+    bits.sub_(marks >> 31, alpha=1 << 16)  # -1 where marked
+    marks.bitwise_and_(0x7FFFFFFF)
+
+
+def _mark(bits: torch.Tensor, marks: torch.Tensor) -> None:
+    marks.bitwise_or_(_is_marked(bits) << 31)
+
+
+def _where_ties_are(
+    change: Callable[[torch.Tensor, torch.Tensor], None], lo: torch.Tensor, bits: torch.Tensor, marks: torch.Tensor
+) -> None:
+    """Call ``change(bits, marks)`` for all rows of 1,024 elements in which some ``lo`` is a tie."""
+    whole = lo.numel() // _ROW_NUMEL * _ROW_NUMEL
+    if whole < lo.numel():
+        change(bits[whole:], marks[whole:])
+    smallest = lo[:whole].view(-1, _ROW_NUMEL).amin(1)
+    for rows in smallest.eq_(-_TIE).nonzero().flatten().split(_MOST_ROWS):
+        if rows.numel():  # (rows, 1024) copies, changed and put back
+            bits_there, marks_there = (all_.view(-1, _ROW_NUMEL) for all_ in (bits[:whole], marks[:whole]))
+            some_bits, some_marks = bits_there.index_select(0, rows), marks_there.index_select(0, rows)
+            change(some_bits, some_marks)
+            bits_there.index_copy_(0, rows, some_bits)
+            marks_there.index_copy_(0, rows, some_marks)
 
 
 # -- moments -----------------------------------------------------------------------------------------------------------
