@@ -140,7 +140,8 @@ class StoreAgainstDict(RuleBasedStateMachine):
     def overwrite_through_a_lease(self, name: str, seed: int) -> None:
         if name in self.open and name not in self.leased:
             expected = self.open[name] = torch.empty_like(self.open[name])
-            expected.view(-1).view(torch.uint8).copy_(numbers(expected.nbytes, seed))
+            content = numbers(expected.nbytes, seed) & (1 if expected.dtype == torch.bool else 255)
+            expected.view(-1).view(torch.uint8).copy_(content)
             with self.store.lease(name, "w") as view:
                 view.copy_(expected)
 

@@ -235,5 +235,5 @@ def _result(spec: Spec, key: str, out: torch.Tensor | None, device: torch.device
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the (nbytes,) uint8 view of a contiguous tensor, whose strides may be anything where it has one element."""
+    """Return the (nbytes,) uint8 view of a contiguous tensor; where it has one element its strides may be anything."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
