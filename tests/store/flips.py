@@ -98,6 +98,7 @@ class Subject:
                     path.unlink()
         for path, content in image.items():
             path.write_bytes(content)
+            path.chmod(0o600)  # what was played back is new
 
     def _put(self, store: Store, generation: int) -> None:
         """Change some of everything: inline, odd and paged tensors, many rows, a row longer than a page, deletions."""
