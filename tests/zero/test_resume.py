@@ -380,6 +380,15 @@ def test_other_buffers_are_refused_with_a_diff(run_directory: Path) -> None:
     assert_the_run_is_intact(run_directory)
 
 
+@pytest.mark.parametrize("key", ["model/parameters/blocks.1", "model/state/blocks.1/0"])
+def test_a_run_that_lost_a_key_is_refused_with_its_name(key: str, run_directory: Path) -> None:
+    """As after `tiered verify --drop`."""
+    with debug_store(run_directory) as store:
+        del store[key]
+        store._generations.commit_as_is()
+    assert_refused(run_directory, GPT, Recipe(param_groups=by_decay), f"without '{key}'")
+
+
 def test_something_registered_that_the_run_had_not_is_refused(run_directory: Path) -> None:
     assert_refused(run_directory, GPT, Recipe(param_groups=by_decay, schedule=cosine), "scheduler")
     assert_the_run_is_intact(run_directory)

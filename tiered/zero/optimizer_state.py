@@ -17,6 +17,7 @@ from tiered.zero.codec import Bucket, Piece, divide
 from tiered.zero.layout import Layouts, Tile
 from tiered.zero.masters import master_key, master_offsets, masters_nbytes
 from tiered.zero.plain import PlainSegment, PlainUnit
+from tiered.zero.state import refuse_missing
 from tiered.zero.tile_scratch import TileScratch
 from tiered.zero.unit import Segment, Unit
 
@@ -63,7 +64,11 @@ class OptimizerState:
         return sum(bucket.nbytes for buckets in self.buckets.values() for bucket in buckets)
 
     def adopt(self) -> None:
-        """Use the buckets that the store holds already; reserve what the second extent sets will take."""
+        """Use the buckets that the store holds already; reserve what the second extent sets will take.
+
+        Raises UsageError where the store lacks one.
+        """
+        refuse_missing(self._store, (bucket.key for buckets in self.buckets.values() for bucket in buckets))
         self._store.reserve_space(self._parameter_nbytes + self.nbytes)
 
     def create(self) -> None:

@@ -27,7 +27,7 @@ from tiered.zero.engine import Engine
 from tiered.zero.masters import master_key, master_offsets, masters_nbytes
 from tiered.zero.parameter import TieredParameter, without_dispatch
 from tiered.zero.placeholder import placeholder
-from tiered.zero.state import ModelState, RandomState, hook_state_dicts
+from tiered.zero.state import ModelState, RandomState, hook_state_dicts, refuse_missing
 from tiered.zero.unit import Segment, Unit
 from tiered.zero.weights import Weights
 
@@ -86,6 +86,7 @@ def shard(
     committed = store.registered_state("tiered.model") if store.durable else None
     if committed is not None:
         state.compare(committed)
+        refuse_missing(store, (unit.key for unit in units))
     _fill(store, units, source, adopt=committed is not None)
     engine = Engine(store, model, units, window_bytes=window)
     engine.held_bytes = held

@@ -7,7 +7,7 @@ with, and the random number generators.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tiered.errors import CapacityError, UsageError
+from tiered.store.store import Store
 from tiered.units import format_bytes
 from tiered.zero.parameter import TieredParameter
 from tiered.zero.unit import Unit
@@ -23,7 +24,7 @@ from tiered.zero.unit import Unit
 if TYPE_CHECKING:
     from tiered.zero.engine import Engine
 
-__all__ = ["ModelState", "RandomState", "hook_state_dicts"]
+__all__ = ["ModelState", "RandomState", "hook_state_dicts", "refuse_missing"]
 
 
 class ModelState:
@@ -61,6 +62,16 @@ class ModelState:
                 f"the store holds another model: {'; '.join(differences[:6])}{more}; expected the same model, the same"
                 " unit= and param_dtype=, or another directory"
             )
+
+
+def refuse_missing(store: Store, keys: Iterable[str]) -> None:
+    """Raise UsageError for a store that lacks ``keys`` of what it has committed, as after `tiered verify --drop`."""
+    missing = [key for key in keys if key not in store]
+    if missing:
+        raise UsageError(
+            f"the store holds this model without {', '.join(map(repr, missing[:5]))}{', ...' * (len(missing) > 5)}: "
+            "dropped or deleted since it was trained; restore the directories from a copy, or start anew"
+        )
 
 
 def _differences(theirs: dict[str, list[dict[str, Any]]], mine: dict[str, list[dict[str, Any]]]) -> Any:
