@@ -28,8 +28,8 @@ __all__ = ["Endurance", "complaint", "endurance", "slope_kib"]
 
 _ROOT = Path(__file__).parents[2]
 _BYTES_PER_S = (2 * MiB, 8 * MiB, 50 * MiB, 200 * MiB)
-_WARM_UP = 12  # cycles in which buffers, threads and code are used for the first time
-_MOST_KIB = 2048  # that medians of memory may differ by: the allocator's own ups and downs
+_WARM_UP = 24  # cycles in which buffers, threads and code are used for the first time; some a full drive ends
+_MOST_KIB = 4096  # that the medians of the two halves may differ by: where malloc's pages lie changes
 
 
 def slope_kib(values: Sequence[float]) -> float:
@@ -42,7 +42,7 @@ def complaint(samples: Sequence[dict[str, Any]]) -> str:
     """Return what grows or stays over the cycles; "" when nothing does."""
     found = [f"{sample['cycle']} left {sample['left']}" for sample in samples if sample["left"]]
     steady = samples[_WARM_UP:]
-    if len(steady) >= 2 * _WARM_UP:
+    if len(steady) >= _WARM_UP:
         for name in ("descriptors", "threads"):
             counts = sorted({sample[name] for sample in steady})
             if len(counts) > 1:
