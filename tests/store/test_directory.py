@@ -255,6 +255,20 @@ def test_newer_identity_is_refused(tmp_path, monkeypatch):
     refused([tmp_path], match="format version 2")
 
 
+@pytest.mark.parametrize("index, number", [(0, 1 << 40), (0, 2.5), (False, 2), (0, 0), (1, 1), (-1, 2)])
+def test_numbers_that_no_store_has_are_corruption(tmp_path, index, number):
+    make_store(tmp_path)
+    (tmp_path / "identity").write_bytes(Identity(bytes(16), index, number).encode())
+    with pytest.raises(CorruptionError, match="is damaged"):
+        Directories.open([tmp_path])
+
+
+def test_of_many_missing_directories_some_are_named(tmp_path):
+    make_store(tmp_path)
+    (tmp_path / "identity").write_bytes(Identity(bytes(16), 0, 1 << 16).encode())
+    refused([tmp_path], match=r"has 65536 directories, got 1 .*; missing: 2, 3, 4, 5, 6, 7, 8, 9$")
+
+
 # --- creations that were cut short ---
 
 

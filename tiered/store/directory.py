@@ -261,8 +261,8 @@ def _check_set(paths: tuple[Path, ...], identities: dict[Path, Identity]) -> Non
                 f"{path} is directory {identity.index + 1} of {identity.number} of store {other}, not of store {name}"
             )
     indexes = sorted(identity.index for identity in identities.values())
-    if indexes != list(range(head.number)):
-        missing = [str(i + 1) for i in range(head.number) if i not in indexes]
+    if len(indexes) != head.number or indexes != list(range(len(indexes))):
+        missing = [str(i + 1) for i in range(min(head.number, len(indexes) + 8)) if i not in indexes]
         raise UsageError(
             f"store {name} has {head.number} directories, got {len(paths)} with the numbers "
             f"{', '.join(str(i + 1) for i in indexes)}; missing: {', '.join(missing) or 'none, one is there twice'}"

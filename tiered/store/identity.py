@@ -19,6 +19,7 @@ __all__ = ["Identity"]
 
 _FORMAT = 1
 _MAX_NBYTES = 4096
+_MAX_NUM_DIRECTORIES = 1 << 16  # what the catalog's extents can tell apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,10 @@ class Identity:
                     "open it with the version of tiered that wrote it"
                 )
             identity = cls(bytes.fromhex(fields["store"]), fields["index"], fields["number"])
-            if len(identity.store_uuid) != 16 or not 0 <= identity.index < identity.number:
+            numbers = fields["format"], identity.index, identity.number
+            if any(type(number) is not int for number in numbers) or fields["format"] != _FORMAT:
+                raise ValueError(f"it says {fields}")
+            if len(identity.store_uuid) != 16 or not 0 <= identity.index < identity.number <= _MAX_NUM_DIRECTORIES:
                 raise ValueError(f"it says {identity}")
             return identity
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
