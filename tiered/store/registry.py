@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-from tiered.errors import UsageError
+from tiered.errors import CorruptionError, UsageError
 from tiered.store.state import decode, encode
 
 __all__ = ["Registry", "Stateful", "committed_state", "encode_user_state"]
@@ -27,9 +27,12 @@ class Stateful(Protocol):
 
 
 def committed_state(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the user's state and, by name, what the registered objects had, from a root's text."""
-    decoded = cast(dict[str, Any], decode(text))
-    return decoded.get("state", {}), decoded.get("registered", {})
+    """Return the user's state and, by name, what the registered objects had, from a root's text. CorruptionError."""
+    decoded = decode(text)
+    parts = [decoded.get(name, {}) for name in ("state", "registered")] if isinstance(decoded, dict) else []
+    if not parts or any(not isinstance(part, dict) for part in parts):
+        raise CorruptionError("the committed state is no state: restore the directory from a copy")
+    return parts[0], parts[1]
 
 
 class Registry:
@@ -83,9 +86,15 @@ class Registry:
             )
 
     def load(self, committed: Mapping[str, Any]) -> None:
-        """Hand every registered object its state."""
+        """Hand every registered object its state. UsageError where one cannot take it; those before it have theirs."""
         for name, item in list(self._objects.items()):
-            item.load_state_dict(committed[name])
+            try:
+                item.load_state_dict(committed[name])
+            except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+                raise UsageError(
+                    f"a {type(item).__name__} cannot load the state that was committed for {name!r}: {error!r}; "
+                    "register what the run that committed it has registered, or use another directory"
+                ) from error
 
 
 def encode_user_state(state: object) -> str:

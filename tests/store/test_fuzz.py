@@ -1,0 +1,73 @@
+"""Whatever lies in the place of a store's files, reading it ends soon, in little memory, with no error but ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.store import fuzz
+from tiered.errors import CorruptionError, UsageError
+from tiered.store.registry import Registry, committed_state
+
+NUM_CASES = 500
+
+
+def fuzzed(*arguments: str) -> dict[str, object]:
+    """Run the cases in a process without threads, whose children they can be."""
+    command = [sys.executable, "-m", "tests.store.fuzz", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_hostile_files_are_refused_or_read_right() -> None:
+    assert fuzzed("0", str(NUM_CASES)) == {"cases": NUM_CASES, "wrong": []}
+
+
+def die() -> str:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return ""
+
+
+def hang() -> str:
+    while True:
+        time.sleep(1)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_case_that_crashes_or_hangs_is_told_and_the_next_one_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "_HANG_S", 0.5)
+    outcomes = fuzz.run_in_child([lambda: "", die, lambda: "wrong", hang, lambda: ""])
+    assert outcomes == ["", f"the interpreter died with {-signal.SIGKILL}", "wrong", "nothing happened for 0.5 s", ""]
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "null", "3", '{"state":[]}', '{"registered":3}', '{"$tuple":[]}', "[" * 100_000]
+)
+def test_a_state_that_is_none_is_corruption(text: str) -> None:
+    with pytest.raises(CorruptionError):
+        committed_state(text)
+
+
+class Picky:
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        state["absent"]
+
+
+def test_a_state_that_its_object_cannot_load_is_named() -> None:
+    registry = Registry()
+    registry.add("loader", Picky())
+    with pytest.raises(UsageError, match=r"a Picky cannot load .* for 'loader': KeyError\('absent'\)"):
+        registry.load({"loader": {}})
