@@ -214,6 +214,9 @@ CAMPAIGNS: dict[str, Campaign] = {
     "torn": Campaign("torn drives", 1_000, _power_cuts("torn")),
     "errno": Campaign("faulty file system", 9_400, _errors),
     "flips": Campaign("", 100_000, _batches("tests.store.flips")),
+    "writes": Campaign("", 20_000, _batches("tests.store.silent")),
+    "model": Campaign("", 20_000, _batches("tests.store.model")),
+    "fuzz": Campaign("", 400_000, _batches("tests.store.fuzz")),  # an hour on two cores
 }
 
 
