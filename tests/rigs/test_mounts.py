@@ -10,6 +10,7 @@ import torch
 from tests.rigs.available import needs
 from tests.rigs.room import Room, run
 from tests.store.rig import numbers
+from tiered.bytes.device.uring_probe import probe_uring
 from tiered.errors import DeviceError
 from tiered.store.store import Store
 from tiered.units import MiB
@@ -81,3 +82,13 @@ def test_a_read_only_file_system_can_be_read_and_refuses_the_rest(engine: str, a
         store["b"] = numbers(5 * MiB, 1)
         store.commit()
         assert store.verify().is_clean
+
+
+@needs("ext4 shutdown")
+def test_a_full_file_system_is_not_called_a_refusal_of_io_uring(a_room: Room) -> None:
+    mount = a_room.directory / "mount"
+    mount.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount))
+    (mount / "balloon").write_bytes(bytes(64 << 10))
+    refusal = probe_uring(mount)
+    assert refusal is not None and "No space left" in refusal and "refused" not in refusal

@@ -30,6 +30,8 @@ def probe_uring(directory: str | os.PathLike[str]) -> str | None:
         page[:] = bytes(4096)
         num_read = _move_once(fd, memoryview(page), 0, is_write=False)
     except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            return f"it could not be tried in {os.fspath(directory)}: {error.strerror}"
         return f"io_uring is refused here: {error.strerror}" + _hint(error.errno)
     except DeviceError as error:
         return str(error)
