@@ -104,6 +104,9 @@ def test_a_store_in_use_drops_nothing(run: Path) -> None:
     with Store(run, dram=DRAM) as store:
         with pytest.raises(TypeError, match="several keys"):
             store.drop_damaged("a")
+        with pytest.raises(UsageError, match="no key 'nobody'; nothing was dropped"):
+            store.drop_damaged(["a", "nobody"])
+        assert store.drop_damaged([]) == ()
         store["new"] = numbers(10)
         with pytest.raises(UsageError, match="open the store for this alone"):
             store.drop_damaged(["a"])
