@@ -11,7 +11,8 @@ THE FORMAT (version 1, fixed). ``catalog.db`` is an SQLite database: user_versio
       body     generation u64, nbytes u64, name bytes u32, extents u32, dtype bytes u8, dimensions u8, inline u8, then
                the name (UTF-8, lone surrogates passed), the dtype (ASCII), a u64 per dimension, per extent
                (device u16, file u32, offset u64, length u64), and then
-               inline 0: a digest u64 per block of 4 MiB (seeded with store uuid, key id, block, generation)
+               inline 0: a digest u64 per block of 4 MiB of the bytes in its extents, one after another
+                         (seed = xxh3-64 of store uuid, key id u64, block u64, generation u64)
                inline 1: the tensor's own bytes; no extents
 
 THE CRASH ARGUMENT. Data reaches fresh extents and is flushed before ``apply``; a file and its directory are durable
@@ -25,7 +26,9 @@ leaves one that a power cut takes back, when the next process has reused what th
 ``create`` builds the file under another name and renames it when it is durable: where ``catalog.db`` is, creation has
 finished.
 Every row is read at open; its own digest finds a changed row, number and sum in the root row find a lost, added or
-stale one.
+stale one. So does a damaged journal, played back in part: old and new rows together do not make the root's sum.
+A newer format, in user_version and in the root row, is refused with nothing changed; these two stay where they are
+in every version.
 """
 
 from __future__ import annotations
