@@ -20,6 +20,7 @@ from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
 from tiered.tiers.schedule import NextUsePolicy, Schedule
 from tiered.tiers.trace import Trace
+from tiered.zero.access import check_access
 from tiered.zero.activations import Activations
 from tiered.zero.backward import Backward, in_graph_task
 from tiered.zero.budget import smallest_budget
@@ -54,12 +55,6 @@ class Updater(Protocol):
         """Hand the update of the unit's parameters that have a gradient to the engine's worker, and the gradients."""
 
 
-_NOT_NOW = (
-    "expected inside a forward or backward of the model: use `with tiered.unsharded(module):` between steps, "
-    "model.state_dict() for a copy of everything, or `tiered export` for a file"
-)
-
-
 class Engine:
     """The state of one sharded model between, in and after its forwards and backwards.
 
@@ -89,7 +84,7 @@ class Engine:
         self.residency = Residency(self.working_set, self.units[0], self.worker)
         self.backward = Backward(self)
         self._model = weakref.ref(model)
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self.calls = Calls(self)
         self.lanes: Lanes | None = None  # the micro-batches that take turns in a forward or backward now
         self.foresight = Foresight()
@@ -117,7 +112,7 @@ class Engine:
     def access(self, segment: Segment, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Show ``segment``'s parameter for one operation ``func``; raises UsageError at the wrong time."""
         write = is_write(func, args, kwargs)
-        self._check(segment, getattr(func, "__name__", str(func)), write)
+        check_access(self, segment, getattr(func, "__name__", str(func)), is_write=write)
         if not in_graph_task():
             self.calls.touched(segment)
         unit = segment.unit
@@ -131,34 +126,6 @@ class Engine:
             unit.num_ops -= 1
         if write and self.num_loading:
             self.written(segment, args[1] if len(args) > 1 else None)
-
-    def _check(self, segment: Segment, name: str, write: bool) -> None:
-        what = f"parameter {segment.name}: {name}"
-        if os.getpid() != self._pid:
-            raise UsageError(
-                f"{what} in a forked process; expected in the process that opened the store: pass the worker plain"
-                " tensors"
-            )
-        self.check_usable(what)
-        is_unsharded = self.is_unsharded(segment)
-        if write:
-            if is_unsharded or self.num_loading:
-                return
-            raise UsageError(
-                f"{what} writes a sharded parameter; expected inside `with tiered.unsharded(module):` between steps,"
-                " or by the optimizer"
-            )
-        if is_unsharded or self.num_exporting or self.num_loading:
-            return
-        in_task = in_graph_task()
-        if in_task:
-            self.backward.seen()
-        if segment.unit in self.backward.done:
-            raise UsageError(f'{what} after its unit was updated in this backward; expected before: use update="step"')
-        if self.backward.has_updated:
-            raise UsageError(f"{what} between backward and optimizer.step(); {_NOT_NOW}")
-        if not (self.calls or in_task or self.is_between):
-            raise UsageError(f"{what} outside a forward or backward; {_hint(name)}{_NOT_NOW}")
 
     def is_unsharded(self, segment: Segment) -> bool:
         """Return whether a ``tiered.unsharded`` block keeps the values of ``segment`` where they are."""
@@ -238,7 +205,7 @@ class Engine:
         return own(output, self.residency.address_of)
 
     def _enter_outermost(self, name: str) -> None:
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise UsageError(f"forward of {name} in a forked process; expected in the one that opened the store")
         if torch._C._get_tracing_state() is not None:
             raise UsageError(
@@ -387,7 +354,7 @@ class Engine:
 
     def settle(self) -> None:
         """The process is about to fork: no update may be pending. What one fails of is raised by the next call."""
-        if os.getpid() == self._pid:
+        if os.getpid() == self.pid:
             self.worker.wait_for_all()
 
     def forget(self) -> None:
@@ -395,9 +362,3 @@ class Engine:
         self.worker.forget()
         self.residency.forget()
         self.calls.forget()
-
-
-def _hint(name: str) -> str:
-    if name in {"to", "float", "half", "double", "bfloat16", "cuda", "type"}:
-        return "to change dtype or device pass param_dtype= or device= to tiered.shard; "
-    return ""

@@ -23,8 +23,8 @@ from tiered.zero.parameter import TieredParameter, without_dispatch
 from tiered.zero.plain import PlainUnit
 from tiered.zero.rules import Hyperparameters, Rule
 from tiered.zero.unit import Segment, Unit
+from tiered.zero.unit_update import UnitUpdate
 from tiered.zero.update import PlainSupply, Source, UpdatePipeline
-from tiered.zero.update_worker import UnitUpdate
 
 __all__ = ["StreamingOptimizer"]
 

@@ -11,26 +11,21 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from tiered.bytes.endings import at_exit
 from tiered.store.recorder import Wait
-from tiered.store.working_set import Lease, WorkingSet
+from tiered.store.working_set import WorkingSet
 from tiered.zero.parameter import without_dispatch
-from tiered.zero.update import Source
 
 if TYPE_CHECKING:
-    from tiered.tiers.schedule import Schedule
-    from tiered.zero.codec import Bucket
-    from tiered.zero.gradients import TakenGradients
-    from tiered.zero.rules import Hyperparameters
-    from tiered.zero.unit import Segment, Unit
-    from tiered.zero.update import UpdatePipeline
+    from tiered.zero.unit import Unit
+    from tiered.zero.unit_update import UnitUpdate
 
-__all__ = ["UnitUpdate", "UpdateWorker"]
+__all__ = ["UpdateWorker"]
 
 _LOOK_AGAIN_S = 0.01  # short against any swap, long against the price of looking
 _STAND_BACK_S = 0.1  # long enough for somebody who waits for memory to take what was given up
@@ -38,89 +33,6 @@ _STAND_BACK_S = 0.1  # long enough for somebody who waits for memory to take wha
 
 class _CancelledError(Exception):
     """Ends an update that nobody wants any more, between two buckets or while it waits for memory."""
-
-
-class UnitUpdate:
-    """The update of one unit as it was handed over: its gradients, and the hyperparameters of that moment.
-
-    ``buckets`` are those with something to update. Whoever has it owns the gradients: the main thread until ``submit``,
-    the worker from then on.
-    """
-
-    __slots__ = ("_lease", "_pipeline", "_schedule", "buckets", "gradients", "hypers", "keys", "nbytes", "unit")
-
-    def __init__(
-        self,
-        unit: Unit,
-        buckets: Sequence[Bucket],
-        hypers: Mapping[Segment, Hyperparameters],
-        gradients: TakenGradients,
-        pipeline: UpdatePipeline,
-    ) -> None:
-        self.unit = unit
-        self.buckets = [bucket for bucket in buckets if any(piece.segment in hypers for piece in bucket.pieces)]
-        self.hypers = hypers
-        self.gradients = gradients
-        self.nbytes = unit.nbytes + gradients.nbytes  # of DRAM that it keeps from others
-        self.keys = [unit.key, gradients.key, *(bucket.key for bucket in self.buckets)]  # in order of use
-        self._pipeline = pipeline
-        self._schedule: Schedule = unit.engine.schedule
-        self._lease: Lease | None = None
-
-    def __repr__(self) -> str:
-        return f"UnitUpdate({self.unit.name!r}, {len(self.buckets)} buckets)"
-
-    def run(self, use: Callable[[str], None]) -> None:
-        """Update the unit; blocks. ``use(key)`` is told of each bucket."""
-        working_set = self.unit.working_set
-        working_set.prefetch(self.keys[:4])
-        self._pipeline.run(self.buckets, self, use)
-
-    def open(self, key: str) -> Lease:
-        """Lease the bucket ``key``, the parameters and the gradients; blocks."""
-        working_set = self.unit.working_set
-        while True:
-            if self._lease is None:
-                self._lease = working_set.lease(self.unit.key, "rw")
-                self._schedule.trace.kept(self.unit.key)
-            self.gradients.open()
-            self._schedule.trace.kept(self.gradients.key)
-            bucket = working_set.lease(key, "rw")
-            if self._lease is not None and self.gradients.lease is not None:
-                return bucket
-            bucket.release()  # the others were given up while it waited for this one
-
-    def source(self, segment: Segment) -> Source | None:
-        """Return what ``segment`` contributes; None when it has no gradient."""
-        hyper = self.hypers.get(segment)
-        if hyper is None:
-            return None
-        assert self._lease is not None
-        flat = segment.flat(self._lease.tensor)
-        return Source(flat, self.gradients.flat(segment), self.gradients.factors.get(segment), hyper)
-
-    @property
-    def has_leases(self) -> bool:
-        """Whether there is something that ``give_up_leases`` would give."""
-        return self._lease is not None or self.gradients.lease is not None
-
-    def give_up_leases(self) -> bool:
-        """Let go of parameters and gradients while a bucket is waited for; return whether there were any."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
-            self.unit.working_set.swap_out([self.unit.key])
-        return self.gradients.store_away() or lease is not None
-
-    def end(self) -> str:
-        """Give everything back; return the gradients' key if a caller still sees its bytes, else ""."""
-        for key in self.keys:
-            self._schedule.trace.kept(key)
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
-            self.unit.working_set.swap_out([self.unit.key])
-        return self.gradients.delete()
 
 
 class UpdateWorker:
