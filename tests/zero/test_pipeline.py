@@ -89,6 +89,14 @@ def rig(update: str, disk: SimulatedDisk | None = None, seed: int = 7) -> Iterat
         made.close()
 
 
+def interrupt() -> None:
+    """Send SIGINT once the main thread sleeps: one that comes while it falls asleep would not wake it."""
+    state = Path(f"/proc/self/task/{threading.main_thread().native_id}/stat")
+    while state.read_text().rpartition(")")[2].split()[0] != "S":
+        os.sched_yield()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def expected(num_steps: int) -> Trained:
     return reference(CASE, Recipe(num_steps=num_steps))
 
@@ -343,7 +351,7 @@ def test_an_interrupt_of_a_wait_for_an_update(update: str) -> None:
         r.device.hold = r.reads_of("root")
         r.session.run_step(77)
         with pytest.raises(KeyboardInterrupt):
-            with r.when_main_waits(lambda: os.kill(os.getpid(), signal.SIGINT)):
+            with r.when_main_waits(interrupt):
                 r.session.run_step(78)
         r.device.open()
         r.store.rollback()

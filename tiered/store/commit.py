@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Collection
 
 from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
 from tiered.store.catalog import Catalog
 from tiered.store.deadline import Deadline
 from tiered.store.entry import Entry, Residency
+from tiered.store.finishers import Finisher
 from tiered.store.recorder import Wait
 from tiered.store.records import Sealed
 from tiered.store.row import Root
@@ -61,6 +63,7 @@ class Committer:
                 self._working_set.room.raise_failure()
                 if self._records.sealed is not None:  # another thread's; it came first
                     continue
+                begun_s = time.monotonic()
                 self._refuse_writers("commit", lingering=True)
                 missing = self._take_targets()
                 if not missing:
@@ -68,8 +71,24 @@ class Committer:
                     # A thread of its own, not a daemon: the interpreter waits for it, and no call can interrupt it.
                     self._thread = threading.Thread(target=self._finish, args=(sealed,), name="tiered-commit")
                     self._thread.start()
+                    self._working_set.recorder.worked("seal", f"generation {sealed.generation}", begun_s)
                     return sealed.generation
             self._working_set.room.grow(Shortage(missing, scratch=False))
+
+    def defer(self, seal: Callable[[], object], finisher: Finisher) -> int:
+        """Have ``seal``, which calls ``start``, called at the end of what ``finisher`` has pending.
+
+        Returns the number that the generation will have, 0 where nothing is pending. Raises LeaseError while a key that
+        is not the finisher's is leased for writing or such a lease lingers: then nothing will be sealed.
+        """
+        keys = finisher.pending_keys()  # order: without the lock
+        with self._condition:
+            self._working_set.residents.drain()
+            self._working_set.room.raise_failure()
+            self._refuse_writers("commit", lingering=True, but=keys)
+            generation = self._records.open_generation
+            self._working_set.deferred_seal.announce(finisher, generation)
+        return generation if self._working_set.deferred_seal.hand_over(seal) else 0
 
     def wait(self) -> None:
         """Wait until no commit runs, successful or not. Raises DeadlineError."""
@@ -102,8 +121,9 @@ class Committer:
             for entry in self._records.roll_back():
                 self._working_set.residents.drop(entry)
 
-    def _refuse_writers(self, operation: str, *, lingering: bool) -> None:
-        leased = [entry.name for entry in self._records.unsealed() if _has_writer(entry, lingering=lingering)]
+    def _refuse_writers(self, operation: str, *, lingering: bool, but: Collection[str] = ()) -> None:
+        writers = (entry.name for entry in self._records.unsealed() if _has_writer(entry, lingering=lingering))
+        leased = [name for name in writers if name not in but]
         if leased:
             names = ", ".join(map(repr, leased[:5])) + (", ..." if len(leased) > 5 else "")
             raise LeaseError(

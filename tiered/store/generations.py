@@ -6,6 +6,7 @@ durable is in commit.py.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 from tiered.errors import TieredError, UsageError
 from tiered.store.catalog import Catalog
 from tiered.store.commit import Committer
+from tiered.store.finishers import Finishers
 from tiered.store.registry import Registry, committed_state, encode_user_state
 from tiered.store.row import Root
 from tiered.store.working_set import WorkingSet
@@ -30,8 +32,9 @@ class Generations:
     One call at a time seals or rolls back. Guards and registered objects are called without the store's lock.
     """
 
-    def __init__(self, working_set: WorkingSet, catalog: Catalog | None, root: Root) -> None:
+    def __init__(self, working_set: WorkingSet, catalog: Catalog | None, root: Root, finishers: Finishers) -> None:
         self.guards: list[Callable[[str], None]] = []
+        self._finishers = finishers
         self.registry = Registry()
         self._working_set = working_set
         self._records = working_set.records
@@ -61,15 +64,29 @@ class Generations:
             self._was_told = True
             raise refusal
 
-    def commit(self, state: Mapping[str, Any] | None) -> int:
-        """Seal, start to flush, and return the generation's number."""
+    def commit(self, state: Mapping[str, Any] | None, *, wait: bool) -> int:
+        """Seal, start to flush, and return the generation's number.
+
+        Without ``wait`` a busy finisher seals once it has finished. What is registered is encoded now either way.
+        """
         committer = self._ready("commit")
         self._ask("commit")
         with self._turn:
-            text = self._user_text if state is None else encode_user_state(dict(state))
-            generation = committer.start(self.registry.encode(text))
-            self._user_text = text
-            return generation
+            self._working_set.deferred_seal.settle()
+            user_text = self._user_text if state is None else encode_user_state(dict(state))
+            text = self.registry.encode(user_text)
+
+            def seal() -> int:
+                generation = committer.start(text)
+                self._user_text = user_text
+                return generation
+
+            finisher = None if wait else self._finishers.busy_one()
+            generation = 0 if finisher is None else committer.defer(seal, finisher)
+            if generation:
+                return generation
+            self._finishers.finish_all()
+            return seal()
 
     def refuse_company(self, operation: str) -> None:
         """Raise UsageError unless the store is as it was opened: nothing registered, guarded or changed."""
@@ -87,7 +104,8 @@ class Generations:
             return self._ready("commit").start(self.root.state)
 
     def wait(self) -> None:
-        """Wait for the running commit, and raise if it failed."""
+        """Wait for the running commit, sealed or about to be, and raise if it failed."""
+        self._working_set.deferred_seal.settle()
         if self._committer is not None:
             self._committer.wait()
         self.refuse()
@@ -124,20 +142,21 @@ class Generations:
 
     def finish(self, *, commit: bool) -> Exception | None:
         """The store closes: ask the guards, commit what changed if that is wanted; return why it did not happen."""
+        failure: Exception | None = None
         try:
-            self._ask_all("close")
+            failure = self._end_all()
             if self._committer is not None:
                 self._committer.wait()
-            if self._committer is not None and not self._was_told:
+            if self._committer is not None and not self._was_told and failure is None:
                 self.refuse()
                 if commit and self._records.has_changes:
                     self._committer.start(self.registry.encode(self._user_text))
                     self.wait()
-            return None
         except Exception as error:  # whatever it is, the store closes
-            return error
+            failure = failure or error
         finally:
             self._report_dropped()
+        return failure
 
     def _report_dropped(self) -> None:
         dropped = [*self._records.changed, *self._records.removed]
@@ -153,22 +172,26 @@ class Generations:
         self._working_set.check(writing=operation != "resume")
         if self._committer is None:
             raise UsageError(f"{operation}() on a store with durable=False, which has no commits")
+        self._working_set.deferred_seal.settle()
         return self._committer
 
     def _ask(self, word: str) -> None:
         for guard in list(self.guards):
             guard(word)
 
-    def _ask_all(self, word: str) -> None:
-        """Ask every guard, whatever the others say: each may have something to give back. Raises the first error."""
+    def _end_all(self) -> Exception | None:
+        """Settle, then ask every guard, whatever the others say: each may have something to give back.
+
+        Returns the first error.
+        """
         failure: Exception | None = None
-        for guard in list(self.guards):
+        ends: list[Callable[[], None]] = [self._working_set.deferred_seal.settle]
+        for end in ends + [functools.partial(guard, "close") for guard in self.guards]:
             try:
-                guard(word)
+                end()
             except Exception as error:
                 failure = failure or error
-        if failure is not None:
-            raise failure
+        return failure
 
     def finish_at_exit(self) -> None:
         """The process ends and nobody closed the store: let a sealed generation become durable."""

@@ -170,6 +170,7 @@ class _PutBatch:
         """Return fresh extents, the generation to write for, and the first of ``num_keys`` new key ids; blocks."""
         working_set, records = self._working_set, self._working_set.records
         deadline = Deadline(str(self), working_set.deadline_s)
+        working_set.deferred_seal.settle()
         while True:
             with working_set.condition:
                 if not all(map(self._may_replace, self.keys)):

@@ -22,8 +22,9 @@ from tiered.stats import StoreStatistics
 from tiered.store.catalog import Catalog
 from tiered.store.damage import DroppedKey, drop_damaged
 from tiered.store.entry import Record
-from tiered.store.finishers import Finishers
+from tiered.store.finishers import Finisher, Finishers
 from tiered.store.generations import Generations
+from tiered.store.inventory import records_of, statistics_of
 from tiered.store.lease import Lease, LeaseBlock, Mode
 from tiered.store.opening import Parts, dram_budget, empty_root, open_parts
 from tiered.store.records import Records
@@ -131,7 +132,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         self._finishers = Finishers()
         self._streams = Streams(self.working_set)
         self._values = Values(self.working_set, self._streams)
-        self._generations = Generations(self.working_set, parts.catalog, root)
+        self._generations = Generations(self.working_set, parts.catalog, root, self._finishers)
 
     # Below: the mapping
 
@@ -239,25 +240,29 @@ class Store(MutableMapping[str, torch.Tensor]):
         return committed_state(self._generations.root.state)[0]
 
     def commit(self, state: Mapping[str, Any] | None = None, *, wait: bool = True) -> int:
-        """Seal everything as it is now, with ``state`` riding along, and make it durable; return the generation.
+        """Make everything durable as it is now, with ``state`` riding along; return the generation.
 
-        What is sealed when this returns: all keys, the ``state_dict()`` of all that is registered, and ``state`` (None:
-        the last one again). With ``wait=False`` it becomes durable in the background; the next call raises what goes
-        wrong there. Raises LeaseError while a key is leased for writing, CapacityError and TypeError with nothing
-        sealed; DeviceError when the generation is lost: then only close() is left.
+        It contains all keys, the ``state_dict()`` of all that is registered, and ``state`` (None: the last one again),
+        as they are at the call. With ``wait=False`` it becomes durable in the background; the next call raises what
+        goes wrong there. What an ``optimizer.step()`` still updates is part of it, which is sealed then: whoever would
+        change what it contains before (the next updates, a put, ``unsharded``, another commit, ``rollback``, ``close``)
+        waits, a forward does not. Where an update or that seal fails, the step is abandoned.
+
+        Raises LeaseError while a key is leased for writing, CapacityError and TypeError with nothing sealed;
+        DeviceError when the generation is lost: then only close() is left.
         """
-        generation = self._generations.commit(state)
+        generation = self._generations.commit(state, wait=wait)
         if wait:
             self.wait_for_commit()
         return generation
 
     def wait_for_commit(self) -> None:
-        """Wait until what was sealed is durable. Raises DeviceError when it is lost, DeadlineError."""
+        """Wait until what was committed is durable. Raises DeviceError when it is lost, DeadlineError."""
         self._refuse()
         self._generations.wait()
 
     def rollback(self) -> None:
-        """Return to the last sealed generation, every registered object included; rewrites nothing. Blocks shortly.
+        """Return to the last committed generation, every registered object included; rewrites nothing. Blocks shortly.
 
         Keys created since are gone, "r" leases keep the bytes they have. Raises UsageError when something is registered
         and nothing was ever committed, LeaseError while a key is leased for writing.
@@ -296,9 +301,9 @@ class Store(MutableMapping[str, torch.Tensor]):
         """
         self._generations.guards.append(guard)
 
-    def add_finisher(self, finish: Callable[[str], None]) -> None:
-        """Have ``finish(key)`` called, without locks, before a caller's own use of a key: see ``Finishers``."""
-        self._finishers.add(finish)
+    def add_finisher(self, finisher: Finisher) -> None:
+        """Have ``finisher`` asked, without locks, before a caller's own use of a key, and at each commit."""
+        self._finishers.add(finisher)
 
     def reserve_space(self, nbytes: int, *, scratch: bool = False) -> None:
         """Make sure now that ``nbytes`` more than earlier calls reserved can be written. Raises CapacityError."""
@@ -322,31 +327,11 @@ class Store(MutableMapping[str, torch.Tensor]):
 
     def records(self) -> list[Record]:
         """Return what is known of each key, in the order of creation. Touches no bytes."""
-        with self._condition:
-            entries = map(self._records.peek, self._records.names())
-            return [entry.record() for entry in entries if entry is not None]
+        return records_of(self.working_set)
 
     def statistics(self) -> StoreStatistics:
         """Return the counters of the store, its working set and its devices."""
-        devices = [device.statistics() for device in self._parts.devices]
-        space = self.working_set.space
-        with self._condition:
-            num_keys, used, free = len(self._records), space.used_nbytes, space.free_nbytes
-        return StoreStatistics(
-            generation=self.generation,
-            num_keys=num_keys,
-            num_commits=self._generations.num_commits,
-            used_bytes=used,
-            free_bytes=free,
-            quarantined_bytes=space.quarantined_nbytes,
-            file_bytes=sum(device.file_bytes for device in devices),
-            read_bytes=sum(device.read_bytes for device in devices),
-            write_bytes=sum(device.write_bytes for device in devices),
-            catalog_write_bytes=self._generations.catalog_write_bytes,
-            num_flushes=sum(device.num_flushes for device in devices),
-            working_set=self.working_set.statistics(),
-            recorder=self.working_set.recorder.statistics(),
-        )
+        return statistics_of(self.working_set, self._generations)
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else f"open, {len(self._records)} keys, generation {self.generation}"

@@ -49,6 +49,7 @@ class Values:
         Raises TypeError for what is no plain strided tensor, LeaseError, CapacityError, DeviceError.
         """
         self._working_set.check(writing=True)
+        self._working_set.deferred_seal.settle()
         plain = _plain(key, value)
         spec = Spec.like(plain)
         flat = _flat(plain)

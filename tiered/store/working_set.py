@@ -20,6 +20,7 @@ from tiered.bytes.device.base import IOClass
 from tiered.errors import LeaseError, UsageError
 from tiered.stats import SwapStatistics, WorkingSetStatistics
 from tiered.store.deadline import Deadline
+from tiered.store.deferred_seal import DeferredSeal
 from tiered.store.entry import Alias, Entry, Residence, Residency, Spec
 from tiered.store.lease import Lease, tensor_over
 from tiered.store.need import Need
@@ -62,6 +63,7 @@ class WorkingSet:
         self.deadline_s = deadline_s
         self.recorder = Recorder()
         self.room = Room(residents, records, space, condition, self.recorder, deadline_s=deadline_s, refuse=refuse)
+        self.deferred_seal = DeferredSeal(records, condition, self._progress, deadline_s=deadline_s)
         self.swap_in = SwapIn(residents, records, space, condition, self.room)
         self.streamed_in_bytes = 0
         self.streamed_out_bytes = 0
@@ -91,6 +93,7 @@ class WorkingSet:
         if spec.nbytes != nbytes:
             raise ValueError(f"create({key!r}): expected {spec.nbytes} bytes for {spec.shape} of {dtype}, got {nbytes}")
         self.check(writing=True)
+        self.deferred_seal.settle_for(key, is_new=not scratch)
         with self.condition:
             scratch = scratch or not self.records.durable
             self.replace(self.settled(key, "replacement"), key, spec, scratch=scratch)
@@ -139,8 +142,12 @@ class WorkingSet:
         claim: Residence | None = None  # what it reads into: not to be evicted before it is leased here
         try:
             while True:
+                if mode != "r":
+                    self.deferred_seal.settle_for(key)
                 with self.condition:
                     entry, need, urgent = self._await_need(key, mode, deadline)
+                    if mode != "r" and not entry.scratch and self.deferred_seal.is_closed:
+                        continue  # deferred meanwhile, by another thread
                     if need is not Need.NOTHING and claim is not None:  # replaced: what was read is of no use here
                         self.residents.unclaim(claim)
                         claim = None
@@ -307,6 +314,7 @@ class WorkingSet:
         """Drop ``keys`` and their bytes; a commit makes it durable. KeyError; LeaseError when leased for writing."""
         self.check(writing=True)
         for key in keys:
+            self.deferred_seal.settle_for(key)
             with self.condition:
                 entry = self.settled(key, "deletion")
                 if entry is None:
@@ -351,6 +359,9 @@ class WorkingSet:
             self.recorder.waited(reason, entry.name, begun_s)
             if residence is not None:
                 self.residents.unclaim(residence)
+
+    def _progress(self) -> object:
+        return self._num_leases, self.room.write_back.num_landed, self.records.commit_progress()
 
     def _find(self, key: str) -> Entry:
         self.residents.drain()

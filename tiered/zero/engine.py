@@ -78,7 +78,8 @@ class Engine:
         self.held_bytes = 0  # DRAM that placement may keep for good
         self.pending_bytes = 0  # DRAM that updates handed over in a backward may keep, beyond one
         self.worker = UpdateWorker(self.working_set)
-        store.add_finisher(self.worker.finish)
+        store.add_finisher(self.worker)
+        self.worker.abandon = self.abandon
         self.worker.on_use = lambda key: self.schedule.use_promised(key)
         self.activations = Activations(self)  # Order: asked before the residency to give bytes back
         self.residency = Residency(self.working_set, self.units[0], self.worker)
@@ -150,16 +151,12 @@ class Engine:
             )
 
     def check_updates(self) -> None:
-        """Raise what an update that was handed over has failed of; the step is abandoned."""
-        error, self.worker.failure = self.worker.failure, None
-        if error is not None:
-            self.abandon(f"an update failed: {error}")
-            raise error
+        """Raise what an update that was handed over, or its commit, has failed of; the step is abandoned."""
+        self.worker.raise_failure()
 
     def finish_updates(self) -> None:
-        """Wait for all updates that are pending, and raise what one failed of."""
-        self.worker.wait_for_all()
-        self.check_updates()
+        """Wait for all updates that are pending and the commit that waits for them; raise what one failed of."""
+        self.worker.finish_all()
 
     def abandon(self, reason: str) -> None:
         """Mark the step as left half done; only rollback, resume and close remain."""
@@ -167,6 +164,11 @@ class Engine:
 
     def check_idle(self, what: str) -> None:
         """Finish what is pending; raise UsageError unless no forward, backward or step is under way."""
+        self.check_between_steps(what)
+        self.finish_updates()
+
+    def check_between_steps(self, what: str) -> None:
+        """Raise UsageError unless no forward, backward or step is under way; updates may be pending."""
         self.backward.settle()
         self.check_usable(what)
         if self.calls or in_graph_task():
@@ -176,7 +178,6 @@ class Engine:
                 f"{what} with gradients pending; expected after optimizer.step(), or after optimizer.zero_grad(), which"
                 " drops them"
             )
-        self.finish_updates()
 
     def has_gradients(self) -> bool:
         """Return whether some unit has gradients that no step has used."""

@@ -16,11 +16,12 @@ __all__ = ["obey"]
 def obey(engine: Engine, word: str) -> None:
     """Get ``engine`` ready for what the store is about to do: "commit", "rollback", "resume" or "close".
 
-    Before a commit and a close pending updates are finished, before the others dropped. A step that was left half done
-    is not committed by a close: it is rolled back. Raises UsageError at the wrong time, and what an update failed of.
+    Pending updates are finished before a close and dropped before the others; a commit asks the worker itself. A step
+    that was left half done is not committed by a close: it is rolled back. Raises UsageError at the wrong time, and
+    what an update failed of.
     """
     if word == "commit":
-        engine.check_idle("commit")
+        engine.check_between_steps("commit")
         return
     if in_graph_task():
         raise UsageError(f"{word} inside a backward; expected between steps")
@@ -39,6 +40,7 @@ def obey(engine: Engine, word: str) -> None:
 
 def _drop_half_done(engine: Engine, failure: Exception | None) -> None:
     """Keep ``close`` from committing a step that was left half done, because of ``failure`` if nobody heard of it."""
+    engine.store.wait_for_commit()  # order: the first one may be running
     if engine.store.generation:
         engine.store.rollback()
     elif failure is None:

@@ -1,7 +1,7 @@
 """The update worker: a thread that owns the update of the units handed to it, while the main thread goes on.
 
 A hand-over carries all that an update needs. The worker touches nothing of the engine's, and the main thread touches
-nothing of a unit that it handed over before it has waited for it.
+nothing of a unit that it handed over before it has waited for it. To the store the worker is a finisher.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,7 +39,8 @@ class UpdateWorker:
     """Runs unit updates in the order in which they were handed over, but those that are waited for first.
 
     The invariant: *a unit's update is queued, running, or not pending*; a failure ends all of them and is kept in
-    ``failure``. The thread "tiered-update" lives as long as there is something to do.
+    ``failure``. The thread "tiered-update" lives as long as there is something to do. The last of that may be a
+    conclusion, the seal of a commit: *no update is handed over before it*, and none that it waits for is dropped.
 
     While the worker waits for memory that only the main thread can give back, it shows its need: whoever waits for the
     worker serves it (``give``), and whoever waits for memory waits for the worker first, or makes it yield.
@@ -47,6 +48,7 @@ class UpdateWorker:
 
     def __init__(self, working_set: WorkingSet) -> None:
         self.failure: BaseException | None = None
+        self.abandon: Callable[[str], None] = lambda reason: None  # what to do with the reason for a failure
         self.give: Callable[[int], bool] = lambda nbytes: False  # the main thread's way to give memory back
         self.on_use: Callable[[str], None] = lambda key: None
         self._working_set = working_set
@@ -58,6 +60,8 @@ class UpdateWorker:
         self._condition = threading.Condition(threading.Lock())
         self._queue: OrderedDict[Unit, UnitUpdate] = OrderedDict()
         self._running: UnitUpdate | None = None
+        self._conclusion: Callable[[BaseException | None], None] | None = None
+        self._what_failed = ""
         self._thread: threading.Thread | None = None  # None once it has seen that nothing is left to do
         self._last_thread: threading.Thread | None = None
         self._leftovers: list[str] = []
@@ -72,7 +76,11 @@ class UpdateWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an update is pending."""
+        """Whether an update or a conclusion is pending."""
+        return self._is_updating or self._conclusion is not None  # order: a conclusion is the last to go
+
+    @property
+    def _is_updating(self) -> bool:
         return bool(self._queue) or self._running is not None  # order: an update runs before it leaves the queue
 
     def is_this_thread(self) -> bool:
@@ -82,7 +90,10 @@ class UpdateWorker:
     # -- the main thread ------------------------------------------------------------------------------------------
 
     def make_room(self, unit: Unit, nbytes: int, limit_bytes: int) -> None:
-        """Wait until ``nbytes`` more may be pending: until the sum is within the limit, or nothing is pending."""
+        """Wait until ``nbytes`` more may be pending: until the sum is within the limit, or nothing is pending.
+
+        And until a commit that waits for what is pending has been sealed: it is not to contain what comes next.
+        """
 
         def is_over() -> bool:
             pending = [*self._queue.values()] + ([self._running] if self._running is not None else [])
@@ -90,11 +101,13 @@ class UpdateWorker:
 
         self.wait_for(unit)
         self._wait(is_over, unit.name)
+        if self._conclusion is not None:
+            self.wait_for_all()
 
     def submit(self, update: UnitUpdate) -> None:
         """Hand ``update`` over; does not block. Its unit has none pending."""
         with self._condition:
-            assert update.unit not in self._queue
+            assert update.unit not in self._queue and self._conclusion is None
             self._queue[update.unit] = update
             if self._thread is None:
                 # Not a daemon: the interpreter waits for it. It ends when there is nothing left to do.
@@ -109,8 +122,9 @@ class UpdateWorker:
         self._wait(lambda: unit not in self._queue and not self._is_running(unit), unit.name)
 
     def wait_for_all(self) -> None:
-        """Wait until no update is pending and the thread has ended. Ends early after a failure."""
-        self._wait(lambda: not self.is_busy, "")
+        """Wait until nothing is pending and the thread has ended. Ends early after a failure."""
+        self._wait(lambda: not self._is_updating, "")
+        self._wait(lambda: not self.is_busy, "", Wait.COMMIT)
         thread = self._last_thread
         if thread is not None and not self.is_busy:
             thread.join()  # it has nothing left to do
@@ -120,8 +134,40 @@ class UpdateWorker:
         if self.is_busy and key.startswith("model/"):
             self.wait_for_all()
 
+    def finish_all(self) -> None:
+        """Wait until nothing is pending, and raise what it failed of."""
+        self.wait_for_all()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what has failed since the last call, if anything; the step is abandoned."""
+        error, self.failure = self.failure, None
+        if error is not None:
+            self.abandon(f"{self._what_failed}: {error}")
+            raise error
+
+    def pending_keys(self) -> Set[str]:
+        """Return the keys of the updates that are pending."""
+        with self._condition:
+            pending = [*self._queue.values()] + ([self._running] if self._running is not None else [])
+        return {key for update in pending for key in update.keys}
+
+    def when_done(self, conclude: Callable[[BaseException | None], None]) -> bool:
+        """Have the worker's thread call ``conclude`` when no update is pending any more, with what one failed of."""
+        with self._condition:
+            if not self._is_updating:
+                return False
+            assert self._conclusion is None
+            self._conclusion = conclude
+            return True
+
     def cancel(self) -> None:
-        """Drop what is queued, end what runs at its next bucket, and forget a failure."""
+        """Drop what is queued, end what runs at its next bucket, and forget a failure.
+
+        What a commit waits for is finished before.
+        """
+        if self._conclusion is not None:
+            self.wait_for_all()
         with self._condition:
             queued = list(self._queue.values())
             self._queue.clear()
@@ -151,7 +197,7 @@ class UpdateWorker:
         running = self._running
         return running is not None and running.unit is unit
 
-    def _wait(self, is_over: Callable[[], bool], subject: str) -> None:
+    def _wait(self, is_over: Callable[[], bool], subject: str, reason: Wait = Wait.UPDATE) -> None:
         with self._condition:
             if is_over():
                 return
@@ -163,7 +209,7 @@ class UpdateWorker:
                     self._wait_once()
             finally:
                 self._num_waiting -= 1
-                self._working_set.recorder.waited(Wait.UPDATE, subject, begun_s)
+                self._working_set.recorder.waited(reason, subject, begun_s)
 
     def _wait_once(self) -> None:
         """Wait for a change, under the lock; meanwhile the worker gets what memory there is to give."""
@@ -188,7 +234,7 @@ class UpdateWorker:
         Returns False when it cannot help: nothing runs, or it waits for memory itself.
         """
         with self._condition:
-            if not self.is_busy or self._need:
+            if not self._is_updating or self._need:
                 return False
             self._condition.wait(_LOOK_AGAIN_S)
             return True
@@ -238,18 +284,27 @@ class UpdateWorker:
 
     def _run(self) -> None:
         with torch.no_grad(), without_dispatch():
-            while (update := self._next()) is not None:
-                self._done(self._update(update))
+            while (job := self._next()) is not None:
+                self._done(job())
 
-    def _next(self) -> UnitUpdate | None:
+    def _next(self) -> Callable[[], BaseException | None] | None:
         with self._condition:
-            if not self._queue:
-                self._thread = None
-                self._condition.notify_all()
-                return None
-            self._running = next(iter(self._queue.values()))
-            self._queue.popitem(last=False)
-            return self._running
+            if self._queue:
+                self._running = next(iter(self._queue.values()))
+                self._queue.popitem(last=False)
+                return functools.partial(self._update, self._running)
+            if self._conclusion is not None:
+                return functools.partial(self._conclude, self._conclusion)
+            self._thread = None
+            self._condition.notify_all()
+            return None
+
+    def _conclude(self, conclusion: Callable[[BaseException | None], None]) -> BaseException | None:
+        try:
+            conclusion(None)
+        except BaseException as error:  # whatever it is, the main thread must hear of it
+            return error
+        return None
 
     def _update(self, update: UnitUpdate) -> BaseException | None:
         begun_s = time.monotonic()
@@ -275,14 +330,21 @@ class UpdateWorker:
             self._condition.notify_all()  # a sign of progress
 
     def _done(self, error: BaseException | None) -> None:
+        """What ran has ended, well or not: so has a conclusion that ran, or that will not run any more."""
         dropped: list[UnitUpdate] = []
         with self._condition:
+            conclusion, is_update = self._conclusion, self._running is not None
             self._running = None
             self._must_yield = False
             if error is not None:
-                self.failure = error
                 dropped = list(self._queue.values())
                 self._queue.clear()
+                if is_update and conclusion is not None:
+                    conclusion(error)  # order: before the failure is seen, and nothing is pending
+                self._what_failed = "an update failed" if is_update else "its commit failed"
+                self.failure = error
+            if error is not None or not is_update:
+                self._conclusion = None
             self._condition.notify_all()
         for update in dropped:
             self._end(update)

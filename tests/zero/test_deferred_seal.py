@@ -1,0 +1,549 @@
+"""A commit without wait returns before the updates are done: it contains what the call found, and these."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiered
+from tests.models import CASES
+from tests.reference import Recipe
+from tests.store.rig import WAIT_S, Counter, GatedCatalog, simulated_store
+from tests.zero.test_pipeline import ROOMY_NBYTES, Rig, every_update, expected, interrupt, rig
+from tests.zero.test_resume import cosine
+from tests.zero.training import assert_same, debug_store, reference, smallest_budget, start
+from tiered.bytes import endings
+from tiered.bytes.device.simulated_disk import SimulatedDisk
+from tiered.errors import CapacityError, DeviceError, LeaseError, StepAbandonedError
+from tiered.units import MiB
+
+CASE = CASES["gpt"]
+Contents = tuple[int, str, dict[str, torch.Tensor]]
+
+
+def new_disk() -> SimulatedDisk:
+    return SimulatedDisk(capacity_nbytes=4 * MiB)
+
+
+def is_pending(store: tiered.Store) -> bool:
+    return store.working_set.deferred_seal.is_closed
+
+
+def sealed(store: tiered.Store) -> int:
+    """Return the number of the last sealed generation."""
+    return store.working_set.records.generation
+
+
+def contents(disk: SimulatedDisk) -> Contents:
+    """Return what a store opened on ``disk`` holds after a kill -9 now: generation, state and all tensors."""
+    store = simulated_store(disk.moment().survivor(random.Random(0), "keep"), budget_nbytes=ROOMY_NBYTES)
+    root = store._generations.root
+    found = root.generation, root.state, store.get_many(store)
+    store.close()
+    return found
+
+
+def assert_equal(left: Contents, right: Contents) -> None:
+    assert left[:2] == right[:2]
+    assert left[2].keys() == right[2].keys()
+    assert [name for name in left[2] if not torch.equal(left[2][name], right[2][name])] == []
+
+
+class Pending(Rig):
+    """A rig with a key and a counter of the user's, both in every commit."""
+
+    def __init__(self, disk: SimulatedDisk, *, seed: int = 7) -> None:
+        super().__init__(disk, "step", seed=seed)
+        self.counter = Counter(1)
+        self.store.register("counter", self.counter)
+
+    @classmethod
+    @contextmanager
+    def reopened(cls, disk: SimulatedDisk) -> Iterator[Pending]:
+        """Yield the rig on ``disk``, with another model until it is resumed."""
+        made = cls(disk, seed=1)
+        try:
+            yield made
+        finally:
+            made.close()
+
+    def fail_what_is_held(self, error: Exception) -> None:
+        """End every operation that is held, and all like it, with ``error``."""
+        is_hit, self.device.hold = self.device.hold, lambda operation: False
+        self.device.fail = lambda operation: error if is_hit(operation) else None
+        while self.device.held:
+            operation = self.device.held.pop()
+            operation.error = error
+            operation.on_done(operation)
+        self.worker._wait(lambda: not self.worker.is_busy, "")
+        self.device.fail = lambda operation: None
+
+
+@contextmanager
+def pending(*, disk: SimulatedDisk | None = None, wait: bool = False, fits: bool = True) -> Iterator[Pending]:
+    """Yield a rig whose second step is committed and, unless ``wait``, not sealed: an update waits for its state.
+
+    Where it does not fit the device, only the seal will find that out.
+    """
+    made = Pending(disk or SimulatedDisk(capacity_nbytes=4 * MiB if fits else MiB, can_lose_power=False))
+    try:
+        made.store["user"] = torch.zeros(5000)
+        made.session.run_step(0)
+        made.store.commit({"step": 1})
+        is_hit = made.reads_of("blocks.3")
+        made.device.hold = made.device.hold if wait else is_hit
+        if not fits:
+            made.store["large"] = torch.zeros(75_000)
+        made.session.run_step(1)
+        assert made.store.commit({"step": 2}, wait=wait) == 2
+        assert is_pending(made.store) == (not wait)
+        assert sealed(made.store) == (2 if wait else 1)
+        yield made
+    finally:
+        made.close()
+
+
+# -- what is committed ---------------------------------------------------------------------------------------------
+
+
+def test_the_next_forward_begins_before_the_updates_are_done_and_the_seal_follows_them() -> None:
+    disk = new_disk()
+    with rig("step", disk) as r:
+        for step in range(3):
+            r.device.hold = r.reads_of("blocks.3")
+            seen: list[int] = []
+
+            def open_gate(*_: object, seen: list[int] = seen, r: Rig = r) -> None:
+                seen.append(sealed(r.store))
+                r.device.open()
+
+            r.session.run_step(step)
+            assert r.store.commit({"step": step + 1}, wait=False) == step + 1
+            handle = r.session.model.blocks[1].register_forward_hook(open_gate)
+            with torch.no_grad(), torch.random.fork_rng():
+                CASE.loss(r.session.model, CASE.batch(step))
+            handle.remove()
+            assert seen == [step]
+        losses = r.session.trained.losses
+    with rig("step", disk, seed=1) as r:
+        assert r.store.resume() == {"step": 3}
+        r.session.trained.losses[:0] = losses
+        assert_same(r.session.collect(), expected(3))
+
+
+def commit_twice(r: Rig, *, fits: bool = True) -> threading.Event:
+    """Commit two steps. All updates are done, and the second seal waits for the first commit until the event is set."""
+    catalog = GatedCatalog(r.store._parts.catalog, [])
+    r.store._generations._committer._catalog = catalog
+    r.session.run_step(0)
+    r.worker.wait_for_all()
+    catalog.may_apply.clear()
+    r.store.commit({"step": 1}, wait=False)
+    r.device.hold = r.reads_of("root")
+    if not fits:
+        r.store["large"] = torch.zeros(75_000)
+    r.session.run_step(1)
+    r.store.commit({"step": 2}, wait=False)
+    r.device.open()
+    r.worker._wait(lambda: not r.worker._is_updating, "")
+    return catalog.may_apply
+
+
+@every_update
+def test_a_commit_does_not_wait_for_the_one_before_it(update: str) -> None:
+    disk = new_disk()
+    with rig(update, disk) as r:
+        may_apply = commit_twice(r)
+        with torch.no_grad(), torch.random.fork_rng():
+            CASE.loss(r.session.model, CASE.batch(0))  # needs every update, and no seal
+        assert is_pending(r.store)
+        assert (r.store.generation, sealed(r.store)) == (0, 1)
+        with r.when_main_waits(may_apply.set):
+            r.session.run_step(2)  # its updates wait for the seal
+        assert sealed(r.store) == 2
+        r.store.wait_for_commit()
+        assert r.store.state == {"step": 2}
+        assert_same(r.session.collect(), expected(3))
+
+
+def committed_after_each_step(recipe: Recipe, update: str, *, wait: bool) -> list[tuple[Contents, int]]:
+    """Return what each generation contains, and the bytes that it took to write it."""
+    disk = new_disk()
+    made = Rig(disk, update, recipe=recipe)
+    store, found = made.store, []
+    try:
+        store.commit({"step": 0})
+        written_bytes = store.statistics().write_bytes
+        for step in range(recipe.num_steps):
+            is_hit = made.reads_of("root")
+            made.device.hold = is_hit if not wait else made.device.hold
+            made.session.run_step(step)
+            store.commit({"step": step + 1}, wait=wait)
+            if not wait:
+                assert is_pending(store)
+                made.device.open()
+                with torch.random.fork_rng():  # which the commit is not to see
+                    CASE.loss(made.session.model, CASE.batch(step)).backward()
+                made.session.optimizer.zero_grad()
+                store.wait_for_commit()
+            before, written_bytes = written_bytes, store.statistics().write_bytes
+            found.append((contents(disk), written_bytes - before))
+    finally:
+        made.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(num_steps=2, max_norm=0.5, num_micro_steps=2, schedule=cosine),
+        Recipe(num_steps=2, param_dtype=torch.bfloat16),
+    ],
+    ids=["clipped", "bf16"],
+)
+def test_each_generation_is_bit_for_bit_that_of_a_commit_that_waits(recipe: Recipe) -> None:
+    deferred, waited = (committed_after_each_step(recipe, "step", wait=wait) for wait in (False, True))
+    for (ours, our_nbytes), (theirs, their_nbytes) in zip(deferred, waited, strict=True):
+        assert_equal(ours, theirs)
+        assert our_nbytes == their_nbytes
+
+
+def test_micro_batches_with_a_commit_after_each_step() -> None:
+    recipe = Recipe(num_steps=2, num_micro_steps=2)
+    with rig("step") as r:
+        for step in range(recipe.num_steps):
+            losses = tiered.micro_batches(r.session.model, [CASE.batch(2 * step), CASE.batch(2 * step + 1)])
+            r.session.trained.losses += [loss.detach().clone() for loss in losses]
+            torch.stack(losses).mean().backward()
+            r.session.optimizer.step()
+            r.session.optimizer.zero_grad()
+            r.store.commit({"step": step + 1}, wait=False)
+        assert_same(r.session.collect(), reference(CASE, recipe))
+        r.store.wait_for_commit()
+        assert r.store.state == {"step": 2}
+
+
+@every_update
+def test_the_smallest_budget_is_enough(update: str, tmp_path: Path) -> None:
+    nbytes = smallest_budget(CASE, Recipe(), update, tmp_path / "probe")
+    with debug_store(tmp_path / "store", nbytes) as store:
+        session = start(CASE, Recipe(), store, update)
+        for step in range(Recipe().num_steps):
+            session.run_step(step)
+            store.commit({"step": step + 1}, wait=False)
+        assert_same(session.collect(), reference(CASE, Recipe()))
+
+
+def test_what_is_registered_is_as_it_was_at_the_call() -> None:
+    disk = new_disk()
+    with pending(disk=disk) as r:
+        r.counter.count = 77
+        r.session.optimizer.param_groups[0]["lr"] = 0.5
+        torch.rand(3)
+        r.device.open()
+        r.store.wait_for_commit()
+        r.store.resume()
+        assert r.counter.count == 1
+        assert r.session.optimizer.param_groups[0]["lr"] == 1e-2
+        r.session.run_step(2)
+        assert_same(r.session.collect(), expected(3))
+
+
+# -- who would change it waits -------------------------------------------------------------------------------------
+
+
+def write_a_parameter(r: Pending) -> None:
+    block = r.session.model.blocks[0]
+    with tiered.unsharded(block), torch.no_grad():
+        for parameter in block.parameters():
+            parameter.zero_()
+
+
+def load(r: Pending) -> None:
+    state = {name: torch.zeros_like(value) for name, value in r.session.model.state_dict().items()}
+    r.session.model.load_state_dict(state)
+
+
+def lease(r: Pending) -> None:
+    with r.store.lease("user", mode="rw") as view:
+        view.fill_(7)
+
+
+def lease_below(r: Pending) -> None:
+    lease = r.store.working_set.lease("user", "rw")
+    lease.tensor.fill_(7)
+    lease.release()
+
+
+def create(r: Pending) -> None:
+    r.store.working_set.create("new", 4096)
+    r.store.working_set.lease("new", "w").release()
+
+
+def step(r: Pending) -> None:
+    r.session.run_step(2)
+
+
+CHANGES: dict[str, Callable[[Pending], object]] = {
+    "put": lambda r: r.store.update({"user": torch.ones(5)}),
+    "put_many": lambda r: r.store.put_many({"user": torch.ones(5), **{f"new/{i}": torch.ones(1) for i in range(3)}}),
+    "delete": lambda r: r.store.pop("user"),
+    "clear": lambda r: r.store.working_set.delete(["user"]),
+    "lease": lease,
+    "lease_below": lease_below,
+    "create": create,
+    "step": step,
+    "unsharded": write_a_parameter,
+    "load_state_dict": load,
+    "optimizer.load_state_dict": lambda r: r.session.optimizer.load_state_dict(
+        r.session.optimizer.state_dict() | {"state": {}}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def second_generation() -> Contents:
+    """What the generation that ``pending`` commits contains, by a commit that waits."""
+    disk = new_disk()
+    with pending(disk=disk, wait=True):
+        return contents(disk)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_who_would_change_what_is_committed_waits(change: str, second_generation: Contents) -> None:
+    disk = new_disk()
+    with pending(disk=disk) as r:
+        with r.when_main_waits(r.device.open):
+            CHANGES[change](r)
+        assert sealed(r.store) == 2
+        assert not is_pending(r.store)
+        r.store.wait_for_commit()
+        assert_equal(contents(disk), second_generation)
+
+
+def test_another_thread_that_would_change_it_waits(second_generation: Contents) -> None:
+    disk = new_disk()
+    with pending(disk=disk) as r:
+        is_about_to = threading.Event()
+
+        def put() -> None:
+            is_about_to.set()
+            r.store["user"] = torch.ones(5)
+
+        thread = threading.Thread(target=put)
+        thread.start()
+        assert is_about_to.wait(WAIT_S)
+        assert is_pending(r.store)
+        r.device.open()
+        thread.join()
+        r.store.wait_for_commit()
+        assert_equal(contents(disk), second_generation)
+        assert torch.equal(r.store["user"], torch.ones(5))
+
+
+ENDS: dict[str, Callable[[Pending], object]] = {
+    "commit": lambda r: r.store.commit({"step": 3}, wait=False),
+    "commit_that_waits": lambda r: r.store.commit({"step": 3}),
+    "wait_for_commit": lambda r: r.store.wait_for_commit(),
+    "state_dict": lambda r: r.session.model.state_dict(),
+    "rollback": lambda r: r.store.rollback(),
+    "resume": lambda r: r.store.resume(),
+    "close": lambda r: r.store.close(),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_who_needs_the_generation_waits_and_it_is_not_lost(end: str, second_generation: Contents) -> None:
+    disk = new_disk()
+    with pending(disk=disk) as r:
+        with r.when_main_waits(r.device.open):
+            ENDS[end](r)
+        assert not is_pending(r.store)
+        if end != "close":
+            assert sealed(r.store) == (3 if "commit" in end and end != "wait_for_commit" else 2)
+            r.store.wait_for_commit()
+        generation, text, tensors = contents(disk)
+        assert generation == sealed(r.store)
+        assert_equal((2, second_generation[1], tensors), second_generation)
+        assert generation == 3 or text == second_generation[1]
+        if end in {"rollback", "resume"}:
+            r.session.run_step(2)
+            assert_same(r.session.collect(), expected(3))
+
+
+def test_a_forward_and_a_read_of_another_key_do_not_wait(second_generation: Contents) -> None:
+    disk = new_disk()
+    with pending(disk=disk) as r:
+        assert torch.equal(r.store["user"], torch.zeros(5000))
+        with r.store.lease("user") as view:
+            assert not view.any()
+        assert is_pending(r.store)
+        with pytest.raises(LeaseError, match="user"):
+            with r.when_main_waits(r.device.open), r.store.lease("user", mode="rw"):
+                r.store.commit(wait=False)
+        assert sealed(r.store) == 2
+
+
+@every_update
+def test_a_writer_at_the_call_is_refused_and_nothing_is_pending(update: str) -> None:
+    with rig(update) as r:
+        r.store["user"] = torch.zeros(5)
+        r.session.run_step(0)
+        r.device.hold = r.reads_of("root")
+        r.session.run_step(1)
+        with r.store.lease("user", mode="rw"), pytest.raises(LeaseError, match="user"):
+            r.store.commit({"step": 2}, wait=False)
+        assert r.worker.is_busy
+        assert not is_pending(r.store)
+        r.device.open()
+        assert r.store.commit({"step": 2}, wait=False) == 1
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+def assert_goes_on_from_the_first_generation(r: Pending) -> None:
+    with pytest.raises(StepAbandonedError, match="rollback"):
+        r.store.commit({"step": 3})
+    r.store.rollback()
+    assert r.store.resume() == {"step": 1}
+    del r.session.trained.losses[1:]
+    r.session.run_step(1)
+    assert_same(r.session.collect(), expected(2))
+
+
+SURFACES: dict[str, Callable[[Pending], object]] = {
+    "forward": lambda r: r.session.run_step(2),
+    "put": lambda r: r.store.update({"other": torch.ones(5)}),
+    "commit": lambda r: r.store.commit({"step": 3}, wait=False),
+    "wait_for_commit": lambda r: r.store.wait_for_commit(),
+    "rollback": lambda r: r.store.rollback(),
+}
+
+
+@pytest.mark.parametrize("surface", SURFACES)
+def test_an_update_that_fails_is_raised_by_the_next_call_and_nothing_is_sealed(surface: str) -> None:
+    with pending() as r:
+        r.fail_what_is_held(DeviceError("injected"))
+        with pytest.raises(DeviceError, match="injected") as failure:
+            SURFACES[surface](r)
+        assert any("generation 2" in note for note in failure.value.__notes__)
+        assert sealed(r.store) == 1
+        assert_goes_on_from_the_first_generation(r)
+
+
+@pytest.mark.parametrize("surface", ["forward", "put", "rollback"])
+def test_a_seal_that_fails_is_raised_by_the_next_call(surface: str) -> None:
+    with pending(fits=False) as r:
+        r.device.open()
+        r.worker._wait(lambda: not r.worker.is_busy, "")
+        with pytest.raises(CapacityError, match="free") as failure:
+            SURFACES[surface](r)
+        assert any("generation 2" in note for note in failure.value.__notes__)
+        assert sealed(r.store) == 1
+        with pytest.raises(StepAbandonedError, match=r"its commit failed: .*free"):
+            r.session.run_step(2)
+        assert_goes_on_from_the_first_generation(r)
+
+
+def test_close_reports_what_failed_and_the_generation_before_is_there() -> None:
+    disk = new_disk()
+    with pending(disk=disk) as r:
+        first = contents(disk)
+        r.fail_what_is_held(DeviceError("injected"))
+        with pytest.raises(DeviceError, match="injected"):
+            r.store.close()
+        r.store.close()
+    assert first[0] == 1
+    assert_equal(contents(disk), first)
+
+
+def test_an_interrupted_step_behind_the_seal_leaves_the_generation() -> None:
+    disk = new_disk()
+    with rig("step", disk) as r:
+        may_apply = commit_twice(r)
+        losses = r.session.trained.losses[:2]
+        with pytest.raises(KeyboardInterrupt):
+            with r.when_main_waits(interrupt):
+                r.session.run_step(2)
+        may_apply.set()
+    with rig("step", disk, seed=1) as r:
+        assert r.store.resume() == {"step": 2}
+        r.session.trained.losses[:0] = losses
+        assert_same(r.session.collect(), expected(2))
+
+
+def test_close_tells_of_a_seal_that_fails_behind_an_interrupted_step() -> None:
+    disk = SimulatedDisk(capacity_nbytes=MiB, can_lose_power=False)
+    with rig("step", disk) as r:
+        may_apply = commit_twice(r, fits=False)
+        with pytest.raises(KeyboardInterrupt):
+            with r.when_main_waits(interrupt):
+                r.session.run_step(2)
+        may_apply.set()
+        with pytest.raises(CapacityError, match="free"):
+            r.store.close()
+    with rig("step", disk, seed=1) as r:
+        assert r.store.resume() == {"step": 1}
+
+
+def test_a_kill_before_the_seal_leaves_the_generation_before_and_its_bits() -> None:
+    disk = new_disk()
+    with pending(disk=disk) as r:
+        survivor = disk.moment().survivor(random.Random(0), "keep")
+        losses = r.session.trained.losses[:1]
+        r.device.open()
+    with Pending.reopened(survivor) as r:
+        assert r.store.resume() == {"step": 1}
+        r.session.trained.losses[:0] = losses
+        r.session.run_step(1)
+        assert_same(r.session.collect(), expected(2))
+
+
+def test_an_interrupt_of_the_wait_loses_nothing(second_generation: Contents) -> None:
+    disk = new_disk()
+    with pending(disk=disk) as r:
+        with pytest.raises(KeyboardInterrupt):
+            with r.when_main_waits(interrupt):
+                r.store["user"] = torch.ones(5)
+        assert is_pending(r.store)
+        r.device.open()
+        r.store.wait_for_commit()
+        assert_equal(contents(disk), second_generation)
+
+
+def test_leaving_by_an_exception_keeps_what_was_committed(second_generation: Contents) -> None:
+    disk = new_disk()
+    with pending(disk=disk) as r:
+        with pytest.raises(ZeroDivisionError):
+            with r.when_main_waits(r.device.open), r.store:
+                raise ZeroDivisionError
+    assert_equal(contents(disk), second_generation)
+
+
+def test_a_fork_finishes_the_seal(second_generation: Contents) -> None:
+    disk = new_disk()
+    with pending(disk=disk) as r:
+        with r.when_main_waits(r.device.open):
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        assert sealed(r.store) == 2
+        r.store.wait_for_commit()
+        assert_equal(contents(disk), second_generation)
+
+
+def test_the_end_of_the_process_finishes_the_seal(second_generation: Contents) -> None:
+    disk = new_disk()
+    with pending(disk=disk) as r:
+        with r.when_main_waits(r.device.open):
+            endings._at_exit.run()  # what the interpreter does first at its end
+        assert_equal(contents(disk), second_generation)
