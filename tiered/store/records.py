@@ -242,9 +242,9 @@ class Records:
             if old is not None:
                 self._space.give_back(old.extents)
         for entry in sealed.removed:
-            if entry.committed is not None:
-                self._space.give_back(entry.committed.extents)
-                entry.committed = None
+            assert entry.committed is not None, f"{entry} was never committed, and yet its removal is"
+            self._space.give_back(entry.committed.extents)
+            entry.committed = None
         self.sealed = None
 
     def roll_back(self) -> list[Entry]:
@@ -276,8 +276,7 @@ class Records:
         entry.state = Residency.STORED
         if entry.committed is None:
             entry.state = Residency.UNDEFINED
-            if self.entries.get(entry.name) is entry:
-                del self.entries[entry.name]
+            del self.entries[entry.name]
 
 
 def _row(key_id: int, name: str, spec: Spec, *, generation: int, extents: Extents) -> Row:

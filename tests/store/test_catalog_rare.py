@@ -1,0 +1,235 @@
+"""What hardly ever happens to a catalog: rows that only a bug or a stranger writes, commits cut by an interruption."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.store.catalogs import ROOT, UUID, SqliteHome, content_of, failing, inline_row, root_of, row_of
+from tiered.bytes.device.memory import SimulatedDisk
+from tiered.errors import CorruptionError, DeviceError, UsageError
+from tiered.store import row as row_module
+from tiered.store import rows as rows_module
+from tiered.store.identity import Identity
+from tiered.store.row import RootHeader, decode_root, encode_root, encode_row
+from tiered.store.rows import Rows
+from tiered.store.simulated_catalog import SimulatedCatalog
+from tiered.store.sqlite_file import connect, make_durable, translated
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> SqliteHome:
+    return SqliteHome(tmp_path)
+
+
+class Passing:
+    """A connection that a test can stand between."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.connection, name)
+
+
+# -- the file ------------------------------------------------------------------------------------------------------
+
+
+def test_a_read_that_cannot_even_begin_is_an_error(file: SqliteHome) -> None:
+    with closing(file.create()) as catalog:
+        with failing(catalog, "BEGIN", sqlite3.SQLITE_IOERR), pytest.raises(DeviceError, match="could not load"):
+            catalog.load()
+        catalog.load()
+
+
+def test_a_file_that_cannot_be_opened_is_tried_again_and_then_an_error(
+    file: SqliteHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.create().close()
+    real, tries = os.open, list[str]()
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path) == str(file.path):
+            tries.append(str(path))
+            raise OSError(errno.EIO, "scripted")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DeviceError, match="scripted"):
+        file.reopen()
+    assert len(tries) == 4
+
+
+def test_a_forked_child_neither_uses_nor_closes_it(file: SqliteHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(file.create()) as catalog:
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(UsageError, match="after a fork"):
+            catalog.load()
+        catalog.close()
+        monkeypatch.undo()
+        assert catalog.load()[0] == ROOT
+
+
+def test_a_page_that_the_drive_does_not_give_is_no_damage(file: SqliteHome) -> None:
+    class Answer:
+        def execute(self, sql: str) -> Answer:
+            return self
+
+        def fetchone(self) -> tuple[bytes]:
+            return (b"unable to get the page. error code=266",)
+
+    with closing(file.create()) as catalog, pytest.raises(DeviceError, match="error code=266"):
+        catalog._check_pages(Answer())
+
+
+def test_rows_that_do_not_fit_into_the_file_are_damage(file: SqliteHome) -> None:
+    with closing(file.create()) as catalog:
+        catalog.apply(root_of(1), [row_of(1), row_of(2)], [])
+        with pytest.raises(CorruptionError, match="more bytes than the file"):
+            list(catalog._read_rows(catalog._connection, 10))
+
+
+def test_a_commit_of_another_store_is_refused(file: SqliteHome) -> None:
+    with closing(file.create()) as catalog:
+        with pytest.raises(CorruptionError, match="another store"):
+            catalog.apply(replace(root_of(1), store_uuid=bytes(16)), [], [])
+
+
+def test_a_commit_interrupted_as_it_ends_is_unknown(file: SqliteHome) -> None:
+    class Interrupted(Passing):
+        def execute(self, sql: str, *parameters: Any) -> Any:
+            done = self.connection.execute(sql, *parameters)
+            if sql == "COMMIT":
+                raise KeyboardInterrupt
+            return done
+
+    with closing(file.create()) as catalog:
+        catalog._connection = Interrupted(catalog._connection)
+        with pytest.raises(KeyboardInterrupt):
+            catalog.apply(root_of(1), [row_of(1)], [])
+        with pytest.raises(DeviceError, match="interrupted and its outcome is unknown"):
+            catalog.apply(root_of(1), [row_of(1)], [])
+    assert content_of(file) == (root_of(1), [row_of(1)])
+
+
+def test_a_commit_that_cannot_be_taken_back_is_the_last(file: SqliteHome) -> None:
+    class Stuck(Passing):
+        def execute(self, sql: str, *parameters: Any) -> Any:
+            if sql == "COMMIT":
+                raise ZeroDivisionError
+            return self.connection.execute(sql, *parameters)
+
+        def rollback(self) -> None:
+            raise sqlite3.OperationalError("scripted")
+
+    with closing(file.create()) as catalog:
+        catalog._connection = Stuck(catalog._connection)
+        with pytest.raises(ZeroDivisionError):
+            catalog.apply(root_of(1), [row_of(1)], [])
+        with pytest.raises(DeviceError, match="could not be taken back"):
+            catalog.apply(root_of(1), [row_of(1)], [])
+    assert content_of(file) == (ROOT, [])
+
+
+def test_a_connection_that_cannot_be_prepared_is_closed(file: SqliteHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.create().close()
+    made = list[Passing]()
+
+    class Unready(Passing):
+        def execute(self, sql: str, *parameters: Any) -> Any:
+            raise sqlite3.OperationalError("scripted")
+
+    real = sqlite3.connect
+
+    def unready(*arguments: Any, **options: Any) -> Passing:
+        made.append(Unready(real(*arguments, **options)))
+        return made[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", unready)
+    with pytest.raises(sqlite3.OperationalError, match="scripted"):
+        connect(file.path, "rw", 1.0)
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        made[0].connection.execute("SELECT 1")
+
+
+def test_a_journal_mode_that_sqlite_does_not_take_is_an_error() -> None:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.text_factory = bytes
+        with pytest.raises(sqlite3.DatabaseError, match="memory"):
+            make_durable(connection)
+
+
+def test_errors_of_a_new_file_and_of_our_own_use_are_no_damage() -> None:
+    with pytest.raises(DeviceError, match="kernel log"), translated("it", "create"):
+        raise sqlite3.DatabaseError("malformed")
+    with pytest.raises(DeviceError, match="could not load"), translated("it", "load"):
+        raise sqlite3.ProgrammingError("recursive use")
+
+
+# -- rows and roots ------------------------------------------------------------------------------------------------
+
+
+def header_of(rows: list[tuple[int, bytes, bytes]]) -> RootHeader:
+    total = sum(int.from_bytes(digest, "little") for _, _, digest in rows)
+    return RootHeader(UUID, 9, 1 << 40, 2, len(rows), total & ((1 << 64) - 1))
+
+
+def encoded(row: Any) -> tuple[int, bytes, bytes]:
+    return (row.key_id, *encode_row(row, UUID))
+
+
+def test_a_root_out_of_range_is_never_written() -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        encode_root(replace(ROOT, next_key_id=0), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("start", "new", "message"),
+    [(24, bytes(8), "numbers that no store writes"), (row_module.ROOT_HEADER_NBYTES, b"\xff", "is not text")],
+)
+def test_a_root_whose_digest_is_right_is_still_looked_at(start: int, new: bytes, message: str) -> None:
+    body = bytearray(encode_root(ROOT, 0, 0)[0])
+    body[start : start + len(new)] = new
+    with pytest.raises(CorruptionError, match=message):
+        decode_root(bytes(body), row_module._root_digest(bytes(body)), "it")
+
+
+def test_a_name_that_is_no_text_is_damage_also_in_a_row_like_those_before() -> None:
+    one, other = (encoded(row_of(key_id, "ab")) for key_id in (1, 2))
+    body = other[1].replace(b"ab", b"\xff\xff", 1)
+    bad = (2, body, row_module._row_digest(2, body, row_module.row_seed(UUID)))
+    with pytest.raises(CorruptionError):
+        Rows.decode([one, bad], header_of([one, bad]), "it")
+
+
+def test_rows_of_many_kinds_and_what_rows_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "_MAX_NUM_KINDS", 2)
+    raw = [encoded(inline_row(key_id, b"x" * key_id)) for key_id in range(1, 8)] + [encoded(row_of(9))]
+    rows = Rows.decode(raw, header_of(raw), "it")
+    assert len(rows) == 8 and repr(rows) == "<Rows 8 rows, 1 extents>"
+    assert rows.owner(0) == "key 9"
+    with pytest.raises(IndexError):
+        rows.owner(1)
+
+
+def test_a_catalog_that_the_simulated_disk_has_lost() -> None:
+    disk = SimulatedDisk()
+    with closing(SimulatedCatalog.create(disk, ROOT)) as catalog:
+        disk.transact("catalog", "something else")
+        with pytest.raises(CorruptionError, match="lost"):
+            catalog.load()
+
+
+def test_an_identity_beyond_its_number_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "identity"
+    path.write_bytes(Identity(UUID, 3, 2).encode())
+    path.chmod(0o600)
+    with pytest.raises(CorruptionError, match="it says"):
+        Identity.read(path)

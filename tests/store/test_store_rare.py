@@ -1,0 +1,239 @@
+"""What hardly ever happens to commits, extents and opening: races forced, ends interrupted, files of no use."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.store.rig import GatedStore, filled, numbers, simulated_store, write_key
+from tiered.bytes.arena import Arena
+from tiered.bytes.device.base import SCRATCH
+from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
+from tiered.errors import CapacityError, DeadlineError, DeviceError, UsageError
+from tiered.store import commit as commit_module
+from tiered.store import opening
+from tiered.store.deadline import Deadline
+from tiered.store.dealing import _whole
+from tiered.store.extents import Extent
+from tiered.store.free_ranges import FreeRanges
+from tiered.store.opening import Parts, dram_budget
+from tiered.store.store import Store
+from tiered.units import KiB, MiB
+
+# -- commits -------------------------------------------------------------------------------------------------------
+
+
+def test_a_commit_that_another_thread_overtakes_waits_for_it(gated: GatedStore) -> None:
+    committer = gated.store._generations._committer
+    assert committer is not None
+    real, num_waits = committer.wait, 0
+
+    def wait() -> None:
+        nonlocal num_waits
+        num_waits += 1
+        if num_waits == 3:  # 2 was the other one's own
+            gated.catalog.may_apply.set()
+        real()
+        if num_waits == 1:  # just after the first has seen that none runs
+            gated.catalog.may_apply.clear()
+            committer.start("{}")
+
+    committer.wait = wait  # type: ignore[method-assign]
+    gated.store["a"] = numbers(10)
+    assert gated.store.commit() == 2
+    assert num_waits > 2
+
+
+def test_a_rollback_waits_for_the_write_of_what_it_gives_up(gated: GatedStore) -> None:
+    filled(gated.store)
+    gated.store.commit()
+    gated.device.hold = lambda operation: operation.is_write
+    gated.store["ordinary"] = numbers(12 * KiB, 5)
+    gated.store.working_set.swap_out(["ordinary"])
+    assert gated.device.has_held.is_set()
+    wait_for = gated.store.working_set.wait_for
+
+    def let_it_land(entry: Any, deadline: Deadline) -> None:
+        gated.store._condition.release()
+        gated.device.open()
+        gated.store._condition.acquire()
+        if not entry.is_settled:
+            wait_for(entry, deadline)
+
+    gated.store.working_set.wait_for = let_it_land  # type: ignore[method-assign]
+    gated.store.rollback()
+    assert gated.store["ordinary"].equal(numbers(12 * KiB, 0))
+
+
+def test_a_commit_whose_thread_is_interrupted_is_lost(gated: GatedStore) -> None:
+    filled(gated.store)
+    gated.catalog.failure = KeyboardInterrupt()  # type: ignore[assignment]
+    with pytest.raises(DeviceError, match="was interrupted"):
+        gated.store.commit()
+
+
+def test_what_the_catalog_writes_is_not_counted_where_the_kernel_does_not_tell(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise PermissionError
+
+    monkeypatch.setattr(commit_module, "open", refuse, raising=False)
+    store["a"] = numbers(10)
+    store.commit()
+    assert store.statistics().catalog_write_bytes == 0
+
+
+def test_the_end_of_the_process_waits_for_a_commit_or_says_that_it_is_lost(
+    gated: GatedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    gated.store["a"] = numbers(10)
+    gated.store.commit(wait=False)
+    gated.store._generations.finish_at_exit()
+    assert gated.store.generation == 1 and not caplog.records
+    gated.catalog.failure = DeviceError("scripted")
+    gated.store["a"] = numbers(11)
+    gated.store.commit(wait=False)
+    with caplog.at_level(logging.ERROR):
+        gated.store._generations.finish_at_exit()
+    assert "the process ends before generation 2 is durable" in caplog.text
+
+
+def test_a_store_without_commits_has_none_to_wait_for() -> None:
+    with simulated_store(durable=False) as store:
+        store.wait_for_commit()
+
+
+# -- records -------------------------------------------------------------------------------------------------------
+
+
+def test_a_rollback_brings_back_a_key_whose_name_a_scratch_key_took(store: Store) -> None:
+    values = filled(store)
+    store.commit()
+    del store["ordinary"]
+    write_key(store.working_set, "ordinary", 8 * KiB, 1, scratch=True)
+    store.working_set.create("undefined", 8 * KiB)
+    store.rollback()
+    assert set(store) == set(values)
+    assert store["ordinary"].equal(values["ordinary"])
+    assert "undefined" not in store._records.entries
+
+
+def test_what_a_running_commit_supersedes_counts_as_freed_by_the_next(gated: GatedStore) -> None:
+    filled(gated.store)
+    gated.store.commit()
+    filled(gated.store, seed=1)
+    gated.catalog.may_apply.clear()
+    gated.store.commit(wait=False)
+    with gated.store._condition:
+        names = {row.name for row in gated.store._records.superseded() if row is not None}
+    gated.catalog.may_apply.set()
+    assert names == {"inline", "ordinary", "streamed"}
+
+
+# -- space ---------------------------------------------------------------------------------------------------------
+
+
+def test_shares_that_are_too_large_together_are_cut() -> None:
+    assert sum(_whole([5, 5], 2, 3)) == 3
+    assert min(_whole([9, 0], 2, 1)) == 0
+
+
+def test_an_empty_range_changes_nothing() -> None:
+    ranges = FreeRanges()
+    ranges.add(5, 5)
+    assert (ranges.nbytes, ranges.longest_nbytes) == (0, 0)
+
+
+def test_a_scratch_file_that_is_there_brings_no_space() -> None:
+    disk = SimulatedDisk(capacity_nbytes=1 * MiB, can_lose_power=False)
+    MemoryDevice(disk, 0).grow(SCRATCH, 64 * KiB)
+    with simulated_store(disk) as store:
+        assert store.working_set.space.free_nbytes == 0
+        assert store.working_set.space.weights == [1.0]
+
+
+def test_new_bandwidths_change_where_bytes_go() -> None:
+    with simulated_store(num_devices=2) as store:
+        space = store.working_set.space
+        assert space.meter is not None
+        space.meter.new_weights = lambda: [0.25, 0.75]  # type: ignore[method-assign]
+        filled(store)
+        store.commit()
+        assert space.weights == [0.25, 0.75]
+
+
+def test_extents_that_two_streams_read_are_given_back_after_the_second(store: Store) -> None:
+    filled(store)
+    store.commit()
+    space = store.working_set.space
+    (extents,) = (record.extents for record in store.records() if record.name == "ordinary")
+    with store._condition:
+        for none in (space.begin_stream, space.end_stream):
+            none(())
+        used = space.used_nbytes
+        space.begin_stream(extents)
+        space.begin_stream(extents)
+        space.give_back(extents)
+        space.end_stream(extents)
+        assert space.used_nbytes == used and space.is_streaming(extents)
+        space.end_stream(extents)
+        assert space.used_nbytes == used - sum(extent.nbytes for extent in extents)
+        taken = space.take_nowait(12 * KiB, scratch=False)  # the key's again, or its bytes would be nobody's
+    assert taken == (Extent(*extents[0]),)
+
+
+def test_one_grows_after_the_other(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = store.working_set.space
+    space._is_growing = True
+    num_waits = 0
+
+    def end_of_the_other(deadline: Deadline, condition: Any, *arguments: Any) -> None:
+        nonlocal num_waits
+        num_waits += 1
+        space._is_growing = False
+
+    monkeypatch.setattr(Deadline, "wait", end_of_the_other)
+    space.grow(8 * KiB, scratch=False)
+    assert num_waits == 1 and space.free_nbytes >= 8 * KiB
+
+
+def test_scratch_space_can_be_reserved(store: Store) -> None:
+    store.reserve_space(64 * KiB, scratch=True)
+    assert store.working_set.space.free_nbytes >= 64 * KiB
+
+
+# -- opening -------------------------------------------------------------------------------------------------------
+
+
+def test_parts_are_closed_although_a_device_does_not_answer(disk: SimulatedDisk) -> None:
+    class Stuck(MemoryDevice):
+        is_stuck = True
+
+        def close(self) -> None:
+            if self.is_stuck:
+                raise DeadlineError("scripted")
+            super().close()
+
+    arena, stuck, other, closed = Arena(1 * MiB), Stuck(disk, 0), MemoryDevice(disk, 1), list[str]()
+    parts = Parts(arena, [stuck, other], None)
+    with pytest.raises(DeadlineError, match="scripted"):
+        parts.close(lambda: closed.append("arena"))
+    assert "closed" in repr(other) and not closed
+    stuck.is_stuck = False
+    parts.close(arena.close)
+
+
+def test_there_is_nothing_to_read_without_commits(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match='mode="r"'):
+        Store(tmp_path / "swap", dram="8MiB", durable=False, mode="r")
+
+
+def test_the_budget_must_be_given_where_the_kernel_does_not_say_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "open", lambda *a, **o: io.StringIO("MemTotal: 5 kB\n"), raising=False)
+    with pytest.raises(CapacityError, match="give dram="):
+        dram_budget(None)
