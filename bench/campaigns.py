@@ -7,6 +7,7 @@ What a run did is one entry of bench/results/soak.json: {"campaign", "first", "e
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib
 import itertools
 import json
@@ -155,18 +156,24 @@ def _errors(first: int) -> Iterator[Step]:
 
 
 def _batches(module: str) -> Callable[[int], Iterator[Step]]:
-    """Return the steps of the campaign whose batches are ``module.batch``: a seed each, on all cores, without a rig."""
+    """Return the steps of the campaign whose batches are ``module.batch``: a seed each, in processes, in one directory.
+
+    ``batch(seed, place)`` keeps its files in ``place`` and returns the number of its cases and what was wrong.
+    """
 
     def steps(first: int) -> Iterator[Step]:
-        from bench.cores import on_all_cores
         from tests.store.places import quick_directory
 
-        batch = importlib.import_module(module).batch
-        with quick_directory() as place, closing(on_all_cores(batch, first, place)) as done:
-            for num_cases, wrong in done:
-                yield Step(num_cases, 0, "; ".join(wrong))
+        with quick_directory() as place:
+            with closing(_in_processes(functools.partial(_batch, module, place))(first)) as done:
+                yield from done
 
     return steps
+
+
+def _batch(module: str, place: Path, seed: int) -> Step:
+    num_cases, wrong = importlib.import_module(module).batch(seed, place)
+    return Step(num_cases, 0, "; ".join(wrong))
 
 
 def _in_processes(step: Callable[[int], Step]) -> Callable[[int], Iterator[Step]]:

@@ -45,6 +45,13 @@ def test_a_campaign_of_independent_seeds_runs_in_processes(tmp_path: Path) -> No
     assert not entry["wrong"] and entry["cases"] > entry["inside_commit"] > 0
 
 
+def test_a_campaign_of_batches_counts_the_cases_of_each(tmp_path: Path) -> None:
+    done = soak(tmp_path / "soak.json", "--minutes", "0.001", "--campaign", "writes")
+    assert done.returncode == 0, done.stderr + done.stdout
+    (entry,) = json.loads((tmp_path / "soak.json").read_text())
+    assert not entry["wrong"] and (entry["end"], entry["cases"]) == (1, 50)
+
+
 def test_an_unknown_campaign_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     done = soak(tmp_path / "soak.json", "--campaign", "kil")
     assert done.returncode == 2
