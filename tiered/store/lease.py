@@ -63,8 +63,12 @@ class Lease:
 
     def release(self) -> bool:
         """Drop the lease's own reference; return whether the lease has ended (no other tensor is alive). Idempotent."""
+        return self._working_set.released(self.end())
+
+    def end(self) -> Alias:
+        """Drop the lease's own reference; return what the working set knows the lease by, for it alone."""
         self._tensor = None
-        return self._working_set.released(self._alias)
+        return self._alias
 
     def __repr__(self) -> str:
         state = "released" if self._tensor is None else "open"

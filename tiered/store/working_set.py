@@ -135,6 +135,23 @@ class WorkingSet:
         self.room.pump()
         return has_ended
 
+    def discard(self, lease: Lease) -> bool:
+        """Release ``lease`` and delete its key, no byte of which is written any more; blocks while one is.
+
+        Returns False when other tensors on its bytes are alive: the key stays then, and is to be deleted later.
+        """
+        alias = lease.end()
+        self.check(writing=True)
+        with self.condition:
+            self.residents.release(alias)
+            self.residents.drain()
+            if alias.has_ended:
+                entry = self.settled(lease.key, "deletion")
+                if entry is not None:
+                    self.records.remove(entry)
+                    self.residents.drop(entry)
+        return alias.has_ended
+
     def _obtain(self, key: str, mode: str, deadline: Deadline) -> tuple[Alias, Spec, Residence | None]:
         """Return the granted lease, what it looks like, and the claimed residence it must copy from, if any."""
         reading: Transfer | None = None  # the swap in that this call has started

@@ -75,9 +75,10 @@ class TakenGradients:
     def delete(self) -> str:
         """Forget the gradients; return the key when a caller still sees its bytes and it must be deleted later."""
         lease, self.lease = self.lease, None
-        if lease is not None and not lease.release():
+        if lease is None:
+            self._working_set.delete([self.key])
+        elif not self._working_set.discard(lease):  # order: released first, they would be written for nothing
             return self.key
-        self._working_set.delete([self.key])
         return ""
 
 
@@ -206,8 +207,7 @@ class UnitGradients:
         if lease is not None:
             self.unit.engine.residency.gradients_closed(self)
         if self.key:
-            ended = lease.release() if lease is not None else True
-            self.unit.engine.residency.discard(self.key, ended=ended)
+            self.unit.engine.residency.discard(self.key, lease)
         self.key = ""
 
     def zero(self) -> None:

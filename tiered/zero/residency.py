@@ -94,11 +94,11 @@ class Residency:
         """A unit's gradients are the working set's, or gone."""
         self._gradients.pop(gradients, None)
 
-    def discard(self, key: str, *, ended: bool) -> None:
-        """Delete a scratch key now, or at the next ``sweep`` when a caller still sees its bytes."""
-        if ended:
+    def discard(self, key: str, lease: Lease | None) -> None:
+        """Delete a scratch key now, with its lease, or at the next ``sweep`` when a caller still sees its bytes."""
+        if lease is None:
             self._working_set.delete([key])
-        else:
+        elif not self._working_set.discard(lease):
             self._to_delete.append(key)
 
     def sweep(self) -> None:
