@@ -230,7 +230,7 @@ def _where_ties_are(
     if whole < lo.numel():
         change(bits[whole:], marks[whole:])
     smallest = lo[:whole].view(-1, _ROW_NUMEL).amin(1)
-    for rows in smallest.eq_(-_TIE).nonzero().flatten().split(_MOST_ROWS):
+    for rows in torch.split(smallest.eq_(-_TIE).nonzero().flatten(), _MOST_ROWS):
         if rows.numel():  # (rows, 1024) copies, changed and put back
             bits_there, marks_there = (all_.view(-1, _ROW_NUMEL) for all_ in (bits[:whole], marks[:whole]))
             some_bits, some_marks = bits_there.index_select(0, rows), marks_there.index_select(0, rows)
