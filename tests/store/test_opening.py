@@ -219,14 +219,17 @@ def test_opening_and_closing_two_hundred_times_leaves_nothing(tmp_path: Path, en
     try:
         for value in range(50):
             open_once(value)
-        gc.collect()
-        before = tracemalloc.get_traced_memory()[0]
-        for value in range(100):
-            open_once(value)
-        gc.collect()
-        assert tracemalloc.get_traced_memory()[0] - before < 32 * KiB
+        growth = []
+        while len(growth) < 3 and min(growth, default=KiB**2) >= 32 * KiB:  # a leak grows every time, a cache once
+            gc.collect()
+            before = tracemalloc.get_traced_memory()[0]
+            for value in range(100):
+                open_once(value)
+            gc.collect()
+            growth.append(tracemalloc.get_traced_memory()[0] - before)
+        assert min(growth) < 32 * KiB, growth
     finally:
         tracemalloc.stop()
     assert len(os.listdir("/proc/self/fd")) == num_fds
     with Store(tmp_path / "run", dram="8MiB", engine=engine) as store:
-        assert store.generation == 200
+        assert store.generation == 100 + 100 * len(growth)
