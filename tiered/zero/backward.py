@@ -7,6 +7,7 @@ Autograd tells of each accumulated gradient and of the end of each graph task; a
 from __future__ import annotations
 
 import sys
+import weakref
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -57,11 +58,14 @@ class Backward:
             if segment in self._watched or not parameter.requires_grad:
                 return
             self._watched.add(segment)
+            # Lifetime: the parameter leads to both. A hook that did too would keep them and the store for ever: the
+            # collector does not look into what autograd's nodes hold.
+            own, its = weakref.ref(self), weakref.ref(segment)
             parameter.register_hook(  # type: ignore[no-untyped-call]
-                lambda _: self._accumulating(segment)
+                lambda _: own()._accumulating(its())  # type: ignore[union-attr,arg-type]  # both live
             )
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _: self._accumulated(segment)
+                lambda _: own()._accumulated(its())  # type: ignore[union-attr,arg-type]
             )
 
     def seen(self) -> None:

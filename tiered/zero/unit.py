@@ -40,8 +40,9 @@ class Segment:
     """
 
     __slots__ = (
-        "_layout", "accumulated", "dtype", "grad_offset", "has_gradient", "name", "nbytes", "num_grad_touches",
-        "num_no_grad_touches", "numel", "offset", "parameter", "shape", "strides", "trainable", "unit",
+        "__weakref__", "_layout", "accumulated", "dtype", "grad_offset", "has_gradient", "name", "nbytes",
+        "num_grad_touches", "num_no_grad_touches", "numel", "offset", "parameter", "shape", "strides", "trainable",
+        "unit",
     )  # fmt: skip
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
