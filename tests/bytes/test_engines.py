@@ -128,8 +128,9 @@ def test_an_operation_on_released_memory_fails_alone(tmp_path: Path, engine: str
         stale = arena.allocate_nowait(4096)
         assert stale is not None
         batch = Batch(device)
-        device.submit([batch.operation("read", buffer.memory, 0), batch.operation("write", stale.memory, 0)])
+        operations = [batch.operation("read", buffer.memory, 0), batch.operation("write", stale.memory, 0)]
         arena.release(stale)  # a bug of the submitter, made on purpose
+        device.submit(operations)
         gate.opened.set()
         errors = [operation.error for operation in batch.wait(2) if operation.is_write]
         assert isinstance(errors[0], DeviceError) and "write of released bytes" in str(errors[0])
