@@ -7,6 +7,7 @@ import pytest
 
 from tests.models import CASES
 from tests.reference import Recipe
+from tests.zero.pending import Contents, contents, new_disk, pending
 from tests.zero.training import Session, debug_store, start
 from tiered.zero import swapped
 
@@ -27,3 +28,11 @@ def step_session(tmp_path: Path) -> Iterator[Session]:
 def swap_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the small tensors of small models go through the store as large ones do."""
     monkeypatch.setattr(swapped, "SMALLEST_NBYTES", 1)
+
+
+@pytest.fixture(scope="module")
+def second_generation() -> Contents:
+    """What the generation that ``pending`` commits contains, by a commit that waits."""
+    disk = new_disk()
+    with pending(disk=disk, wait=True):
+        return contents(disk)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,99 +12,24 @@ import torch
 import tiered
 from tests.models import CASES
 from tests.reference import Recipe
-from tests.store.rig import WAIT_S, Counter, GatedCatalog, simulated_store
-from tests.zero.test_pipeline import ROOMY_NBYTES, Rig, every_update, expected, interrupt, rig
+from tests.store.rig import WAIT_S
+from tests.zero.pending import (
+    Contents,
+    Pending,
+    assert_equal,
+    commit_twice,
+    contents,
+    is_pending,
+    new_disk,
+    pending,
+    sealed,
+)
+from tests.zero.test_pipeline import Rig, every_update, expected, rig
 from tests.zero.test_resume import cosine
 from tests.zero.training import assert_same, debug_store, reference, smallest_budget, start
-from tiered.bytes import endings
-from tiered.bytes.device.simulated_disk import SimulatedDisk
-from tiered.errors import CapacityError, DeviceError, LeaseError, StepAbandonedError
-from tiered.units import MiB
+from tiered.errors import LeaseError
 
 CASE = CASES["gpt"]
-Contents = tuple[int, str, dict[str, torch.Tensor]]
-
-
-def new_disk() -> SimulatedDisk:
-    return SimulatedDisk(capacity_nbytes=4 * MiB)
-
-
-def is_pending(store: tiered.Store) -> bool:
-    return store.working_set.deferred_seal.is_closed
-
-
-def sealed(store: tiered.Store) -> int:
-    """Return the number of the last sealed generation."""
-    return store.working_set.records.generation
-
-
-def contents(disk: SimulatedDisk) -> Contents:
-    """Return what a store opened on ``disk`` holds after a kill -9 now: generation, state and all tensors."""
-    store = simulated_store(disk.moment().survivor(random.Random(0), "keep"), budget_nbytes=ROOMY_NBYTES)
-    root = store._generations.root
-    found = root.generation, root.state, store.get_many(store)
-    store.close()
-    return found
-
-
-def assert_equal(left: Contents, right: Contents) -> None:
-    assert left[:2] == right[:2]
-    assert left[2].keys() == right[2].keys()
-    assert [name for name in left[2] if not torch.equal(left[2][name], right[2][name])] == []
-
-
-class Pending(Rig):
-    """A rig with a key and a counter of the user's, both in every commit."""
-
-    def __init__(self, disk: SimulatedDisk, *, seed: int = 7) -> None:
-        super().__init__(disk, "step", seed=seed)
-        self.counter = Counter(1)
-        self.store.register("counter", self.counter)
-
-    @classmethod
-    @contextmanager
-    def reopened(cls, disk: SimulatedDisk) -> Iterator[Pending]:
-        """Yield the rig on ``disk``, with another model until it is resumed."""
-        made = cls(disk, seed=1)
-        try:
-            yield made
-        finally:
-            made.close()
-
-    def fail_what_is_held(self, error: Exception) -> None:
-        """End every operation that is held, and all like it, with ``error``."""
-        is_hit, self.device.hold = self.device.hold, lambda operation: False
-        self.device.fail = lambda operation: error if is_hit(operation) else None
-        while self.device.held:
-            operation = self.device.held.pop()
-            operation.error = error
-            operation.on_done(operation)
-        self.worker._wait(lambda: not self.worker.is_busy, "")
-        self.device.fail = lambda operation: None
-
-
-@contextmanager
-def pending(*, disk: SimulatedDisk | None = None, wait: bool = False, fits: bool = True) -> Iterator[Pending]:
-    """Yield a rig whose second step is committed and, unless ``wait``, not sealed: an update waits for its state.
-
-    Where it does not fit the device, only the seal will find that out.
-    """
-    made = Pending(disk or SimulatedDisk(capacity_nbytes=4 * MiB if fits else MiB, can_lose_power=False))
-    try:
-        made.store["user"] = torch.zeros(5000)
-        made.session.run_step(0)
-        made.store.commit({"step": 1})
-        is_hit = made.reads_of("blocks.3")
-        made.device.hold = made.device.hold if wait else is_hit
-        if not fits:
-            made.store["large"] = torch.zeros(75_000)
-        made.session.run_step(1)
-        assert made.store.commit({"step": 2}, wait=wait) == 2
-        assert is_pending(made.store) == (not wait)
-        assert sealed(made.store) == (2 if wait else 1)
-        yield made
-    finally:
-        made.close()
 
 
 # -- what is committed ---------------------------------------------------------------------------------------------
@@ -136,24 +58,6 @@ def test_the_next_forward_begins_before_the_updates_are_done_and_the_seal_follow
         assert r.store.resume() == {"step": 3}
         r.session.trained.losses[:0] = losses
         assert_same(r.session.collect(), expected(3))
-
-
-def commit_twice(r: Rig, *, fits: bool = True) -> threading.Event:
-    """Commit two steps. All updates are done, and the second seal waits for the first commit until the event is set."""
-    catalog = GatedCatalog(r.store._parts.catalog, [])
-    r.store._generations._committer._catalog = catalog
-    r.session.run_step(0)
-    r.worker.wait_for_all()
-    catalog.may_apply.clear()
-    r.store.commit({"step": 1}, wait=False)
-    r.device.hold = r.reads_of("root")
-    if not fits:
-        r.store["large"] = torch.zeros(75_000)
-    r.session.run_step(1)
-    r.store.commit({"step": 2}, wait=False)
-    r.device.open()
-    r.worker._wait(lambda: not r.worker._is_updating, "")
-    return catalog.may_apply
 
 
 @every_update
@@ -308,14 +212,6 @@ CHANGES: dict[str, Callable[[Pending], object]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def second_generation() -> Contents:
-    """What the generation that ``pending`` commits contains, by a commit that waits."""
-    disk = new_disk()
-    with pending(disk=disk, wait=True):
-        return contents(disk)
-
-
 @pytest.mark.parametrize("change", CHANGES)
 def test_who_would_change_what_is_committed_waits(change: str, second_generation: Contents) -> None:
     disk = new_disk()
@@ -404,146 +300,3 @@ def test_a_writer_at_the_call_is_refused_and_nothing_is_pending(update: str) -> 
         assert not is_pending(r.store)
         r.device.open()
         assert r.store.commit({"step": 2}, wait=False) == 1
-
-
-# -- what goes wrong -----------------------------------------------------------------------------------------------
-
-
-def assert_goes_on_from_the_first_generation(r: Pending) -> None:
-    with pytest.raises(StepAbandonedError, match="rollback"):
-        r.store.commit({"step": 3})
-    r.store.rollback()
-    assert r.store.resume() == {"step": 1}
-    del r.session.trained.losses[1:]
-    r.session.run_step(1)
-    assert_same(r.session.collect(), expected(2))
-
-
-SURFACES: dict[str, Callable[[Pending], object]] = {
-    "forward": lambda r: r.session.run_step(2),
-    "put": lambda r: r.store.update({"other": torch.ones(5)}),
-    "commit": lambda r: r.store.commit({"step": 3}, wait=False),
-    "wait_for_commit": lambda r: r.store.wait_for_commit(),
-    "rollback": lambda r: r.store.rollback(),
-}
-
-
-@pytest.mark.parametrize("surface", SURFACES)
-def test_an_update_that_fails_is_raised_by_the_next_call_and_nothing_is_sealed(surface: str) -> None:
-    with pending() as r:
-        r.fail_what_is_held(DeviceError("injected"))
-        with pytest.raises(DeviceError, match="injected") as failure:
-            SURFACES[surface](r)
-        assert any("generation 2" in note for note in failure.value.__notes__)
-        assert sealed(r.store) == 1
-        assert_goes_on_from_the_first_generation(r)
-
-
-@pytest.mark.parametrize("surface", ["forward", "put", "rollback"])
-def test_a_seal_that_fails_is_raised_by_the_next_call(surface: str) -> None:
-    with pending(fits=False) as r:
-        r.device.open()
-        r.worker._wait(lambda: not r.worker.is_busy, "")
-        with pytest.raises(CapacityError, match="free") as failure:
-            SURFACES[surface](r)
-        assert any("generation 2" in note for note in failure.value.__notes__)
-        assert sealed(r.store) == 1
-        with pytest.raises(StepAbandonedError, match=r"its commit failed: .*free"):
-            r.session.run_step(2)
-        assert_goes_on_from_the_first_generation(r)
-
-
-def test_close_reports_what_failed_and_the_generation_before_is_there() -> None:
-    disk = new_disk()
-    with pending(disk=disk) as r:
-        first = contents(disk)
-        r.fail_what_is_held(DeviceError("injected"))
-        with pytest.raises(DeviceError, match="injected"):
-            r.store.close()
-        r.store.close()
-    assert first[0] == 1
-    assert_equal(contents(disk), first)
-
-
-def test_an_interrupted_step_behind_the_seal_leaves_the_generation() -> None:
-    disk = new_disk()
-    with rig("step", disk) as r:
-        may_apply = commit_twice(r)
-        losses = r.session.trained.losses[:2]
-        with pytest.raises(KeyboardInterrupt):
-            with r.when_main_waits(interrupt):
-                r.session.run_step(2)
-        may_apply.set()
-    with rig("step", disk, seed=1) as r:
-        assert r.store.resume() == {"step": 2}
-        r.session.trained.losses[:0] = losses
-        assert_same(r.session.collect(), expected(2))
-
-
-def test_close_tells_of_a_seal_that_fails_behind_an_interrupted_step() -> None:
-    disk = SimulatedDisk(capacity_nbytes=MiB, can_lose_power=False)
-    with rig("step", disk) as r:
-        may_apply = commit_twice(r, fits=False)
-        with pytest.raises(KeyboardInterrupt):
-            with r.when_main_waits(interrupt):
-                r.session.run_step(2)
-        may_apply.set()
-        with pytest.raises(CapacityError, match="free"):
-            r.store.close()
-    with rig("step", disk, seed=1) as r:
-        assert r.store.resume() == {"step": 1}
-
-
-def test_a_kill_before_the_seal_leaves_the_generation_before_and_its_bits() -> None:
-    disk = new_disk()
-    with pending(disk=disk) as r:
-        survivor = disk.moment().survivor(random.Random(0), "keep")
-        losses = r.session.trained.losses[:1]
-        r.device.open()
-    with Pending.reopened(survivor) as r:
-        assert r.store.resume() == {"step": 1}
-        r.session.trained.losses[:0] = losses
-        r.session.run_step(1)
-        assert_same(r.session.collect(), expected(2))
-
-
-def test_an_interrupt_of_the_wait_loses_nothing(second_generation: Contents) -> None:
-    disk = new_disk()
-    with pending(disk=disk) as r:
-        with pytest.raises(KeyboardInterrupt):
-            with r.when_main_waits(interrupt):
-                r.store["user"] = torch.ones(5)
-        assert is_pending(r.store)
-        r.device.open()
-        r.store.wait_for_commit()
-        assert_equal(contents(disk), second_generation)
-
-
-def test_leaving_by_an_exception_keeps_what_was_committed(second_generation: Contents) -> None:
-    disk = new_disk()
-    with pending(disk=disk) as r:
-        with pytest.raises(ZeroDivisionError):
-            with r.when_main_waits(r.device.open), r.store:
-                raise ZeroDivisionError
-    assert_equal(contents(disk), second_generation)
-
-
-def test_a_fork_finishes_the_seal(second_generation: Contents) -> None:
-    disk = new_disk()
-    with pending(disk=disk) as r:
-        with r.when_main_waits(r.device.open):
-            pid = os.fork()
-            if pid == 0:
-                os._exit(0)
-        os.waitpid(pid, 0)
-        assert sealed(r.store) == 2
-        r.store.wait_for_commit()
-        assert_equal(contents(disk), second_generation)
-
-
-def test_the_end_of_the_process_finishes_the_seal(second_generation: Contents) -> None:
-    disk = new_disk()
-    with pending(disk=disk) as r:
-        with r.when_main_waits(r.device.open):
-            endings._at_exit.run()  # what the interpreter does first at its end
-        assert_equal(contents(disk), second_generation)
