@@ -105,6 +105,16 @@ def test_a_discarded_lease_whose_tensor_lives_on_leaves_its_key_to_be_deleted_la
     working_set.delete(["a"])
 
 
+def test_prefetch_leaves_room_for_what_is_leased_before_its_use(working_set: WorkingSet) -> None:
+    for key in "ab":
+        write_key(working_set, key, 6 * PAGE, 1)
+    stored(working_set, *"ab")
+    working_set.unreserve(working_set.reserve(BUDGET))  # drives both out
+    assert working_set.prefetch("ab", {"a": 10 * PAGE, "b": 5 * PAGE}) == 6 * PAGE
+    working_set.unreserve(working_set.reserve(BUDGET))
+    assert working_set.prefetch("ab", {"a": 4 * PAGE, "b": 4 * PAGE}) == 12 * PAGE
+
+
 def test_prefetch_stops_at_the_first_that_does_not_fit(working_set: WorkingSet) -> None:
     for key in "abc":
         write_key(working_set, key, 6 * PAGE, 1)

@@ -1,4 +1,6 @@
-"""The recorded order of use, with uses that another thread was promised."""
+"""The recorded order of use, with uses that another thread was promised; what is asked for ahead, beside what."""
+
+from collections.abc import Mapping
 
 from tiered.tiers.schedule import NextUsePolicy, Schedule
 from tiered.tiers.trace import Trace
@@ -20,6 +22,8 @@ def test_promised_uses_at_the_end_of_a_step_belong_to_it() -> None:
     trace.record("u")
     trace.promise(["s"])
     trace.end_step()
+    assert list(trace.upcoming()) == ["s", "u"]
+    trace.kept("s")
     assert list(trace.upcoming()) == ["u", "s"]
 
 
@@ -34,17 +38,101 @@ def test_promised_keys_are_the_last_to_be_evicted_until_they_are_used() -> None:
     assert policy.victim({"s": 1, "u": 1}, None) == "s"
 
 
-def test_promised_keys_are_asked_for_beside_the_expected_ones() -> None:
-    asked: list[list[str]] = []
+def test_the_next_use_of_this_thread_comes_behind_the_first_of_what_it_has_just_promised_and_the_others_after() -> None:
+    # A backward: the update of u runs while v does, and w waits for it.
+    states = [f"s{number}" for number in range(6)]
+    trace = Trace(["u", "v", *states, "w", "t"])
+    trace.record("u")
+    trace.promise(states)
+    before = [*states[:4], "v", *states[4:], "w", "t"]
+    assert list(trace.upcoming()) == [*before, "u"]
+    assert [trace.distance(key) for key in before[:4]] == [0, 1, 2, 3]
+    assert trace.distance("v") == 4
+    trace.record("v")
+    after = [*states, "w", "t", "u"]
+    assert list(trace.upcoming()) == [*after, "v"]
+    assert [trace.distance(key) for key in after] == list(range(9))
+    trace.kept("s0")
+    assert [trace.distance(key) for key in after[1:]] == list(range(8))
 
-    def prefetch(keys: object) -> int:
-        asked.append(list(keys))  # type: ignore[call-overload]
+
+def test_a_forward_uses_what_was_updated_before_what_is_still_promised() -> None:
+    # A step that has handed everything over: v waits for its update, u has had it.
+    trace = Trace()
+    trace.record("u")
+    trace.record("v")
+    trace.promise(["u", "s", "v", "t0", "t1", "t2", "t3"])
+    trace.end_step()
+    for key in ("u", "s"):
+        trace.kept(key)
+    assert list(trace.upcoming()) == ["v", "t0", "t1", "t2", "u", "t3", "u", "s"]
+    assert [trace.distance(key) for key in ("v", "t0", "t1", "t2", "u")] == [0, 1, 2, 3, 4]
+    assert trace.distance("s") > trace.distance("t3") > 4
+
+
+def test_uses_at_one_time_are_repeated_together() -> None:
+    trace = Trace()
+    assert trace.record("u", "room")
+    assert not trace.record("u", "room")
+    assert trace.record("u")
+    trace.end_step()
+    assert list(trace.upcoming()) == ["u", "room", "u"]
+
+
+class Rooms:
+    """Rooms of given sizes, and what is due of them."""
+
+    def __init__(self, nbytes: dict[str, int], due: int) -> None:
+        self.nbytes = nbytes
+        self._due = due
+
+    def due(self) -> int:
+        return self._due
+
+    def of(self, name: str) -> int | None:
+        return self.nbytes.get(name)
+
+
+def schedule_of(order: list[str], keys: str, rooms: Rooms, window_bytes: int) -> tuple[Schedule, list[dict[str, int]]]:
+    """Return a schedule of keys of one byte each, and where it notes what it asks for: key -> bytes beside it."""
+    asked: list[dict[str, int]] = []
+
+    def prefetch(wanted: Mapping[str, int]) -> int:
+        asked.append(dict(wanted))
         return 0
 
-    schedule = Schedule(Trace(["u", "v", "s", "w"]), prefetch, dict.fromkeys("usvw", 1), window_bytes=1)
+    return Schedule(Trace(order), prefetch, dict.fromkeys(keys, 1), window_bytes=window_bytes, rooms=rooms), asked
+
+
+def test_promised_keys_are_asked_for_in_the_order_of_use() -> None:
+    schedule, asked = schedule_of(["u", "v", "s", "w"], "ugsvw", Rooms({}, 0), window_bytes=3)
     schedule.use("u")
     schedule.hand_over(["s"], unrecorded=["g"])
     schedule.use_promised("g")
     schedule.use_promised("s")
     schedule.use("v")
-    assert asked == [["v"], ["g", "s", "v"], ["s", "v"], ["v"], ["w"]]
+    assert [list(wanted) for wanted in asked] == [
+        ["v", "s", "w"], ["g", "s", "v"], ["s", "v", "w"], ["v", "s", "w"], ["w", "u", "v"],
+    ]  # fmt: skip
+
+
+def test_a_key_is_asked_for_beside_what_is_leased_before_its_use() -> None:
+    schedule, asked = schedule_of(["u", "v", "room v", "s", "w"], "uvsw", Rooms({"room v": 5}, 7), window_bytes=3)
+    schedule.use("u")
+    assert asked == [{"v": 7, "s": 12, "w": 12}]
+
+
+def test_a_prefetch_evicts_nothing_that_is_used_within_twice_the_window() -> None:
+    schedule, _ = schedule_of(["u", "v", "w", "x", "y"], "uvwxy", Rooms({}, 0), window_bytes=1)
+    policy = NextUsePolicy(schedule.trace, schedule.is_near)
+    schedule.use("u")
+    assert policy.victim({"w": 1}, "v") is None
+    assert policy.victim({"w": 1, "x": 1}, "v") == "x"
+    assert policy.victim({"w": 1}, None) == "w"
+
+
+def test_keys_that_were_handed_over_can_be_taken_back() -> None:
+    schedule, _ = schedule_of(["u", "v"], "uv", Rooms({}, 0), window_bytes=1)
+    schedule.hand_over([], unrecorded=["v"])
+    schedule.take_back(["v"])
+    assert list(schedule.trace.upcoming()) == ["u", "v"]

@@ -97,16 +97,17 @@ class Residents:
             victim = self.policy.victim(self.clean, None)
             self._evict(victim if victim is not None and victim in self.clean else next(iter(self.clean)))
 
-    def take_ahead(self, nbytes: int, incoming: str) -> Buffer | None:
-        """Lease a buffer for a prefetch of ``incoming``, evicting only what the policy offers."""
-        while True:
-            buffer = self.arena.allocate_nowait(nbytes)
-            if buffer is not None or not self.clean:
-                return buffer
-            victim = self.policy.victim(self.clean, incoming)
+    def take_ahead(self, nbytes: int, incoming: str, *, beside: int = 0) -> Buffer | None:
+        """Lease a buffer for a prefetch of ``incoming``, evicting only what the policy offers.
+
+        ``beside``: bytes that must be free then, for what will be leased before its use.
+        """
+        while self.arena.leased_nbytes + nbytes + beside > self.arena.nbytes:
+            victim = self.policy.victim(self.clean, incoming) if self.clean else None
             if victim is None or victim not in self.clean:
                 return None
             self._evict(victim)
+        return self.arena.allocate_nowait(nbytes)
 
     def give_back(self, buffer: Buffer) -> None:
         self.arena.release(buffer)

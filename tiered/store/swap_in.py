@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from tiered.bytes.device.base import IOClass
 from tiered.store.entry import Entry, Residence, Residency
@@ -71,8 +71,11 @@ class SwapIn:
 
     # Below: without the lock
 
-    def prefetch(self, names: Iterable[str]) -> int:
-        """Begin to read ``names`` ahead, in order, up to the first that does not fit; return bytes here or coming."""
+    def prefetch(self, names: Iterable[str], beside: Mapping[str, int]) -> int:
+        """Begin to read ``names`` ahead, in order, up to the first that does not fit; return bytes here or coming.
+
+        Each is read only where so many bytes as ``beside`` has for it stay free.
+        """
         nbytes = 0
         with self._condition:
             self._residents.drain()
@@ -83,7 +86,8 @@ class SwapIn:
                 if entry.state is Residency.STORED:
                     buffer = None
                     if not self._room.num_waiting:
-                        buffer = self._residents.take_ahead(self._space.round_up(entry.nbytes), name)
+                        needed = self._space.round_up(entry.nbytes)
+                        buffer = self._residents.take_ahead(needed, name, beside=beside.get(name, 0))
                     if buffer is None:
                         break
                     transfer = self._begin(entry, self._residents.admit(entry, buffer), IOClass.PREFETCH)

@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -219,14 +219,16 @@ class WorkingSet:
 
     # Below: swapping in
 
-    def prefetch(self, keys: Iterable[str]) -> int:
+    def prefetch(self, keys: Iterable[str], beside: Mapping[str, int] | None = None) -> int:
         """Start to swap in ``keys``, in order, up to the first that does not fit. A hint: never blocks on I/O.
 
+        ``beside`` says how many bytes of the budget must stay free beside a key, for leases that come before its use.
         Returns how many bytes of them are resident or on their way. Unknown keys are passed over. Never raises for
         capacity or an I/O error: the lease that needs the bytes tries again and reports.
         """
         self.check(writing=False)
-        return self.swap_in.prefetch(list(keys))  # not under the lock: an iterator may ask the store
+        # Not under the lock: an iterator may ask the store.
+        return self.swap_in.prefetch(list(keys), {} if beside is None else beside)
 
     # Below: hints, memory
 

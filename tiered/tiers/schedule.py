@@ -6,10 +6,11 @@ The schedule only hints; the working set decides under its budget, and a wrong h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Protocol
 
 from tiered.tiers.trace import Trace
 
-__all__ = ["NextUsePolicy", "Schedule"]
+__all__ = ["NextUsePolicy", "NoRooms", "Rooms", "Schedule"]
 
 
 class NextUsePolicy:
@@ -19,39 +20,67 @@ class NextUsePolicy:
     always evict what is needed next.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, is_near: Callable[[str], bool] = lambda key: False) -> None:
+        """``is_near(key)``: whether it is used so soon that no prefetch is worth to read it twice."""
         self._trace = trace
+        self._is_near = is_near
 
     def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
         """Return which of ``evictable`` (key -> bytes) to drop, None if all are needed before ``incoming``."""
-        victim, farthest = self._trace.farthest(evictable)
-        if incoming is not None and self._trace.distance(incoming) >= farthest:
-            return None
-        return victim
+        if incoming is None:
+            return self._trace.farthest(evictable)[0]
+        victim, farthest = self._trace.farthest(key for key in evictable if not self._is_near(key))
+        return None if self._trace.distance(incoming) >= farthest else victim
 
 
-_NUM_PROMISED = 3
-"""Promised keys that are asked for with the expected ones: what the smallest budget has room for."""
+class Rooms(Protocol):
+    """What will be leased anew, not read: a room is the name of such a lease, and uses of it are in the trace.
+
+    What is read ahead must leave that much of the budget, or it would be evicted again before its use.
+    """
+
+    def due(self) -> int:
+        """Return the bytes that will be leased before anything else is used. Any thread; never blocks."""
+
+    def of(self, name: str) -> int | None:
+        """Return the bytes that the use of the room ``name`` will lease; None where it is no room's name."""
+
+
+class NoRooms:
+    """Nothing is leased that was not read."""
+
+    def due(self) -> int:
+        """Return 0."""
+        return 0
+
+    def of(self, name: str) -> int | None:
+        """Return None."""
+        return None
 
 
 class Schedule:
     """Keeps up to ``window_bytes`` of the keys that come next on their way into DRAM. Thread-safe.
 
-    Keys that were learnt on the way, activations, have a window of their own.
+    Keys that were learnt on the way, activations, have a window of their own. The invariant: *a key is asked for only
+    beside all that will be used or leased before it*, so nothing is read that must go again before its use.
     """
 
     def __init__(
         self,
         trace: Trace,
-        prefetch: Callable[[Iterable[str]], int],
+        prefetch: Callable[[Mapping[str, int]], int],
         nbytes: MutableMapping[str, int],
         *,
         window_bytes: int,
+        rooms: Rooms | None = None,
     ) -> None:
+        """``prefetch`` takes, for each key in the order of use, how many bytes must be left beside it."""
         self.trace = trace
         self.window_bytes = window_bytes
         self._prefetch = prefetch
         self._nbytes = nbytes  # bytes of each key that may be prefetched
+        self._rooms = rooms or NoRooms()
+        self._near: set[str] = set()
         self._learnt: set[str] = set()
         self._learnt_window_bytes = 0
 
@@ -64,9 +93,9 @@ class Schedule:
         self._learnt.add(key)
         self._learnt_window_bytes = max(window_bytes, self.window_bytes)
 
-    def use(self, key: str) -> None:
-        """Note that ``key`` is being used now and ask for what comes after it. Never blocks on I/O."""
-        if self.trace.record(key):
+    def use(self, key: str, *, room: str = "") -> None:
+        """Note that ``key`` is being used now, and ``room`` soon, and ask for what comes next. Never blocks on I/O."""
+        if self.trace.record(key, room) if room else self.trace.record(key):
             self.advance()
 
     def hand_over(self, keys: Iterable[str], *, unrecorded: Iterable[str] = ()) -> None:
@@ -74,27 +103,43 @@ class Schedule:
         self.trace.promise(keys, unrecorded=unrecorded)
         self.advance()
 
+    def take_back(self, keys: Iterable[str]) -> None:
+        """Note that keys that were handed over will not be used."""
+        for key in keys:
+            self.trace.kept(key)
+
     def use_promised(self, key: str) -> None:
         """Note that a key that was handed over is being used now, and ask for what comes after it."""
         self.trace.kept(key)
         self.advance()
 
+    def is_near(self, key: str) -> bool:
+        """Return whether ``key`` is used within twice the window from now."""
+        return key in self._near
+
     def advance(self) -> None:
-        """Ask for the next promised keys, and for the next ``window_bytes`` of expected ones."""
-        wanted = dict.fromkeys(self.trace.promised(_NUM_PROMISED))
+        """Ask for the next ``window_bytes`` of promised and expected keys, in the order of their use."""
+        wanted: dict[str, int] = {}  # key -> bytes to leave beside it
+        near: set[str] = set()
+        rooms = self._rooms.due()
         left, left_learnt = self.window_bytes, self._learnt_window_bytes
         for key in self.trace.upcoming():
             nbytes = self._nbytes.get(key)
-            if nbytes is None or key in wanted:
+            if key in near:
                 continue
-            if key in self._learnt:
+            if nbytes is None:
+                rooms += self._rooms.of(key) or 0
+            elif key in self._learnt:
                 left_learnt -= nbytes
-                if left_learnt >= 0:
-                    wanted[key] = None
-                continue
-            left -= nbytes
-            if left < 0:
-                break
-            wanted[key] = None
+                if left_learnt >= 0 and key not in wanted:
+                    wanted[key] = rooms
+            else:
+                left -= nbytes
+                if left < -self.window_bytes:
+                    break
+                near.add(key)
+                if left >= 0:
+                    wanted[key] = rooms
+        self._near = near
         if wanted:
             self._prefetch(wanted)

@@ -12,6 +12,9 @@ from itertools import islice
 
 __all__ = ["Trace"]
 
+_NUM_FIRST = 4
+"""Promised keys that come before anything else: one unit's parameters, gradients and what is read ahead for them."""
+
 
 class Trace:
     """The order of use of one training step, learnt while it happens and replayed as a prediction.
@@ -22,8 +25,9 @@ class Trace:
 
     ``promise`` notes uses that another thread will make soon, in the order in which they were handed over: they are
     recorded right after this thread's next use, which comes at the same time and has somebody waiting for it, so that
-    the order does not depend on which thread runs faster; and they count as the next uses until ``kept``. All methods
-    are thread-safe.
+    the order does not depend on which thread runs faster. Until ``kept`` they come before all that is expected, but
+    for what this thread uses before it waits for them: its next use where that is not recorded yet, and whatever it
+    uses before the first promised key. That comes behind the first few promised ones. All methods are thread-safe.
     """
 
     def __init__(self, guess: Sequence[str] = ()) -> None:
@@ -34,17 +38,24 @@ class Trace:
         self._promised: dict[str, int] = {}  # in order -> number of the promise
         self._to_record: list[str] = []  # promised since this thread's last use
         self._num_promises = 0
+        self._num_recorded = 0  # promises that this thread's uses have passed: it waits for them next
+        self._border: int | None = None  # see _first_waiting; None: not known
         self._lock = threading.Lock()
         self._expect(guess)
 
     def __repr__(self) -> str:
         return f"Trace({len(self._expected)} uses expected, at {self._cursor})"
 
-    def record(self, key: str) -> bool:
-        """Note that ``key`` is used now; return False when it merely repeats the use before it."""
+    def record(self, *keys: str) -> bool:
+        """Note that ``keys`` are used now, at one time; return False when it merely repeats the use before it."""
         with self._lock:
-            is_new = self._record(key)
-            self._record_promised()
+            is_new = tuple(self._recorded[-len(keys) :]) != keys
+            if is_new:
+                for key in keys:
+                    self._record(key)
+            if self._to_record:
+                self._num_recorded = self._num_promises
+                self._record_promised()
             return is_new
 
     def promise(self, keys: Iterable[str], *, unrecorded: Iterable[str] = ()) -> None:
@@ -60,11 +71,7 @@ class Trace:
         """Note that a promised use has happened, or will not."""
         with self._lock:
             self._promised.pop(key, None)
-
-    def promised(self, num: int) -> list[str]:
-        """Return the next ``num`` promised keys."""
-        with self._lock:
-            return list(islice(self._promised, num))
+            self._border = None
 
     def rewind(self) -> None:
         """Say that a new step begins: the prediction starts again, what was recorded since the last step is dropped."""
@@ -75,16 +82,23 @@ class Trace:
         """Say that a step is complete: what was recorded becomes the prediction for the next one."""
         with self._lock:
             self._record_promised()
+            self._num_recorded = 0  # the next step waits for them one by one, if at all
             if self._recorded and self._recorded != self._expected:
                 self._expect(self._recorded)
             self._rewind()
 
     def upcoming(self) -> Iterator[str]:
-        """Yield the keys expected from now on, soonest first, through one whole step."""
+        """Yield the keys promised and expected from now on, soonest first, through one whole step.
+
+        Promised ones once, the others as often as they are used.
+        """
         with self._lock:
-            expected, cursor = self._expected, self._cursor
-        yield from islice(expected, cursor, None)
-        yield from islice(expected, cursor)
+            expected, cursor, border, promised = self._expected, self._cursor, self._first_waiting(), {**self._promised}
+        yield from islice(promised, _NUM_FIRST)
+        yield from (key for key in islice(expected, cursor, border) if key not in promised)
+        yield from islice(promised, _NUM_FIRST, None)
+        yield from (key for key in islice(expected, border, None) if key not in promised)
+        yield from (key for key in islice(expected, cursor) if key not in promised)
 
     def distance(self, key: str) -> int:
         """Return after how many uses ``key`` is expected again; more than a whole step for a key never seen."""
@@ -101,47 +115,70 @@ class Trace:
                     farthest, found = distance, key
         return found, farthest
 
-    def _record(self, key: str) -> bool:
+    def _record(self, key: str) -> None:
         if self._recorded and self._recorded[-1] == key:
-            return False
+            return
         self._recorded.append(key)
         positions = self._positions.get(key)
         if positions:
             index = bisect_left(positions, self._cursor)
             if index < len(positions):
                 self._cursor = positions[index] + 1
-        return True
+                self._border = None
 
     def _record_promised(self) -> None:
         for key in self._to_record:
             self._record(key)
         self._to_record.clear()
+        self._border = None
+
+    def _first_waiting(self) -> int:
+        """Return the position of the first expected use that comes after the promised ones."""
+        if self._border is None:
+            self._border = self._find_border()
+        return self._border
+
+    def _find_border(self) -> int:
+        first = next(iter(self._promised.values()), None)
+        if first is None:
+            return len(self._expected)
+        if first <= self._num_recorded:
+            return self._cursor
+        later = range(self._cursor, len(self._expected))
+        return next((at for at in later if self._expected[at] in self._promised), len(self._expected))
 
     def _promise(self, key: str) -> None:
         self._num_promises += 1
         self._promised[key] = self._num_promises
+        self._border = None
 
     def _rewind(self) -> None:
         self._recorded.clear()
         self._to_record.clear()
+        self._num_recorded = 0
         self._cursor = 0
+        self._border = None
 
     def _distance(self, key: str) -> int:
+        expected = self._expected_distance(key)
         promise = self._promised.get(key)
-        if promise is not None:
-            return min(promise - next(iter(self._promised.values())), self._expected_distance(key))
-        return self._expected_distance(key)
+        if promise is None:
+            return expected
+        rank = promise - next(iter(self._promised.values()))
+        return min(expected, rank if rank < _NUM_FIRST else self._first_waiting() - self._cursor + rank)
 
     def _expected_distance(self, key: str) -> int:
         positions = self._positions.get(key)
         if not positions:
-            return 2 * len(self._expected) + 1
+            return 2 * len(self._expected) + self._num_promises + 1
         index = bisect_left(positions, self._cursor)
         if index < len(positions):
-            return positions[index] - self._cursor
-        return positions[0] + len(self._expected) - self._cursor
+            at, num_before = positions[index], len(self._promised)
+            return at - self._cursor + (num_before if at >= self._first_waiting() else min(num_before, _NUM_FIRST))
+        return positions[0] + len(self._expected) - self._cursor + len(self._promised)
 
     def _expect(self, uses: Sequence[str]) -> None:
+        self._border = None
         self._expected = list(uses)
         self._positions = {}
         for position, key in enumerate(self._expected):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -92,6 +92,7 @@ class Engine:
         for unit in self.units:
             unit.engine = self
             unit.gradients = UnitGradients(unit)
+            self.residency.add_room(unit.gradients)
         self._nbytes: dict[str, int] = {unit.key: unit.nbytes for unit in self.units}
         order = [unit.key for unit in self.units]
         self._expect([*order, *reversed(order)], window_bytes)
@@ -242,11 +243,12 @@ class Engine:
             self.worker.serve()
             self.worker.wait_for(unit)
         self.check_updates()
+        self.residency.opening = unit if in_graph_task() else None
 
     def opened(self, unit: Unit) -> None:
         """A unit has leased its bytes: park what is idle, ask for what comes next."""
         self.residency.opened(unit, self.calls.units())
-        self.schedule.use(unit.key)
+        self.schedule.use(unit.key, room=unit.room)
 
     def assign(self, segment: Segment, value: torch.Tensor) -> None:
         """``parameter.data = value`` while it is shown for writing: the values are copied. Raises UsageError."""
@@ -326,21 +328,22 @@ class Engine:
         self.working_set.hold(choose_held({u.key: u.nbytes for u in self.units}, state, self.held_bytes))
         order = [unit.key for unit in self.units]
         if not in_backward:
-            order += [unit.key for unit in reversed(self.units)]
+            order += [key for unit in reversed(self.units) for key in (unit.key, unit.gradients.room)]
         handed_over: list[str] = []  # updates run while the unit after them in the backward does
         for unit in reversed(self.units) if in_backward else self.units:
-            order += [unit.key, *handed_over]
-            handed_over = [bucket.key for bucket in buckets[unit]]
+            order += ([unit.key, unit.gradients.room] if in_backward else []) + handed_over
+            handed_over = [unit.key, *(bucket.key for bucket in buckets[unit])]
         order += handed_over
         self._expect(order, self.schedule.window_bytes)
 
     def _expect(self, order: list[str], window_bytes: int) -> None:
         trace = Trace(order)
-        self.schedule = Schedule(trace, self._prefetch, self._nbytes, window_bytes=window_bytes)
-        self.working_set.set_policy(NextUsePolicy(trace))
+        prefetch, rooms = self._prefetch, self.residency
+        self.schedule = Schedule(trace, prefetch, self._nbytes, window_bytes=window_bytes, rooms=rooms)
+        self.working_set.set_policy(NextUsePolicy(trace, self.schedule.is_near))
 
-    def _prefetch(self, keys: Iterable[str]) -> int:
-        return self.working_set.prefetch(list(keys))
+    def _prefetch(self, keys: Mapping[str, int]) -> int:
+        return self.working_set.prefetch(keys, keys)
 
     def written(self, segment: Segment, source: torch.Tensor | None) -> None:
         """A parameter's values were replaced, by ``source`` where it is known; who keeps masters must hear of it."""

@@ -87,15 +87,18 @@ class UnitGradients:
 
     Invariant: ``.grad`` of a parameter with a gradient is a view of the leased buffer, or a guard when the bytes are
     the working set's. ``factors`` are the clip factors that the next update multiplies with, in fp32.
+
+    ``room`` is the name under which the schedule knows that the buffer will be leased.
     """
 
-    __slots__ = ("_num_leases", "factors", "key", "lease", "nbytes", "unit", "working_set")
+    __slots__ = ("_num_leases", "factors", "key", "lease", "nbytes", "room", "unit", "working_set")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.working_set = unit.working_set
         self.lease: Lease | None = None
         self.key = ""  # "": there are no gradients
+        self.room = f"model/gradient/{unit.name}"
         self.nbytes = self.lay_out()
         self.factors: dict[Segment, torch.Tensor] = {}
         self._num_leases = 0

@@ -30,6 +30,7 @@ class Residency:
     def __init__(self, working_set: WorkingSet, root: Unit, worker: UpdateWorker) -> None:
         self.num_swaps = 0  # leases of units so far, for reports and tests
         self.shielded: set[Unit] = set()
+        self.opening: Unit | None = None  # in a backward, and will lease gradients as those that are open
         self._working_set = working_set
         self._root = root
         self._worker = worker
@@ -38,6 +39,7 @@ class Residency:
         self._gradients: dict[UnitGradients, None] = {}
         self._addresses: dict[int, tuple[Unit, Lease]] = {}
         self._to_delete: list[str] = []
+        self._rooms: dict[str, UnitGradients] = {}
         worker.give = self.give_back
         working_set.add_reclaimer(self._reclaim)
 
@@ -48,6 +50,7 @@ class Residency:
         """A unit has leased its bytes; park what is neither in ``active`` nor the root nor in use."""
         assert unit.lease is not None
         self.num_swaps += 1
+        self.opening = None
         self._addresses[unit.lease.tensor.untyped_storage().data_ptr()] = (unit, unit.lease)
         self._units[unit] = None
         self.park_idle(active | {unit})
@@ -100,6 +103,24 @@ class Residency:
             self._working_set.delete([key])
         elif not self._working_set.discard(lease):
             self._to_delete.append(key)
+
+    # -- what will be leased, for the schedule --------------------------------------------------------------------
+
+    def due(self) -> int:
+        """Return the bytes of gradients that the units open in a backward have yet to lease. Any thread."""
+        units = [unit for unit in list(self._units) if unit.is_in_backward]
+        opening = self.opening
+        units += [opening] if opening is not None and opening not in units else []
+        return sum(unit.gradients.nbytes for unit in units if not unit.gradients.key)
+
+    def of(self, name: str) -> int | None:
+        """Return the bytes of gradients that will be leased under ``name``; None where it is no such name."""
+        gradients = self._rooms.get(name)
+        return None if gradients is None else 0 if gradients.key else gradients.nbytes
+
+    def add_room(self, gradients: UnitGradients) -> None:
+        """Know the name under which ``gradients`` will be leased."""
+        self._rooms[gradients.room] = gradients
 
     def sweep(self) -> None:
         """Delete the keys whose last views were alive when they were discarded."""

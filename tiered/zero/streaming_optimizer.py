@@ -239,17 +239,19 @@ class StreamingOptimizer(Optimizer):
             return
         engine = unit.engine
         limit = engine.pending_bytes if self.in_backward else sys.maxsize
-        engine.worker.make_room(unit, unit.nbytes + gradients.nbytes, limit)
-        engine.check_updates()
+        buckets = [b for b in self._state.buckets[unit] if not {p.segment for p in b.pieces}.isdisjoint(managed)]
+        # Order: promised before the wait, in which the parameters would be evicted as done with.
+        state_keys = [bucket.key for bucket in buckets]
+        engine.schedule.hand_over([unit.key, *state_keys], unrecorded=[gradients.key])
+        try:
+            engine.worker.make_room(unit, unit.nbytes + gradients.nbytes, limit)
+            engine.check_updates()
+        except BaseException:
+            engine.schedule.take_back([unit.key, gradients.key, *state_keys])
+            raise
         hypers = {segment: self._next_hyper(segment) for segment in managed}
         taken = gradients.take(used=self.in_backward)
-        update = UnitUpdate(unit, self._state.buckets[unit], hypers, taken, self._pipeline)
-        state_keys = [bucket.key for bucket in update.buckets]
-        if self.in_backward:  # the parameters' use is this backward's
-            engine.schedule.hand_over(state_keys, unrecorded=[unit.key, taken.key])
-        else:
-            engine.schedule.hand_over([unit.key, *state_keys], unrecorded=[taken.key])
-        engine.worker.submit(update)
+        engine.worker.submit(UnitUpdate(unit, buckets, hypers, taken, self._pipeline))
 
     def _step_plain(self, unit: PlainUnit) -> None:
         for engine in self._engines:

@@ -147,6 +147,16 @@ class Unit:
         """Return the state in words, for messages."""
         return f"unit {self.name!r} {self.state.value}"
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether the unit is open, and was opened in a backward."""
+        return self.lease is not None and self._word == "backward"
+
+    @property
+    def room(self) -> str:
+        """The name under which gradients will be leased while the unit is open; "" where none will."""
+        return self.gradients.room if self.is_in_backward and self.gradients.nbytes else ""
+
     # -- leasing -------------------------------------------------------------------------------------------------
 
     def open(self, mode: str = "r") -> torch.Tensor:
@@ -164,9 +174,9 @@ class Unit:
             self.engine.before_open(self)
             self.lease = self.working_set.lease(self.key, mode)
             self.state = UnitState.OPEN
+            self._word = "backward" if in_graph_task() else "forward" if self.engine.calls else "open"
             self.engine.opened(self)
             # Order: once others are parked, so that what one thread does with one unit ends before the next begins.
-            self._word = "backward" if in_graph_task() else "forward" if self.engine.calls else "open"
             self._opened_s = time.monotonic()
         return self.lease.tensor
 

@@ -54,8 +54,6 @@ class UnitUpdate:
 
     def run(self, use: Callable[[str], None]) -> None:
         """Update the unit; blocks. ``use(key)`` is told of each bucket."""
-        working_set = self.unit.working_set
-        working_set.prefetch(self.keys[:4])
         self._pipeline.run(self.buckets, self, use)
 
     def open(self, key: str) -> Lease:
@@ -71,6 +69,10 @@ class UnitUpdate:
             if self._lease is not None and self.gradients.lease is not None:
                 return bucket
             bucket.release()  # the others were given up while it waited for this one
+
+    def read_ahead(self, keys: Sequence[str]) -> None:
+        """Ask for the buckets ``keys`` as the schedule has them, among all that comes next."""
+        self._schedule.advance()
 
     def source(self, segment: Segment) -> Source | None:
         """Return what ``segment`` contributes; None when it has no gradient."""

@@ -41,6 +41,9 @@ class Supply(Protocol):
     def open(self, key: str) -> Lease:
         """Lease the bucket ``key`` for writing, and whatever ``source`` gives views of; blocks."""
 
+    def read_ahead(self, keys: Sequence[str]) -> None:
+        """Ask for the buckets ``keys``, which come next; a hint."""
+
     def source(self, segment: Segment) -> Source | None:
         """Return what ``segment`` contributes, None when it is not to be updated; valid until the next ``open``."""
 
@@ -55,6 +58,10 @@ class PlainSupply:
     def open(self, key: str) -> Lease:
         """Lease the bucket ``key`` for writing; blocks."""
         return self._working_set.lease(key, "rw")
+
+    def read_ahead(self, keys: Sequence[str]) -> None:
+        """Ask for the buckets ``keys``."""
+        self._working_set.prefetch(keys)
 
     def source(self, segment: Segment) -> Source | None:
         """Return what ``segment`` contributes."""
@@ -82,7 +89,7 @@ class UpdatePipeline:
         """
         keys = [bucket.key for bucket in buckets]
         for index, bucket in enumerate(buckets):
-            self._working_set.prefetch(keys[index : index + 1 + _READ_AHEAD])
+            supply.read_ahead(keys[index : index + 1 + _READ_AHEAD])
             self._update(bucket, supply, use)
             self._working_set.swap_out([bucket.key])
 
