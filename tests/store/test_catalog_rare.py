@@ -233,3 +233,14 @@ def test_an_identity_beyond_its_number_is_damage(tmp_path: Path) -> None:
     path.chmod(0o600)
     with pytest.raises(CorruptionError, match="it says"):
         Identity.read(path)
+
+
+def test_after_a_failed_commit_the_simulated_catalog_makes_no_other() -> None:
+    disk = SimulatedDisk()
+    catalog = SimulatedCatalog.create(disk, ROOT)
+    disk.fail_next("transact", DeviceError("scripted"))
+    with pytest.raises(DeviceError, match="scripted"):
+        catalog.apply(root_of(1), [row_of(1)], [])
+    with pytest.raises(DeviceError, match="earlier commit failed"):
+        catalog.apply(root_of(1), [row_of(1)], [])
+    assert catalog.load()[0] == ROOT
