@@ -13,6 +13,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+
+# Order: before torch is imported, whose OpenMP looks at it only then. By default a thread of OpenMP that has nothing to
+# compute goes on spinning, on a core that those of autograd, of the update and of I/O wait for. Processes that tests
+# start inherit it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 from tiered.bytes.arena import Arena
