@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.bytes.moving import exit_code_of_child
+from tests.store.places import quick_directory
 from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store, written
 from tiered.errors import CapacityError, ClosedError, UsageError
 from tiered.store.store import Store
@@ -206,10 +207,16 @@ def test_a_hung_drive_does_not_lose_the_buffers_under_its_operations() -> None:
     store.close()
 
 
+@pytest.fixture
+def quick_path() -> Iterator[Path]:
+    with quick_directory() as path:
+        yield path
+
+
 @pytest.mark.parametrize("engine", ["auto", "threads"])
-def test_opening_and_closing_two_hundred_times_leaves_nothing(tmp_path: Path, engine: str) -> None:
+def test_opening_and_closing_two_hundred_times_leaves_nothing(quick_path: Path, engine: str) -> None:
     def open_once(value: int) -> None:
-        with Store(tmp_path / "run", dram="8MiB", engine=engine) as store:
+        with Store(quick_path / "run", dram="8MiB", engine=engine) as store:
             store["a"] = torch.full((5000,), value % 100, dtype=torch.uint8)
 
     for value in range(50):
@@ -231,5 +238,5 @@ def test_opening_and_closing_two_hundred_times_leaves_nothing(tmp_path: Path, en
     finally:
         tracemalloc.stop()
     assert len(os.listdir("/proc/self/fd")) == num_fds
-    with Store(tmp_path / "run", dram="8MiB", engine=engine) as store:
+    with Store(quick_path / "run", dram="8MiB", engine=engine) as store:
         assert store.generation == 100 + 100 * len(growth)
