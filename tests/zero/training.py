@@ -142,8 +142,22 @@ def reference_of(name: str, param_dtype: torch.dtype | None) -> Trained:
     return reference(CASES[name], Recipe(param_dtype=param_dtype))
 
 
+_smallest_budgets: dict[tuple[Any, ...], int] = {}
+
+
 def smallest_budget(case: Case, recipe: Recipe, update: str, directory: Path, **options: Any) -> int:
-    """Return the smallest budget, in bytes, as the refusal of one that is too small names it."""
+    """Return the smallest budget, in bytes, as the refusal of one that is too small names it.
+
+    Asked for once, whatever is trained: what a model, its groups and its optimizer need is all that a refusal knows of.
+    """
+    built = case.build, case.unit, recipe.param_dtype, recipe.param_groups, recipe.optimizer, str(recipe.adamw)
+    key = (*built, update, *sorted(options.items()))
+    if key not in _smallest_budgets:
+        _smallest_budgets[key] = _refused_budget(case, recipe, update, directory, **options)
+    return _smallest_budgets[key]
+
+
+def _refused_budget(case: Case, recipe: Recipe, update: str, directory: Path, **options: Any) -> int:
     for nbytes in (1 << shift for shift in range(13, 24)):  # below one parameter, the model is not even constructed
         with pytest.raises(CapacityError) as refusal:
             with debug_store(directory, nbytes, durable=False, **options) as store:
