@@ -63,6 +63,12 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not leaks, f"left behind: {'; '.join(leaks)}"
 
 
+def pytest_collection_finish() -> None:
+    """Keep what lives as long as the run, torch and thousands of tests, out of every collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # order: around pytest's own, whose list of skipped tests comes before
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     """Say which tests were skipped for want of a rig."""
