@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import weakref
 from collections import Counter
@@ -61,6 +62,12 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         gc.collect()  # what only a cycle still holds is no leak
     leaks = _leaks(threads, descriptors, arenas)
     assert not leaks, f"left behind: {'; '.join(leaks)}"
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C interrupt also where a shell started the run in its background, which it has without."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
