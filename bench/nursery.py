@@ -85,7 +85,9 @@ def _be_a_nursery() -> None:
     import tiered.cli
     import tiered.train.launch  # and torch, of which nothing is run: its threads would not survive the fork
 
-    importlib.import_module("torch._dynamo")  # the first optimizer would, in every child
+    for late in ("torch._dynamo", "typer._adapters"):  # the first optimizer and the command line would, in every child
+        with suppress(ModuleNotFoundError):  # what is their own may move
+            importlib.import_module(late)
     gc.freeze()  # or every child walks through all of it at its end
 
     print("ready", flush=True)
