@@ -7,12 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.store.places import quick_directory
 from tests.store.rig import BUDGET_NBYTES, GatedStore, simulated_store
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.store.store import Store
 from tiered.store.working_set import WorkingSet
 from tiered.units import MiB
+
+
+@pytest.fixture
+def quick_path() -> Iterator[Path]:
+    """A new directory, in memory where that is offered: for tests to which flushes are nothing but time."""
+    with quick_directory() as path:
+        yield path
 
 
 @pytest.fixture

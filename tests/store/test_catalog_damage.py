@@ -19,8 +19,8 @@ from tiered.store.row import encode_row
 
 
 @pytest.fixture
-def file(tmp_path):
-    return SqliteHome(tmp_path)
+def file(quick_path):
+    return SqliteHome(quick_path)
 
 
 @pytest.fixture(scope="module")
@@ -187,14 +187,14 @@ def test_wal_mode_is_refused_read_only(file):
         file.reopen(read_only=True)
 
 
-def test_links_directories_and_loose_permissions_are_refused(file, tmp_path):
+def test_links_directories_and_loose_permissions_are_refused(file, quick_path):
     file.create().close()
     file.path.chmod(0o644)
     with pytest.raises(UsageError, match="0600"):
         file.reopen()
     file.path.chmod(0o600)
-    (tmp_path / "link.db").symlink_to(file.path)
-    (tmp_path / "directory.db").mkdir()
+    (quick_path / "link.db").symlink_to(file.path)
+    (quick_path / "directory.db").mkdir()
     for name in ("link.db", "directory.db"):
         with pytest.raises(UsageError, match="regular file"):
-            SqliteCatalog(tmp_path / name)
+            SqliteCatalog(quick_path / name)

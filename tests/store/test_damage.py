@@ -92,13 +92,13 @@ def test_two_rows_on_the_same_extents_are_refused_at_open(
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
+def directory(quick_path: Path) -> Path:
     """A directory with a store of three tensors of 9 MiB each, of which no two blocks are alike."""
-    with Store(tmp_path / "run", dram="64MiB") as store:
+    with Store(quick_path / "run", dram="64MiB") as store:
         for seed, name in enumerate("abc"):
             store[name] = numbers(9 * MiB, seed)
         store.commit()
-    return tmp_path / "run"
+    return quick_path / "run"
 
 
 def _extents(directory: Path) -> dict[str, tuple[int, int]]:

@@ -18,16 +18,16 @@ NBYTES = 5 * MiB  # two blocks
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(quick_path: Path) -> Path:
     """A run of three tensors, state and something registered, of which "a" and "c" have a flipped bit."""
-    with Store(tmp_path / "run", dram=DRAM) as store:
+    with Store(quick_path / "run", dram=DRAM) as store:
         store.register("counter", Counter(7))
         store.put_many({name: numbers(NBYTES, seed) for seed, name in enumerate("abc")})
         store["inline"] = numbers(100)
         store.commit({"step": 3})
     for name in "ac":
-        flip(tmp_path / "run", name)
-    return tmp_path / "run"
+        flip(quick_path / "run", name)
+    return quick_path / "run"
 
 
 def place(run: Path, name: str) -> int:

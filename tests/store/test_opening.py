@@ -7,14 +7,13 @@ import os
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.bytes.moving import exit_code_of_child
-from tests.store.places import quick_directory
 from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store, written
 from tiered.errors import CapacityError, ClosedError, UsageError
 from tiered.store.store import Store
@@ -205,12 +204,6 @@ def test_a_hung_drive_does_not_lose_the_buffers_under_its_operations() -> None:
     assert store.working_set.statistics().arena_bytes == 0
     assert store.statistics().used_bytes == 0
     store.close()
-
-
-@pytest.fixture
-def quick_path() -> Iterator[Path]:
-    with quick_directory() as path:
-        yield path
 
 
 @pytest.mark.parametrize("engine", ["auto", "threads"])
