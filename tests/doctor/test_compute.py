@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tiered.doctor import compute
-from tiered.doctor.compute import check_compute_device, compute_checks, group_checks
+from tiered.doctor.compute import check_compute_device, compute_checks, group_checks, kernel_checks
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import MACHINE, Check, Finding, Outcome
 
@@ -51,3 +52,15 @@ def test_a_gpu_that_torch_does_not_use(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     finding = check_compute_device()
     assert finding.outcome is outcome and says in finding.found and finding.mend
+
+
+def test_numba_that_compiles() -> None:
+    (finding,) = examine([kernel_checks()], 60)
+    assert finding.outcome is Outcome.OK and finding.found.endswith("compiles them")
+
+
+def test_numba_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    (finding,) = examine([kernel_checks()], 20)
+    assert finding.outcome is Outcome.SLOWER and "import of numba halted" in finding.found
+    assert "CPU time" in finding.cost and finding.mend == "pip install --upgrade numba"

@@ -9,7 +9,8 @@ from tests.models import CASES
 from tests.reference import Recipe
 from tests.zero.pending import Contents, contents, new_disk, pending
 from tests.zero.training import Session, debug_store, start
-from tiered.zero import swapped
+from tiered.zero import layout, swapped
+from tiered.zero.compact_trial import trial
 
 
 @pytest.fixture(params=["step", "backward"])
@@ -36,3 +37,12 @@ def second_generation() -> Contents:
     disk = new_disk()
     with pending(disk=disk, wait=True):
         return contents(disk)
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have compact state work by its kernels, which must be there, or by torch operations."""
+    kernels = trial().kernels
+    assert kernels is not None, trial().reason
+    monkeypatch.setattr(layout, "tried_kernels", lambda: kernels if request.param == "kernels" else None)
+    return str(request.param)

@@ -14,7 +14,9 @@ from tests.models import CASES
 from tests.reference import Lion, Recipe, Trained
 from tests.zero.training import assert_same, debug_store, reference, smallest_budget, start
 from tiered.errors import UsageError
+from tiered.zero import layout
 from tiered.zero.codec import Bucket, divide, update_piece
+from tiered.zero.compact_trial import trial
 from tiered.zero.layout import FORMATS, Layouts
 from tiered.zero.rules import AdamWRule, Hyperparameters, LionRule, Rule, SGDRule
 from tiered.zero.tile_scratch import TileScratch
@@ -192,7 +194,7 @@ def test_ties_are_marked_where_no_moment_has_a_sign_to_spare(rule: str) -> None:
     assert torch.equal(kept.master(), masters)
 
 
-def test_compact_rounds_masters_to_24_bits_and_moments_to_8() -> None:
+def test_compact_rounds_masters_to_24_bits_and_moments_to_8(way: str) -> None:
     kept, exact = (Kept(word, "AdamW", normal(1 << 16, BF16, 0, 0.02)) for word in ("compact", "exact"))
     for step in range(3):
         gradient = normal(1 << 16, BF16, step + 1, 1e-3)
@@ -213,7 +215,7 @@ def test_compact_rounds_masters_to_24_bits_and_moments_to_8() -> None:
 
 
 @pytest.mark.parametrize("word", ["bf16", "compact"])
-def test_rounding_is_right_on_average(word: str) -> None:
+def test_rounding_is_right_on_average(word: str, way: str) -> None:
     """Constant gradients of a hundredth: running means and masters move by less than a unit a step, yet arrive."""
     kept, exact = (Kept(w, "AdamW", torch.full((4096,), 0.5, dtype=BF16)) for w in (word, "exact"))
     torch.manual_seed(0)
@@ -229,6 +231,30 @@ def test_rounding_is_right_on_average(word: str) -> None:
 
 
 # -- what must not matter ----------------------------------------------------------------------------------------------
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_kernels_and_torch_operations_update_to_the_same_bits(
+    dtype: torch.dtype, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By kernels at one division, by torch at another; with blocks that are NaN, and pieces that start anywhere."""
+    assert trial().kernels is not None, trial().reason
+    numel = 9 * 1024 + 77
+    by_kernels = Kept("compact", rule, normal(numel, dtype, 0))
+    monkeypatch.setattr(layout, "tried_kernels", lambda: None)
+    by_torch = Kept("compact", rule, normal(numel, dtype, 0), bucket_numel=5120, tile_numel=3072)
+    for step in range(4):
+        gradient = normal(numel, dtype, step + 1, 10.0 ** (3 * step))
+        if step == 2:
+            gradient[3000], gradient[5000] = math.nan, math.inf
+        for one in (by_kernels, by_torch):
+            one.update(gradient, torch.tensor(0.7))
+    integers = torch.int16 if dtype == BF16 else torch.int32
+    assert torch.equal(by_kernels.parameter.view(integers), by_torch.parameter.view(integers))
+    found, expected = ([*kept.moments(), kept.master()] for kept in (by_kernels, by_torch))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.float().view(torch.int32), other.float().view(torch.int32))
 
 
 @every_rule
@@ -399,7 +425,7 @@ def test_unknown_formats_and_late_momentum_are_refused(tmp_path: Path) -> None:
 
 @every_format
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_gradient_that_is_no_number_stays_visible(bad: float, word: str) -> None:
+def test_a_gradient_that_is_no_number_stays_visible(bad: float, word: str, way: str) -> None:
     """The parameter becomes NaN and stays so; other blocks never hear of it."""
     kept, clean = (Kept(word, "AdamW", normal(1024, BF16, 0)) for _ in range(2))
     gradient = normal(1024, BF16, 1)

@@ -1,8 +1,9 @@
-"""What torch can do here: compute device, page-locked memory, process groups; one function for each check."""
+"""What torch and numba can do here: compute device, page-locked memory, process groups, kernels; a function each."""
 
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import os
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import torch.distributed
 from tiered.bytes.arena import Arena
 from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
 from tiered.units import MiB, format_bytes
+from tiered.zero import compact_kernels
+from tiered.zero.compact_trial import COST
 
-__all__ = ["compute_checks", "group_checks"]
+__all__ = ["compute_checks", "group_checks", "kernel_checks"]
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
 _TRIAL_NBYTES = 4 * MiB
@@ -31,6 +34,23 @@ def compute_checks() -> list[Check]:
 def group_checks() -> list[Check]:
     """Return the check of process groups, which makes one: run it in a process of its own."""
     return [Check(MACHINE, "process groups", check_process_groups)]
+
+
+def kernel_checks() -> list[Check]:
+    """Return the check of compact state's kernels, which compiles: run it in a process of its own."""
+    return [Check(MACHINE, "compact kernels", check_compact_kernels)]
+
+
+def check_compact_kernels() -> Finding:
+    """Compile one of the kernels; whether they give torch's bits is tried in full by who uses compact state."""
+    name = "compact kernels"
+    try:
+        compact_kernels.compile_one()
+    except Exception as error:  # numba's, llvmlite's, the loader's
+        reason = (str(error).strip() or repr(error)).partition("\n")[0][:200]
+        found = f"numba does not compile them: {reason}"
+        return slower(MACHINE, name, found, cost=COST, mend="pip install --upgrade numba")
+    return ok(MACHINE, name, f"numba {importlib.metadata.version('numba')} compiles them")
 
 
 def check_compute_device() -> Finding:

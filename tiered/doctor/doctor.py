@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiered.doctor.card import machine_card
-from tiered.doctor.compute import compute_checks, group_checks
+from tiered.doctor.compute import compute_checks, group_checks, kernel_checks
 from tiered.doctor.directory import directory_checks, drive_checks
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import Check
@@ -48,7 +48,7 @@ def examined(directories: Sequence[str | os.PathLike[str]], deadline_s: float = 
     """
     # Not realpath: a link that leads to a drive that hangs must not be followed here.
     paths = list(dict.fromkeys(os.path.abspath(os.path.expanduser(directory)) for directory in directories))
-    groups: list[list[Check]] = [machine_checks(), compute_checks(), group_checks()]
+    groups: list[list[Check]] = [machine_checks(), compute_checks(), group_checks(), kernel_checks()]
     groups += [checks for checks in (drive_checks(paths), *map(directory_checks, paths)) if checks]
     findings = examine(groups, deadline_s)
     answered = [path for path in paths if len(directory_checks(path)) == sum(f.subject == path for f in findings)]

@@ -17,18 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from tiered.units import round_up
-from tiered.zero.codes import (
-    Bf16Moment,
-    Field,
-    MarkedRemainder,
-    MasterCode,
-    MomentCode,
-    PositiveMoment8,
-    RawMoment,
-    Remainder,
-    Remainder8,
-    SignedMoment8,
-)
+from tiered.zero.codes import Bf16Moment, Field, MarkedRemainder, MasterCode, MomentCode, RawMoment, Remainder
+from tiered.zero.compact_codes import PositiveMoment8, Remainder8, SignedMoment8
+from tiered.zero.compact_trial import tried_kernels
 from tiered.zero.rules import Hyperparameters, Moment, Rule
 from tiered.zero.tile_scratch import Rows, TileScratch
 
@@ -66,7 +57,7 @@ class Layouts:
         master: MasterCode | None = None
         marks = None
         if dtype == torch.bfloat16 and self.word == "compact":
-            master = Remainder8()
+            master = Remainder8(tried_kernels())
         elif dtype == torch.bfloat16:
             positive = [i for i, (m, code) in enumerate(zip(self.rule.moments, moments, strict=True)) if m.is_positive]
             marks = next((i for i in positive if moments[i].is_raw), None)
@@ -79,7 +70,8 @@ class Layouts:
         if self.word == "bf16":
             return Bf16Moment()
         if self.word == "compact":
-            return PositiveMoment8() if moment.is_positive else SignedMoment8()
+            kernels = tried_kernels()
+            return PositiveMoment8(kernels) if moment.is_positive else SignedMoment8(kernels)
         return RawMoment(torch.float32)
 
 

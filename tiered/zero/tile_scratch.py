@@ -7,6 +7,7 @@ step and the element's position. So it is the same whatever the tiles, buckets o
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ _SMALL_NUMEL = 1 << 17
 
 _PERIOD = 4096  # elements after which the dither of a step repeats
 _MASK = 0xFFFFFFFF
+_SHIFTS = (0, 7, 12)  # of the streams: their numbers are bits of one hash
+_ALL = (32, 0)  # the kind of row 0 that is the hash itself
 
 
 class Rows(NamedTuple):
@@ -122,6 +125,20 @@ class Dither:
         if whole < tile.numel():
             tile[whole:].add_(row[: tile.numel() - whole])
 
+    def numbers(self, stream: int, fill: Callable[[int, int, int, int, int], None]) -> tuple[int, int, int, bool]:
+        """Return where the numbers of the tile's elements are, for a kernel that adds them itself as ``add`` does.
+
+        That is: the address of ``period`` hashes (uint32), ``period``, by how many bits ``stream`` has them shifted,
+        and whether they count; where not, every number is one half. The lowest bits are the number. Valid until the
+        next call of any other method. ``fill(address, numel, seed, start, mask)`` makes the hashes.
+        """
+        assert self.numel, "this dither was made for what rounds nothing"
+        row = self._rows[0]
+        if self._aim is not None and self._kinds[0] != _ALL:
+            self._kinds[0] = _ALL
+            fill(row.data_ptr(), self.numel, *self._aim, _PERIOD - 1)
+        return row.data_ptr(), self.numel, _SHIFTS[stream], self._aim is not None
+
     def _fill(self, stream: int, bits: int, offset: int) -> None:
         row = self._rows[stream]
         if self._aim is None:
@@ -130,5 +147,5 @@ class Dither:
         if not self._is_hashed:  # late: most tiles of exact state never ask
             self._is_hashed = True
             self._make_hash(*self._aim)
-        torch.bitwise_right_shift(self._hash, (0, 7, 12)[stream], out=self._scratch)
+        torch.bitwise_right_shift(self._hash, _SHIFTS[stream], out=self._scratch)
         row.copy_(self._scratch.bitwise_and_((1 << bits) - 1).add_(offset))
