@@ -6,11 +6,12 @@ Where each element is and how it gets there; when it is updated is the optimizer
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from tiered.errors import UsageError
 from tiered.store.lease import Mode
 from tiered.store.store import Store
 from tiered.zero.codec import Bucket, Piece, divide
@@ -24,6 +25,9 @@ from tiered.zero.unit import Segment, Unit
 __all__ = ["OptimizerState", "StateUnit"]
 
 StateUnit = Unit | PlainUnit
+
+_CHECKED_NUMEL = 1 << 18
+"""Elements that are looked at together before they are loaded: 3 MiB of temporaries."""
 
 
 class OptimizerState:
@@ -148,7 +152,24 @@ class OptimizerState:
         shaped = {name: flat.as_strided(segment.shape, segment.strides) for name, flat in flats.items()}
         return {"step": torch.tensor(float(self.steps[segment])), **shaped}
 
-    def scatter(self, segment: Segment, state: dict[str, Any] | None) -> None:
+    def check_master(self, segment: Segment, state: Mapping[str, Any] | None) -> None:
+        """Raise UsageError for a master in ``state`` that the parameter, as it is now, is not the rounding of."""
+        if not state or "master" not in state or self._layouts.of(segment.dtype).master is None:
+            return
+        master = _in_memory_order(segment, state["master"])
+        with self._readable(segment) as hi:
+            for start in range(0, segment.numel, _CHECKED_NUMEL):
+                mine, theirs = hi[start : start + _CHECKED_NUMEL], master[start : start + _CHECKED_NUMEL].float()
+                lo = theirs.view(torch.int32) - (mine.view(torch.int16).to(torch.int32) << 16)
+                fits = (lo.abs_() <= 1 << 15).logical_or_(mine.isnan().logical_and_(theirs.isnan()))
+                if not fits.all():
+                    raise UsageError(
+                        f"load_state_dict: the masters given for parameter {segment.name} are not those of its values;"
+                        " nothing was changed. Load the model's state first, then the optimizer's"
+                    )
+                mine = None  # type: ignore[assignment]  # lifetime: nothing may see the leased bytes at the end
+
+    def scatter(self, segment: Segment, state: Mapping[str, Any] | None) -> None:
         """Replace the state by what ``gather`` returned, or by that of a fresh parameter (None).
 
         A state without step counts, as torch's SGD has it, is that of a parameter updated once where it has moments.
@@ -167,6 +188,9 @@ class OptimizerState:
                 values = tile.decode_moments(rows)  # only to be overwritten
                 for name, value in zip(self._names, values, strict=True):
                     value.copy_(flats[name][start:stop]) if name in flats else value.zero_()
+                for value, moment in zip(values, self._layouts.rule.moments, strict=True):
+                    if moment.is_positive:
+                        value.abs_()  # the sign of a zero or a NaN would be a mark
                 tile.encode_moments(values, rows, self._scratch)
                 if layout.master is not None:
                     master = flats["master"][start:stop] if "master" in flats else hi[start:stop].float()

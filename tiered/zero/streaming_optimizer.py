@@ -18,6 +18,7 @@ from tiered.store.store import Store
 from tiered.zero.budget import bucket_numel_for, tile_numel_for
 from tiered.zero.engine import Engine
 from tiered.zero.layout import FORMATS, Layouts
+from tiered.zero.loaded_state import StateDictReader
 from tiered.zero.optimizer_state import OptimizerState, StateUnit
 from tiered.zero.parameter import TieredParameter, without_dispatch
 from tiered.zero.plain import PlainUnit
@@ -289,18 +290,29 @@ class StreamingOptimizer(Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` (this one's, or torch's own) returned. Streams the buckets."""
+        """Load what ``state_dict`` (this one's, or torch's own) returned. Streams the buckets.
+
+        Raises UsageError, with nothing changed, between backward and step and for a dict that is not such a one or
+        does not fit: other groups, shapes, names or values; masters that are not those of the parameters as they are.
+        """
         self._check_idle("optimizer.load_state_dict()")
-        states = state_dict["state"]
-        with without_dispatch():
-            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        index = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                segment = self._segments[parameter]
-                if segment in self._state.steps:
-                    self._state.scatter(segment, states.get(index))
-                index += 1
+        state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = state_dict if (replaced := hook(self, state_dict)) is None else replaced
+        reader = StateDictReader(
+            self._title, self.rule, groups=self.param_groups, defaults=self.defaults, segments=self._segments
+        )
+        with torch.no_grad():
+            with without_dispatch():
+                loaded = reader.read(state_dict)
+            states = {segment: state for segment, state in loaded.states.items() if segment in self._state.steps}
+            for segment, state in states.items():
+                self._state.check_master(segment, state)
+            self.param_groups = loaded.groups
+            for segment, state in states.items():
+                self._state.scatter(segment, state)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def _check_idle(self, what: str) -> None:
         for engine in self._engines:

@@ -1,0 +1,308 @@
+"""optimizer.load_state_dict takes what a state_dict is, and refuses all else in one error, with nothing changed."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import tiered
+from tests.zero.training import debug_store
+from tiered.errors import UsageError
+
+State = dict[str, Any]
+
+OPTIMIZERS = {
+    "adamw": (tiered.AdamW, {"lr": 1e-2}),
+    "sgd": (tiered.SGD, {"lr": 1e-2, "momentum": 0.9}),
+    "sgd_without_momentum": (tiered.SGD, {"lr": 1e-2}),
+    "lion": (tiered.Lion, {"lr": 1e-3}),
+}
+
+
+class Trained:
+    """A model of two groups, trained a step: what its optimizer has, and whether that has changed."""
+
+    def __init__(self, store: tiered.Store, kind: str = "adamw", dtype: torch.dtype | None = torch.bfloat16) -> None:
+        torch.manual_seed(3)
+        with tiered.construct(store):
+            model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3, bias=False))
+        self.model = tiered.shard(model, store, param_dtype=dtype)
+        kind_of, options = OPTIMIZERS[kind]
+        groups = [{"params": list(layer.parameters())} for layer in model]
+        self.optimizer = kind_of(groups, **options)
+        self.step()
+        self.good = self.optimizer.state_dict()
+        self.parameters = self.model.state_dict()
+
+    def step(self) -> None:
+        x = torch.linspace(-1, 1, 10).view(2, 5).to(next(self.model.parameters()).dtype)
+        self.model(x).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def assert_unchanged(self) -> None:
+        assert_equal(self.optimizer.state_dict(), self.good)
+        assert_equal(self.model.state_dict(), self.parameters)
+
+
+def assert_equal(found: Any, expected: Any, where: str = "") -> None:
+    """Assert that two nests of dicts, lists and tensors hold the same bits and types."""
+    assert type(found) is type(expected), where
+    if isinstance(expected, dict):
+        assert set(found) == set(expected), where
+        for name in expected:
+            assert_equal(found[name], expected[name], f"{where}[{name!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for index, pair in enumerate(zip(found, expected, strict=True)):
+            assert_equal(*pair, f"{where}[{index}]")
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype and torch.equal(found, expected), where
+    else:
+        assert found == expected, where
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    with debug_store(tmp_path_factory.mktemp("loaded"), durable=False) as store:
+        yield Trained(store)
+
+
+def put(*path: Any, value: Any) -> Callable[[State], Any]:
+    """Return what replaces the value at ``path``; a function is called with what is there."""
+
+    def change(state: State) -> Any:
+        place = state
+        for name in path[:-1]:
+            place = place[name]
+        place[path[-1]] = value(place[path[-1]]) if callable(value) else value
+        return state
+
+    return change
+
+
+def drop(*path: Any) -> Callable[[State], Any]:
+    def change(state: State) -> Any:
+        place = state
+        for name in path[:-1]:
+            place = place[name]
+        del place[path[-1]]
+        return state
+
+    return change
+
+
+GROUP, ENTRY = ("param_groups", 0), ("state", 2)
+
+MALFORMED: dict[str, tuple[Callable[[State], Any], str]] = {
+    "nothing": (lambda _: None, "dict.*None"),
+    "a_list": (lambda state: [state], "dict"),
+    "no_state": (drop("state"), "'state'"),
+    "no_groups": (drop("param_groups"), "'param_groups'"),
+    "state_that_is_none": (put("state", value=None), "'state'.*dict.*None"),
+    "groups_that_are_none": (put("param_groups", value=None), "list.*None"),
+    "one_group_less": (drop("param_groups", 1), "2 groups, got 1"),
+    "one_group_more": (put("param_groups", value=lambda groups: [*groups, groups[0]]), "2 groups, got 3"),
+    "group_that_is_none": (put(*GROUP, value=None), r"\[0\].*dict"),
+    "group_without_params": (drop(*GROUP, "params"), "'params'"),
+    "params_that_are_none": (put(*GROUP, "params", value=None), "'params'.*list"),
+    "one_parameter_less": (put(*GROUP, "params", value=[0]), "2 parameters, got 1"),
+    "one_parameter_more": (put(*GROUP, "params", value=[0, 1, 9]), "2 parameters, got 3"),
+    "parameter_twice": (put(*GROUP, "params", value=[0, 0]), "once"),
+    "parameter_of_two_groups": (put(*GROUP, "params", value=[0, 2]), "once"),
+    "ids_that_are_lists": (put(*GROUP, "params", value=[[], []]), "ids"),
+    "no_lr": (drop(*GROUP, "lr"), "'lr'"),
+    "lr_that_is_none": (put(*GROUP, "lr", value=None), "'lr'.*None"),
+    "lr_that_is_text": (put(*GROUP, "lr", value="0.1"), "'lr'.*'0.1'"),
+    "lr_below_zero": (put(*GROUP, "lr", value=-1.0), "'lr'.*-1.0"),
+    "lr_that_is_no_number": (put(*GROUP, "lr", value=float("nan")), "'lr'.*nan"),
+    "lr_of_two": (put(*GROUP, "lr", value=torch.ones(2)), r"'lr'.*\(2,\)"),
+    "one_beta": (put(*GROUP, "betas", value=(0.9,)), "betas.*two numbers"),
+    "beta_of_one": (put(*GROUP, "betas", value=(0.9, 1.0)), "betas"),
+    "maximize_that_is_text": (put(*GROUP, "maximize", value="no"), "maximize.*True or False"),
+    "unknown_hyperparameter": (put(*GROUP, value=lambda g: {**g, "weight_dekay": 1}), "weight_dekay.*weight_decay"),
+    "amsgrad": (put(*GROUP, value=lambda g: {**g, "amsgrad": True}), "amsgrad"),
+    "adam_and_not_adamw": (put(*GROUP, value=lambda g: {**g, "decoupled_weight_decay": False}), "decoupled"),
+    "state_of_nobody": (put("state", value=lambda s: {**s, 7: s[0]}), "'state'.*7"),
+    "ids_as_text": (put("state", value=lambda s: {str(key): entry for key, entry in s.items()}), "'0'"),
+    "entry_that_is_none": (put(*ENTRY, value=None), r"1\.weight.*dict"),
+    "no_step": (drop(*ENTRY, "step"), r"1\.weight.*'step'"),
+    "step_that_is_text": (put(*ENTRY, "step", value="1"), "'step'.*whole number"),
+    "step_of_one_and_a_half": (put(*ENTRY, "step", value=1.5), "'step'.*1.5"),
+    "step_below_zero": (put(*ENTRY, "step", value=torch.tensor(-1.0)), "'step'"),
+    "step_that_is_no_number": (put(*ENTRY, "step", value=torch.tensor(float("nan"))), "'step'"),
+    "step_without_end": (put(*ENTRY, "step", value=float("inf")), "'step'"),
+    "step_of_a_thousand_digits": (put(*ENTRY, "step", value=10**1000), "'step'"),
+    "step_of_two": (put(*ENTRY, "step", value=torch.ones(2)), r"'step'.*\(2,\)"),
+    "no_exp_avg": (drop(*ENTRY, "exp_avg"), r"1\.weight.*'exp_avg'"),
+    "exp_avg_of_none": (put(*ENTRY, "exp_avg", value=None), "'exp_avg'"),
+    "exp_avg_as_a_list": (put(*ENTRY, "exp_avg", value=lambda t: t.tolist()), "tensor of floats"),
+    "exp_avg_as_numpy": (put(*ENTRY, "exp_avg", value=lambda t: t.numpy()), "tensor of floats.*ndarray"),
+    "exp_avg_on_meta": (put(*ENTRY, "exp_avg", value=lambda t: t.to("meta")), "dense.*meta"),
+    "sparse_exp_avg": (put(*ENTRY, "exp_avg", value=lambda t: t.to_sparse()), "dense"),
+    "exp_avg_of_whole_numbers": (put(*ENTRY, "exp_avg", value=lambda t: t.long()), "floats.*int64"),
+    "complex_exp_avg": (put(*ENTRY, "exp_avg", value=lambda t: t + 1j), "floats.*complex"),
+    "exp_avg_transposed": (put(*ENTRY, "exp_avg", value=lambda t: t.T), r"\(3, 4\), got \(4, 3\)"),
+    "exp_avg_that_broadcasts": (put(*ENTRY, "exp_avg", value=lambda t: t[:1]), r"\(3, 4\), got \(1, 4\)"),
+    "exp_avg_flat": (put(*ENTRY, "exp_avg", value=lambda t: t.flatten()), r"\(3, 4\), got \(12,\)"),
+    "exp_avg_sq_below_zero": (put(*ENTRY, "exp_avg_sq", value=lambda t: -t - 1), "below zero"),
+    "moments_of_another_optimizer": (put(*ENTRY, value=lambda e: {**e, "momentum_buffer": e["exp_avg"]}), "momentum_b"),
+    "master_of_another_shape": (put(*ENTRY, "master", value=lambda t: t[0]), "'master'"),
+    "master_of_other_values": (put(*ENTRY, "master", value=lambda t: t + 1), r"1\.weight.*model's state first"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_state_is_refused_and_nothing_is_changed(name: str, trained: Trained) -> None:
+    change, match = MALFORMED[name]
+    bad = change(copy.deepcopy(trained.good))
+    with pytest.raises(UsageError, match=match) as refusal:
+        trained.optimizer.load_state_dict(bad)
+    assert "nothing was changed" in str(refusal.value) and len(str(refusal.value)) < 800
+    trained.assert_unchanged()
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=3),
+    st.binary(max_size=3),
+    st.just([]),
+    st.just({}),
+    st.just(()),
+    st.builds(object),
+    st.sampled_from([torch.bool, torch.int8, torch.float16, torch.float32, torch.complex64]).flatmap(
+        lambda dtype: st.lists(st.integers(0, 3), max_size=3).map(lambda shape: torch.ones(shape, dtype=dtype))
+    ),
+    st.sampled_from([np.float32(1), np.int64(2), np.zeros(3), 1 + 2j, 10**400, -0.0]),
+)
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value in a nest of dicts, lists and tuples."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, item in items:
+        yield from places_in(item, (*path, name))
+
+
+def replaced(value: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) -> Any:
+    if not path:
+        return change(value)
+    copied = dict(value) if isinstance(value, dict) else list(value)
+    copied[path[0]] = replaced(copied[path[0]], path[1:], change)
+    return tuple(copied) if isinstance(value, tuple) else copied
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(data=st.data())
+def test_junk_anywhere_is_taken_whole_or_refused_whole(data: st.DataObject, trained: Trained) -> None:
+    bad: Any = trained.good
+    for _ in range(data.draw(st.integers(1, 2))):
+        path = data.draw(st.sampled_from(list(places_in(bad))))
+        kind = data.draw(st.sampled_from(["replace", "remove", "add"]))
+        if kind == "replace":
+            bad = replaced(bad, path, lambda _: data.draw(JUNK))
+        elif path and kind == "remove":
+            bad = replaced(bad, path[:-1], lambda place, name=path[-1]: without(place, name))
+        else:
+            bad = replaced(bad, path, lambda place: data.draw(JUNK) if not isinstance(place, dict) else {
+                **place, data.draw(st.one_of(st.integers(0, 4), st.text(max_size=3))): data.draw(JUNK)
+            })  # fmt: skip
+    try:
+        trained.optimizer.load_state_dict(bad)
+    except UsageError as error:
+        assert "nothing was changed" in str(error)
+        trained.assert_unchanged()
+    else:  # some of it is as good: another number, a state that is not there
+        trained.step()
+        trained.model.load_state_dict(trained.parameters)
+        trained.optimizer.load_state_dict(trained.good)
+        trained.assert_unchanged()
+
+
+def without(place: Any, name: Any) -> Any:
+    if isinstance(place, dict):
+        return {key: item for key, item in place.items() if key != name}
+    return type(place)(item for index, item in enumerate(place) if index != name)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_what_state_dict_returns_is_taken(kind: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        trained = Trained(store, kind, dtype)
+        trained.step()
+        later, parameters = trained.optimizer.state_dict(), trained.model.state_dict()
+        trained.model.load_state_dict(trained.parameters)
+        trained.optimizer.load_state_dict(trained.good)
+        trained.assert_unchanged()
+        trained.step()
+        if dtype is None:  # the other masters were only in the optimizer's state
+            assert_equal(trained.optimizer.state_dict(), later)
+            assert_equal(trained.model.state_dict(), parameters)
+
+
+def test_ids_decide_whose_a_state_is(trained: Trained) -> None:
+    """As in torch: the order of a group's ids is that of its parameters, whatever they are called."""
+    names = {0: "w", 1: "b", 2: "last"}
+    renamed = copy.deepcopy(trained.good)
+    for group in renamed["param_groups"]:
+        group["params"] = [names[key] for key in group["params"]]
+    renamed["state"] = {names[key]: renamed["state"][key] for key in (2, 0, 1)}
+    trained.optimizer.load_state_dict(renamed)
+    trained.assert_unchanged()
+
+
+def test_a_group_that_a_scheduler_and_torch_have_added_to_is_taken(trained: Trained) -> None:
+    added = {"initial_lr": 0.5, "amsgrad": False, "foreach": None, "fused": True, "capturable": False}
+    added |= {"differentiable": False, "decoupled_weight_decay": True, "max_lr": 1.0}
+    state = copy.deepcopy(trained.good)
+    state["param_groups"][1] |= added
+    trained.optimizer.load_state_dict(state)
+    assert trained.optimizer.param_groups[1]["initial_lr"] == 0.5
+    trained.optimizer.load_state_dict(trained.good)
+    trained.assert_unchanged()
+
+
+def test_hooks_see_the_whole_state_and_may_replace_it(trained: Trained) -> None:
+    seen = []
+
+    def repair(_: torch.optim.Optimizer, state: State) -> State:
+        return {"state": state["moments"], "param_groups": state["param_groups"]}
+
+    hooks = [
+        trained.optimizer.register_load_state_dict_pre_hook(repair),
+        trained.optimizer.register_load_state_dict_post_hook(lambda optimizer: seen.append(optimizer.state_dict())),
+    ]
+    trained.optimizer.load_state_dict(
+        {"moments": trained.good["state"], "param_groups": trained.good["param_groups"]}
+    )
+    for hook in hooks:
+        hook.remove()
+    assert_equal(seen, [trained.good])
+
+
+def test_the_sign_of_a_zero_is_no_mark(tmp_path: Path) -> None:
+    """The sign bit of exp_avg_sq marks a tie of the master: loaded ones must not have it."""
+    with debug_store(tmp_path, durable=False) as store:
+        trained = Trained(store)
+        state = copy.deepcopy(trained.good)
+        hi = trained.parameters["1.weight"].float().view(torch.int32)
+        bits = hi + torch.where(hi >> 16 & 1 == 0, 1 << 15, 1 << 14).to(torch.int32)  # a tie above each even one
+        state["state"][2]["master"] = bits.view(torch.float32)
+        state["state"][2]["exp_avg_sq"] = torch.full((3, 4), -0.0)
+        assert torch.equal(bits.view(torch.float32).bfloat16(), trained.parameters["1.weight"])
+        trained.optimizer.load_state_dict(state)
+        found = trained.optimizer.state_dict()["state"][2]
+    assert torch.equal(found["master"], state["state"][2]["master"])
+    assert torch.equal(found["exp_avg_sq"], torch.zeros(3, 4)) and not found["exp_avg_sq"].signbit().any()
