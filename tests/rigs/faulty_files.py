@@ -1,8 +1,8 @@
 """A FUSE file system whose reads, writes and flushes go wrong as a script says: what a drive does to any engine.
 
-A rule is {"call", "file", "kind", "nth", "count", "errno", "nbytes", "seconds"}: from the ``nth`` call on ``file`` on
-(a name, or how it begins and "*"), ``count`` calls go wrong. A call that reads or writes nothing knows only "errno" and
-"delay". What a call does instead:
+A rule is {"call", "file", "kind", "nth", "count", "errno", "nbytes", "seconds", "at"}: from the ``nth`` call on a
+``file`` on (a name, or how it begins and "*"), ``count`` calls go wrong. A call that reads or writes nothing knows only "errno"
+and "delay". With "at", only reads of that byte of the file count: a bad sector. What a call does instead:
 
     errno      nothing: the error is returned            short      the first ``nbytes``, and says so
     lost       nothing, and says that it did             torn       the first ``nbytes``, and says that it did all
@@ -56,7 +56,7 @@ class FaultyFiles(Passthrough):
         self._rule("fsync", name)
 
     def pread(self, fd: int, nbytes: int, offset: int, name: str) -> bytes:
-        rule = self._rule("read", name)
+        rule = self._rule("read", name, range(offset, offset + nbytes))
         if rule is None:
             return os.pread(fd, nbytes, offset)
         kind, part = rule["kind"], rule.get("nbytes", 0)
@@ -86,13 +86,14 @@ class FaultyFiles(Passthrough):
             os.pwrite(fd, _flipped(bytes(data)) if kind == "flip" else data, offset)
         return len(data)
 
-    def _rule(self, call: str, name: str) -> dict[str, Any] | None:
+    def _rule(self, call: str, name: str, place: range = range(0)) -> dict[str, Any] | None:
         """Count the call; raise, wait or return the rule that it falls under."""
         with self._lock:
             self._counts[f"{call} {name}"] += 1
             found = None
             for index, rule in enumerate(self._rules):
-                if rule["call"] == call and _is_meant(rule["file"], name):
+                is_there = "at" not in rule or rule["at"] in place
+                if rule["call"] == call and _is_meant(rule["file"], name) and is_there:
                     number = self._seen[index] - rule.get("nth", 0)
                     self._seen[index] += 1
                     if found is None and 0 <= number < rule.get("count", 1):

@@ -16,7 +16,8 @@ from tests.rigs.job import contents, put_generation, violation
 from tests.rigs.room import Daemon, Room, room
 from tests.rigs.sweep import cases, short_deadlines, try_case
 from tests.store.rig import numbers
-from tiered.errors import CapacityError, CorruptionError, DeviceError, TieredError
+from tiered.cli import main
+from tiered.errors import CapacityError, CorruptionError, DeviceError, TieredError, UsageError
 from tiered.store.store import Store
 from tiered.units import KiB
 
@@ -108,6 +109,33 @@ def test_a_read_is_tried_three_times_more(drive: Daemon, engine: str, place: Pat
         with pytest.raises(DeviceError, match="data-000"):
             store["large"]
         assert (store["large"] == numbers(300 * KiB)).all()
+
+
+def test_a_bad_sector_is_reported_with_all_others_read_and_its_key_can_be_dropped(
+    drive: Daemon, engine: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened(place, engine) as store:
+        expected = {key: store[key] for key in store}
+        record = next(record for record in store.records() if record.name == "large")
+    offset = record.extents[0].offset
+    fault(drive, "read", errno=errno.EIO, count=1_000_000, at=offset + 200_000)
+    with opened(place, engine) as store:
+        (error,) = store.verify().errors
+        assert (error.key, error.file, error.offset, error.errno) == ("large", f"{place}/{DATA}", offset, errno.EIO)
+        with pytest.raises(DeviceError, match="Input/output error"):  # whoever wants its bytes may try again
+            store["large"]
+        with pytest.raises(UsageError, match="is not damaged"):
+            store.drop_damaged([next(key for key in expected if key != "large")])
+    assert main(["verify", str(place)]) == 1
+    said = capsys.readouterr().out
+    assert f"'large' is damaged: its bytes cannot be read: Input/output error (EIO, errno {errno.EIO})" in said
+    assert f"{place}/{DATA}, offset {offset}" in said and "1 damaged" in said
+    assert main(["verify", str(place), "--drop", "large"]) == 0
+    assert f"dropped 'large': 300.0 KiB in {place}/{DATA} at offset {offset}" in capsys.readouterr().out
+    del expected["large"]
+    with opened(place, engine) as store:
+        assert set(store) == set(expected) and store.verify().is_clean
+        assert all((store[key] == value).all() for key, value in expected.items())
 
 
 @pytest.mark.parametrize(

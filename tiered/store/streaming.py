@@ -122,19 +122,26 @@ class Streams:
             self._working_set.streamed_in_bytes += row.nbytes
 
     def verify(self, only: Sequence[str] | None = None) -> VerifyReport:
-        """Read every block that is on the devices, committed or newer, of every key or of ``only``; blocks."""
+        """Read every block that is on the devices, committed or newer, of every key or of ``only``; blocks.
+
+        A sector that cannot be read is damage as wrong bytes are. Raises DeviceError where a drive does not answer.
+        """
         errors: list[CorruptionError] = []
         counts = [0, 0, 0]  # keys, blocks, bytes
         reading: deque[Row] = deque()  # whose blocks are being read, oldest first
 
         def check(job: _Block, transfer: Transfer, buffer: Buffer) -> None:
             row, block = job.row, job.block
+            unreadable = transfer.unreadable()
+            if unreadable is not None:
+                errors.append(unreadable)
+            else:
+                counts[1] += 1
+                counts[2] += min(BLOCK_NBYTES, row.nbytes - block * BLOCK_NBYTES)
             if isinstance(transfer.error, CorruptionError):
                 errors.append(transfer.error)
-            elif transfer.error is not None:
+            elif transfer.error is not None and unreadable is None:
                 raise transfer.error
-            counts[1] += 1
-            counts[2] += min(BLOCK_NBYTES, row.nbytes - block * BLOCK_NBYTES)
             if block == num_blocks(row.nbytes) - 1:
                 with self._condition:
                     self._space.end_stream(reading.popleft().extents)

@@ -5,6 +5,7 @@ It knows neither residency nor generations; what a finished transfer means is it
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import os
@@ -20,6 +21,9 @@ from tiered.store.row import Row
 from tiered.units import round_up
 
 __all__ = ["Transfer", "submit_all"]
+
+_UNREADABLE = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
+"""What a drive or file system answers with that has lost these bytes (Linux, blk_errors[]), unlike one that is gone."""
 
 
 class Transfer:
@@ -37,8 +41,8 @@ class Transfer:
 
     __slots__ = (
         "_blocks", "_devices", "_is_unchecked", "_lock", "_num_blocks_left", "_num_pieces_left", "_on_done",
-        "_on_moved", "_pieces_left", "_store_uuid", "_threads", "digests", "error", "first_block", "io_class",
-        "is_done", "memory", "row",
+        "_on_moved", "_pieces_left", "_store_uuid", "_threads", "digests", "error", "failed_piece", "first_block",
+        "io_class", "is_done", "memory", "row",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +65,7 @@ class Transfer:
         self.first_block = first_block
         self.digests = bytearray()
         self.error: Exception | None = None
+        self.failed_piece: Extent | None = None  # in which the device failed with ``error``
         self.is_done = False  # for the owner, who sets it under its lock
         self._devices = devices
         self._store_uuid = store_uuid
@@ -159,7 +164,8 @@ class Transfer:
     def _piece_done(self, block: int, piece: Extent, operation: Operation) -> None:
         failure = None if operation.error is None else _without_frames(self._translate(piece, operation.error))
         with self._lock:
-            self.error = self.error or failure
+            if failure is not None and self.error is None:
+                self.error, self.failed_piece = failure, piece
             self._pieces_left[block] -= 1
             self._num_pieces_left -= 1
             is_moved = not self._num_pieces_left
@@ -191,6 +197,20 @@ class Transfer:
         for block in self._blocks:
             self.error = self.error or self._check(block)
 
+    def unreadable(self) -> CorruptionError | None:
+        """Return what it means for whoever looks at every byte that a sector gave none; None: the error is another.
+
+        Whoever wants the tensor has a DeviceError for it: the next try may find the bytes.
+        """
+        cause = None if self.error is None else self.error.__cause__
+        if self.failed_piece is None or not isinstance(cause, OSError) or cause.errno not in _UNREADABLE:
+            return None
+        name = errno.errorcode[cause.errno]
+        what = f"its bytes cannot be read: {os.strerror(cause.errno)} ({name}, errno {cause.errno})"
+        corruption = self._corruption(self.failed_piece, what, errno=cause.errno)
+        corruption.__cause__ = cause
+        return corruption
+
     def _check(self, block: int) -> CorruptionError | None:
         """Compare the block's bytes with its digest."""
         expected = int.from_bytes(self.row.digests[block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES], "little")
@@ -214,7 +234,7 @@ class Transfer:
         corruption.__cause__ = error
         return corruption
 
-    def _corruption(self, piece: Extent, what: str) -> CorruptionError:
+    def _corruption(self, piece: Extent, what: str, *, errno: int = 0) -> CorruptionError:
         path = self._devices[piece.device].path(piece.file)
         return CorruptionError(
             f"{self.row.name!r} is damaged: {what}; {path}, offset {piece.offset}, expected as written for generation "
@@ -222,6 +242,7 @@ class Transfer:
             key=self.row.name,
             file=path,
             offset=piece.offset,
+            errno=errno,
         )
 
 
