@@ -1,8 +1,8 @@
 """A FUSE file system whose reads, writes and flushes go wrong as a script says: what a drive does to any engine.
 
 A rule is {"call", "file", "kind", "nth", "count", "errno", "nbytes", "seconds", "at"}: from the ``nth`` call on a
-``file`` on (a name, or how it begins and "*"), ``count`` calls go wrong. A call that reads or writes nothing knows only "errno"
-and "delay". With "at", only reads of that byte of the file count: a bad sector. What a call does instead:
+``file`` (a name, or how it begins and "*") on, ``count`` calls go wrong. A call that reads or writes nothing knows only
+"errno" and "delay". With "at", only reads of that byte of the file count: a bad sector. What a call does instead:
 
     errno      nothing: the error is returned            short      the first ``nbytes``, and says so
     lost       nothing, and says that it did             torn       the first ``nbytes``, and says that it did all

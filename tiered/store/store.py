@@ -313,7 +313,7 @@ class Store(MutableMapping[str, torch.Tensor]):
     # Below: looking
 
     def verify(self) -> VerifyReport:
-        """Read every block on the devices and check it; blocks. Damage is in the report; DeviceError: a drive is gone."""
+        """Read every block on the devices and check it; blocks. Damage is in the report. Raises DeviceError."""
         self._refuse()
         return self._streams.verify()
 
