@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.state import decode, encode
 
-__all__ = ["Registry", "Stateful", "committed_state", "encode_user_state"]
+__all__ = ["Registry", "Stateful", "committed_state", "encode_user_state", "taking_apart"]
 
 _log = logging.getLogger("tiered")
 
@@ -33,6 +34,23 @@ def committed_state(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if not parts or any(not isinstance(part, dict) for part in parts):
         raise CorruptionError("the committed state is no state: restore the directory from a copy")
     return parts[0], parts[1]
+
+
+@contextmanager
+def taking_apart(name: str, *, by: str) -> Iterator[None]:
+    """Raise UsageError in place of what code meets that expects another state than was committed for ``name``."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise UsageError(
+            f"a {by} cannot load the state that was committed for {name!r}: {_short(error)}; "
+            "register what the run that committed it has registered, or use another directory"
+        ) from error
+
+
+def _short(error: Exception) -> str:
+    text = repr(error)
+    return text if len(text) <= 300 else f"{text[:280]} ... {text[-16:]}"
 
 
 class Registry:
@@ -88,13 +106,8 @@ class Registry:
     def load(self, committed: Mapping[str, Any]) -> None:
         """Hand every registered object its state. UsageError where one cannot take it; those before it have theirs."""
         for name, item in list(self._objects.items()):
-            try:
+            with taking_apart(name, by=type(item).__name__):
                 item.load_state_dict(committed[name])
-            except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-                raise UsageError(
-                    f"a {type(item).__name__} cannot load the state that was committed for {name!r}: {error!r}; "
-                    "register what the run that committed it has registered, or use another directory"
-                ) from error
 
 
 def encode_user_state(state: object) -> str:

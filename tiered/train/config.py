@@ -6,15 +6,18 @@ The first ride along in every commit and are fixed for the run's life; the secon
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from tiered.errors import UsageError
 from tiered.train.model import Shape
 from tiered.units import MiB, format_bytes
 from tiered.zero.layout import FORMATS
 
-__all__ = ["ACTIVATIONS", "DTYPES", "MICRO_BATCHES", "STATES", "UPDATES", "RunConfig", "RunDials"]
+__all__ = [
+    "ACTIVATIONS", "DTYPES", "MICRO_BATCHES", "STATES", "UPDATES", "RunConfig", "RunDials", "committed_step",
+]  # fmt: skip
 
 ACTIVATIONS = ("auto", "keep", "recompute", "swap")
 MICRO_BATCHES = ("vertical", "plain")
@@ -94,9 +97,11 @@ class RunConfig:
     def of_committed(cls, committed: Mapping[str, object], given: Mapping[str, object]) -> RunConfig:
         """Return the configuration a run was committed with. Raises UsageError with a diff when ``given`` differs."""
         names = [field.name for field in fields(cls)]
-        unknown = sorted(set(names) ^ set(committed))
+        committed = _mapping("config", committed)
+        unknown = sorted(map(str, set(names) ^ set(committed)))
         if unknown:
             raise UsageError(f"the run's configuration is another version's: {', '.join(unknown)} unknown or missing")
+        _check_types(cls, committed)
         asked = {name: value for name, value in given.items() if name in names} | _shape_of_params(given)
         differing = [
             f"{name} {committed[name]} -> {asked[name]}"
@@ -150,10 +155,53 @@ class RunDials:
     def of_committed(cls, committed: Mapping[str, object], given: Mapping[str, object]) -> RunDials:
         """Return the dials that a run had, with those given now in their place; {} for a new run."""
         names = {field.name for field in fields(cls)}
-        chosen = {name: value for name, value in {**committed, **given}.items() if name in names}
-        data = chosen.get("data", ())
-        assert isinstance(data, Sequence)
-        return cls(**{**chosen, "data": tuple(data)})  # type: ignore[arg-type]  # written by asdict(), or options
+        committed = _mapping("dials", committed)
+        _check_types(cls, {name: value for name, value in committed.items() if name in names})
+        chosen: dict[str, Any] = {name: value for name, value in {**committed, **given}.items() if name in names}
+        return cls(**{**chosen, "data": tuple(chosen.get("data", ()))})
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (float, int), "float | None": (float, int, type(None)), "str": (str,),
+    "str | int": (str, int), "tuple[str, ...]": (tuple, list),
+}  # fmt: skip
+
+_LARGEST = 1 << 53  # of a number in a configuration
+
+
+def committed_step(state: Mapping[str, object]) -> int:
+    """Return the number of steps that a committed run has done. Raises UsageError for what is no number of steps."""
+    step = state.get("step", 0)
+    if type(step) is not int or not 0 <= step < _LARGEST:
+        raise UsageError(f"the run's state is not that of a training run: step is {_short(step)}; {_NEXT}")
+    return step
+
+
+_NEXT = "choose another --store, or start anew with --fresh"
+
+
+def _mapping(name: str, committed: object) -> Mapping[str, object]:
+    if not isinstance(committed, Mapping):
+        raise UsageError(f"the run's state is not that of a training run: {name} is {_short(committed)}; {_NEXT}")
+    return committed
+
+
+def _check_types(cls: type[RunConfig | RunDials], committed: Mapping[str, object]) -> None:
+    """Raise UsageError unless the values are of the types that a run writes."""
+    for field in fields(cls):
+        value = committed.get(field.name, field.default)
+        is_right = type(value) in _TYPES[str(field.type)]
+        if field.name in committed and isinstance(value, tuple | list):
+            is_right = is_right and all(type(path) is str for path in value)
+        if field.name in committed and (not is_right or (isinstance(value, int) and value >= _LARGEST)):
+            raise UsageError(f"the run's {field.name} is {_short(value)}, expected {field.type}; {_NEXT}")
+
+
+def _short(value: object) -> str:
+    if isinstance(value, int) and abs(value) >= _LARGEST:  # order: Python refuses to write very long ones
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:80]} ... {text[-16:]}"
 
 
 def _check_at_least(least: int, **values: int) -> None:
@@ -165,4 +213,4 @@ def _check_at_least(least: int, **values: int) -> None:
 def _check_one_of(choices: tuple[str, ...], **values: str) -> None:
     for name, value in values.items():
         if value not in choices:
-            raise ValueError(f"{name.replace('_', '-')} must be one of {', '.join(choices)}; got {value!r}")
+            raise ValueError(f"{name.replace('_', '-')} must be one of {', '.join(choices)}; got {_short(value)}")

@@ -16,6 +16,7 @@ from tiered.errors import CorruptionError, UsageError
 from tiered.store.catalog import Root, Row, SqliteCatalog
 from tiered.store.directory import CATALOG_NAME, Directories, fsync_directory, owned_files
 from tiered.store.registry import committed_state
+from tiered.store.state import encode
 from tiered.units import MiB, format_bytes
 
 __all__ = ["FoundRun", "check", "describe", "find_run", "holds_store", "remove_store"]
@@ -68,7 +69,7 @@ def describe(directories: Sequence[Path]) -> Iterator[str]:
     yield f"{len(rows)} keys, {format_bytes(sum(row.nbytes for row in rows))}, in {root.num_directories} directories"
     yield f"generation {root.generation}"
     yield f"registered {', '.join(map(_printable, registered)) or 'nothing'}"
-    yield f"state {json.dumps(state, default=repr)}"
+    yield f"state {_shown(state)}"
 
 
 def check(directories: Sequence[Path], drop: Sequence[str] = ()) -> int:
@@ -106,6 +107,13 @@ def _printable(name: str) -> str:
     """Return a key as a terminal may have it: it may be anybody's, and hold any character."""
     shown = name if name.isprintable() and name else ascii(name)
     return shown if len(shown) <= _LONGEST_NAME else f"{shown[: _LONGEST_NAME - 3]}..."
+
+
+def _shown(state: dict[str, Any]) -> str:
+    try:
+        return json.dumps(state, default=repr)
+    except (TypeError, ValueError):  # keys and numbers that JSON has not: anybody's program may commit them
+        return encode(state)
 
 
 def _listed(keys: Sequence[str]) -> str:

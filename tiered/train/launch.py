@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tiered
 from tiered.errors import UsageError
-from tiered.train.config import RunConfig, RunDials
+from tiered.train.config import RunConfig, RunDials, committed_step
 from tiered.train.data import Corpus, Loader
 from tiered.train.found import FoundRun, find_run, holds_store, remove_store
 from tiered.train.interruption import INTERRUPTED, Interruption
@@ -137,7 +137,7 @@ def _find(request: Request) -> FoundRun | None:
         raise UsageError(f"{where} holds a store that is no training run: choose another --store")
     if not request.resume:
         raise UsageError(
-            f"{where} holds a run at step {found.state['step']}: "
+            f"{where} holds a run at step {committed_step(found.state)}: "
             "go on with it with --resume, or remove it and start anew with --fresh"
         )
     return found
@@ -151,7 +151,7 @@ def _plan(request: Request, found: FoundRun | None) -> Plan:
         RunDials.of_committed(state.get("dials", {}), request.given),
         request.directories,
         durable=request.durable,
-        first_step=state.get("step", 0),
+        first_step=committed_step(state),
     )
 
 

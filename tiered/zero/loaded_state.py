@@ -103,16 +103,20 @@ class StateDictReader:
                 self._refuse(where, "hyperparameters that this optimizer has", f"{_short(name)}{hint}")
         for name in (name for name, value in self._defaults.items() if isinstance(value, bool)):
             group.setdefault(name, False)  # older versions of torch lack some
-        self._need(where, group, self._defaults)
-        for name in self._defaults:
-            _CHECKS.get(name, _anything)(self, f"{where}[{name!r}]", group[name])
-        self._check_together(where, group)
+        self.check_values(where, group)
         group = {name: copy.deepcopy(value) for name, value in group.items()}
         group["params"] = mine["params"]
         if "param_names" in mine:
             group.setdefault("param_names", mine["param_names"])
-        self._rule.freeze(group)
         return group, ids
+
+    def check_values(self, where: str, group: dict[str, Any]) -> None:
+        """Raise UsageError unless ``group`` has all hyperparameters, with values that the rule can use."""
+        self._need(where, group, self._defaults)
+        for name in self._defaults:
+            _CHECKS.get(name, _anything)(self, f"{where}[{name!r}]", group[name])
+        self._check_together(where, group)
+        self._rule.freeze(group)
 
     def _check_together(self, where: str, group: dict[str, Any]) -> None:
         if group.get("amsgrad"):

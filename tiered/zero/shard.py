@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
+from tiered.store.registry import taking_apart
 from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
 from tiered.units import format_bytes
@@ -85,7 +86,8 @@ def shard(
     state = ModelState(model, units)
     committed = store.registered_state("tiered.model") if store.durable else None
     if committed is not None:
-        state.compare(committed)
+        with taking_apart("tiered.model", by="model"):
+            state.compare(committed)
         refuse_missing(store, (unit.key for unit in units))
     _fill(store, units, source, adopt=committed is not None)
     engine = Engine(store, model, units, window_bytes=window)

@@ -14,8 +14,10 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from tiered.errors import UsageError
+from tiered.store.registry import taking_apart
 from tiered.store.store import Store
 from tiered.zero.budget import bucket_numel_for, tile_numel_for
+from tiered.zero.committed_optimizer import bucket_numel_of, compare, groups_of, steps_of
 from tiered.zero.engine import Engine
 from tiered.zero.layout import FORMATS, Layouts
 from tiered.zero.loaded_state import StateDictReader
@@ -145,8 +147,9 @@ class StreamingOptimizer(Optimizer):
         units += [self._plain] if self._plain is not None else []
         managed = {segment for parameter, segment in self._segments.items() if _requires_grad(parameter)}
         numel = bucket_numel_for(sum(s.numel for s in unit.segments if s in managed) for unit in units)
-        if isinstance(committed, dict):
-            numel = int(committed.get("bucket_numel", numel))
+        if committed is not None:
+            with taking_apart("tiered.optimizer", by=self._title):
+                numel = bucket_numel_of(committed)
         self._pipeline = UpdatePipeline(self._store.working_set, tile_numel_for(numel, [list(managed)]))
         try:
             scratch = self._pipeline.scratch
@@ -155,7 +158,8 @@ class StreamingOptimizer(Optimizer):
             if committed is None:
                 self._state.create()
             else:
-                _compare(committed, self._description())
+                with taking_apart("tiered.optimizer", by=self._title):
+                    compare(committed, self._description())
                 self._state.adopt()
         except BaseException:
             self._pipeline.close()
@@ -299,12 +303,9 @@ class StreamingOptimizer(Optimizer):
         state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = state_dict if (replaced := hook(self, state_dict)) is None else replaced
-        reader = StateDictReader(
-            self._title, self.rule, groups=self.param_groups, defaults=self.defaults, segments=self._segments
-        )
         with torch.no_grad():
             with without_dispatch():
-                loaded = reader.read(state_dict)
+                loaded = self._reader().read(state_dict)
             states = {segment: state for segment, state in loaded.states.items() if segment in self._state.steps}
             for segment, state in states.items():
                 self._state.check_master(segment, state)
@@ -313,6 +314,11 @@ class StreamingOptimizer(Optimizer):
                 self._state.scatter(segment, state)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _reader(self) -> StateDictReader:
+        return StateDictReader(
+            self._title, self.rule, groups=self.param_groups, defaults=self.defaults, segments=self._segments
+        )
 
     def _check_idle(self, what: str) -> None:
         for engine in self._engines:
@@ -347,10 +353,12 @@ class StreamingOptimizer(Optimizer):
 
     def load_committed_state(self, state: dict[str, Any]) -> None:
         """Take back what ``committed_state`` returned; raises UsageError with a diff when it is another optimizer's."""
-        _compare(state, self._description())
-        self._state.steps = {segment: state["steps"][segment.name] for segment in self._state.steps}
-        for group, hyper in zip(self.param_groups, state["hyperparameters"], strict=True):
-            group.update(hyper)
+        compare(state, self._description())
+        steps = steps_of(state, [segment.name for segment in self._state.steps])
+        groups = groups_of(state, self.param_groups, self._reader())
+        self._state.steps = dict(zip(self._state.steps, steps, strict=True))
+        for mine, group in zip(self.param_groups, groups, strict=True):
+            mine.update(group)
 
 
 class _Registered:
@@ -371,23 +379,3 @@ class _Registered:
 def _requires_grad(parameter: torch.Tensor) -> bool:
     with without_dispatch():
         return parameter.requires_grad
-
-
-def _compare(committed: Any, mine: dict[str, Any]) -> None:
-    """Raise UsageError with the differences between a committed optimizer and this one."""
-    differences = [
-        f"{name}: the store has {_short(committed.get(name))}, this optimizer {_short(mine[name])}"
-        for name in mine
-        if committed.get(name) != mine[name]
-    ]
-    if differences:
-        raise UsageError(
-            "the store holds another optimizer: "
-            + "; ".join(differences)
-            + "; expected the same one, or another directory"
-        )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:120]} ... {text[-60:]}"
