@@ -15,7 +15,7 @@ from tests.bytes.faulty import Gate, faulty
 from tests.bytes.moving import WAIT_S, Batch, exit_code_of_child, fill, move
 from tests.seccomp import forbid
 from tiered.bytes.arena import Arena, Buffer
-from tiered.bytes.device import engines, ring, uring
+from tiered.bytes.device import engines, ring, uring, uring_probe
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.device.engines import choose_engine, open_device
 from tiered.bytes.device.file_device import FileDevice
@@ -100,6 +100,24 @@ def test_refused_by_a_container_threads_serve_and_it_is_said_once(
             UringDevice(tmp_path)
 
     assert exit_code_of_child(check) == 0
+
+
+def test_a_trial_that_does_not_complete_is_given_up_and_keeps_what_the_kernel_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[tuple[Ring, object]] = []
+    monkeypatch.setattr(uring_probe, "_abandoned", kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ring, "completions", lambda ring_: [])
+        refusal = probe_uring(tmp_path, deadline_s=0.05)
+        assert refusal is not None and "a trial write through io_uring did not complete within 0.05 s" in refusal
+        with pytest.raises(DeviceError, match="check the drive"):
+            open_device(tmp_path, "uring", deadline_s=0.05)
+    assert [ring_.fd >= 0 for ring_, _ in kept] == [True, True]
+    for ring_, _ in kept:
+        ring_.enter(1)
+        assert len(ring_.completions()) == 1  # it was in flight
+        ring_.close()
 
 
 def test_little_lockable_memory_is_enough(tmp_path: Path) -> None:

@@ -209,6 +209,15 @@ def test_a_drive_that_hangs_is_not_waited_for_longer_than_the_deadline(drive: Da
         assert store.verify().is_clean
 
 
+def test_a_drive_that_has_an_open_try_again_for_ever_is_given_up(drive: Daemon, place: Path) -> None:
+    """The kernel itself tries an io_uring read again after EAGAIN: the trial of io_uring hung for as long."""
+    fault(drive, "read", file="scratch-*", errno=errno.EAGAIN, count=100_000_000)
+    with short_deadlines(0.3), pytest.raises(DeviceError, match=r"did not complete within 0\.3 s"):
+        opened(place, "uring")
+    drive.call("script", rules=[])
+    assert_intact(place, "uring")
+
+
 def test_a_drive_that_is_gone_is_said_to_be(engine: str, a_room: Room) -> None:
     drive = a_room.daemon("faulty")
     store = opened(drive.mount / "store", engine)

@@ -26,14 +26,16 @@ _log = logging.getLogger("tiered")
 _said: set[str] = set()  # reasons that were logged: once each, however many directories and stores
 
 
-def choose_engine(directory: str | os.PathLike[str], profile: Profile | None = None) -> tuple[str, str]:
-    """Return the best engine for ``directory`` and why; blocks for one trial write and read.
+def choose_engine(
+    directory: str | os.PathLike[str], profile: Profile | None = None, *, deadline_s: float = 60.0
+) -> tuple[str, str]:
+    """Return the best engine for ``directory`` and why; blocks for one trial write and read, ``deadline_s`` each.
 
     io_uring where its probe passes, unless ``profile`` says that another engine was faster there; else threads.
     """
     if profile is not None and profile.engine in DEVICES and profile.engine != "uring":
         return profile.engine, f"it was the fastest when measured on {profile.measured_at[:10]}"
-    refusal = probe_uring(directory)
+    refusal = probe_uring(directory, deadline_s=deadline_s)
     if refusal is not None:
         return "threads", refusal
     return "uring", "io_uring works here"
@@ -50,7 +52,7 @@ def open_device(
     profile = load_profile(directory)
     reason = ""
     if engine == "auto":
-        engine, reason = choose_engine(directory, profile)
+        engine, reason = choose_engine(directory, profile, deadline_s=deadline_s)
         if engine == "uring":
             try:
                 return UringDevice(directory, deadline_s=deadline_s, direct=direct)
@@ -58,7 +60,7 @@ def open_device(
                 engine, reason = "threads", str(error)
         _say_once(f"engine {engine!r} instead of io_uring: {reason}")
     if engine == "uring":
-        refusal = probe_uring(directory)
+        refusal = probe_uring(directory, deadline_s=deadline_s)
         if refusal is not None:
             raise DeviceError(f'{os.fspath(directory)}: engine="uring" does not work: {refusal}; give engine="auto"')
         return UringDevice(directory, deadline_s=deadline_s, direct=direct)
