@@ -137,7 +137,7 @@ class Backward:
             )
         if self._engine.lanes is not None:
             self._engine.lanes.about_to_accumulate(segment)
-        segment.unit.gradients.recall()
+        segment.unit.gradients.recall(segment)
 
     def _accumulated(self, segment: Segment) -> None:
         """Autograd has accumulated the gradient of ``segment``."""

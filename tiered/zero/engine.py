@@ -292,6 +292,8 @@ class Engine:
                 " adds and updates"
             )
         self.residency.park_all()
+        for unit in self.units if self.updater.in_backward else ():
+            unit.gradients.check_used()
         due = [] if self.updater.in_backward else self.units
         try:
             for unit in due:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
-from tiered.store.working_set import Lease, WorkingSet
+from tiered.store.working_set import Lease
 from tiered.units import round_up
 from tiered.zero.parameter import (
     GuardedGradient,
@@ -23,63 +23,12 @@ from tiered.zero.parameter import (
     guarded_gradient,
     without_dispatch,
 )
+from tiered.zero.taken_gradients import TakenGradients
 
 if TYPE_CHECKING:
     from tiered.zero.unit import Segment, Unit
 
-__all__ = ["TakenGradients", "UnitGradients", "check_unused", "clip_grad_norm_"]
-
-
-class TakenGradients:
-    """The gradients of one unit that an update has taken over, with their clip factors. One owner at a time.
-
-    Segments lie at ``offsets`` of the bytes of ``key``, a scratch key that ``delete`` ends.
-    """
-
-    __slots__ = ("_working_set", "factors", "key", "lease", "nbytes", "offsets")
-
-    def __init__(
-        self,
-        working_set: WorkingSet,
-        key: str,
-        lease: Lease | None,
-        nbytes: int,
-        offsets: dict[Segment, int],
-        factors: dict[Segment, torch.Tensor],
-    ) -> None:
-        self._working_set = working_set
-        self.key = key
-        self.lease = lease
-        self.nbytes = nbytes
-        self.offsets = offsets
-        self.factors = factors
-
-    def open(self) -> None:
-        """Lease the bytes; what is stored is swapped in. Blocks."""
-        if self.lease is None:
-            self.lease = self._working_set.lease(self.key, "r")
-
-    def flat(self, segment: Segment) -> torch.Tensor:
-        """Return the (numel,) gradient of ``segment`` in memory order; the bytes must be leased."""
-        assert self.lease is not None
-        return segment.flat(self.lease.tensor, self.offsets[segment])
-
-    def store_away(self) -> bool:
-        """Give the bytes back to the working set, for now; return whether they were leased."""
-        lease, self.lease = self.lease, None
-        if lease is not None:
-            lease.release()
-            self._working_set.swap_out([self.key])
-        return lease is not None
-
-    def delete(self) -> str:
-        """Forget the gradients; return the key when a caller still sees its bytes and it must be deleted later."""
-        lease, self.lease = self.lease, None
-        if lease is None:
-            self._working_set.delete([self.key])
-        elif not self._working_set.discard(lease):  # order: released first, they would be written for nothing
-            return self.key
-        return ""
+__all__ = ["UnitGradients", "check_unused", "clip_grad_norm_"]
 
 
 class UnitGradients:
@@ -91,7 +40,10 @@ class UnitGradients:
     ``room`` is the name under which the schedule knows that the buffer will be leased.
     """
 
-    __slots__ = ("_num_leases", "factors", "key", "lease", "nbytes", "room", "unit", "working_set")
+    __slots__ = (
+        "_clipped_version", "_is_changed", "_num_leases", "factors", "key", "lease", "nbytes", "room", "unit",
+        "working_set",
+    )  # fmt: skip
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -102,13 +54,21 @@ class UnitGradients:
         self.nbytes = self.lay_out()
         self.factors: dict[Segment, torch.Tensor] = {}
         self._num_leases = 0
+        self._clipped_version = 0  # of the leased buffer, when the factors were made for it
+        self._is_changed = False  # in place, since then
 
     def lay_out(self) -> int:
-        """Place the trainable segments; return the bytes their gradients take."""
+        """Place the segments that are trainable or have a gradient; return the bytes their gradients take.
+
+        The places hold as long as the key: what is unfrozen meanwhile has none, and gets one by ``_make_place``.
+        """
         offset = 0
-        for segment in self.unit.trainable_segments():
-            segment.grad_offset = offset
-            offset = round_up(offset + segment.nbytes, 64)
+        with without_dispatch():
+            for segment in self.unit.segments:
+                segment.grad_offset = -1
+                if segment.parameter.requires_grad or segment.parameter.grad is not None:
+                    segment.grad_offset = offset
+                    offset = round_up(offset + segment.nbytes, 64)
         return offset
 
     def open(self) -> torch.Tensor:
@@ -122,55 +82,157 @@ class UnitGradients:
             self._num_leases += 1
             key = f"model/gradient/{self.unit.name}/{self._num_leases}"
             self.working_set.create(key, self.nbytes, scratch=True)
-            self.lease = self.working_set.lease(key, "w")
+            try:
+                self.lease = self.working_set.lease(key, "w")
+            except BaseException:
+                self.working_set.delete([key])
+                raise
             self.key = key
         self.unit.engine.residency.gradients_opened(self)
         with without_dispatch():
             for segment in self.unit.segments:
-                if segment.has_gradient:
+                # What is no guard of ours is the caller's: reconcile takes note of it.
+                if segment.has_gradient and isinstance(segment.parameter.grad, GuardedGradient):
                     segment.parameter.grad = segment.view(self.lease.tensor, segment.grad_offset)
+        self._clipped_version = self.lease.tensor._version
         return self.lease.tensor
 
-    def recall(self) -> None:
-        """Before autograd adds to a gradient: bring back what is stored, refuse what is clipped already."""
+    def recall(self, segment: Segment) -> None:
+        """Before autograd adds to the gradient of ``segment``: bring back what is stored, refuse what is clipped."""
         if self.factors:
             raise UsageError(
                 f"unit {self.unit.name!r}: backward after tiered.clip_grad_norm_ and before optimizer.step(); expected"
                 " all micro-steps first, then the clipping, then the step"
             )
-        if self.key and self.lease is None:
+        if self.key:
             self.open()
+            with without_dispatch():
+                gradient = segment.parameter.grad
+            if gradient is not None and not self._is_in_place(segment, gradient):
+                self.reconcile()  # order: before it is added to, it must not lie where another's gradient will
 
     def adopt(self, segment: Segment) -> None:
         """Take over what autograd has accumulated in ``.grad``: move it into the buffer unless it is there."""
         with without_dispatch():
             gradient = segment.parameter.grad
-            assert gradient is not None
-            if gradient.layout is not torch.strided:
-                raise UsageError(
-                    f"parameter {segment.name}: a {gradient.layout} gradient; expected a dense one:"
-                    " build the embedding with sparse=False"
-                )
+        if gradient is None:  # a hook of the caller's has dropped it
+            segment.has_gradient = False
+        else:
+            self._adopt(segment, gradient)
+
+    def _adopt(self, segment: Segment, gradient: torch.Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"parameter {segment.name}: a {gradient.layout} gradient; expected a dense one:"
+                " build the embedding with sparse=False"
+            )
+        with without_dispatch():
+            self.open()
+            if segment.grad_offset < 0:
+                self._make_place()
             view = segment.view(self.open(), segment.grad_offset)
             if gradient.data_ptr() != view.data_ptr():
                 view.copy_(gradient.detach())
                 segment.parameter.grad = view
         segment.has_gradient = True
 
+    def _make_place(self) -> None:
+        """Have a buffer with a place for whatever has a gradient now, and with the gradients of the one before."""
+        residency = self.unit.engine.residency
+        key, lease, nbytes = self.key, self.lease, self.nbytes
+        assert lease is not None
+        offsets = {segment: segment.grad_offset for segment in self.unit.segments}
+        residency.gradients_closed(self)  # order: or they might be stored away for the sake of the new ones
+        self.key, self.lease = "", None
+        try:
+            self.open()
+        except BaseException:
+            self.key, self.lease, self.nbytes = key, lease, nbytes
+            for segment, offset in offsets.items():
+                segment.grad_offset = offset
+            residency.gradients_opened(self)
+            raise
+        for segment, offset in offsets.items():
+            gradient = segment.parameter.grad
+            if segment.has_gradient and gradient is not None and offset >= 0:
+                view = segment.view(self.open(), segment.grad_offset)
+                view.copy_(segment.view(lease.tensor, offset))
+                if gradient.data_ptr() == lease.tensor.data_ptr() + offset:
+                    segment.parameter.grad = view
+        del gradient  # lifetime: it may be the last tensor on the old bytes
+        residency.discard(key, lease)
+
+    def _is_in_place(self, segment: Segment, gradient: torch.Tensor) -> bool:
+        """Return whether ``gradient`` is the view of the leased buffer that belongs to ``segment``."""
+        if self.lease is None or not segment.has_gradient:
+            return False
+        return gradient.data_ptr() == self.lease.tensor.data_ptr() + segment.grad_offset
+
     def reconcile(self) -> None:
-        """Take note of what the caller did to ``.grad`` by hand: another tensor is taken over, None drops it."""
+        """Take note of what the caller did to ``.grad`` by hand: another tensor is taken over, None drops it.
+
+        Raises UsageError where gradients were clipped and then written in place.
+        """
+        self._note_changes()
+        if self._is_changed:
+            raise UsageError(
+                f"unit {self.unit.name!r}: gradients written in place between tiered.clip_grad_norm_, whose factor is"
+                " applied by the step, and optimizer.step(); expected changes before the clipping, or a new tensor as"
+                " .grad, which is taken as it is"
+            )
+        for segment, gradient in self._changed_by_hand():
+            self.factors.pop(segment, None)
+            self._adopt(segment, gradient)
+        self.note_clipped()
+
+    def check_used(self) -> None:
+        """Raise UsageError where the caller has put a gradient that no backward will use any more."""
+        for segment, _ in self._changed_by_hand():
+            raise UsageError(
+                f'parameter {segment.name}: a gradient put into .grad by hand under update="backward", where gradients'
+                ' are used up as they become final; expected tiered.AdamW(..., update="step")'
+            )
+
+    def note_clipped(self) -> None:
+        """The factors are for the gradients as they are now."""
+        if self.lease is not None:
+            self._clipped_version = self.lease.tensor._version
+
+    def _note_changes(self) -> None:
+        if self.factors and self.lease is not None and self.lease.tensor._version != self._clipped_version:
+            self._is_changed = True
+
+    def _changed_by_hand(self) -> list[tuple[Segment, torch.Tensor]]:
+        """Drop what the caller has dropped; return the tensors that the caller has put into ``.grad``.
+
+        None of them lies in the buffer: one gradient may have been put in the place of another.
+        """
+        changed: list[tuple[Segment, torch.Tensor]] = []
+        lease = self.lease
+        start = end = 0
+        if lease is not None:
+            start = lease.tensor.data_ptr()
+            end = start + lease.tensor.numel()
         with without_dispatch():
             for segment in self.unit.segments:
                 gradient = segment.parameter.grad
                 if gradient is None:
                     segment.has_gradient = False
-                elif not isinstance(gradient, GuardedGradient):
-                    self.adopt(segment)
+                    self.factors.pop(segment, None)
+                elif not isinstance(gradient, GuardedGradient) and not self._is_in_place(segment, gradient):
+                    is_ours = gradient.layout is torch.strided and start <= gradient.data_ptr() < end
+                    changed.append((segment, gradient.detach().clone() if is_ours else gradient))
+        return changed
 
     def store_away(self) -> bool:
         """Give the buffer back to the working set and leave guards; return whether there was anything to give."""
         if self.lease is None:
             return False
+        self._note_changes()
+        for segment, gradient in self._changed_by_hand():
+            if segment.has_gradient:  # others have no bytes of ours
+                self.factors.pop(segment, None)
+                self._adopt(segment, gradient)
         with without_dispatch():
             for segment in self.unit.segments:
                 if segment.has_gradient:
@@ -202,10 +264,11 @@ class UnitGradients:
                 parameter = segment.parameter
                 if used and segment.has_gradient:
                     parameter.grad = guarded_gradient(segment.shape, segment.dtype, UsedGradient)
-                elif segment.has_gradient or isinstance(parameter.grad, GuardedGradient):
+                elif not used or isinstance(parameter.grad, GuardedGradient):
                     parameter.grad = None
                 segment.has_gradient = False
         self.factors.clear()
+        self._is_changed = False
         lease, self.lease = self.lease, None
         if lease is not None:
             self.unit.engine.residency.gradients_closed(self)
@@ -215,9 +278,11 @@ class UnitGradients:
 
     def zero(self) -> None:
         """Fill the gradients with zeros and keep them (``zero_grad(set_to_none=False)``)."""
+        self.factors.clear()
+        self._is_changed = False
+        self.reconcile()
         if self.key:
             self.open().zero_()
-        self.factors.clear()
 
 
 def clip_grad_norm_(
@@ -255,6 +320,8 @@ def clip_grad_norm_(
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for tensor in clipped:
             _scale(tensor, factor)
+            if isinstance(tensor, TieredParameter):
+                tensor.segment.unit.gradients.note_clipped()
     return total
 
 

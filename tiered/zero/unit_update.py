@@ -14,8 +14,8 @@ from tiered.zero.update import Source
 if TYPE_CHECKING:
     from tiered.tiers.schedule import Schedule
     from tiered.zero.codec import Bucket
-    from tiered.zero.gradients import TakenGradients
     from tiered.zero.rules import Hyperparameters
+    from tiered.zero.taken_gradients import TakenGradients
     from tiered.zero.unit import Segment, Unit
     from tiered.zero.update import UpdatePipeline
 
