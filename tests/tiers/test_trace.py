@@ -1,6 +1,9 @@
 """The recorded order of use, with uses that another thread was promised; what is asked for ahead, beside what."""
 
+import random
 from collections.abc import Mapping
+
+import pytest
 
 from tiered.tiers.schedule import NextUsePolicy, Schedule
 from tiered.tiers.trace import Trace
@@ -136,3 +139,37 @@ def test_keys_that_were_handed_over_can_be_taken_back() -> None:
     schedule.hand_over([], unrecorded=["v"])
     schedule.take_back(["v"])
     assert list(schedule.trace.upcoming()) == ["u", "v"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_victim_is_the_first_of_those_that_are_expected_last(seed: int) -> None:
+    choice = random.Random(seed)
+    names = [f"key {i}" for i in range(12)]
+    trace = Trace(choice.choices(names[:9], k=20))
+    for _ in range(60):
+        trace.record(choice.choice(names[:10]))
+        if choice.random() < 0.3:
+            trace.promise(choice.sample(names[:11], 3))
+        if choice.random() < 0.3:
+            trace.kept(choice.choice(names[:11]))
+        if choice.random() < 0.05:
+            trace.end_step()
+        keys = choice.sample(names, 7)
+        distances = [trace.distance(key) for key in keys]
+        assert trace.farthest(keys) == (keys[distances.index(max(distances))], max(distances))
+
+
+def test_no_key_is_looked_at_behind_one_that_is_not_expected() -> None:
+    keys = iter(["a", "other 0", "other 1", "b"])
+    assert Trace(["a", "b"]).farthest(keys)[0] == "other 0"
+    assert next(keys) == "other 1"
+
+
+def test_uses_that_no_step_follows_are_forgotten_in_the_end() -> None:
+    trace = Trace(["a", "b"])
+    for _ in range(200_000):
+        trace.record("a")
+        trace.record("b")
+    assert len(trace._recorded) <= (1 << 16) + 1
+    trace.end_step()
+    assert sum(1 for _ in trace.upcoming()) <= (1 << 16) + 1

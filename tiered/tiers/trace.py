@@ -12,6 +12,8 @@ from itertools import islice
 
 __all__ = ["Trace"]
 
+_MOST_STEPS = 8  # a step is not so much longer than the one before
+_MOST_USES = 1 << 16  # nor than this, where nothing is expected
 _NUM_FIRST = 4
 """Promised keys that come before anything else: one unit's parameters, gradients and what is read ahead for them."""
 
@@ -106,11 +108,25 @@ class Trace:
             return self._distance(key)
 
     def farthest(self, keys: Iterable[str]) -> tuple[str | None, int]:
-        """Return which of ``keys`` is expected last, the first of several, and its distance; (None, -1) for no keys."""
+        """Return which of ``keys`` is expected last, the first of several, and its distance; (None, -1) for no keys.
+
+        Looks at no key behind the first one that is not expected at all: a million keys of others cost nothing.
+        """
         farthest, found = -1, None
         with self._lock:
+            positions, promised, cursor = self._positions, self._promised, self._cursor
+            border, num_expected, num_promised = self._first_waiting(), len(self._expected), len(self._promised)
+            num_first = min(num_promised, _NUM_FIRST)
             for key in keys:
-                distance = self._distance(key)
+                if key in promised:
+                    distance = self._distance(key)
+                elif not (uses := positions.get(key)):
+                    return key, self._never()
+                elif uses[-1] < cursor:
+                    distance = uses[0] + num_expected - cursor + num_promised
+                else:
+                    at = uses[bisect_left(uses, cursor)]
+                    distance = at - cursor + (num_promised if at >= border else num_first)
                 if distance > farthest:
                     farthest, found = distance, key
         return found, farthest
@@ -118,6 +134,10 @@ class Trace:
     def _record(self, key: str) -> None:
         if self._recorded and self._recorded[-1] == key:
             return
+        if len(self._recorded) > max(_MOST_USES, _MOST_STEPS * len(self._expected)):
+            del self._recorded[
+                : len(self._recorded) // 2
+            ]  # forwards that no step follows
         self._recorded.append(key)
         positions = self._positions.get(key)
         if positions:
@@ -149,6 +169,7 @@ class Trace:
 
     def _promise(self, key: str) -> None:
         self._num_promises += 1
+        self._promised.pop(key, None)  # order: a key that is promised again goes to the end
         self._promised[key] = self._num_promises
         self._border = None
 
@@ -170,12 +191,16 @@ class Trace:
     def _expected_distance(self, key: str) -> int:
         positions = self._positions.get(key)
         if not positions:
-            return 2 * len(self._expected) + self._num_promises + 1
+            return self._never()
         index = bisect_left(positions, self._cursor)
         if index < len(positions):
             at, num_before = positions[index], len(self._promised)
             return at - self._cursor + (num_before if at >= self._first_waiting() else min(num_before, _NUM_FIRST))
         return positions[0] + len(self._expected) - self._cursor + len(self._promised)
+
+    def _never(self) -> int:
+        """Return the distance of a key that is not expected: more than any other."""
+        return 2 * len(self._expected) + self._num_promises + 1
 
     def _expect(self, uses: Sequence[str]) -> None:
         self._border = None
