@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from tiered.errors import UsageError
 from tiered.zero.placeholder import placeholder
@@ -103,6 +104,8 @@ class TieredParameter(nn.Parameter):
             raise UsageError(f"parameter {first.segment.name}: refused {_FORBIDDEN[func]}")
         if _is_no_op(func, args, kwargs):
             return first
+        if func in _BACKWARDS and _is_about_places(args, kwargs):
+            return _run_from_edges(func, args, kwargs)
         with ExitStack() as stack:
             for parameter in parameters:
                 stack.enter_context(parameter.segment.unit.engine.access(parameter.segment, func, args, kwargs))
@@ -139,6 +142,7 @@ class TieredParameter(nn.Parameter):
     _use_count = _refuse  # all that torch.utils.swap_tensors asks before it swaps
 
 
+_BACKWARDS = {torch.autograd.backward, torch.autograd.grad}
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -219,6 +223,30 @@ def _frozen_as_tensors(value: Any) -> Any:
     if type(value) is dict:
         return {key: _frozen_as_tensors(item) for key, item in value.items()}
     return value
+
+
+def _is_about_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether parameters say where a backward ends, and no more: torch needs no values of them for that."""
+    inputs = [*args[1:2], kwargs.get("inputs")]
+    num_others = sum(1 for _ in _find((args[:1], args[2:], [v for k, v in kwargs.items() if k != "inputs"])))
+    with without_dispatch():
+        is_refused = any(not parameter.requires_grad for parameter in _find(inputs))
+    return not num_others and not is_refused and not kwargs.get("materialize_grads")
+
+
+def _run_from_edges(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a backward that was given parameters with their places in the graph instead.
+
+    The parameters would be in use, and their units leased, as long as it runs; and what it recomputes needs dispatch.
+    """
+
+    def edges(values: Any) -> Any:
+        with without_dispatch():
+            return tuple(get_gradient_edge(v) if isinstance(v, TieredParameter) else v for v in values)
+
+    if len(args) > 1:
+        return func(args[0], edges(args[1]), *args[2:], **kwargs)
+    return func(*args, **kwargs | {"inputs": edges(kwargs["inputs"])})
 
 
 def _is_no_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
