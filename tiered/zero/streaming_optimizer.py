@@ -198,7 +198,7 @@ class StreamingOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients (or zero them)."""
+        """Drop all gradients, or zero those that there are: after ``step`` there are none of sharded parameters."""
         for engine in self._engines:
             engine.zero_grad(set_to_none=set_to_none)
         for segment in self._plain.segments if self._plain is not None else ():
