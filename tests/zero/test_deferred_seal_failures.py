@@ -26,6 +26,7 @@ from tiered.bytes import endings
 from tiered.bytes.device.simulated_disk import SimulatedDisk
 from tiered.errors import CapacityError, DeviceError, StepAbandonedError
 from tiered.units import MiB
+from tiered.zero.unit_update import UnitUpdate
 
 
 def assert_goes_on_from_the_first_generation(r: Pending) -> None:
@@ -70,6 +71,54 @@ def test_a_seal_that_fails_is_raised_by_the_next_call(surface: str) -> None:
         with pytest.raises(StepAbandonedError, match=r"its commit failed: .*free"):
             r.session.run_step(2)
         assert_goes_on_from_the_first_generation(r)
+
+
+@pytest.mark.parametrize("is_told_by", ["forward", "rollback"])
+def test_what_is_dropped_and_cannot_be_ended_ends_neither_the_worker_nor_the_others(
+    is_told_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = UnitUpdate.end
+
+    def fail(update: UnitUpdate) -> str:
+        if update.unit.name == "blocks.1":
+            raise DeviceError("another")
+        return end(update)
+
+    with pending(wait=True) as r:
+        r.device.hold = r.reads_of("blocks.0")
+        r.session.run_step(2)
+        r.store.commit({"step": 3}, wait=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(UnitUpdate, "end", fail)
+            r.fail_what_is_held(DeviceError("injected"))
+            assert r.worker._last_thread is not None
+            r.worker._last_thread.join()
+        assert r.worker._thread is None
+        with pytest.raises(DeviceError, match="injected"):
+            SURFACES[is_told_by](r)
+        r.store.rollback()
+        del r.session.trained.losses[2:]
+        r.session.run_step(2)
+        assert_same(r.session.collect(), expected(3))
+
+
+def test_an_interrupted_rollback_lets_no_step_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pending(wait=True) as r:
+        r.session.run_step(2)
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(r.worker, "wait_for_all", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                r.store.rollback()
+        with pytest.raises(StepAbandonedError, match="rollback"):
+            r.session.run_step(3)
+        r.store.rollback()
+        del r.session.trained.losses[2:]
+        r.session.run_step(2)
+        assert_same(r.session.collect(), expected(3))
 
 
 def test_close_reports_what_failed_and_the_generation_before_is_there() -> None:

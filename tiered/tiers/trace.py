@@ -135,9 +135,7 @@ class Trace:
         if self._recorded and self._recorded[-1] == key:
             return
         if len(self._recorded) > max(_MOST_USES, _MOST_STEPS * len(self._expected)):
-            del self._recorded[
-                : len(self._recorded) // 2
-            ]  # forwards that no step follows
+            del self._recorded[: len(self._recorded) // 2]  # forwards that no step follows
         self._recorded.append(key)
         positions = self._positions.get(key)
         if positions:

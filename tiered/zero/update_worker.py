@@ -7,11 +7,12 @@ nothing of a unit that it handed over before it has waited for it. To the store 
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from tiered.zero.unit_update import UnitUpdate
 
 __all__ = ["UpdateWorker"]
+
+_log = logging.getLogger("tiered")
 
 _LOOK_AGAIN_S = 0.01  # short against any swap, long against the price of looking
 _STAND_BACK_S = 0.1  # long enough for somebody who waits for memory to take what was given up
@@ -173,11 +176,14 @@ class UpdateWorker:
             self._queue.clear()
             self._is_cancelled = True
             self._condition.notify_all()
-        for update in queued:
-            self._end(update)
-        self.failure = None
-        self._wait(lambda: self._running is None, "")
-        self.wait_for_all()
+        try:
+            self._drop(queued)
+            self.failure = None
+            self._wait(lambda: self._running is None, "")
+            self.wait_for_all()
+        except BaseException:  # an interrupt: updates go on being dropped, so no step may begin
+            self.abandon("what was pending was being dropped, and that was interrupted")
+            raise
         self.failure = None
         self._is_cancelled = False
 
@@ -346,8 +352,18 @@ class UpdateWorker:
             if error is not None or not is_update:
                 self._conclusion = None
             self._condition.notify_all()
-        for update in dropped:
-            self._end(update)
+        self._drop(dropped)
+
+    def _drop(self, updates: Iterable[UnitUpdate]) -> None:
+        """End updates that will not run. One whose gradients cannot be deleted now leaves them for later."""
+        for update in updates:
+            try:
+                self._end(update)
+            except Exception as error:  # order: the others must be ended, and what is being told of goes before
+                # Lifetime: a log may be kept, and the update must not: it has leases.
+                _log.warning("%s was dropped, its gradients are deleted later: %s", repr(update), str(error))
+                with self._condition:
+                    self._leftovers.append(update.gradients.key)
 
     def _end(self, update: UnitUpdate) -> None:
         key = update.end()
