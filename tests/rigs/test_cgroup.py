@@ -58,6 +58,26 @@ def test_a_store_whose_process_the_kernel_kills_for_memory_holds_its_last_commit
         assert torch.equal(store["a"], torch.arange(3_000_000))
 
 
+WRITER = """
+import sys, time, torch, tiered
+with tiered.Store(sys.argv[1], dram="16MiB") as store:
+    start = time.monotonic()
+    store["a"] = torch.arange(500_000)  # 4 MB
+    store.commit({"step": 1})
+    store.commit({"step": 2, "seconds": time.monotonic() - start})
+"""
+
+
+@needs("blkio cgroup")
+def test_a_store_on_a_slow_drive_commits_and_takes_its_time(a_room: Room) -> None:
+    mount = Shutdown(a_room, "ext4").mounts[0]
+    with throttled(mount, bytes_per_s=4 * MiB) as group:
+        assert run_in(group, sys.executable, "-c", WRITER, str(mount / "run")) == 0
+    with Store(mount / "run", dram="16MiB") as store:
+        assert store.state["step"] == 2 and store.state["seconds"] > 0.5  # one, less what it lets pass at first
+        assert torch.equal(store["a"], torch.arange(500_000)) and store.verify().is_clean
+
+
 @needs("blkio cgroup")
 def test_writes_through_a_throttle_take_their_time(a_room: Room) -> None:
     mount = Shutdown(a_room, "ext4").mounts[0]

@@ -74,10 +74,10 @@ def assert_intact(place: Path, engine: str) -> None:
         store.commit({"generation": 2})
 
 
-def lose_a_commit(store: Store, kind: type[TieredError]) -> None:
-    """Commit in vain, twice."""
+def lose_a_commit(store: Store, kind: type[TieredError], words: str | None = None) -> None:
+    """Commit in vain, twice; both times the error says ``words``."""
     for _ in range(2):
-        with pytest.raises(kind):
+        with pytest.raises(kind, match=words):
             store["large"] = numbers(300 * KiB, 9)
             store.commit({"generation": 2})
     with pytest.raises(kind):
@@ -141,16 +141,39 @@ def test_a_bad_sector_is_reported_with_all_others_read_and_its_key_can_be_droppe
 
 
 @pytest.mark.parametrize(
-    "number, kind", [(errno.EIO, DeviceError), (errno.EROFS, DeviceError), (errno.ENOSPC, CapacityError)]
+    "number, kind, words",
+    [
+        (errno.EIO, DeviceError, "Input/output error"),
+        (errno.EROFS, DeviceError, "read-only"),
+        (errno.ENOSPC, CapacityError, "No space left on device.*free space there, or add a directory"),
+        (errno.EDQUOT, CapacityError, "quota exceeded.*free space there, or add a directory"),
+        (errno.EFBIG, CapacityError, "File too large"),
+    ],
 )
 def test_a_write_that_fails_loses_the_open_generation_only(
-    number: int, kind: type[TieredError], drive: Daemon, engine: str, place: Path
+    number: int, kind: type[TieredError], words: str, drive: Daemon, engine: str, place: Path
 ) -> None:
     store = opened(place, engine)
     fault(drive, "write", errno=number)
-    lose_a_commit(store, kind)
+    lose_a_commit(store, kind, words)
     assert len(drive.call("report")["hits"]) == 1  # not tried again
     store.close()
+    assert_intact(place, engine)
+
+
+def test_a_file_system_that_becomes_read_only_loses_the_open_generation_and_can_be_read(
+    drive: Daemon, engine: str, place: Path
+) -> None:
+    store = opened(place, engine)
+    calls = ("write", "fsync", "create", "unlink", "rename", "truncate", "fallocate", "mkdir")
+    always = {"file": "*", "kind": "errno", "errno": errno.EROFS, "count": 10**6}
+    drive.call("script", rules=[{"call": call, **always} for call in calls])
+    lose_a_commit(store, DeviceError, "read-only")
+    store.close()
+    with Store(place, dram="8MiB", engine="auto", mode="r") as reader:
+        assert reader.generation == 1 and (reader["large"] == numbers(300 * KiB)).all()
+        assert reader.verify().is_clean
+    drive.call("script", rules=[])
     assert_intact(place, engine)
 
 
