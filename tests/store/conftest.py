@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.store.catalogs import SqliteHome
 from tests.store.places import quick_directory
 from tests.store.rig import BUDGET_NBYTES, GatedStore, simulated_store
 from tiered.bytes.arena import Arena
@@ -26,6 +27,12 @@ def quick_path() -> Iterator[Path]:
 @pytest.fixture
 def disk() -> SimulatedDisk:
     return SimulatedDisk(capacity_nbytes=1 * MiB, can_lose_power=False)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> SqliteHome:
+    """The place of a catalog in a file."""
+    return SqliteHome(tmp_path)
 
 
 @pytest.fixture

@@ -208,6 +208,16 @@ class GatedStore:
         arena = Arena(self.budget_nbytes)
         self.store = Store._from_parts(arena, [self.device], self.catalog, deadline_s=self.deadline_s)
 
+    def let_through(self, action: Callable[[Callable[[], None]], None]) -> None:
+        """Run ``action(done)`` in a thread, which calls ``done`` only once the device is open; return at its end."""
+        done = threading.Event()
+        thread = threading.Thread(target=lambda: action(done.set))
+        thread.start()
+        assert not done.is_set()
+        self.device.open()
+        thread.join(WAIT_S)
+        assert done.is_set()
+
     def close(self) -> None:
         """Let everything go on, and close, whatever state the store is in."""
         self.device.fail = lambda operation: None

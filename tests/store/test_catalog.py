@@ -33,11 +33,6 @@ def home(request, tmp_path):
     return request.param(tmp_path)
 
 
-@pytest.fixture
-def file(tmp_path):
-    return SqliteHome(tmp_path)
-
-
 def test_new_catalog_is_empty(home):
     with closing(home.create()) as catalog:
         assert loaded(catalog) == (ROOT, [])

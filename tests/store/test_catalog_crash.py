@@ -22,11 +22,6 @@ from tiered.errors import CapacityError, CorruptionError, DeadlineError, DeviceE
 from tiered.store.simulated_catalog import SimulatedCatalog
 
 
-@pytest.fixture
-def file(tmp_path):
-    return SqliteHome(tmp_path)
-
-
 def test_leftovers_of_a_crashed_creation_are_replaced(file, tmp_path):
     file.create().close()
     journal = b"stale journal of another catalog"

@@ -24,11 +24,6 @@ from tiered.store.simulated_catalog import SimulatedCatalog
 from tiered.store.sqlite_file import connect, make_durable, translated
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> SqliteHome:
-    return SqliteHome(tmp_path)
-
-
 class Passing:
     """A connection that a test can stand between."""
 

@@ -201,24 +201,19 @@ def test_a_writer_waits_until_its_sealed_bytes_have_landed(gated: GatedStore) ->
     store.commit(wait=False)
     assert gated.device.has_held.wait(WAIT_S)
     assert torch.equal(store["a"], numbers(PAGE, 1))  # readers do not wait
-    done = threading.Event()
 
-    def write() -> None:
+    def write(done: Callable[[], None]) -> None:
         with store.lease("a", "rw") as view:
             view.zero_()
-        done.set()
+        done()
 
-    thread = threading.Thread(target=write)
-    thread.start()
-    assert not done.is_set()
-    gated.device.open()
-    thread.join(WAIT_S)
-    assert done.is_set()
+    gated.let_through(write)
     store.rollback()
     assert torch.equal(store["a"], numbers(PAGE, 1))
 
 
-def test_a_third_set_is_never_written(gated: GatedStore) -> None:
+def with_both_sets_in_use(gated: GatedStore) -> Store:
+    """Return the store with one set of "a" committed and another sealed, whose commit waits for the catalog."""
     store = gated.store
     store["a"] = numbers(4 * PAGE, 1)
     store.commit()
@@ -226,7 +221,12 @@ def test_a_third_set_is_never_written(gated: GatedStore) -> None:
     gated.catalog.may_apply.clear()
     store.commit(wait=False)
     assert gated.catalog.reached.wait(WAIT_S)
-    store["a"] = numbers(4 * PAGE, 3)  # in DRAM: the committed and the sealed set are both in use
+    return store
+
+
+def test_a_third_set_is_never_written(gated: GatedStore) -> None:
+    store = with_both_sets_in_use(gated)
+    store["a"] = numbers(4 * PAGE, 3)  # in DRAM
     store.working_set.swap_out(["a"])
     assert store.statistics().used_bytes == 8 * PAGE
     assert store.records()[0].residency == "dirty"
@@ -239,13 +239,7 @@ def test_a_third_set_is_never_written(gated: GatedStore) -> None:
 
 
 def test_memory_is_had_by_waiting_for_the_commit_that_blocks_a_write(gated: GatedStore) -> None:
-    store, full = gated.store, gated.budget_nbytes
-    store["a"] = numbers(4 * PAGE, 1)
-    store.commit()
-    store["a"] = numbers(4 * PAGE, 2)
-    gated.catalog.may_apply.clear()
-    store.commit(wait=False)
-    assert gated.catalog.reached.wait(WAIT_S)
+    store, full = with_both_sets_in_use(gated), gated.budget_nbytes
     store["a"] = numbers(4 * PAGE, 3)
     got: list[object] = []
     thread = threading.Thread(target=lambda: got.append(store.working_set.reserve(full)))

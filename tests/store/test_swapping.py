@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -47,20 +48,14 @@ def test_a_writer_waits_for_the_write_in_flight_and_readers_do_not(gated: GatedS
     gated.store.working_set.swap_out(["a"])
     assert gated.device.has_held.wait(WAIT_S)
     assert read_key(gated.store.working_set, "a") == 1
-    leased = threading.Event()
 
-    def change() -> None:
+    def change(leased: Callable[[], None]) -> None:
         lease = gated.store.working_set.lease("a", "rw")
-        leased.set()
+        leased()
         lease.tensor.fill_(2)
         lease.release()
 
-    thread = threading.Thread(target=change)
-    thread.start()
-    assert not leased.is_set()
-    gated.device.open()
-    thread.join(WAIT_S)
-    assert leased.is_set()
+    gated.let_through(change)
     assert read_key(gated.store.working_set, "a") == 2
 
 
