@@ -61,7 +61,7 @@ class FaultyRing(Ring):
         self._device = device
         self._is_real = True
         self._fds: dict[int, int] = {}
-        self._faked: queue.SimpleQueue[tuple[int, int, int]] = queue.SimpleQueue()
+        self._faked: queue.SimpleQueue[tuple[threading.Thread, tuple[int, int, int]]] = queue.SimpleQueue()
 
     def set_file(self, slot: int, fd: int) -> None:
         self._fds[slot] = fd
@@ -80,7 +80,7 @@ class FaultyRing(Ring):
                 result = call(self._fds[file], memory, offset)
             except OSError as error:
                 result = -(error.errno or 0)
-            self._faked.put((tag, result, 0))
+            self._faked.put((threading.current_thread(), (tag, result, 0)))
             os.eventfd_write(self._device._wake_fd, 1)
 
         threading.Thread(target=carry_out, name="fault", daemon=True).start()  # no process waits for a hung one
@@ -92,7 +92,9 @@ class FaultyRing(Ring):
     def completions(self) -> list[tuple[int, int, int]]:
         found = super().completions()
         while not self._faked.empty():
-            found.append(self._faked.get())
+            thread, completion = self._faked.get()
+            thread.join()  # order: it must not wake a device that is closed by then, nor be taken for a leak
+            found.append(completion)
         return found
 
 
