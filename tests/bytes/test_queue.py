@@ -70,12 +70,15 @@ def test_prefetch_and_writes_have_budgets_of_their_own() -> None:
         assert 32 * MiB <= in_flight_nbytes(flights, io_class) <= 256 * MiB
 
 
-@pytest.mark.parametrize(("gb_per_s", "mib"), [(1, 32), (4, 76), (50, 128)])
-def test_a_budget_is_what_the_drive_moves_in_20_ms(gb_per_s: float, mib: int) -> None:
+@pytest.mark.parametrize(
+    ("io_class", "gb_per_s", "mib"),
+    [(WRITE, 1, 32), (WRITE, 4, 76), (WRITE, 50, 128), (PREFETCH, 1, 64), (PREFETCH, 4, 76), (DEMAND, 1, 64)],
+)
+def test_a_budget_is_what_the_drive_moves_in_20_ms(io_class: IOClass, gb_per_s: float, mib: int) -> None:
     queue = IOQueue(256)
     now = NOW
     for _ in range(4):
-        queue.put([operation(WRITE, MiB) for _ in range(256)])
+        queue.put([operation(io_class, MiB) for _ in range(256)])
         flights = take_all(queue, now)
         for _ in range(128):
             now += MiB / (gb_per_s * 1e9)
@@ -85,8 +88,8 @@ def test_a_budget_is_what_the_drive_moves_in_20_ms(gb_per_s: float, mib: int) ->
             now += MiB / (gb_per_s * 1e9)
             queue.done([flight], now)
         assert queue.num_in_flight == 0
-    queue.put([operation(WRITE, MiB) for _ in range(256)])
-    assert in_flight_nbytes(take_all(queue, now), WRITE) // MiB == mib
+    queue.put([operation(io_class, MiB) for _ in range(256)])
+    assert in_flight_nbytes(take_all(queue, now), io_class) // MiB == mib
 
 
 def test_one_operation_of_a_class_may_always_go_however_large() -> None:

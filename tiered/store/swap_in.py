@@ -21,7 +21,7 @@ from tiered.units import MiB
 
 __all__ = ["SwapIn"]
 
-_AHEAD_NBYTES = 128 * MiB  # for each device: as much as its queue ever has in flight of a class
+_AHEAD_NBYTES = 256 * MiB  # for each device: twice what it ever has in flight, for when all of that completes at once
 
 
 class SwapIn:

@@ -17,6 +17,7 @@ __all__ = ["CALM_NBYTES", "IOQueue"]
 _WRITE = IOClass.WRITE  # an enum's member is looked up slowly
 _AHEAD_S = 0.02  # a busy Python thread keeps the interpreter's lock for 5 ms, a busy machine for longer
 _LEAST_NBYTES, _MOST_NBYTES = 32 * MiB, 128 * MiB
+_LEAST_READ_NBYTES = 64 * MiB  # a drive may complete half of that at once: then it has the other half
 _SAMPLE_NBYTES = 64 * MiB
 _PAUSE_S = 0.02  # a shorter one is the drive's, or the interpreter's, and counts
 _CALM_S = 0.1
@@ -28,9 +29,10 @@ class IOQueue:
     """Operations in three classes; the most urgent one that its class's budget admits goes first, then the oldest.
 
     An operation is queued, in flight (between ``take`` and ``done``), or not known here. The bytes of a class in flight
-    stay within its budget: what it moved in 20 ms when last seen, between 32 and 128 MiB; but one operation of a class
-    may always be in flight, however large. ``num_slots`` operations may be in flight in all, the last two only for a
-    class that has fewer than two in flight: so neither small writes nor small read-ahead can occupy every slot.
+    stay within its budget: what it moved in 20 ms when last seen, between 32 (reads: 64) and 128 MiB; but one operation
+    of a class may always be in flight, however large. ``num_slots`` operations may be in flight in all, the last two
+    only for a class that has fewer than two in flight: so neither small writes nor small read-ahead can occupy every
+    slot.
 
     While somebody waits for a read, and 0.1 s after, writes are calm: one at a time, and ``most_nbytes`` of it at once,
     so that a demand read never queues behind more than 1 MiB of writes.
@@ -142,7 +144,8 @@ class _Lane:
         """Let the budget follow the ``nbytes`` that ended ``now``."""
         bytes_per_s = self.sample.add(nbytes, now)
         if bytes_per_s is not None:
-            self.budget = min(max(int(bytes_per_s * _AHEAD_S), _LEAST_NBYTES), _MOST_NBYTES)
+            least = _LEAST_NBYTES if self.is_write else _LEAST_READ_NBYTES
+            self.budget = min(max(int(bytes_per_s * _AHEAD_S), least), _MOST_NBYTES)
 
 
 class _Sample:
