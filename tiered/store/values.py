@@ -14,6 +14,7 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import aligned_memory, copy_flat, empty_aligned
 from tiered.errors import UsageError
+from tiered.store.arrival import Arrival
 from tiered.store.entry import INLINE_NBYTES, Residency, Spec
 from tiered.store.get_batches import GetBatches
 from tiered.store.put_batches import PutBatches, Source
@@ -109,6 +110,12 @@ class Values:
                 with contextlib.closing(direct):
                     direct.wait()
             return result
+        arrival = Arrival.begin(self._working_set, key) if target.type == "cpu" else None
+        if arrival is not None:
+            with contextlib.closing(arrival):
+                result = _result(arrival.spec, key, out, target)
+                if arrival.copy_to(_flat(result)):
+                    return result
         lease = self._working_set.lease(key, "r")
         try:
             result = _result(Spec(lease.tensor.dtype, tuple(lease.tensor.shape)), key, out, target)
