@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import mmap
+import resource
 import weakref
 
 import pytest
 import torch
 
 from tiered.bytes.arena import Arena
-from tiered.bytes.host_tensor import aligned_memory, copy_flat, empty_aligned
+from tiered.bytes.host_tensor import aligned_memory, copy_flat, empty_aligned, populate
 from tiered.units import KiB, MiB
 
 
@@ -52,6 +53,18 @@ def test_only_aligned_tensors_in_dram_have_aligned_memory() -> None:
     assert aligned_memory(tensor[:-1], 4096) is None
     assert aligned_memory(tensor[:0], 4096) is None
     assert aligned_memory(torch.empty(4096, dtype=torch.uint8, device="meta"), 4096) is None
+
+
+def test_pages_are_made_before_they_are_touched_and_keep_what_they_hold() -> None:
+    pages = mmap.mmap(-1, MiB)
+    pages[: mmap.PAGESIZE] = bytes([7]) * mmap.PAGESIZE
+    populate(memoryview(pages))
+    num_faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for place in range(mmap.PAGESIZE, MiB, mmap.PAGESIZE):
+        pages[place] = 1
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - num_faults < 64
+    assert pages[: mmap.PAGESIZE] == bytes([7]) * mmap.PAGESIZE
+    populate(memoryview(bytearray(5000)))  # not aligned: the kernel refuses, and it is only a hint
 
 
 def test_copies_go_both_ways() -> None:

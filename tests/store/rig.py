@@ -91,6 +91,15 @@ def assert_holds(store: Store, values: dict[str, torch.Tensor]) -> None:
         assert torch.equal(store[name], value), name
 
 
+def await_true(is_so: Callable[[], bool]) -> None:
+    """Return when ``is_so()``: for what another thread does and tells nobody."""
+    for _ in range(int(WAIT_S / 0.001)):
+        if is_so():
+            return
+        threading.Event().wait(0.001)
+    raise AssertionError("it did not come to pass")
+
+
 class GatedDevice(Device):
     """Another device, whose operations a test can hold up, fail and watch.
 

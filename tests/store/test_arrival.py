@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
 
-from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store
+from tests.store.rig import WAIT_S, GatedDevice, await_true, numbers, simulated_store
 from tiered.bytes.device.base import Operation
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import ClosedError, CorruptionError, DeadlineError, DeviceError
@@ -69,14 +69,6 @@ class Rig:
 def extent_of(store: Store, key: str):  # type: ignore[no-untyped-def]
     (extent,) = store.working_set.records.entries[key].row.extents  # type: ignore[union-attr]
     return extent
-
-
-def await_true(is_so: Callable[[], bool]) -> None:
-    for _ in range(int(WAIT_S / 0.001)):
-        if is_so():
-            return
-        threading.Event().wait(0.001)
-    raise AssertionError("it did not come to pass")
 
 
 @pytest.fixture

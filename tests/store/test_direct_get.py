@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store, written
+from tests.store.rig import WAIT_S, GatedDevice, await_true, numbers, simulated_store, written
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.bytes.host_tensor import empty_aligned
 from tiered.errors import CorruptionError, DeadlineError, DeviceError
+from tiered.store import streaming
+from tiered.store.checksum import BLOCK_NBYTES
 from tiered.store.store import Store
 from tiered.units import MiB
 
@@ -86,7 +89,61 @@ def test_bytes_that_are_being_read_stay_until_the_read_has_ended() -> None:
     store.commit()
     assert store.statistics().used_bytes == used
     gate.open()
-    assert store.statistics().used_bytes == 0
+    await_true(lambda: store.statistics().used_bytes == 0)
+    store.close()
+
+
+def test_get_many_has_several_tensors_on_their_way() -> None:
+    disk = SimulatedDisk(capacity_nbytes=64 * MiB, can_lose_power=False)
+    store, gate = gated_store(disk)
+    values = {name: numbers(9 * MiB, seed) for seed, name in enumerate("abc")}
+    store.put_many(values)
+    store.commit()
+    gate.hold = lambda operation: not operation.is_write
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(store.get_many, "abc")
+        await_true(lambda: len(gate.held) == 9)  # blocks of 4, 4 and 1 MiB each
+        gate.held.reverse()
+        gate.open()
+        assert all(torch.equal(found.result(WAIT_S)[name], value) for name, value in values.items())
+    assert store.working_set.statistics().arena_bytes == 0
+    store.close()
+
+
+def test_a_get_of_more_than_may_be_on_its_way_starts_the_rest_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "_DIRECT_NBYTES", 2 * BLOCK_NBYTES)
+    disk = SimulatedDisk(capacity_nbytes=64 * MiB, can_lose_power=False)
+    store, gate = gated_store(disk)
+    store["a"] = value = numbers(5 * BLOCK_NBYTES + 1)
+    store.commit()
+    gate.hold = lambda operation: not operation.is_write
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(store.__getitem__, "a")
+        for _ in range(4):
+            await_true(lambda: len(gate.held) == 2)
+            gate.device.submit([gate.held.pop()])
+        gate.open()
+        assert torch.equal(found.result(WAIT_S), value)
+    store.close()
+
+
+def test_memory_and_stream_outlive_a_get_that_failed() -> None:
+    disk = SimulatedDisk(capacity_nbytes=64 * MiB, can_lose_power=False)
+    store, gate = gated_store(disk)
+    store["a"] = value = numbers(9 * MiB)
+    store.commit()
+    place = store.working_set.records.entries["a"].row.extents[0].offset  # type: ignore[union-attr]
+    gate.fail = lambda operation: DeviceError("no such block") if operation.offset == place + 2 * BLOCK_NBYTES else None
+    gate.hold = lambda operation: not operation.is_write
+    with pytest.raises(DeviceError, match="no such block"):
+        store["a"]
+    assert store.working_set.space.is_streaming(store.records()[0].extents)
+    for operation in gate.held:  # the result is gone, its memory is not
+        operation.memory[:] = bytes(len(operation.memory))
+    gate.fail = lambda operation: None
+    gate.open()
+    await_true(lambda: not store.working_set.space.is_streaming(store.records()[0].extents))
+    assert torch.equal(store["a"], value)
     store.close()
 
 
@@ -106,5 +163,5 @@ def test_a_failed_read_and_a_damaged_block_end_the_stream() -> None:
     assert all(torch.equal(store[name], value) for name, value in values.items())
     store.clear()
     store.commit()
-    assert store.statistics().used_bytes == 0
+    await_true(lambda: store.statistics().used_bytes == 0)
     store.close()

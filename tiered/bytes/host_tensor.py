@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 
 import torch
@@ -10,9 +11,10 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.units import MiB, round_up
 
-__all__ = ["aligned_memory", "copy_flat", "empty_aligned"]
+__all__ = ["aligned_memory", "copy_flat", "empty_aligned", "populate"]
 
 _HUGE_PAGE_NBYTES = 2 * MiB
+_MADV_POPULATE_WRITE = 23  # <asm-generic/mman-common.h>, Linux 5.14
 
 
 def empty_aligned(nbytes: int, alignment: int) -> tuple[torch.Tensor, memoryview]:
@@ -28,6 +30,21 @@ def empty_aligned(nbytes: int, alignment: int) -> tuple[torch.Tensor, memoryview
     start = -torch.frombuffer(pages, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE_NBYTES
     tensor = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=start)
     return tensor, memoryview(pages)[start : start + size]
+
+
+def populate(memory: memoryview) -> None:
+    """Have the kernel make the pages of ``memory``, page-aligned, in this thread: a read would do it in the device's.
+
+    Only a hint: where the kernel refuses, the first touch makes them. Contents do not change.
+    """
+    _libc().madvise(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), _MADV_POPULATE_WRITE)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
 
 
 def aligned_memory(flat: torch.Tensor, alignment: int) -> memoryview | None:

@@ -6,6 +6,7 @@ Nothing becomes resident. A stream keeps the extents it reads as they are until 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,20 +15,24 @@ import torch
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
-from tiered.bytes.host_tensor import copy_flat
+from tiered.bytes.host_tensor import copy_flat, populate
 from tiered.errors import CorruptionError
 from tiered.store.checksum import BLOCK_NBYTES, DIGEST_NBYTES, num_blocks
 from tiered.store.deadline import Deadline
 from tiered.store.dealing import block_order
 from tiered.store.entry import Spec
+from tiered.store.recorder import Wait
 from tiered.store.row import Row
 from tiered.store.space import Space
 from tiered.store.transfer import Transfer
-from tiered.store.window import NUM_IN_FLIGHT, Window
+from tiered.store.window import Window
 from tiered.store.working_set import WorkingSet
 from tiered.store.write_back import Shortage
+from tiered.units import MiB
 
 __all__ = ["DirectGet", "Streams", "VerifyReport"]
+
+_DIRECT_NBYTES = 128 * MiB  # for each device: as much as it ever has in flight of a class
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,35 +182,45 @@ class Streams:
 class DirectGet:
     """A record on its way into memory of the caller's own: no buffer, no copy. Begun on a stream, which it ends.
 
-    ``close`` it in any case. Blocks are started a few at a time: a drive that has all at once completes all at the end.
+    ``close`` it in any case. The memory belongs to what is in flight on it until that completes, also past a deadline.
     """
 
-    def __init__(self, working_set: WorkingSet, row: Row, memory: memoryview) -> None:
-        """``memory`` is aligned and holds the row rounded up to the alignment; it is kept alive until all is done."""
+    def __init__(self, working_set: WorkingSet, row: Row, memory: memoryview, *, is_new: bool) -> None:
+        """``memory`` is aligned and holds the row rounded up to the alignment; it is kept alive until all is done.
+
+        ``is_new``: nobody has touched it. Then the caller's thread has its pages made, each block's before its read.
+        """
         self._working_set = working_set
         self._row = row
         self._memory = memory
-        self._left = iter(block_order([(extent.device, extent.nbytes) for extent in row.extents]))
-        self._most = NUM_IN_FLIGHT * len(working_set.space.devices)
-        self._flying: deque[Transfer] = deque()  # oldest first
+        self._is_new = is_new
+        self._left = deque(block_order([(extent.device, extent.nbytes) for extent in row.extents]))
+        self._most = _DIRECT_NBYTES // BLOCK_NBYTES * len(working_set.space.devices)
         self._num_flying = 0
+        self._error: Exception | None = None  # the first
         self._is_closed = False
         self._start_more()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the record."""
+        return self._row.nbytes
+
     def wait(self) -> None:
-        """Wait for all bytes and check them. Raises CorruptionError, DeviceError, DeadlineError."""
-        working_set = self._working_set
-        while self._flying:
-            transfer = self._flying.popleft()
-            if not transfer.is_done:
-                deadline = Deadline(f"get of {self._row.name!r}", working_set.deadline_s)
-                with working_set.condition:
-                    while not transfer.is_done:
-                        deadline.wait(working_set.condition, self._num_flying)
+        """Wait until all bytes are there and checked. Raises CorruptionError, DeviceError, DeadlineError."""
+        condition = self._working_set.condition
+        deadline = Deadline(f"get of {self._row.name!r}", self._working_set.deadline_s)
+        while self._num_flying or self._left:
             self._start_more()
-            transfer.check()  # while the blocks behind it arrive
-            if transfer.error is not None:
-                raise transfer.error
+            begun_s = time.monotonic()
+            with condition:
+                while self._num_flying and not self._is_due():
+                    deadline.wait(condition, self._num_flying)
+            self._working_set.recorder.waited(Wait.READ, self._row.name, begun_s)
+            if self._error is not None:
+                raise self._error
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """Start nothing more; the stream ends when nothing is in flight. Does not block."""
@@ -214,27 +229,31 @@ class DirectGet:
             if not self._num_flying:
                 self._end()
 
+    def _is_due(self) -> bool:
+        """Whether the caller has something to do while blocks are in flight."""
+        return self._error is not None or (bool(self._left) and self._num_flying <= self._most // 2)
+
     def _start_more(self) -> None:
-        while self._num_flying < self._most:
-            block = next(self._left, None)
-            if block is None:
-                return
+        while self._left and self._num_flying < self._most and self._error is None:
+            block = self._left.popleft()
             memory = self._memory[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES]
+            if self._is_new:
+                populate(memory)
             transfer = self._working_set.space.transfer(
-                self._row, memory, IOClass.DEMAND, self._done, first_block=block, is_checked_by_owner=True
+                self._row, memory, IOClass.DEMAND, self._done, first_block=block
             )
-            self._flying.append(transfer)
             with self._working_set.condition:
                 self._num_flying += 1
             transfer.start()
 
     def _done(self, transfer: Transfer) -> None:
         with self._working_set.condition:
-            transfer.is_done = True
             self._num_flying -= 1
+            self._error = self._error or transfer.error
             if self._is_closed and not self._num_flying:
                 self._end()
-            self._working_set.condition.notify_all()
+            if not self._num_flying or self._is_due():  # each wake-up costs more than the block's digest
+                self._working_set.condition.notify_all()
 
     def _end(self) -> None:
         self._working_set.space.end_stream(self._row.extents)

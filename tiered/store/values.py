@@ -27,7 +27,7 @@ from tiered.units import MiB
 __all__ = ["Values"]
 
 _NUM_AHEAD = 64  # keys that get_many prefetches
-_NUM_DIRECT = 1  # tensors that get_many reads past the working set while it waits for another
+_AHEAD_NBYTES = 64 * MiB  # for each device: what get_many reads past the working set while it waits for a tensor
 _DIRECT_NBYTES = MiB  # smaller tensors are not worth pages of their own
 _OWN_PAGES_NBYTES = 32 * MiB  # from here on malloc maps new pages for each tensor too, but small ones: slow to touch
 
@@ -135,6 +135,7 @@ class Values:
                     raise KeyError(name)
         others = self._get_batches.get(names, found)
         direct: deque[DirectGet] = deque()
+        ahead_nbytes, most_nbytes = 0, _AHEAD_NBYTES * len(self._working_set.space.devices)
         with contextlib.ExitStack() as stack:
             for i, name in enumerate(others):
                 if i % (_NUM_AHEAD // 2) == 0:
@@ -147,10 +148,12 @@ class Values:
                 if begun is not None:
                     stack.callback(begun.close)
                     direct.append(begun)
-                if len(direct) > _NUM_DIRECT:
+                    ahead_nbytes += begun.nbytes
+                while ahead_nbytes - (direct[0].nbytes if direct else 0) >= most_nbytes:
+                    ahead_nbytes -= direct[0].nbytes
                     direct.popleft().wait()
-            while direct:
-                direct.popleft().wait()
+            for begun in direct:
+                begun.wait()
         return found
 
     def _begin(self, row: Row, out: torch.Tensor | None, target: torch.device) -> tuple[torch.Tensor, DirectGet | None]:
@@ -163,11 +166,11 @@ class Values:
             spec = Spec.of(row)
             if out is None and target.type == "cpu" and row.nbytes >= _DIRECT_NBYTES:
                 flat, memory = empty_aligned(row.nbytes, alignment)
-                return flat.view(spec.dtype).view(spec.shape), DirectGet(self._working_set, row, memory)
+                return flat.view(spec.dtype).view(spec.shape), DirectGet(self._working_set, row, memory, is_new=True)
             result = _result(spec, row.name, out, target)
             own = aligned_memory(_flat(result), alignment)
             if own is not None:
-                return result, DirectGet(self._working_set, row, own)
+                return result, DirectGet(self._working_set, row, own, is_new=False)
         except BaseException:
             with self._condition:
                 self._working_set.space.end_stream(row.extents)
