@@ -12,14 +12,19 @@ import torch
 
 from tiered.store.checksum import BLOCK_NBYTES
 from tiered.store.deadline import Deadline
-from tiered.store.entry import Alias, Residency, Spec
+from tiered.store.entry import Alias, Entry, Residency, Spec
 from tiered.store.recorder import Wait
 from tiered.store.transfer import Transfer
 from tiered.store.working_set import WorkingSet
 
-__all__ = ["Arrival"]
+__all__ = ["Arrival", "is_worthwhile"]
 
 _LEAST_NBYTES = 2 * BLOCK_NBYTES  # with less there is nothing to overlap
+
+
+def is_worthwhile(entry: Entry) -> bool:
+    """Whether ``entry`` is a large tensor that has yet to arrive. Under the lock."""
+    return entry.nbytes >= _LEAST_NBYTES and entry.state in (Residency.ARRIVING, Residency.STORED)
 
 
 class Arrival:
@@ -48,20 +53,18 @@ class Arrival:
             residents.drain()
             working_set.room.raise_failure()
             entry = working_set.records.entries.get(key)
-            if entry is None or entry.nbytes < _LEAST_NBYTES:
+            if entry is None or not is_worthwhile(entry):
                 return None
             if entry.state is Residency.ARRIVING:
                 transfer = swap_in.arriving[entry]
                 is_own = swap_in.take_over(entry) is not None
-            elif entry.state is Residency.STORED:
+            else:
                 buffer = residents.take_nowait(working_set.space.round_up(entry.nbytes))
                 if buffer is None:
                     return None
                 begun = swap_in.begin(entry, residents.admit(entry, buffer))
                 assert begun is not None, f"{entry} has no blocks"
                 transfer, is_own = begun, True
-            else:
-                return None
             transfer.num_followers += 1
             arrival = cls(working_set, residents.open(entry, is_writer=False), transfer, entry.spec, is_own=is_own)
         if is_own:

@@ -14,7 +14,7 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import aligned_memory, copy_flat, empty_aligned
 from tiered.errors import UsageError
-from tiered.store.arrival import Arrival
+from tiered.store.arrival import Arrival, is_worthwhile
 from tiered.store.entry import INLINE_NBYTES, Residency, Spec
 from tiered.store.get_batches import GetBatches
 from tiered.store.put_batches import PutBatches, Source
@@ -98,7 +98,7 @@ class Values:
         if out is not None and device is not None and torch.device(device) != out.device:
             raise ValueError(f"get({key!r}): out is on {out.device}, device={device!r}; give one of them")
         target = torch.device("cpu" if device is None else device) if out is None else out.device
-        row = self._stored_row(key)
+        row, is_arriving = self._stored_row(key)
         if row is not None and row.inline is not None:
             result = _result(Spec.of(row), key, out, target)
             if row.nbytes:
@@ -110,7 +110,7 @@ class Values:
                 with contextlib.closing(direct):
                     direct.wait()
             return result
-        arrival = Arrival.begin(self._working_set, key) if target.type == "cpu" else None
+        arrival = Arrival.begin(self._working_set, key) if is_arriving and target.type == "cpu" else None
         if arrival is not None:
             with contextlib.closing(arrival):
                 result = _result(arrival.spec, key, out, target)
@@ -140,7 +140,7 @@ class Values:
             for i, name in enumerate(others):
                 if i % (_NUM_AHEAD // 2) == 0:
                     self._working_set.prefetch(islice(others, i, i + _NUM_AHEAD))
-                row = self._stored_row(name)
+                row, _ = self._stored_row(name)
                 if row is None or row.inline is not None:
                     found[name] = self.get(name)
                     continue
@@ -183,8 +183,11 @@ class Values:
         self._working_set.check(writing=True)
         self._put_batches.put(Source(values.items() if isinstance(values, Mapping) else values, _plain))
 
-    def _stored_row(self, key: str) -> Row | None:
-        """Return the row to read past the working set: inline, or to be streamed and then with a stream begun."""
+    def _stored_row(self, key: str) -> tuple[Row | None, bool]:
+        """Return the row to read past the working set: inline, or to be streamed and then with a stream begun.
+
+        Where there is none, also whether the tensor may be followed on its way into the working set.
+        """
         self._working_set.check(writing=False)
         with self._condition:
             self._working_set.residents.drain()
@@ -194,11 +197,11 @@ class Values:
                 raise KeyError(key)
             row = entry.row
             if row is None or row.inline is not None:
-                return row
+                return row, False
             if entry.residence is not None or not self._goes_past(row):
-                return None
+                return None, is_worthwhile(entry)
             self._working_set.space.begin_stream(row.extents)
-            return row
+            return row, False
 
     def _goes_past(self, row: Row) -> bool:
         """Whether a get reads the row past the working set: it is large, or others would have to leave it."""
