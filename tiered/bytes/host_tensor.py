@@ -9,7 +9,6 @@ import mmap
 import torch
 
 from tiered.bytes.arena import Buffer
-from tiered.bytes.bulk_copy import copy_bytes
 from tiered.units import MiB, round_up
 
 __all__ = ["aligned_memory", "copy_flat", "empty_aligned", "populate"]
@@ -64,7 +63,7 @@ def copy_flat(buffer: Buffer, flat: torch.Tensor, *, to_buffer: bool) -> None:
     if flat.is_cpu:
         # By this thread alone, at memory speed: torch would wait for the busiest of all cores, and one is doing I/O.
         places = (buffer.address, flat.data_ptr()) if to_buffer else (flat.data_ptr(), buffer.address)
-        copy_bytes(*places, nbytes)
+        ctypes.memmove(*places, nbytes)
     elif to_buffer:
         buffer.alias(nbytes, _ignore).copy_(flat)
     else:
