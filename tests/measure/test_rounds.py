@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Iterator
@@ -44,6 +45,21 @@ def device(tmp_path: Path, memory: memoryview) -> Iterator[Device]:
     write_file(device, memory, pattern("write"), lambda nbytes: None)
     yield device
     device.close()
+
+
+@pytest.mark.parametrize("op", ["read", "mixed"])
+def test_a_spread_round_goes_through_all_memory_and_another_through_as_much_as_is_in_flight(
+    device: Device, memory: memoryview, op: str
+) -> None:
+    with contextlib.closing(Arena(3 * BLOCK * DEPTH)) as arena:
+        buffer = arena.allocate_nowait(arena.nbytes)
+        assert buffer is not None
+        for is_spread, num_used in ((False, DEPTH), (True, 3 * DEPTH)):
+            recording = Recording(device)
+            run_round(recording, buffer.memory, pattern(op, max_nbytes=4 * FILE), is_spread=is_spread)
+            places = [np.frombuffer(done.memory, dtype=np.uint8).ctypes.data for done in recording.operations]
+            assert set(places) == {buffer.address + BLOCK * i for i in range(num_used)}
+        arena.release(buffer)
 
 
 class Recording(CountingDevice):

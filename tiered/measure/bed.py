@@ -103,17 +103,17 @@ class Bed:
         for directory, part in zip(self.directories, self.parts, strict=True):
             self.paths.append(open_file_path(directory, part.files()[SCRATCH], self.paths))
 
-    def run(self, pattern: Pattern) -> Round:
-        """Run one round on the file that ``write_file`` wrote; blocks.
+    def run(self, pattern: Pattern, *, is_spread: bool = False) -> Round:
+        """Run one round on the file that ``write_file`` wrote; blocks. ``is_spread``: over all of the memory.
 
         An engine that goes through the page cache finds nothing there, makes one pass over the file at most, and what
         it leaves there is written back within the time. Raises TieredError, OSError.
         """
         if self.is_direct:
-            return run_round(self.device, self.memory, pattern)
+            return run_round(self.device, self.memory, pattern, is_spread=is_spread)
         self._forget()
         once = min(pattern.max_nbytes or self.file_nbytes, self.file_nbytes)
-        found = run_round(self.device, self.memory, replace(pattern, max_nbytes=once))
+        found = run_round(self.device, self.memory, replace(pattern, max_nbytes=once), is_spread=is_spread)
         if not found.write_nbytes:
             return found
         cpu_s, start = cpu_seconds(), time.perf_counter()

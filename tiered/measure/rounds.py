@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,15 +81,18 @@ def run_round(
     memory: memoryview,
     pattern: Pattern,
     *,
+    is_spread: bool = False,
     watch: Callable[[], bool] | None = None,
     watch_every_s: float = 1.0,
 ) -> Round:
-    """Run one round; blocks. ``memory`` holds ``depth`` blocks, aligned, and is overwritten by reads.
+    """Run one round; blocks. ``memory`` holds at least ``depth`` blocks, aligned, and is overwritten by reads.
 
+    ``is_spread`` uses all of it in turn, as whoever swaps tensors does; else it is the same few blocks again and again,
+    as in fio, which then are in the processor's caches when the drive's bytes arrive.
     ``watch`` is called from this thread while it runs; the round ends early when it returns False. Raises what the
     device raised or reported, once nothing is in flight any more.
     """
-    loop = _Loop(device, memory, pattern)
+    loop = _Loop(device, memory, pattern, is_spread=is_spread)
     cpu_s, start = cpu_seconds(), time.perf_counter()
     try:
         loop.begin(start + pattern.seconds)
@@ -154,7 +157,7 @@ def write_file(device: Device, memory: memoryview, pattern: Pattern, on_written:
 class _Loop:
     """One pattern on one device. Its streams' slots are busy from ``begin`` until each has seen the end."""
 
-    def __init__(self, device: Device, memory: memoryview, pattern: Pattern) -> None:
+    def __init__(self, device: Device, memory: memoryview, pattern: Pattern, *, is_spread: bool) -> None:
         nbytes = pattern.block_nbytes
         self.num_slots = pattern.num_slots
         if len(memory) < nbytes * self.num_slots:
@@ -166,8 +169,10 @@ class _Loop:
         self._errors: list[Exception] = []
         self.finished = threading.Event()  # nothing is in flight any more; the device ends every operation in time
         self._num_finished = itertools.count(1)
-        blocks = (memory[start : start + nbytes] for start in range(0, nbytes * self.num_slots, nbytes))
-        self.streams = [_Stream(self, lane, blocks) for lane in pattern.lanes]
+        num_blocks = len(memory) // nbytes if is_spread else self.num_slots
+        blocks = [memory[start : start + nbytes] for start in range(0, nbytes * num_blocks, nbytes)]
+        shares = (blocks[slot :: self.num_slots] for slot in range(self.num_slots))
+        self.streams = [_Stream(self, lane, shares) for lane in pattern.lanes]
 
     def begin(self, deadline: float) -> None:
         """Submit the first blocks; none is submitted after ``deadline`` (of time.perf_counter)."""
@@ -201,7 +206,7 @@ class _Loop:
 class _Stream:
     """The blocks of one lane. Counters are ``itertools.count``: ``next`` of one is a single step under the GIL."""
 
-    def __init__(self, loop: _Loop, lane: Lane, blocks: Iterator[memoryview]) -> None:
+    def __init__(self, loop: _Loop, lane: Lane, shares: Iterator[Sequence[memoryview]]) -> None:
         self.lane = lane
         self.turns = itertools.count()
         self.submit = loop.device.submit
@@ -213,7 +218,7 @@ class _Stream:
         self.capacity = min(num_latencies, self.max_turns, _MAX_LATENCIES)
         self.latencies = array("d", bytes(8 * self.capacity))
         self.places = itertools.count()  # in ``latencies``, modulo their capacity
-        self.slots = [_Slot(loop, self, block) for block in itertools.islice(blocks, lane.depth)]
+        self.slots = [_Slot(loop, self, share) for share in itertools.islice(shares, lane.depth)]
 
     @property
     def num_done(self) -> int:
@@ -226,18 +231,19 @@ class _Stream:
 
 
 class _Slot:
-    """One place in the queue with a block of memory: in flight, or finished for good."""
+    """One place in the queue with its blocks of memory: one is in flight, or the slot finished for good."""
 
-    __slots__ = ("_loop", "_operation", "_operations", "_start", "_stream", "num_done")
+    __slots__ = ("_blocks", "_loop", "_operation", "_operations", "_start", "_stream", "num_done")
 
-    def __init__(self, loop: _Loop, stream: _Stream, memory: memoryview) -> None:
+    def __init__(self, loop: _Loop, stream: _Stream, blocks: Sequence[memoryview]) -> None:
         self._loop = loop
         self._stream = stream
+        self._blocks = blocks
         self._operation = Operation(  # one for all turns: it is the submitter's again once it is done
             is_write=stream.lane.is_write,
             file=loop.pattern.file,
             offset=0,
-            memory=memory,
+            memory=blocks[0],
             io_class=stream.lane.io_class,
             on_done=self._on_done,
         )
@@ -254,6 +260,8 @@ class _Slot:
             self._loop.finish_slot(now)
             return
         self._operation.offset = stream.start + turn % stream.num_blocks * stream.block_nbytes
+        if len(self._blocks) > 1:
+            self._operation.memory = self._blocks[self.num_done % len(self._blocks)]
         self._start = now
         try:
             stream.submit(self._operations)

@@ -206,7 +206,7 @@ class Suite:
     def _raw(self, bed: Bed, pattern: Pattern) -> Callable[[], Round]:
         def run() -> Round:
             self._check()
-            return bed.run(pattern)
+            return bed.run(pattern, is_spread=True)  # tensors are not in the processor's caches either
 
         return run
 

@@ -1,7 +1,8 @@
 """The tensor level: a store's put and get, digests, catalog and flush included, beside raw rounds in turn.
 
 Puts end with a commit inside the timing, into extents written before. Gets come from a store that was just opened, so
-that nothing is resident; its memory was touched before, as that of a store in use and that of raw rounds was.
+that nothing is resident; its memory was touched before, as that of a store in use and that of raw rounds was. Those
+go through memory that no processor's cache holds, as tensors do.
 """
 
 from __future__ import annotations
