@@ -67,6 +67,7 @@ class Settings:
     durable: bool = True
     throttle: str = ""  # bytes per second each way, such as "1GB"; reads do not slow writes
     threads: int = 0  # torch's; 0: its default
+    wait_policy: str = ""  # OMP_WAIT_POLICY of the process, "passive" or "active"; "": as it is here
 
     @property
     def shape(self) -> Shape:
@@ -88,6 +89,7 @@ class Settings:
         parts = [f"batch {self.batch}x{self.context}", self.dtype]
         parts += [f"{self.micro_steps} micro-steps {self.micro_batches}"] if self.micro_steps > 1 else []
         parts += [f"clip {self.clip:g}"] if self.clip else []
+        parts += [f"idle OpenMP threads {self.wait_policy}"] if self.wait_policy else []
         if self.kind == "memory":
             return f"in memory, {', '.join(parts)}"
         parts += [f"update {self.update}", f"state {self.state}", f"hold {self.hold}", f"dram {self.dram}"]
@@ -131,6 +133,8 @@ def measure(settings: Settings, folder: Path, *, prefix: str = "") -> dict[str, 
     stands between in any case: ``ru_maxrss`` starts with what the parent of an exec had in memory.
     """
     command = shlex.join([sys.executable, __file__, str(folder), json.dumps(dataclasses.asdict(settings))])
+    if settings.wait_policy:
+        command = f"OMP_WAIT_POLICY={shlex.quote(settings.wait_policy)} {command}"
     try:
         done = subprocess.run(
             ["sh", "-c", f"{prefix or 'true'} && {command}; exit $?"], capture_output=True, text=True, timeout=7200
