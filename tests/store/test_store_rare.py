@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.store.rig import GatedStore, filled, numbers, simulated_store, write_key
+from tests.store.rig import GatedStore, filled, numbers, simulated_store, stored, write_key
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import SCRATCH
 from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
@@ -18,6 +18,7 @@ from tiered.store import commit as commit_module
 from tiered.store import opening
 from tiered.store.deadline import Deadline
 from tiered.store.dealing import _whole
+from tiered.store.device_space import DeviceSpace
 from tiered.store.extents import Extent
 from tiered.store.free_ranges import FreeRanges
 from tiered.store.opening import Parts, dram_budget
@@ -185,6 +186,31 @@ def test_extents_that_two_streams_read_are_given_back_after_the_second(store: St
         assert space.used_nbytes == used - sum(extent.nbytes for extent in extents)
         taken = space.take_nowait(12 * KiB, scratch=False)  # the key's again, or its bytes would be nobody's
     assert taken == (Extent(*extents[0]),)
+
+
+def test_bytes_that_a_stream_still_reads_stay_when_their_key_is_written_again(store: Store) -> None:
+    store["key"] = numbers(12 * KiB, 1)
+    stored(store.working_set, "key")
+    space, extents = store.working_set.space, store.working_set.records.entries["key"].landing
+    assert extents is not None
+    with store._condition:
+        space.begin_stream(extents)
+    store["key"] = numbers(12 * KiB, 2)
+    stored(store.working_set, "key")
+    landing = store.working_set.records.entries["key"].landing
+    assert landing is not None and not {*landing} & {*extents}
+    used = space.used_nbytes
+    with store._condition:
+        space.end_stream(extents)
+    assert space.used_nbytes == used - sum(extent.nbytes for extent in extents)
+    assert store["key"].equal(numbers(12 * KiB, 2))
+
+
+def test_a_file_as_large_as_it_may_be_is_passed_over_when_space_grows() -> None:
+    space = DeviceSpace(4 * KiB, 0)
+    space.extend(0, 0, 8 * KiB)
+    assert [*space.growth(4 * KiB, 0, cap=8 * KiB, room=None)] == [(1, 8 * KiB)]
+    assert [*space.growth(12 * KiB, 0, cap=8 * KiB, room=None)] == [(1, 8 * KiB), (2, 8 * KiB)]
 
 
 def test_one_grows_after_the_other(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
