@@ -22,7 +22,7 @@ from tests.bytes.faulty import faulty
 from tests.seccomp import forbid
 from tests.store.catalogs import SqliteHome, content_of, root_of, row_of
 from tests.store.crashes import Campaign
-from tests.store.rig import WAIT_S, GatedStore, filled, numbers, simulated_store
+from tests.store.rig import WAIT_S, GatedStore, assert_holds, filled, numbers, simulated_store, stored
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CorruptionError, DeadlineError, DeviceError, TieredError, UsageError
 from tiered.store import deadline
@@ -46,6 +46,37 @@ def a_flipped_byte_is_found(tmp_path: Path) -> None:
     disk.image(extent.device, extent.file)[extent.offset + 77] ^= 4
     with simulated_store(disk) as store, pytest.raises(CorruptionError, match="'ordinary'"):
         store["ordinary"]
+
+
+def superseded_bytes_stay_until_the_commit_is_durable(tmp_path: Path) -> None:
+    """While a commit is held up at the catalog, nothing may be written where the generation before it has its bytes."""
+    with _gated() as gated:
+        before = {f"{number}": numbers(12 * KiB, number) for number in range(4)}
+        gated.store.put_many(before)
+        gated.store.commit()
+        gated.catalog.reached.clear()
+        gated.catalog.may_apply.clear()
+        gated.store.put_many({name: value + 1 for name, value in before.items()})
+        gated.store.commit(wait=False)
+        assert gated.catalog.reached.wait(WAIT_S)
+        taken = _bytes_of(gated.disk)
+        gated.store.put_many({f"later {number}": numbers(12 * KiB, 9 + number) for number in range(4)})
+        stored(gated.store.working_set, *gated.store)
+        assert _bytes_of(gated.disk) != taken, "nothing was written, and nothing is shown"
+        gated.catalog.failure = DeviceError("the power goes")
+        gated.catalog.may_apply.set()
+        with suppress(DeviceError):
+            gated.store.close()
+        gated.open()
+        assert gated.store.generation == 1
+        try:
+            assert_holds(gated.store, before)
+        except CorruptionError as error:
+            raise AssertionError("generation 1 was overwritten") from error
+
+
+def _bytes_of(disk: SimulatedDisk) -> bytes:
+    return b"".join(bytes(disk.image(0, file)) for file in sorted(disk.sizes(0)))
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def committed_bytes_are_overwritten(patch: Patch) -> None:
     patch.setattr(Space, "give_back", give_back_others)
 
 
-@mutant(checks.no_crash_state_is_wrong)
+@mutant(checks.superseded_bytes_stay_until_the_commit_is_durable)
 def superseded_extents_are_reused_before_the_commit(patch: Patch) -> None:
     seal, give_back = Records.seal, Space.give_back
 

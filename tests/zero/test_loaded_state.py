@@ -284,9 +284,7 @@ def test_hooks_see_the_whole_state_and_may_replace_it(trained: Trained) -> None:
         trained.optimizer.register_load_state_dict_pre_hook(repair),
         trained.optimizer.register_load_state_dict_post_hook(lambda optimizer: seen.append(optimizer.state_dict())),
     ]
-    trained.optimizer.load_state_dict(
-        {"moments": trained.good["state"], "param_groups": trained.good["param_groups"]}
-    )
+    trained.optimizer.load_state_dict({"moments": trained.good["state"], "param_groups": trained.good["param_groups"]})
     for hook in hooks:
         hook.remove()
     assert_equal(seen, [trained.good])
