@@ -257,6 +257,55 @@ def test_what_waited_behind_an_operation_that_failed_is_carried_out(tmp_path: Pa
     device.close()
 
 
+class NotingUring(UringDevice):
+    """Notes how many operations each system call carries, those without any left out."""
+
+    def _new_ring(self, num_entries: int) -> Ring:
+        self.noted: list[int] = []
+        return NotingRing(num_entries, self.noted)
+
+
+class NotingRing(Ring):
+    def __init__(self, num_entries: int, noted: list[int]) -> None:
+        super().__init__(num_entries)
+        self._noted = noted
+        self._num_prepared = 0
+
+    def prepare(self, opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int, index: int = 0) -> None:
+        self._num_prepared += tag < uring._WAKE
+        super().prepare(opcode, file, address, nbytes, offset, tag, index)
+
+    def _count_submitted(self, submitted: int) -> None:
+        if self._num_prepared:
+            self._noted.append(self._num_prepared)
+        self._num_prepared = 0
+        super()._count_submitted(submitted)
+
+
+@pytest.mark.parametrize(("block", "direct", "expected"), [
+    (128 * KiB, None, [2, 2, 2, 1]), (64 * KiB, None, [7]), (128 * KiB, False, [7]),
+])  # fmt: skip
+def test_blocks_go_two_at_a_time_so_that_the_kernel_makes_one_request_of_each(
+    tmp_path: Path, block: int, direct: bool | None, expected: list[int]
+) -> None:
+    device = NotingUring(tmp_path, direct=direct)
+    device.grow(0, 7 * block)
+    with mmap.mmap(-1, 7 * block) as pages, memoryview(pages) as memory:
+        content = pages[:] = os.urandom(7 * block)
+        batch = Batch(device)
+        for verb in ("write", "read"):
+            parts = [(start, memory[start : start + block]) for start in range(0, 7 * block, block)]
+            device.noted.clear()
+            device.submit([batch.operation(verb, part, start, io_class=IOClass.PREFETCH) for start, part in parts])
+            assert [operation.error for operation in batch.wait(7)] == [None] * 7
+            assert device.noted == (expected if device.is_direct else [7])
+            if verb == "write":
+                memory[:] = bytes(7 * block)
+        assert memory == content
+        del parts
+        device.close()
+
+
 def test_registered_buffers_move_bytes(tmp_path: Path, buffer: Buffer) -> None:
     import ctypes
 
