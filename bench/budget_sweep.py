@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The DRAM budget swept from small to all: what a step reads and writes, beside section 8's formula.
 
-Usage: python bench/budget_sweep.py [--budgets smallest,512MiB,1GiB,2GiB,4GiB,8GiB --rounds 1 --no-durable --store DIR]
+Usage: python bench/budget_sweep.py [--budgets smallest,640MiB,1GiB,2GiB,4GiB,8GiB --rounds 1 --no-durable --store DIR]
 
 With p bytes of parameters and o of state per parameter, c_p and c_o of them held: read 2(p - c_p) + (o - c_o); written
 p + o with a commit each step, (p - c_p) + (o - c_o) without. Gradients that go through the drive are shown beside it.
@@ -34,7 +34,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument(
-        "--budgets", default="smallest,512MiB,1GiB,2GiB,4GiB,8GiB", help="in rising order; smallest: that works"
+        "--budgets", default="smallest,640MiB,1GiB,2GiB,4GiB,8GiB", help="in rising order; smallest: that works"
     )
     parser.add_argument("--tolerance", type=float, default=0.03, help="of the formula; default: 0.03")
     parser.add_argument("--rounds", type=int, default=1, help="over all budgets, for medians of the time")

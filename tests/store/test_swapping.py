@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
@@ -40,6 +40,43 @@ def test_bytes_are_not_written_while_somebody_may_change_them(gated: GatedStore)
     lease.release()
     gated.store.working_set.swap_out(["a"])
     assert gated.device.events.count("write") == 1
+
+
+class _InOrder:
+    """Takes the alphabet for the order of the next uses."""
+
+    def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
+        return max(evictable, default=None)
+
+    def is_worth_waiting(self, victim: str, leaving: Iterable[str]) -> bool:
+        return max(leaving) > victim
+
+
+@pytest.mark.parametrize(("dirty", "goes"), [("z", "z"), ("a", "b")])
+def test_what_is_written_and_needed_later_goes_before_what_is_clean(gated: GatedStore, dirty: str, goes: str) -> None:
+    """A lease waits for that write; it does not for one of what is needed sooner."""
+    working_set = gated.store.working_set
+    write_key(working_set, "b", 8 * PAGE, 1)
+    write_key(working_set, "y", 8 * PAGE, 2)
+    stored(working_set, "b", "y")
+    working_set.set_policy(_InOrder())
+    assert read_key(working_set, "b") == 1
+    gated.device.hold = lambda operation: operation.is_write
+    write_key(working_set, dirty, 8 * PAGE, 3)  # more than an eighth of the budget: it is written at once
+    assert gated.device.has_held.wait(WAIT_S)
+    assert working_set.prefetch(["y"]) == (0 if goes == dirty else 8 * PAGE)  # as a lease, but never waits
+
+    def read(done: Callable[[], None]) -> None:
+        assert read_key(working_set, "y") == 2
+        done()
+
+    if goes == dirty:
+        gated.let_through(read)
+    else:
+        read(lambda: None)
+    gated.device.open()
+    assert [key for key in ("b", dirty) if not working_set.is_resident(key)] == [goes]
+    assert working_set.statistics().swaps.num_demands + working_set.statistics().swaps.num_prefetches == 2
 
 
 def test_a_writer_waits_for_the_write_in_flight_and_readers_do_not(gated: GatedStore) -> None:

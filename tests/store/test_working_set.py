@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import pytest
 import torch
@@ -74,6 +74,9 @@ class _Stubborn:
     def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
         assert all(nbytes == 4 * PAGE for nbytes in evictable.values())
         return None if incoming == "x" else max(evictable, default=None)
+
+    def is_worth_waiting(self, victim: str, leaving: Iterable[str]) -> bool:
+        return False
 
 
 def test_a_policy_chooses_the_victim_and_may_refuse_a_prefetch(working_set: WorkingSet) -> None:

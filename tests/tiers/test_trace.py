@@ -134,6 +134,27 @@ def test_a_prefetch_evicts_nothing_that_is_used_within_twice_the_window() -> Non
     assert policy.victim({"w": 1}, None) == "w"
 
 
+def test_a_prefetch_evicts_nothing_that_was_handed_over() -> None:
+    schedule, _ = schedule_of(["u", "v", "w", "x", "y", "z"], "uvwxyzgst", Rooms({}, 0), window_bytes=1)
+    policy = NextUsePolicy(schedule.trace, schedule.is_near)
+    schedule.use("u")
+    schedule.hand_over([], unrecorded=["g", "s", "t", "z"])
+    assert policy.victim({"z": 1}, "g") is None
+    assert policy.victim({"z": 1, "y": 1}, "g") == "y"
+    schedule.use_promised("z")
+    assert policy.victim({"z": 1}, "g") == "z"
+
+
+def test_what_is_used_later_is_waited_for() -> None:
+    trace = Trace(["u", "v", "w"])
+    policy = NextUsePolicy(trace)
+    trace.record("u")
+    assert policy.is_worth_waiting("v", ["w"])
+    assert policy.is_worth_waiting("v", ["v", "never seen"])
+    assert not policy.is_worth_waiting("w", ["v"])
+    assert not policy.is_worth_waiting("w", ["w"])
+
+
 def test_keys_that_were_handed_over_can_be_taken_back() -> None:
     schedule, _ = schedule_of(["u", "v"], "uv", Rooms({}, 0), window_bytes=1)
     schedule.hand_over([], unrecorded=["v"])

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from tiered.bytes.arena import Arena, Buffer
@@ -48,12 +48,21 @@ class EvictionPolicy(Protocol):
         for a caller that waits: then there must be an answer. Called under the store's lock: never call the store.
         """
 
+    def is_worth_waiting(self, victim: str, leaving: Iterable[str]) -> bool:
+        """Return whether to keep ``victim``, and wait for one of ``leaving``, which can be evicted once it is written.
+
+        As ``victim``, called under the store's lock.
+        """
+
 
 class LeastRecentlyUsed:
-    """The default policy: whatever has not been used for longest, for prefetches too."""
+    """The default policy: whatever has not been used for longest, for prefetches too, and at once."""
 
     def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
         return next(iter(evictable), None)
+
+    def is_worth_waiting(self, victim: str, leaving: Iterable[str]) -> bool:
+        return False
 
 
 class Residents:
@@ -68,6 +77,7 @@ class Residents:
         self.policy: EvictionPolicy = LeastRecentlyUsed()
         self.clean: OrderedDict[str, int] = OrderedDict()  # name -> bytes, least recently used first
         self.dirty: OrderedDict[Entry, None] = OrderedDict()  # oldest first
+        self.departing: set[Entry] = set()  # being written
         self.clean_bytes = 0  # of their buffers: what evicting them all would free
         self.dirty_bytes = 0
         self.resident_bytes = 0
@@ -89,13 +99,32 @@ class Residents:
     # Below: buffers
 
     def take_nowait(self, nbytes: int) -> Buffer | None:
-        """Lease a buffer, evicting clean entries as needed; None when the rest is in use."""
+        """Lease a buffer, evicting clean entries as needed; None when the rest is in use, or worth to be kept."""
         while True:
             buffer = self.arena.allocate_nowait(nbytes)
-            if buffer is not None or not self.clean:
+            if buffer is not None:
                 return buffer
-            victim = self.policy.victim(self.clean, None)
-            self._evict(victim if victim is not None and victim in self.clean else next(iter(self.clean)))
+            victim = self._victim()
+            if victim is None:
+                return None
+            self._evict(victim)
+
+    def is_worth_waiting(self) -> bool:
+        """Return whether the end of a write in flight is to be awaited, rather than evict what is clean by now."""
+        return bool(self.clean) and self._victim() is None
+
+    def _victim(self) -> str | None:
+        """Return which clean entry to evict for a caller that waits; None where there is none to be spared."""
+        if not self.clean:
+            return None
+        victim = self.policy.victim(self.clean, None)
+        if victim is None or victim not in self.clean:
+            victim = next(iter(self.clean))
+        return None if self._is_worth_waiting(victim) else victim
+
+    def _is_worth_waiting(self, victim: str) -> bool:
+        leaving = [entry.name for entry in self.departing if entry.residence is not None and entry.residence.is_idle]
+        return bool(leaving) and self.policy.is_worth_waiting(victim, leaving)
 
     def take_ahead(self, nbytes: int, incoming: str, *, beside: int = 0) -> Buffer | None:
         """Lease a buffer for a prefetch of ``incoming``, evicting only what the policy offers.
@@ -104,7 +133,7 @@ class Residents:
         """
         while self.arena.leased_nbytes + nbytes + beside > self.arena.nbytes:
             victim = self.policy.victim(self.clean, incoming) if self.clean else None
-            if victim is None or victim not in self.clean:
+            if victim is None or victim not in self.clean or self._is_worth_waiting(victim):
                 return None
             self._evict(victim)
         return self.arena.allocate_nowait(nbytes)

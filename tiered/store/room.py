@@ -90,7 +90,7 @@ class Room:
         with self._condition:
             self._residents.drain()
             self.raise_failure()
-            if self._has_room(needed):
+            if self._has_room(needed) and not self._residents.is_worth_waiting():
                 return
             reason = Wait.COMMIT if self._is_waiting_for_commit() else Wait.WRITE
             leased = self._residents.arena.leased_nbytes - self._residents.clean_bytes

@@ -116,6 +116,7 @@ class WriteBack:
         """Count ``entry``, whose bytes are resident, as being written; ``landed`` ends it. Under the lock."""
         self._residents.withdraw(entry)
         entry.state = Residency.DEPARTING
+        self._residents.departing.add(entry)
         self.writing_bytes += entry.nbytes
         self.num_writing += 1
 
@@ -127,6 +128,7 @@ class WriteBack:
             self.writing_bytes -= entry.nbytes
             self.num_writing -= 1
             self.num_landed += 1
+            self._residents.departing.discard(entry)
             if transfer.error is None:
                 self._records.landed(entry, dataclasses.replace(transfer.row, digests=bytes(transfer.digests)))
                 entry.state = Residency.CLEAN

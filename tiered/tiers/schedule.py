@@ -32,6 +32,10 @@ class NextUsePolicy:
         victim, farthest = self._trace.farthest(key for key in evictable if not self._is_near(key))
         return None if self._trace.distance(incoming) >= farthest else victim
 
+    def is_worth_waiting(self, victim: str, leaving: Iterable[str]) -> bool:
+        """Return whether one of ``leaving`` is used later than ``victim``, which would be read twice otherwise."""
+        return self._trace.farthest(leaving)[1] > self._trace.distance(victim)
+
 
 class Rooms(Protocol):
     """What will be leased anew, not read: a room is the name of such a lease, and uses of it are in the trace.
@@ -114,8 +118,8 @@ class Schedule:
         self.advance()
 
     def is_near(self, key: str) -> bool:
-        """Return whether ``key`` is used within twice the window from now."""
-        return key in self._near
+        """Return whether ``key`` is used within twice the window from now, or was handed over."""
+        return key in self._near or self.trace.is_promised(key)
 
     def advance(self) -> None:
         """Ask for the next ``window_bytes`` of promised and expected keys, in the order of their use."""

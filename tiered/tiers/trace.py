@@ -75,6 +75,10 @@ class Trace:
             self._promised.pop(key, None)
             self._border = None
 
+    def is_promised(self, key: str) -> bool:
+        """Return whether ``key`` was promised, and that use has not happened. Takes no lock: one look at a dict."""
+        return key in self._promised
+
     def rewind(self) -> None:
         """Say that a new step begins: the prediction starts again, what was recorded since the last step is dropped."""
         with self._lock:
