@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tiered.zero.compact_codes import PositiveMoment8, Remainder8, SignedMoment8
-from tiered.zero.compact_kernels import Kernels
+from tiered.zero.compact_kernels import CompactKernels
 from tiered.zero.compact_trial import trial
 from tiered.zero.tile_scratch import TileScratch
 
@@ -49,7 +49,7 @@ def numbers(draw: st.DrawFn) -> Tensor:
     return values
 
 
-def kernels() -> Kernels:
+def kernels() -> CompactKernels:
     result = trial()
     assert result.kernels is not None, result.reason
     return result.kernels
@@ -90,7 +90,7 @@ def encode_and_decode(code: Any, values: Tensor, aim: tuple[str, int, int] | Non
     return [as_bits(each) for each in (*fields, code.decode(fields, row, rows.work))]
 
 
-CODES: list[Callable[[Kernels | None], Any]] = [Remainder8, SignedMoment8, PositiveMoment8]
+CODES: list[Callable[[CompactKernels | None], Any]] = [Remainder8, SignedMoment8, PositiveMoment8]
 every_code = pytest.mark.parametrize("make", CODES, ids=lambda make: make.__name__)
 
 
@@ -98,7 +98,7 @@ every_code = pytest.mark.parametrize("make", CODES, ids=lambda make: make.__name
 @settings(max_examples=100, deadline=None)
 @given(values=numbers(), aim=AIMS)
 def test_kernels_keep_the_bits_that_torch_keeps(
-    make: Callable[[Kernels | None], Any], values: Tensor, aim: tuple[str, int, int] | None
+    make: Callable[[CompactKernels | None], Any], values: Tensor, aim: tuple[str, int, int] | None
 ) -> None:
     ways = [encode_and_decode(make(each), values, aim) for each in (None, kernels())]
     for by_torch, by_kernel in zip(*ways, strict=True):
@@ -109,7 +109,7 @@ def test_kernels_keep_the_bits_that_torch_keeps(
 @settings(max_examples=50, deadline=None)
 @given(numel=st.integers(1, 700), seed=st.integers(0, 2**31), scale=st.sampled_from([*SPECIAL, None]))
 def test_kernels_read_all_bytes_as_torch_does(
-    make: Callable[[Kernels | None], Any], numel: int, seed: int, scale: int | None
+    make: Callable[[CompactKernels | None], Any], numel: int, seed: int, scale: int | None
 ) -> None:
     """Also such as no encoding writes: what a store holds is not ours to say."""
     generator = torch.Generator().manual_seed(seed)
@@ -129,7 +129,7 @@ def test_kernels_read_all_bytes_as_torch_does(
     assert torch.equal(as_bits(decoded[0]), as_bits(decoded[1]))
 
 
-def made(code: Callable[[Kernels | None], Any], way: str) -> Any:
+def made(code: Callable[[CompactKernels | None], Any], way: str) -> Any:
     return code(kernels() if way == "kernels" else None)
 
 

@@ -45,9 +45,9 @@ def test_without_numba_one_warning_says_so(caplog: pytest.LogCaptureFixture, mon
 def test_kernels_that_give_other_bits_are_not_used(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = compact_trial.compile_kernels()
+    kernels = compact_trial.compile_compact_kernels()
     wrong = kernels._replace(decode_signed=lambda *_: None)
-    monkeypatch.setattr(compact_trial, "compile_kernels", lambda: wrong)
+    monkeypatch.setattr(compact_trial, "compile_compact_kernels", lambda: wrong)
     assert tried_kernels() is None
     (warning,) = warnings_of(caplog)
     assert "other bits than torch" in warning and "here: signed:" in warning

@@ -15,7 +15,7 @@ import torch
 
 from tiered.units import round_up
 from tiered.zero.codes import Field
-from tiered.zero.compact_kernels import Kernels
+from tiered.zero.compact_kernels import CompactKernels
 from tiered.zero.tile_scratch import Dither, Rows
 
 __all__ = ["BLOCK_NUMEL", "PositiveMoment8", "Remainder8", "SignedMoment8"]
@@ -37,7 +37,7 @@ class Remainder8:
 
     fields: tuple[Field, ...] = (Field(torch.int8),)
 
-    def __init__(self, kernels: Kernels | None) -> None:
+    def __init__(self, kernels: CompactKernels | None) -> None:
         self._kernels = kernels
 
     def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
@@ -94,7 +94,7 @@ class SignedMoment8:
     fields: tuple[Field, ...] = (Field(torch.int8), Field(torch.float32, BLOCK_NUMEL))
     is_raw = False
 
-    def __init__(self, kernels: Kernels | None) -> None:
+    def __init__(self, kernels: CompactKernels | None) -> None:
         self._kernels = kernels
 
     def decode(self, fields: Sequence[torch.Tensor], out: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ class PositiveMoment8:
     fields: tuple[Field, ...] = (Field(torch.uint8), Field(torch.float32, BLOCK_NUMEL))
     is_raw = False
 
-    def __init__(self, kernels: Kernels | None) -> None:
+    def __init__(self, kernels: CompactKernels | None) -> None:
         self._kernels = kernels
 
     def decode(self, fields: Sequence[torch.Tensor], out: torch.Tensor, work: torch.Tensor) -> torch.Tensor:

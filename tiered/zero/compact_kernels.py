@@ -1,80 +1,40 @@
-"""Kernels of ``state="compact"``: what compact_codes.py does by torch operations, in one pass each.
-
-The functions are compiled by numba when compact state is first laid out in a process, about a second of CPU time, and
-kept nowhere: numba's files are pickled, which nothing here reads. They take addresses, allocate nothing, start no
-thread, and run without the interpreter's lock. Arithmetic is IEEE's, nothing is contracted or reordered.
-"""
+"""Kernels of ``state="compact"``: what compact_codes.py does by torch operations, in one pass each."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import importlib
-import logging
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Kernels", "compile_kernels"]
+from tiered.zero.kernel import Call, compile_kernel
 
-_Call = Callable[..., None]
+__all__ = ["CompactKernels", "compile_compact_kernels"]
 
 
-class Kernels(NamedTuple):
+class CompactKernels(NamedTuple):
     """The compiled kernels: each takes what the function of its name takes, addresses for pointers.
 
-    Memory must be contiguous, aligned to its elements and alive during the call; inputs and outputs do not overlap.
-    ``numbers, period, shift, is_random`` are those of ``Dither.numbers``. Any thread may call them.
+    ``numbers, period, shift, is_random`` are those of ``Dither.numbers``.
     """
 
-    fill_numbers: _Call
-    decode_master: _Call
-    encode_master: _Call
-    decode_signed: _Call
-    encode_signed: _Call
-    decode_positive: _Call
-    encode_positive: _Call
+    fill_numbers: Call
+    decode_master: Call
+    encode_master: Call
+    decode_signed: Call
+    encode_signed: Call
+    decode_positive: Call
+    encode_positive: Call
 
 
-def compile_kernels() -> Kernels:
-    """Compile all kernels; blocks for a second or two. Raises whatever numba does: ImportError where it is missing."""
-    return Kernels(**{each.__name__.removeprefix("_"): _compile(each, words) for each, words in _SIGNATURES.items()})
+def compile_compact_kernels() -> CompactKernels:
+    """Compile all kernels; blocks for a second or two, and raises what ``compile_kernel`` does."""
+    named = {each.__name__.removeprefix("_"): compile_kernel(each, words) for each, words in _SIGNATURES.items()}
+    return CompactKernels(**named)
 
 
-def compile_one() -> None:
-    """Compile the smallest kernel, for nothing: half a second that shows whether numba works. Raises as it does."""
-    _compile(_decode_master, _SIGNATURES[_decode_master])
-
-
-def _compile(function: Callable[..., None], signature: str) -> _Call:
-    numba: Any = importlib.import_module("numba")  # late: importing tiered takes none of its time
-    words = signature.split()
-    types = [getattr(numba.types, word.removesuffix("*")) for word in words]
-    given = [numba.types.CPointer(each) if "*" in word else each for word, each in zip(words, types, strict=True)]
-    with _less_said():
-        kernel = numba.cfunc(numba.types.void(*given), nopython=True, error_model="numpy")(function)
-    plain = [_PLAIN.get(word, ctypes.c_void_p) for word in words]
-    call: Any = ctypes.CFUNCTYPE(None, *plain)(kernel.address)  # its calls give the interpreter's lock away
-    call.kernel = kernel  # lifetime: the code is the kernel's
-    return cast(_Call, call)
-
-
-@contextlib.contextmanager
-def _less_said() -> Iterator[None]:
-    """Have numba's compiler log nothing below INFO: where the root logger is at DEBUG, it says 10,000 lines."""
-    logger = logging.getLogger("numba")
-    level = logger.level
-    logger.setLevel(max(level, logging.INFO))
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-# Below is what numba compiles: its types are fixed by each np.int32 and the like, its additions wrap around. A value is
-# seen as other bits by view(), which numba wants right behind a conversion.
+# Below is what numba compiles.
 
 
 def _fill_numbers(numbers: Any, numel: int, seed: int, start: int, mask: int) -> None:
@@ -192,4 +152,3 @@ _SIGNATURES: dict[Callable[..., None], str] = {
     _decode_positive: "uint8* int32* int32* int64",
     _encode_positive: f"int32* uint8* int32* int64 {_DITHER}",
 }
-_PLAIN = {"int64": ctypes.c_int64, "uint32": ctypes.c_uint32}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from tiered.zero.compact_codes import PositiveMoment8, Remainder8, SignedMoment8
-from tiered.zero.compact_kernels import Kernels, compile_kernels
+from tiered.zero.compact_kernels import CompactKernels, compile_compact_kernels
 from tiered.zero.tile_scratch import TileScratch
 
 __all__ = ["COST", "Trial", "trial", "tried_kernels"]
@@ -28,7 +28,7 @@ _TRIAL_NUMEL = 1024 + 512 + 77  # a part of a block among them; so few that torc
 class Trial(NamedTuple):
     """What came of the trial: the kernels to use, or the reason why there are none; ``wall_s``: what it took."""
 
-    kernels: Kernels | None
+    kernels: CompactKernels | None
     reason: str
     wall_s: float
 
@@ -41,7 +41,7 @@ def trial() -> Trial:
     """
     begun_s = time.monotonic()
     try:
-        kernels: Kernels | None = compile_kernels()
+        kernels: CompactKernels | None = compile_compact_kernels()
         reason = ""
     except Exception as error:  # numba's, llvmlite's, the loader's: whatever it is, there are no kernels
         kernels, reason = None, f"numba cannot compile them: {str(error).strip() or repr(error)}".partition("\n")[0]
@@ -51,7 +51,7 @@ def trial() -> Trial:
 
 
 @functools.cache
-def tried_kernels() -> Kernels | None:
+def tried_kernels() -> CompactKernels | None:
     """Return the kernels that compact state uses in this process; None, with one warning, where there are none."""
     result = trial()
     if result.kernels is None:
@@ -64,12 +64,12 @@ def tried_kernels() -> Kernels | None:
 _CODES = ("master", "signed", "positive")
 
 
-def _agree(name: str, kernels: Kernels) -> bool:
+def _agree(name: str, kernels: CompactKernels) -> bool:
     """Whether torch and ``kernels`` keep the same numbers as the same bits, and see the same numbers in them."""
     return all(torch.equal(a, b) for a, b in zip(_bits(name, None), _bits(name, kernels), strict=True))
 
 
-def _bits(name: str, kernels: Kernels | None) -> list[torch.Tensor]:
+def _bits(name: str, kernels: CompactKernels | None) -> list[torch.Tensor]:
     """Return the fields and decoded values (as bits) of numbers of all sizes, NaN and infinity among them."""
     generator = torch.Generator().manual_seed(1)
     bits = torch.randint(-(1 << 31), 1 << 31, (_TRIAL_NUMEL,), generator=generator).to(torch.int32)

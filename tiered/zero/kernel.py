@@ -1,0 +1,66 @@
+"""Kernels: functions on plain memory, compiled when they are first needed in a process and kept nowhere.
+
+numba compiles them; its files are pickled, which nothing here reads. Kernels take addresses, allocate nothing, start no
+thread, and run without the interpreter's lock. Arithmetic is IEEE's, nothing is contracted or reordered. What they
+compute is in compact_kernels.py, whether they are used in compact_trial.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+__all__ = ["Call", "compile_kernel", "compile_nothing"]
+
+Call = Callable[..., None]
+
+
+def compile_kernel(function: Callable[..., None], signature: str) -> Call:
+    """Compile ``function``, whose arguments ``signature`` names: numba's words, ``*`` behind those that are addresses.
+
+    Blocks for 0.1 to 0.5 s of CPU time, the first time half a second more. Memory must be contiguous, aligned to its
+    elements and alive during a call; inputs and outputs do not overlap. Any thread may call. Raises whatever numba
+    does: ImportError where it is missing.
+
+    The types of what numba compiles are fixed by each np.int32 and the like, and its additions wrap around. A value is
+    seen as other bits by view(), which numba wants right behind a conversion.
+    """
+    numba: Any = importlib.import_module("numba")  # late: importing tiered takes none of its time
+    words = signature.split()
+    types = [getattr(numba.types, word.removesuffix("*")) for word in words]
+    given = [numba.types.CPointer(each) if "*" in word else each for word, each in zip(words, types, strict=True)]
+    with _less_said():
+        kernel = numba.cfunc(numba.types.void(*given), nopython=True, error_model="numpy")(function)
+    plain = [_PLAIN.get(word, ctypes.c_void_p) for word in words]
+    call: Any = ctypes.CFUNCTYPE(None, *plain)(kernel.address)  # its calls give the interpreter's lock away
+    call.kernel = kernel  # lifetime: the code is the kernel's
+    return cast(Call, call)
+
+
+def compile_nothing() -> None:
+    """Compile a small kernel that nobody calls: half a second that shows whether numba works. Raises as it does."""
+    compile_kernel(_copy, "int32* int32* int64")
+
+
+@contextlib.contextmanager
+def _less_said() -> Iterator[None]:
+    """Have numba's compiler log nothing below INFO: where the root logger is at DEBUG, it says 10,000 lines."""
+    logger = logging.getLogger("numba")
+    level = logger.level
+    logger.setLevel(max(level, logging.INFO))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _copy(source: Any, target: Any, numel: int) -> None:
+    for i in range(numel):
+        target[i] = source[i]
+
+
+_PLAIN = {"int64": ctypes.c_int64, "int32": ctypes.c_int32, "uint32": ctypes.c_uint32}
