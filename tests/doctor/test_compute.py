@@ -13,6 +13,7 @@ from tiered.doctor import compute
 from tiered.doctor.compute import check_compute_device, compute_checks, group_checks, kernel_checks
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import MACHINE, Check, Finding, Outcome
+from tiered.zero.kernel_trial import COMPACT_COST, EXACT_COST
 
 
 def test_a_process_group_is_made_and_nothing_is_left_of_it() -> None:
@@ -63,4 +64,5 @@ def test_numba_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     (finding,) = examine([kernel_checks()], 20)
     assert finding.outcome is Outcome.SLOWER and "import of numba halted" in finding.found
-    assert "CPU time" in finding.cost and finding.mend == "pip install --upgrade numba"
+    assert COMPACT_COST in finding.cost and EXACT_COST in finding.cost
+    assert finding.mend == "pip install --upgrade numba"

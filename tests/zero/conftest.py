@@ -10,7 +10,7 @@ from tests.reference import Recipe
 from tests.zero.pending import Contents, contents, new_disk, pending
 from tests.zero.training import Session, debug_store, start
 from tiered.zero import layout, swapped
-from tiered.zero.compact_trial import trial
+from tiered.zero.kernel_trial import compact_trial, exact_trial
 
 
 @pytest.fixture(params=["step", "backward"])
@@ -41,8 +41,10 @@ def second_generation() -> Contents:
 
 @pytest.fixture(params=["kernels", "torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Have compact state work by its kernels, which must be there, or by torch operations."""
-    kernels = trial().kernels
-    assert kernels is not None, trial().reason
-    monkeypatch.setattr(layout, "tried_kernels", lambda: kernels if request.param == "kernels" else None)
+    """Have state of every format work by its kernels, which must be there, or by torch operations."""
+    for trial in (compact_trial(), exact_trial("signs"), exact_trial("bitmap")):
+        assert trial.kernels is not None, trial.reason
+    if request.param == "torch":
+        monkeypatch.setattr(layout, "tried_compact_kernels", lambda: None)
+    monkeypatch.setattr(layout, "KERNELS_PAY_NUMEL", 0 if request.param == "kernels" else 1 << 62)
     return str(request.param)

@@ -1,21 +1,51 @@
-"""Codes of masters: every fp32 comes back from its bf16 and its remainder, whatever its bits are."""
+"""Codes of masters: every fp32 comes back from its bf16 and its remainder; kernels and torch keep the same bits."""
 
 from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from tiered.zero.codes import MarkedRemainder, MasterCode, Remainder
-from tiered.zero.tile_scratch import Dither, TileScratch
+from tiered.zero.codes import MarkedRemainder, Remainder
+from tiered.zero.exact_kernels import ExactKernels, Marks
+from tiered.zero.kernel_trial import exact_trial
+from tiered.zero.tile_scratch import Dither, Rows, TileScratch
 
 NUMEL = 70 * 1024 + 5  # more rows with ties than are mended at once, and a part of one
+SPECIAL = [
+    0x00000000, 0x80000000,  # zeros
+    0x00000001, 0x80000001, 0x00007FFF, 0x00008000, 0x00018000, 0x007FFFFF, 0x00800000, 0x80808000,  # subnormals
+    0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF,  # infinity, NaN
+    0x7F808000, 0xFF808000, 0x7FC08000, 0xFFFE8000,  # NaN whose low half is a tie
+    0x7F7F8000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F7F7FFF,  # round to infinity, or just not
+    0x3F808000, 0x3F818000, 0xBF808000, 0xBF818000, 0x3F807FFF, 0x3F808001,  # ties above an even and an odd half
+]  # fmt: skip
+
+Code = Remainder | MarkedRemainder
+MARKS: list[Marks] = ["signs", "bitmap"]
+every_kind = pytest.mark.parametrize("marks", MARKS)
 
 
-def round_trip(code: MasterCode, masters: torch.Tensor, fields: Sequence[torch.Tensor]) -> torch.Tensor:
+def code_of(marks: Marks, *, by_kernels: bool) -> Code:
+    kernels: ExactKernels | None = None
+    if by_kernels:
+        kernels = exact_trial(marks).kernels
+        assert kernels is not None, exact_trial(marks).reason
+    return Remainder(kernels) if marks == "signs" else MarkedRemainder(kernels)
+
+
+def rows_for(numel: int) -> Rows:
+    """Return scratch with bytes of no meaning in it."""
+    numel = (numel // 1024 + 1) * 1024
+    scratch = TileScratch(torch.full((TileScratch.nbytes(numel),), 0xA5, dtype=torch.uint8), numel)
+    return scratch.rows(small=False)
+
+
+def round_trip(code: Code, masters: Tensor, fields: Sequence[Tensor]) -> Tensor:
     """Return ``masters`` (numel,) fp32 after encode and decode, and check that the bf16 is torch's rounding."""
-    numel = (masters.numel() // 1024 + 1) * 1024
-    scratch = TileScratch(torch.zeros(TileScratch.nbytes(numel) // 4), numel)
-    rows = scratch.rows(small=False)
+    rows = rows_for(masters.numel())
     hi = torch.empty(masters.numel(), dtype=torch.bfloat16)
     rows.master[: masters.numel()] = masters
     code.encode(hi, fields, rows, Dither(torch.empty(0)))
@@ -24,18 +54,13 @@ def round_trip(code: MasterCode, masters: torch.Tensor, fields: Sequence[torch.T
     return code.decode(hi, fields, rows).clone()
 
 
-def remainder_fields(numel: int) -> list[torch.Tensor]:
-    return [torch.empty(numel, dtype=torch.int16), torch.rand(numel)]
-
-
-def bitmap_fields(numel: int) -> list[torch.Tensor]:
+def fields_for(marks: Marks, numel: int) -> list[Tensor]:
+    if marks == "signs":
+        return [torch.empty(numel, dtype=torch.int16), torch.rand(numel)]
     return [torch.empty(numel, dtype=torch.int16), torch.empty(-(-numel // 8), dtype=torch.uint8)]
 
 
-CODES = {"remainder": (Remainder(), remainder_fields), "bitmap": (MarkedRemainder(), bitmap_fields)}
-
-
-def bits(kind: str) -> torch.Tensor:
+def bits(kind: str) -> Tensor:
     """Return (NUMEL,) int32: random bits, some of them or all of them ties."""
     random = torch.randint(-(1 << 31), 1 << 31, (NUMEL,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
     ties = (random & ~0xFFFF) | 0x8000
@@ -45,30 +70,104 @@ def bits(kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["random", "a tie in a thousand", "all ties"])
-@pytest.mark.parametrize("name", CODES)
-def test_every_master_comes_back(name: str, kind: str) -> None:
-    code, fields_of = CODES[name]
+@pytest.mark.parametrize("by_kernels", [False, True], ids=["torch", "kernels"])
+@every_kind
+def test_every_master_comes_back(marks: Marks, by_kernels: bool, kind: str) -> None:
     masters = bits(kind).view(torch.float32)
-    fields = fields_of(NUMEL)
+    fields = fields_for(marks, NUMEL)
     before = fields[1].clone()
-    found = round_trip(code, masters, fields)
+    found = round_trip(code_of(marks, by_kernels=by_kernels), masters, fields)
     real = ~masters.isnan()
     assert torch.equal(found[real].view(torch.int32), masters[real].view(torch.int32))
     assert found[~real].isnan().all()  # without its payload
-    if name == "remainder":
+    if marks == "signs":
         assert torch.equal(fields[1], before)  # the moment is as it was
 
 
-@pytest.mark.parametrize("name", CODES)
-def test_a_cleared_remainder_is_nothing(name: str) -> None:
-    code, fields_of = CODES[name]
-    fields = fields_of(NUMEL)
+@every_kind
+def test_a_cleared_remainder_is_nothing(marks: Marks) -> None:
+    code = code_of(marks, by_kernels=False)
+    fields = fields_for(marks, NUMEL)
     masters = bits("all ties").view(torch.float32).nan_to_num()
     round_trip(code, masters, fields)
     hi = masters.bfloat16()
-    scratch = TileScratch(torch.zeros(TileScratch.nbytes(71 * 1024) // 4), 71 * 1024)
-    rows = scratch.rows(small=False)
+    rows = rows_for(NUMEL)
     rows.master[:NUMEL] = masters
     code.encode(hi, fields, rows, Dither(torch.empty(0)))
     code.clear(fields)
     assert torch.equal(code.decode(hi, fields, rows), hi.float())
+
+
+# -- kernels and torch -------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def masters(draw: st.DrawFn) -> Tensor:
+    """Draw (numel,) bits of fp32 at the edges of rows and bytes: any bits, ties, special ones."""
+    numel = max(1, 1024 * draw(st.integers(0, 3)) + draw(st.integers(-9, 9)) + draw(st.sampled_from([0, 512])))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    drawn = torch.randint(-(1 << 31), 1 << 31, (numel,), generator=generator).to(torch.int32)
+    every = draw(st.sampled_from([0, 1, 7, 1000]))  # 0: a row may have no tie at all
+    if every:
+        drawn[::every] = (drawn[::every] & ~0xFFFF) | 0x8000
+    for position, value in draw(st.lists(st.tuples(st.integers(0, numel - 1), st.sampled_from(SPECIAL)), max_size=8)):
+        drawn[position] = value - (value >> 31 << 32)
+    return drawn
+
+
+def any_moment(numel: int, seed: int) -> Tensor:
+    """Return (numel,) fp32 that are not negative, but for NaN, which has any sign."""
+    drawn = torch.randint(-(1 << 31), 1 << 31, (numel,), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+    values = drawn.view(torch.float32)
+    return torch.where(values.isnan(), values, values.abs())
+
+
+def as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [each.view(torch.uint8).clone() for each in tensors]
+
+
+def all_that_is_kept(code: Code, drawn: Tensor, marks: Tensor) -> list[Tensor]:
+    """Return, as bytes, what ``code`` keeps of ``drawn``, what it makes of that, and what attaching it writes."""
+    numel = drawn.numel()
+    hi = torch.empty(numel, dtype=torch.bfloat16)
+    found = []
+    fields = [torch.empty(numel, dtype=torch.int16), marks.clone()]
+    rows = rows_for(numel)
+    rows.master[:numel].copy_(drawn.view(torch.float32))
+    code.encode(hi, fields, rows, Dither(torch.empty(0)))
+    found += as_bytes([hi, *fields])
+    found += as_bytes([code.decode(hi, fields, rows), *fields])
+    rows.master[:numel].copy_(drawn.view(torch.float32))
+    code.attach(hi, fields, rows)
+    return found + as_bytes(fields)
+
+
+@every_kind
+@settings(max_examples=200, deadline=None)
+@given(drawn=masters(), seed=st.integers(0, 2**31))
+def test_kernels_keep_the_bits_that_torch_keeps(marks: Marks, drawn: Tensor, seed: int) -> None:
+    """Of NaN, too: its upper half is the one that torch's rounding makes of any NaN here, its lower half is its own."""
+    numel = drawn.numel()
+    before = any_moment(numel, seed) if marks == "signs" else torch.full((-(-numel // 8),), 0xA5, dtype=torch.uint8)
+    ways = [all_that_is_kept(code_of(marks, by_kernels=each), drawn, before) for each in (False, True)]
+    for by_torch, by_kernel in zip(*ways, strict=True):
+        assert torch.equal(by_torch, by_kernel)
+
+
+@every_kind
+@settings(max_examples=100, deadline=None)
+@given(numel=st.one_of(st.integers(1, 40), st.integers(1020, 3080)), seed=st.integers(0, 2**31))
+def test_kernels_read_all_bytes_as_torch_does(marks: Marks, numel: int, seed: int) -> None:
+    """Also such as no encoding writes: what a store holds is not ours to say."""
+    generator = torch.Generator().manual_seed(seed)
+    hi = torch.empty(numel, dtype=torch.bfloat16)
+    fields = fields_for(marks, numel)
+    for each in (hi, *fields):
+        each.view(torch.uint8).random_(0, 256, generator=generator)
+    fields[0][::900] = -0x8000
+    found = []
+    for by_kernels in (False, True):
+        own = [field.clone() for field in fields]
+        found.append(as_bytes([code_of(marks, by_kernels=by_kernels).decode(hi, own, rows_for(numel)), *own]))
+    for by_torch, by_kernel in zip(*found, strict=True):
+        assert torch.equal(by_torch, by_kernel)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tiered.zero.compact_codes import PositiveMoment8, Remainder8, SignedMoment8
 from tiered.zero.compact_kernels import CompactKernels
-from tiered.zero.compact_trial import trial
+from tiered.zero.kernel_trial import compact_trial
 from tiered.zero.tile_scratch import TileScratch
 
 SPECIAL = [
@@ -50,7 +50,7 @@ def numbers(draw: st.DrawFn) -> Tensor:
 
 
 def kernels() -> CompactKernels:
-    result = trial()
+    result = compact_trial()
     assert result.kernels is not None, result.reason
     return result.kernels
 

@@ -16,7 +16,8 @@ from tests.zero.training import assert_same, debug_store, reference, smallest_bu
 from tiered.errors import UsageError
 from tiered.zero import layout
 from tiered.zero.codec import Bucket, divide, update_piece
-from tiered.zero.compact_trial import trial
+from tiered.zero.codes import MarkedRemainder, Remainder
+from tiered.zero.kernel_trial import compact_trial, exact_trial
 from tiered.zero.layout import FORMATS, Layouts
 from tiered.zero.rules import AdamWRule, Hyperparameters, LionRule, Rule, SGDRule
 from tiered.zero.tile_scratch import TileScratch
@@ -234,16 +235,20 @@ def test_rounding_is_right_on_average(word: str, way: str) -> None:
 
 
 @every_rule
+@every_format
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_kernels_and_torch_operations_update_to_the_same_bits(
-    dtype: torch.dtype, rule: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, word: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By kernels at one division, by torch at another; with blocks that are NaN, and pieces that start anywhere."""
-    assert trial().kernels is not None, trial().reason
+    for trial in (compact_trial(), exact_trial("signs"), exact_trial("bitmap")):
+        assert trial.kernels is not None, trial.reason
     numel = 9 * 1024 + 77
-    by_kernels = Kept("compact", rule, normal(numel, dtype, 0))
-    monkeypatch.setattr(layout, "tried_kernels", lambda: None)
-    by_torch = Kept("compact", rule, normal(numel, dtype, 0), bucket_numel=5120, tile_numel=3072)
+    monkeypatch.setattr(layout, "KERNELS_PAY_NUMEL", 0)
+    by_kernels = Kept(word, rule, normal(numel, dtype, 0))
+    monkeypatch.undo()
+    monkeypatch.setattr(layout, "tried_compact_kernels", lambda: None)
+    by_torch = Kept(word, rule, normal(numel, dtype, 0), bucket_numel=5120, tile_numel=3072)
     for step in range(4):
         gradient = normal(numel, dtype, step + 1, 10.0 ** (3 * step))
         if step == 2:
@@ -368,6 +373,39 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(optimizer: str, word: 
     expected.cast = set(expected.masters)
     found.losses = losses + found.losses
     assert_same(found, expected)
+
+
+def two_steps(way: str, first: int, recipe: Recipe, directory: Path) -> tuple[Trained, dict[str, Tensor]]:
+    """Do steps ``first`` and the next by kernels or by torch; return what came of it, and the bytes in the store."""
+    with pytest.MonkeyPatch.context() as monkeypatch, debug_store(directory) as store:
+        monkeypatch.setattr(layout, "KERNELS_PAY_NUMEL", 1 if way == "kernels" else 1 << 62)
+        session = start(CASES["gpt"], recipe, store)
+        assert store.resume() == ({"step": first} if first else {})
+        session.run_step(first)
+        session.run_step(first + 1)
+        store.commit({"step": first + 2})
+        assert session.optimizer._state is not None
+        master = session.optimizer._state._layouts.of(BF16).master
+        assert isinstance(master, Remainder | MarkedRemainder) and (master.kernels is not None) == (way == "kernels")
+        trained = session.collect()
+        return trained, {key: store.get(key).view(torch.uint8) for key in store if key.startswith("model/")}
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Lion"])
+def test_a_run_goes_from_kernels_to_torch_and_back_without_effect(optimizer: str, tmp_path: Path) -> None:
+    """Two steps each way and a resume between: every byte of parameters and state, and the bits of the reference."""
+    recipe = recipe_of(optimizer, "exact", param_dtype=BF16, max_norm=1.0)
+    expected, kept = in_memory(recipe), []
+    for ways in (("torch", "torch"), ("kernels", "kernels"), ("kernels", "torch"), ("torch", "kernels")):
+        before, _ = two_steps(ways[0], 0, recipe, tmp_path / "-".join(ways))
+        found, contents = two_steps(ways[1], 2, recipe, tmp_path / "-".join(ways))
+        found.losses, found.norms = before.losses + found.losses, before.norms + found.norms
+        assert_same(found, expected)
+        kept.append(contents)
+    assert any(key.startswith("model/state/") for key in kept[0])
+    for other in kept[1:]:
+        assert other.keys() == kept[0].keys()
+        assert all(torch.equal(other[key], kept[0][key]) for key in other)
 
 
 @pytest.mark.parametrize("word", FORMATS)

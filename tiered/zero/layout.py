@@ -19,24 +19,37 @@ import torch
 from tiered.units import round_up
 from tiered.zero.codes import Bf16Moment, Field, MarkedRemainder, MasterCode, MomentCode, RawMoment, Remainder
 from tiered.zero.compact_codes import PositiveMoment8, Remainder8, SignedMoment8
-from tiered.zero.compact_trial import tried_kernels
+from tiered.zero.exact_kernels import Marks
+from tiered.zero.kernel_trial import tried_compact_kernels, tried_exact_kernels
 from tiered.zero.rules import Hyperparameters, Moment, Rule
 from tiered.zero.tile_scratch import Rows, TileScratch
 
-__all__ = ["FORMATS", "Layout", "Layouts", "Tile"]
+__all__ = ["FORMATS", "KERNELS_PAY_NUMEL", "Layout", "Layouts", "Tile"]
 
 FORMATS = ("exact", "bf16", "compact")
 
 _FIELD_ALIGNMENT = 64  # bytes
 
+KERNELS_PAY_NUMEL = 1 << 29
+"""bf16 parameters from which exact state has kernels: they save 1.2 of 3.7 ns of CPU time each and update, here 0.6 s.
+
+They cost 0.75 s of CPU time per process, which 64 Mi would earn back soon, but also 116 MiB of RSS, 40 of them memory
+and the rest pages of numba's compiler: 2 % of the state of so many parameters, and more than a smaller model should
+have beyond its budget. With 352 Mi (test_bounded.py, which allows 128 MiB) 92 MiB became 169.
+"""
+
 
 class Layouts:
-    """The layouts of all parameters of one optimizer: ``word`` is the format's, one of FORMATS."""
+    """The layouts of all parameters of one optimizer: ``word`` is the format's, one of FORMATS.
 
-    def __init__(self, word: str, rule: Rule) -> None:
+    ``numel``: how many bf16 parameters will be updated; few are not worth compiling exact state's kernels for.
+    """
+
+    def __init__(self, word: str, rule: Rule, *, numel: int = 0) -> None:
         assert word in FORMATS
         self.word = word
         self.rule = rule
+        self.numel = numel
         self._layouts: dict[torch.dtype, Layout] = {}
 
     def __repr__(self) -> str:
@@ -57,11 +70,13 @@ class Layouts:
         master: MasterCode | None = None
         marks = None
         if dtype == torch.bfloat16 and self.word == "compact":
-            master = Remainder8(tried_kernels())
+            master = Remainder8(tried_compact_kernels())
         elif dtype == torch.bfloat16:
             positive = [i for i, (m, code) in enumerate(zip(self.rule.moments, moments, strict=True)) if m.is_positive]
             marks = next((i for i in positive if moments[i].is_raw), None)
-            master = MarkedRemainder() if marks is None else Remainder()
+            where: Marks = "bitmap" if marks is None else "signs"
+            kernels = tried_exact_kernels(where) if self.numel >= KERNELS_PAY_NUMEL else None
+            master = MarkedRemainder(kernels) if marks is None else Remainder(kernels)
         return Layout(self.rule, dtype, master, moments, marks)
 
     def _moment_code(self, moment: Moment, dtype: torch.dtype) -> MomentCode:
@@ -70,7 +85,7 @@ class Layouts:
         if self.word == "bf16":
             return Bf16Moment()
         if self.word == "compact":
-            kernels = tried_kernels()
+            kernels = tried_compact_kernels()
             return PositiveMoment8(kernels) if moment.is_positive else SignedMoment8(kernels)
         return RawMoment(torch.float32)
 
