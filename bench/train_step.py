@@ -99,7 +99,7 @@ def main() -> None:
         "ratios": ratios,
         "step_over_bound": over_bound,
         **{name: last[name] for name in names},
-        "against_peak_rss_bytes": pairs[-1][1]["peak_rss_bytes"],
+        **{f"against_{name}": pairs[-1][1][name] for name in names if name in pairs[-1][1]},
     }
     print(json.dumps(result))
 
