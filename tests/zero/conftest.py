@@ -4,13 +4,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.models import CASES
 from tests.reference import Recipe
+from tests.store.places import quick_directory
 from tests.zero.pending import Contents, contents, new_disk, pending
 from tests.zero.training import Session, debug_store, start
 from tiered.zero import layout, swapped
 from tiered.zero.kernel_trial import compact_trial, exact_trial
+
+
+@pytest.fixture
+def quick_path() -> Iterator[Path]:
+    """A directory for tests of many cases whose subject is bits, not the drive: in memory where that is offered."""
+    with quick_directory() as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: handing parts of small models to a second one takes longer than they do."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(params=["step", "backward"])

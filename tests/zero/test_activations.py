@@ -17,18 +17,22 @@ from tests.zero.saved_tensors import WORDS, engine_of, swapped_of, wide_vectors
 from tests.zero.training import assert_same, debug_store, reference, reference_of, smallest_budget, start
 from tiered.zero.activations import SWAP_FLOP_PER_BYTE, Cost, choose, words_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RECIPES = {"fp32-backward": (None, "backward"), "bf16-step": (torch.bfloat16, "step")}
 
 
 @pytest.mark.parametrize("recipe_name", RECIPES)
 @pytest.mark.parametrize("word", ["recompute", "swap"])
 @pytest.mark.parametrize("name", CASES)
-def test_bits_with_the_smallest_budget(name: str, word: str, recipe_name: str, tmp_path: Path, swap_all: None) -> None:
-    """Everything is driven to NVMe between forward and backward."""
+def test_bits_with_the_smallest_budget(
+    name: str, word: str, recipe_name: str, quick_path: Path, swap_all: None
+) -> None:
+    """Everything is driven out between forward and backward."""
     param_dtype, update = RECIPES[recipe_name]
     case, recipe = CASES[name], Recipe(param_dtype=param_dtype)
-    nbytes = smallest_budget(case, recipe, update, tmp_path / "probe")
-    with debug_store(tmp_path / "store", nbytes, durable=False) as store:
+    nbytes = smallest_budget(case, recipe, update, quick_path / "probe")
+    with debug_store(quick_path / "store", nbytes, durable=False) as store:
         session = start(case, recipe, store, update, activations=word)
         session.is_squeezed = True
         assert_same(session.run(), reference_of(name, param_dtype))

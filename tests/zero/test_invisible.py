@@ -4,6 +4,7 @@ Every run has an arena that poisons what is released and never leases an address
 """
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import tiered
 from tests.models import CASES, GPT, Block, Case, batch_of_tokens
-from tests.reference import MasterAdamW, Recipe, train
+from tests.reference import MasterAdamW, Recipe, Trained, train
 from tests.zero.training import (
     SEED,
     assert_same,
@@ -38,12 +39,12 @@ every_update = pytest.mark.parametrize("update", UPDATES)
 @every_dtype
 @pytest.mark.parametrize("name", CASES)
 def test_bits_with_the_smallest_budget(
-    name: str, param_dtype: torch.dtype | None, update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, param_dtype: torch.dtype | None, update: str, quick_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything is driven out after each forward and step; counters prove that each unit was swapped in again."""
     case, recipe, expected = CASES[name], Recipe(param_dtype=param_dtype), reference_of(name, param_dtype)
-    nbytes = smallest_budget(case, recipe, update, tmp_path / "probe")
-    with counted_swaps(monkeypatch) as swaps, debug_store(tmp_path / "store", nbytes, durable=False) as store:
+    nbytes = smallest_budget(case, recipe, update, quick_path / "probe")
+    with counted_swaps(monkeypatch) as swaps, debug_store(quick_path / "store", nbytes, durable=False) as store:
         session = start(case, recipe, store, update)
         session.is_squeezed = True
         session.squeeze()
@@ -120,20 +121,27 @@ FEATURES: dict[str, tuple[str, Recipe]] = {
 }
 
 
+@cache
+def reference_with(feature: str, param_dtype: torch.dtype | None) -> Trained:
+    """Return what both updates are compared with."""
+    name, recipe = FEATURES[feature]
+    return reference(CASES[name], replace(recipe, param_dtype=param_dtype))
+
+
 @every_update
 @every_dtype
 @pytest.mark.parametrize("feature", FEATURES)
-def test_bits_with(feature: str, param_dtype: torch.dtype | None, update: str, tmp_path: Path) -> None:
+def test_bits_with(feature: str, param_dtype: torch.dtype | None, update: str, quick_path: Path) -> None:
     """Each with the smallest budget."""
     name, recipe = FEATURES[feature]
     recipe = replace(recipe, param_dtype=param_dtype)
     if update == "backward" and recipe.max_norm is not None:
-        with debug_store(tmp_path, durable=False) as store, pytest.raises(tiered.UsageError, match='update="step"'):
+        with debug_store(quick_path, durable=False) as store, pytest.raises(tiered.UsageError, match='update="step"'):
             start(CASES[name], recipe, store, update).run()
         return
-    nbytes = smallest_budget(CASES[name], recipe, update, tmp_path / "probe")
-    with debug_store(tmp_path / "store", nbytes, durable=False) as store:
-        assert_same(start(CASES[name], recipe, store, update).run(), reference(CASES[name], recipe))
+    nbytes = smallest_budget(CASES[name], recipe, update, quick_path / "probe")
+    with debug_store(quick_path / "store", nbytes, durable=False) as store:
+        assert_same(start(CASES[name], recipe, store, update).run(), reference_with(feature, param_dtype))
 
 
 def test_torch_clips_as_tiered_does(tmp_path: Path) -> None:
@@ -177,10 +185,12 @@ def wide_batch(index: int) -> tuple[Tensor]:
     return (torch.randn(2, 1448, generator=torch.Generator().manual_seed(index)),)
 
 
-@every_update
-def test_bits_when_masters_lie_on_ties(update: str, tmp_path: Path) -> None:
-    """1 master in 131,072 has a remainder of +0x8000 below an even high half, which 16 signed bits cannot hold."""
-    case, recipe = Case(wide, wide_batch), Recipe(param_dtype=torch.bfloat16, num_steps=20)
+WIDE, WIDE_RECIPE = Case(wide, wide_batch), Recipe(param_dtype=torch.bfloat16, num_steps=20)
+
+
+@pytest.fixture(scope="module")
+def trained_over_ties() -> Trained:
+    """Train in memory, and see masters lie on the tie."""
     num_ties = 0
 
     def count_ties(step: int, optimizer: MasterAdamW) -> None:
@@ -189,14 +199,20 @@ def test_bits_when_masters_lie_on_ties(update: str, tmp_path: Path) -> None:
             num_ties += int(((master.detach().view(torch.int32) & 0x1FFFF) == TIE_BITS).sum())
 
     torch.manual_seed(SEED)
-    model = case.build()
+    model = WIDE.build()
     torch.manual_seed(SEED + 1)
-    expected = train(model, case.batch, case.loss, recipe, after_step=count_ties)
+    expected = train(model, WIDE.batch, WIDE.loss, WIDE_RECIPE, after_step=count_ties)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     assert num_params > 10_000_000
     assert num_ties > 20 * num_params / 131_072 / 2, "the tie that this test is about did not occur"
+    return expected
+
+
+@every_update
+def test_bits_when_masters_lie_on_ties(update: str, trained_over_ties: Trained, tmp_path: Path) -> None:
+    """1 master in 131,072 has a remainder of +0x8000 below an even high half, which 16 signed bits cannot hold."""
     with debug_store(tmp_path, 64 << 20, durable=False) as store:
-        assert_same(start(case, recipe, store, update).run(), expected)
+        assert_same(start(WIDE, WIDE_RECIPE, store, update).run(), trained_over_ties)
 
 
 # -- what checkpointing is for -------------------------------------------------------------------------------------

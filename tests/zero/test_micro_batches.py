@@ -3,7 +3,7 @@
 import random
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,8 @@ from tests.zero.training import (
     start,
 )
 from tiered.store.working_set import WorkingSet
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 every_dtype = pytest.mark.parametrize("param_dtype", DTYPES.values(), ids=DTYPES)
@@ -57,17 +59,29 @@ def run(session: Session) -> Trained:
     return session.collect()
 
 
+def taking_turns(param_dtype: torch.dtype | None) -> Recipe:
+    return Recipe(param_dtype=param_dtype, num_micro_steps=3, num_steps=2)
+
+
+@cache
+def reference_in_turns(name: str, param_dtype: torch.dtype | None) -> Trained:
+    """Return what both updates are compared with."""
+    return reference(CASES[name], taking_turns(param_dtype))
+
+
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")  # torch compares with the strides of a placeholder
 @every_update
 @every_dtype
 @pytest.mark.parametrize("name", QUALIFYING)
-def test_bits_with_the_smallest_budget(name: str, param_dtype: torch.dtype | None, update: str, tmp_path: Path) -> None:
-    case, recipe = CASES[name], Recipe(param_dtype=param_dtype, num_micro_steps=3, num_steps=2)
-    nbytes = smallest_budget(case, recipe, update, tmp_path / "probe")
-    with debug_store(tmp_path / "store", nbytes, durable=False) as store:
+def test_bits_with_the_smallest_budget(
+    name: str, param_dtype: torch.dtype | None, update: str, quick_path: Path
+) -> None:
+    case, recipe = CASES[name], taking_turns(param_dtype)
+    nbytes = smallest_budget(case, recipe, update, quick_path / "probe")
+    with debug_store(quick_path / "store", nbytes, durable=False) as store:
         session = start(case, recipe, store, update)
         session.is_squeezed = True
-        assert_same(run(session), reference(case, recipe))
+        assert_same(run(session), reference_in_turns(name, param_dtype))
 
 
 # -- the loop's features -------------------------------------------------------------------------------------------
@@ -138,14 +152,14 @@ FEATURES: dict[str, tuple[Case, Recipe]] = {
 @every_update
 @every_dtype
 @pytest.mark.parametrize("feature", FEATURES)
-def test_bits_with(feature: str, param_dtype: torch.dtype | None, update: str, tmp_path: Path) -> None:
+def test_bits_with(feature: str, param_dtype: torch.dtype | None, update: str, quick_path: Path) -> None:
     case, recipe = FEATURES[feature]
     if (update == "backward" and recipe.max_norm is not None) or (feature == "autocast" and param_dtype):
         return  # refused, or the same as without
     if feature == "unforeseeable_random_numbers" and param_dtype:
         return  # its inputs are fp32
     recipe = replace(recipe, param_dtype=param_dtype)
-    with debug_store(tmp_path, 2 << 20, durable=False) as store:
+    with debug_store(quick_path, 2 << 20, durable=False) as store:
         session = start(case, recipe, store, update)
         assert_same(run(session), reference(case, recipe))
         drawn = torch.get_rng_state()
@@ -173,9 +187,9 @@ KEEPING: dict[str, Case] = {
 @pytest.mark.parametrize("name", KEEPING)
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("activations", ["recompute", "swap"])
-def test_bits_whatever_becomes_of_activations(activations: str, update: str, name: str, tmp_path: Path) -> None:
+def test_bits_whatever_becomes_of_activations(activations: str, update: str, name: str, quick_path: Path) -> None:
     recipe = Recipe(num_micro_steps=3, num_steps=2)
-    with debug_store(tmp_path, durable=False) as store:
+    with debug_store(quick_path, durable=False) as store:
         session = start(KEEPING[name], recipe, store, update, activations=activations)
         buffers = {name: id(buffer) for name, buffer in session.model.named_buffers()}
         assert_same(run(session), reference(KEEPING[name], recipe))

@@ -136,9 +136,14 @@ def reference(case: Case, recipe: Recipe, seed: int = SEED) -> Trained:
     return train(model, case.batch, case.loss, recipe)
 
 
-@cache
 def reference_of(name: str, param_dtype: torch.dtype | None) -> Trained:
-    """Return the reference of a case of the zoo under the default recipe."""
+    """Return the reference of a case of the zoo under the default recipe, with as many threads as there are now."""
+    return _reference_of(name, param_dtype, torch.get_num_threads())
+
+
+@cache
+def _reference_of(name: str, param_dtype: torch.dtype | None, num_threads: int) -> Trained:
+    """How a sum is divided among threads shows in its bits."""
     return reference(CASES[name], Recipe(param_dtype=param_dtype))
 
 
