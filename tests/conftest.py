@@ -8,10 +8,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+from tests.rigs.warm_python import WarmPython
 from tiered.bytes.arena import Arena
 
 torch.set_num_threads(2)
@@ -62,6 +65,14 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         gc.collect()  # what only a cycle still holds is no leak
     leaks = _leaks(threads, descriptors, arenas)
     assert not leaks, f"left behind: {'; '.join(leaks)}"
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[WarmPython]:
+    with tempfile.TemporaryDirectory(prefix="tiered-") as directory:  # a short name: a socket's has 107 bytes at most
+        python = WarmPython(Path(directory))
+        yield python
+        python.close()
 
 
 def pytest_configure() -> None:

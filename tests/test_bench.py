@@ -1,4 +1,4 @@
-"""Each bench runs, tiny, and ends with its one JSON line."""
+"""Each bench runs, tiny, and ends with its one JSON line; at least once as a user starts it."""
 
 import json
 import os
@@ -9,14 +9,20 @@ from typing import Any
 
 import pytest
 
+from tests.rigs.warm_python import WarmPython
+
 ROOT = Path(__file__).parents[1]
 TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "16", "--batch", "2", "--steps", "3")
 
 
-def run(bench: str, tmp_path: Path, *options: str) -> tuple[dict[str, Any], str]:
+def run(
+    bench: str, tmp_path: Path, *options: str, python: str = sys.executable, environment: dict[str, str] | None = None
+) -> tuple[dict[str, Any], str]:
     """Run a training bench on the tiny model; return its JSON line and all that it said."""
-    command = [sys.executable, f"bench/{bench}.py", *TINY, "--dram", "16MiB", "--store", str(tmp_path), *options]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=240).stdout
+    command = [python, f"bench/{bench}.py", *TINY, "--dram", "16MiB", "--store", str(tmp_path), *options]
+    output = subprocess.run(
+        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=240
+    ).stdout
     assert not list(tmp_path.iterdir())
     result = json.loads(output.splitlines()[-1])
     assert result["bench"] == bench
@@ -32,18 +38,20 @@ def test_train_step_runs_tiny(tmp_path: Path) -> None:
     assert result["verdict"] in output
 
 
-def test_train_step_compares_settings_of_our_own_on_a_slower_drive(tmp_path: Path) -> None:
+def test_train_step_compares_settings_of_our_own_on_a_slower_drive(tmp_path: Path, warm_python: WarmPython) -> None:
     options = ("--pairs", "1", "--micro-steps", "2", "--micro-batches", "vertical", "--throttle", "1GB")
     options += ("--against", "micro-batches=plain,durable=no")
-    result, output = run("train_step", tmp_path, *options)
+    result, output = run(
+        "train_step", tmp_path, *options, python=warm_python.executable, environment=warm_python.environment
+    )
     assert result["ratio"] > 0
     assert "against: tiered" in output
     assert "not durable, throttled to 1GB/s each way, full duplex" in output
 
 
-def test_budget_sweep_follows_the_formula_tiny(tmp_path: Path) -> None:
+def test_budget_sweep_follows_the_formula_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     options = ("--budgets", "smallest,24MiB", "--layers", "6", "--width", "256", "--no-durable")
-    result, _ = run("budget_sweep", tmp_path, *options)
+    result, _ = run("budget_sweep", tmp_path, *options, environment=warm_python.environment)
     assert result["follows"]
     small, large = result["rows"]
     assert small["read"] > large["read"]
@@ -51,8 +59,9 @@ def test_budget_sweep_follows_the_formula_tiny(tmp_path: Path) -> None:
     assert small["written"] == pytest.approx(small["written_formula"], rel=0.03)
 
 
-def test_scale_runs_tiny(tmp_path: Path) -> None:
-    result, _ = run("scale", tmp_path, "--sizes", "100K,200K", "--no-durable")
+def test_scale_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
+    options = ("--sizes", "100K,200K", "--no-durable")
+    result, _ = run("scale", tmp_path, *options, python=warm_python.executable, environment=warm_python.environment)
     assert [row["layers"] for row in result["rows"]] == [1, 3]
     assert all(row["ns_per_param"] > 0 for row in result["rows"])
 
@@ -81,10 +90,12 @@ def test_quality_runs_tiny(tmp_path: Path) -> None:
     assert curves.stat().st_size > 1000
 
 
-def test_small_tensors_runs_tiny(tmp_path: Path) -> None:
+def test_small_tensors_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--keys", "3000", "--dram", "16MiB", "--turns", "1", "--slice", "1000", "--store", str(tmp_path)]
     command = [sys.executable, "bench/small_tensors.py", *tiny]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
+    output = subprocess.run(
+        command, cwd=ROOT, env=warm_python.environment, check=True, capture_output=True, text=True, timeout=120
+    ).stdout
     result = json.loads(output.splitlines()[-1])
     assert (result["bench"], result["keys"]) == ("small_tensors", 3000)
     assert min(result["put_per_s"], result["get_per_s"], result["open_s"]) > 0

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.available import needs
+from tests.rigs.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[1]
 
 
-def soak(results: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "bench/soak.py", "--results", str(results), *arguments]
+def soak(results: Path, *arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    command = [python, "bench/soak.py", "--results", str(results), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
 
 
@@ -24,10 +25,10 @@ def soak(results: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         pytest.param("errno", marks=needs("faulty file system")),
     ],
 )
-def test_runs_of_a_campaign_add_up(name: str, tmp_path: Path) -> None:
+def test_runs_of_a_campaign_add_up(name: str, tmp_path: Path, warm_python: WarmPython) -> None:
     results = tmp_path / "soak.json"
     for _ in range(2):
-        done = soak(results, "--minutes", "0.01", "--campaign", name)
+        done = soak(results, "--minutes", "0.01", "--campaign", name, python=warm_python.executable)
         assert done.returncode == 0, done.stderr + done.stdout
     first, second = json.loads(results.read_text())
     assert first["campaign"] == second["campaign"] == name
@@ -38,8 +39,9 @@ def test_runs_of_a_campaign_add_up(name: str, tmp_path: Path) -> None:
     assert row.split()[1:3] == ["2", str(first["cases"] + second["cases"])]
 
 
-def test_a_campaign_of_independent_seeds_runs_in_processes(tmp_path: Path) -> None:
-    done = soak(tmp_path / "soak.json", "--minutes", "0.001", "--campaign", "simulated")
+def test_a_campaign_of_independent_seeds_runs_in_processes(tmp_path: Path, warm_python: WarmPython) -> None:
+    arguments = ("--minutes", "0.001", "--campaign", "simulated")
+    done = soak(tmp_path / "soak.json", *arguments, python=warm_python.executable)
     assert done.returncode == 0, done.stderr + done.stdout
     (entry,) = json.loads((tmp_path / "soak.json").read_text())
     assert not entry["wrong"] and entry["cases"] > entry["inside_commit"] > 0
