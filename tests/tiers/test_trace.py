@@ -145,14 +145,15 @@ def test_a_prefetch_evicts_nothing_that_was_handed_over() -> None:
     assert policy.victim({"z": 1}, "g") == "z"
 
 
-def test_what_is_used_later_is_waited_for() -> None:
-    trace = Trace(["u", "v", "w"])
-    policy = NextUsePolicy(trace)
+def test_what_is_used_later_is_waited_for_rather_than_a_near_key_evicted() -> None:
+    trace = Trace(["u", "v", "w", "x"])
+    policy = NextUsePolicy(trace, {"v", "w"}.__contains__)
     trace.record("u")
     assert policy.is_worth_waiting("v", ["w"])
     assert policy.is_worth_waiting("v", ["v", "never seen"])
     assert not policy.is_worth_waiting("w", ["v"])
     assert not policy.is_worth_waiting("w", ["w"])
+    assert not policy.is_worth_waiting("x", ["never seen"])  # not near: it goes at once
 
 
 def test_keys_that_were_handed_over_can_be_taken_back() -> None:

@@ -33,8 +33,11 @@ class NextUsePolicy:
         return None if self._trace.distance(incoming) >= farthest else victim
 
     def is_worth_waiting(self, victim: str, leaving: Iterable[str]) -> bool:
-        """Return whether one of ``leaving`` is used later than ``victim``, which would be read twice otherwise."""
-        return self._trace.farthest(leaving)[1] > self._trace.distance(victim)
+        """Return whether ``victim`` is near, and one of ``leaving`` used later: else it would soon be read again.
+
+        What is used later still goes at once: to be read again costs less than that somebody waits.
+        """
+        return self._is_near(victim) and self._trace.farthest(leaving)[1] > self._trace.distance(victim)
 
 
 class Rooms(Protocol):
