@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -204,21 +201,6 @@ class TestDisplay:
         assert not capsys.readouterr().out
 
 
-def read_to(stream: IO[str], start: str) -> None:
-    """Read up to the line that begins with ``start``, which must come before the end."""
-    assert any(line.startswith(start) for line in stream), f"it ended without {start!r}"
-
-
-def fill(stream: IO[str]) -> None:
-    """Fill the pipe that ``stream`` reads, so that its writer's next write waits."""
-    writer = os.open(f"/proc/self/fd/{stream.fileno()}", os.O_WRONLY | os.O_NONBLOCK)
-    try:
-        while True:
-            os.write(writer, b"\n")
-    except BlockingIOError:
-        os.close(writer)
-
-
 class TestInterruption:
     """Ctrl-C is a request first, the end second."""
 
@@ -232,19 +214,12 @@ class TestInterruption:
         ) as process:
             assert process.stdout is not None
             assert process.stderr is not None
-            read_to(process.stdout, "step 2/")
-            # Order: both signals come in one life, which stands where it tells of a step until somebody reads.
-            fill(process.stdout)
-            while "pipe" not in Path(f"/proc/{process.pid}/wchan").read_text():
-                assert process.poll() is None, "it ended although nobody reads"
-            process.send_signal(signal.SIGINT)
-            read_to(process.stderr, "stopping as soon")
-            while times == 2 and process.poll() is None:
-                process.send_signal(signal.SIGINT)  # again if it came just before a write: Python looks after that
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(1)
-            if times == 2:
-                read_to(process.stderr, "the run is")
+            while not process.stdout.readline().startswith("step 2/"):
+                assert process.poll() is None, process.stderr.read()
+            for _ in range(times):
+                process.send_signal(signal.SIGINT)
+                while not process.stderr.readline().startswith(("stopping as soon", "the run is")):
+                    pass
             said = process.stdout.read()
             assert process.wait() == 130
         if times == 1:
