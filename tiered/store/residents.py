@@ -111,7 +111,7 @@ class Residents:
 
     def is_worth_waiting(self) -> bool:
         """Return whether the end of a write in flight is to be awaited, rather than evict what is clean by now."""
-        return bool(self.clean) and self._victim() is None
+        return bool(self.departing and self.clean) and self._victim() is None
 
     def _victim(self) -> str | None:
         """Return which clean entry to evict for a caller that waits; None where there is none to be spared."""
