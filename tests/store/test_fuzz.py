@@ -16,7 +16,7 @@ from tests.store import fuzz
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.registry import Registry, committed_state
 
-NUM_CASES = 500
+NUM_CASES = 800  # 20 s, of which the campaign has an hour
 
 
 def fuzzed(*arguments: str) -> dict[str, object]:
