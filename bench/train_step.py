@@ -17,7 +17,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from training import Settings, add_arguments, check, describe, environment, measure, median_s, settings_of
+from training import (
+    Settings,
+    add_arguments,
+    check,
+    describe,
+    environment,
+    measure,
+    median_cpu_s,
+    median_s,
+    settings_of,
+)
+
+BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "": False}
 
 
 def arguments() -> argparse.Namespace:
@@ -39,7 +51,9 @@ def changed(settings: Settings, against: str) -> Settings:
         if name not in {field.name for field in dataclasses.fields(Settings)}:
             raise SystemExit(f"--against {against}: there is no setting {name!r}")
         kind = type(getattr(settings, name))
-        changes[name] = value in ("yes", "true", "1") if kind is bool else kind(value)
+        if kind is bool and value.lower() not in BOOLEANS:
+            raise SystemExit(f"--against {against}: expected {name}=true or {name}=false, got {value!r}")
+        changes[name] = BOOLEANS[value.lower()] if kind is bool else kind(value)
     return dataclasses.replace(settings, **changes)
 
 
@@ -53,7 +67,11 @@ def run_pairs(args: argparse.Namespace, ours: Settings, other: Settings) -> list
             found = {settings: measure(settings, Path(folder) / "store") for settings in order}
             pairs.append((found[ours], found[other]))
             a, b = median_s(found[ours]), median_s(found[other])
-            print(f"pair {number}: {a:.3f} s against {b:.3f} s, ratio {a / b:.3f}; {describe(found[ours])}", flush=True)
+            cpu = f"CPU time {median_cpu_s(found[ours]):.2f} and {median_cpu_s(found[other]):.2f} s"
+            print(
+                f"pair {number}: {a:.3f} s against {b:.3f} s, ratio {a / b:.3f}; {cpu}; {describe(found[ours])}",
+                flush=True,
+            )
             for result in pairs[-1]:
                 check(result)
             is_same = ours.dtype == other.dtype and ours.state == other.state == "exact"
@@ -97,6 +115,8 @@ def main() -> None:
         "against_seconds": statistics.median(others),
         "ratio": statistics.median(ratios),
         "ratios": ratios,
+        "cpu_seconds": statistics.median(median_cpu_s(pair[0]) for pair in pairs),
+        "against_cpu_seconds": statistics.median(median_cpu_s(pair[1]) for pair in pairs),
         "step_over_bound": over_bound,
         **{name: last[name] for name in names},
         **{f"against_{name}": pairs[-1][1][name] for name in names if name in pairs[-1][1]},

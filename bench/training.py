@@ -31,6 +31,7 @@ import tiered
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.engines import open_device
 from tiered.bytes.device.throttled import ThrottledDevice
+from tiered.store import transfer
 from tiered.store.catalog import SqliteCatalog
 from tiered.store.opening import empty_root
 from tiered.store.recorder import CALLER
@@ -65,6 +66,7 @@ class Settings:
     activations: str = "auto"
     dram: str = "1GiB"
     durable: bool = True
+    digests: bool = True  # of blocks; without, what this bench alone can do, nothing read is checked
     throttle: str = ""  # bytes per second each way, such as "1GB"; reads do not slow writes
     threads: int = 0  # torch's; 0: its default
     wait_policy: str = ""  # OMP_WAIT_POLICY of the process, "passive" or "active"; "": as it is here
@@ -94,6 +96,7 @@ class Settings:
             return f"in memory, {', '.join(parts)}"
         parts += [f"update {self.update}", f"state {self.state}", f"hold {self.hold}", f"dram {self.dram}"]
         parts += ["commit each step" if self.durable else "not durable"]
+        parts += [] if self.digests else ["without digests"]
         parts += [f"throttled to {self.throttle}/s each way, full duplex"] if self.throttle else []
         return f"tiered, {', '.join(parts)}"
 
@@ -148,6 +151,11 @@ def measure(settings: Settings, folder: Path, *, prefix: str = "") -> dict[str, 
     return result
 
 
+def median_cpu_s(result: dict[str, Any]) -> float:
+    """Return the CPU-seconds of all threads, the median of a run's steps after the first."""
+    return statistics.median(result["cpu_seconds"][1:] or result["cpu_seconds"])
+
+
 def median_s(result: dict[str, Any]) -> float:
     """Return the median of a run's steps after the first, which warms everything up."""
     return statistics.median(result["seconds"][1:] or result["seconds"])
@@ -167,15 +175,16 @@ def batches_of(settings: Settings) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def time_steps(settings: Settings, step: Callable[[], float], end: Callable[[], None]) -> dict[str, Any]:
-    """Run the steps and return seconds and losses; the counters run over all but the first."""
-    seconds, losses = [], []
+    """Run the steps and return seconds, CPU-seconds and losses; the counters run over all but the first."""
+    seconds, cpu_seconds, losses = [], [], []
     for _ in range(settings.steps):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         losses.append(step())
         seconds.append(time.perf_counter() - start)
+        cpu_seconds.append(time.process_time() - cpu_start)
         if len(seconds) == 1:
             end()
-    return {"seconds": seconds, "losses": losses}
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "losses": losses}
 
 
 def backward_of(settings: Settings, model: torch.nn.Module, batches: list[tuple[Any, Any]]) -> float:
@@ -316,6 +325,8 @@ def io_bytes() -> tuple[int, int]:
 
 def through_tiers(settings: Settings, folder: Path) -> dict[str, Any]:
     """Train through a store in ``folder``."""
+    if not settings.digests:
+        transfer.digest = lambda memory, seed: 0
     torch.manual_seed(0)
     hold = settings.hold if settings.hold == "auto" else parse_bytes(settings.hold)
     with open_store(settings, folder) as store:

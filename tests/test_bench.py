@@ -40,13 +40,14 @@ def test_train_step_runs_tiny(tmp_path: Path) -> None:
 
 def test_train_step_compares_settings_of_our_own_on_a_slower_drive(tmp_path: Path, warm_python: WarmPython) -> None:
     options = ("--pairs", "1", "--micro-steps", "2", "--micro-batches", "vertical", "--throttle", "1GB")
-    options += ("--against", "micro-batches=plain,durable=no")
+    options += ("--against", "micro-batches=plain,durable=no,digests=false")
     result, output = run(
         "train_step", tmp_path, *options, python=warm_python.executable, environment=warm_python.environment
     )
     assert result["ratio"] > 0
     assert "against: tiered" in output
-    assert "not durable, throttled to 1GB/s each way, full duplex" in output
+    assert "not durable, without digests, throttled to 1GB/s each way, full duplex" in output
+    assert result["cpu_seconds"] > 0 and result["against_cpu_seconds"] > 0
 
 
 def test_budget_sweep_follows_the_formula_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
