@@ -218,10 +218,11 @@ class TestInterruption:
                 assert process.poll() is None, process.stderr.read()
             for _ in range(times):
                 process.send_signal(signal.SIGINT)
-                while not process.stderr.readline().startswith(("stopping as soon", "the run is")):
+                # The first may have ended the run before the second comes: then nothing more is said.
+                while (line := process.stderr.readline()) and not line.startswith(("stopping as soon", "the run is")):
                     pass
             said = process.stdout.read()
-            assert process.wait() == 130
+            assert process.wait() in ((130,) if times == 1 else (130, -signal.SIGINT))
         if times == 1:
             assert "stopped by Ctrl-C; the run is resumable from step" in said
         assert main(["verify", store]) == 0

@@ -227,7 +227,7 @@ def test_nothing_is_seen_before_it_was_checked_and_the_drive_does_not_wait_for_t
 def test_who_starts_a_write_does_not_wait_for_digests(rig: Rig) -> None:
     with rig.store.lease("a", mode="rw") as view:
         view.add_(1)
-    blocker = block_all(rig.threads)
+        blocker = block_all(rig.threads)  # order: so much is dirty that the end of the lease begins to write
     rig.store.working_set.swap_out(["a"])
     assert rig.gate.events == ["read"] * 3
     blocker.end.set()
