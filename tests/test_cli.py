@@ -218,13 +218,14 @@ class TestInterruption:
                 assert process.poll() is None, process.stderr.read()
             for _ in range(times):
                 process.send_signal(signal.SIGINT)
-                # The first may have ended the run before the second comes: then nothing more is said.
                 while (line := process.stderr.readline()) and not line.startswith(("stopping as soon", "the run is")):
                     pass
             said = process.stdout.read()
-            assert process.wait() in ((130,) if times == 1 else (130, -signal.SIGINT))
+            status = process.wait()
         if times == 1:
             assert "stopped by Ctrl-C; the run is resumable from step" in said
+        # The first may have ended the run before the second was heard, which then is Python's own to answer.
+        assert status == 130 or (times == 2 and not line and status == -signal.SIGINT)
         assert main(["verify", store]) == 0
 
     def test_the_first_signal_is_a_request(self, capfd: pytest.CaptureFixture[str]) -> None:
