@@ -69,7 +69,7 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[WarmPython]:
-    with tempfile.TemporaryDirectory(prefix="tiered-") as directory:  # a short name: a socket's has 107 bytes at most
+    with tempfile.TemporaryDirectory(prefix="tiered-") as directory:
         python = WarmPython(Path(directory))
         yield python
         python.close()

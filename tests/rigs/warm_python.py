@@ -29,7 +29,7 @@ _FOR_CHILDREN = "TIERED_TESTS_PYTHON"
 _COMMAND = """#!{python} -IS
 import json, os, signal, socket, sys
 end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-end.connect({address!r})
+end.connect("/proc/self/fd/%d/socket" % os.open({directory!r}, os.O_PATH))
 request = {{"argv": sys.argv[1:], "cwd": os.getcwd(), "environ": dict(os.environ)}}
 socket.send_fds(end, [json.dumps(request).encode()], [0, 1, 2])
 answer = end.recv(16)
@@ -56,14 +56,16 @@ class WarmPython:
     def __init__(self, directory: Path) -> None:
         self.executable = str(directory / "python")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(str(directory / "socket"))
+            there = os.open(directory, os.O_PATH)
+            listener.bind(f"/proc/self/fd/{there}/socket")  # the directory's own name may exceed a socket's 107 bytes
+            os.close(there)
             listener.listen()
             command = [sys.executable, "-m", "tests.rigs.warm_python", str(listener.fileno())]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, cwd=_ROOT, pass_fds=[listener.fileno()], start_new_session=True,
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             )  # fmt: skip
-        text = _COMMAND.format(python=sys.executable, address=str(directory / "socket"))
+        text = _COMMAND.format(python=sys.executable, directory=str(directory))
         Path(self.executable).write_text(text)
         Path(self.executable).chmod(0o700)
         (directory / "sitecustomize.py").write_text(f"import sys\nsys.executable = {self.executable!r}\n")
