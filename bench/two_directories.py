@@ -5,8 +5,9 @@ Usage: python bench/two_directories.py [--limit 450MB --nbytes 512MiB --rounds 5
 
 Both directories lie in one folder; each device is slowed down to its limit, so that what the drive itself gives does
 not count as long as it is faster than both together. The ceiling is the sum of the limits. Streams are puts and gets
-of one tensor of --nbytes, swaps are of as many tensors of a thirty-second of that. The store starts with equal weights
-and finds out by itself: the rounds before the measured ones are its warm-up. One JSON line comes last.
+of one tensor of --nbytes, swaps are of as many tensors of a thirty-second of that, half the budget read ahead. The
+store starts with equal weights and finds out by itself: the rounds before the measured ones are its warm-up. One JSON
+line comes last.
 """
 
 import argparse
@@ -63,6 +64,7 @@ def measure(store: Store, args: argparse.Namespace) -> dict[str, list[float]]:
     part_nbytes = args.nbytes // NUM_PARTS
     large = torch.randint(0, 256, (args.nbytes,), dtype=torch.uint8)
     part = large[:part_nbytes].clone()
+    num_ahead = max(2, args.dram // 2 // part_nbytes)
     names = [[f"{side}/{i}" for i in range(NUM_PARTS)] for side in ("left", "right")]
 
     def swap_out(side: int) -> None:
@@ -71,8 +73,8 @@ def measure(store: Store, args: argparse.Namespace) -> dict[str, list[float]]:
         store.working_set.swap_out(names[side])
 
     def swap_in(side: int) -> None:
-        store.prefetch(names[side])
-        for name in names[side]:
+        for number, name in enumerate(names[side]):
+            store.prefetch(names[side][number : number + num_ahead])
             store[name]
 
     kinds: dict[str, Callable[[int], object]] = {

@@ -19,7 +19,7 @@ __all__ = ["BandwidthMeter", "profiled_weights"]
 
 _NEWEST = 0.3  # what a new sample counts for
 _LEAST = 1 / 32  # of the fastest: a device that seems slower still gets enough to be measured again
-_NOTICEABLE = 0.05
+_NOTICEABLE = 0.02
 
 
 class BandwidthMeter:

@@ -202,7 +202,11 @@ class Store(MutableMapping[str, torch.Tensor]):
         self._values.put_many((self._finishers.settled(key), value) for key, value in pairs)
 
     def prefetch(self, keys: Iterable[str]) -> int:
-        """Hint that ``keys`` are needed soon, in this order; never blocks on I/O. Returns bytes in DRAM or coming."""
+        """Hint that ``keys`` are needed soon, in this order; never blocks on I/O. Returns bytes in DRAM or coming.
+
+        Up to the first that does not fit beside what is used now; nothing is kept for later. So ask for some of the
+        budget's worth, and again as you go: ``for i, key in enumerate(keys): store.prefetch(keys[i : i + 16])``.
+        """
         return self.working_set.prefetch(keys)
 
     def lease(self, key: str, mode: Mode = "r") -> LeaseBlock:
