@@ -1,4 +1,4 @@
-"""For every test: two threads of compute, and no thread, descriptor or leased arena byte left behind.
+"""For every test: two threads of compute; no thread, descriptor, leased arena byte or short turns left behind.
 
 For the whole run: its last lines name the rigs that were off, and why.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 import threading
 import weakref
@@ -59,8 +60,9 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         arenas.add(arena)
 
     monkeypatch.setattr(Arena, "__init__", construct_and_note)
-    threads, descriptors = set(threading.enumerate()), _descriptors()
+    threads, descriptors, turns_s = set(threading.enumerate()), _descriptors(), sys.getswitchinterval()
     yield
+    assert sys.getswitchinterval() == turns_s, "turns of the interpreter's lock were left shorter"
     if _leaks(threads, descriptors, arenas):
         gc.collect()  # what only a cycle still holds is no leak
     leaks = _leaks(threads, descriptors, arenas)

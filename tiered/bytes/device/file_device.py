@@ -21,6 +21,7 @@ from tiered.bytes.device.direct import MIN_ALIGNMENT, DirectProbe, probe_direct
 from tiered.bytes.device.files import DataFile, DataFiles, translate
 from tiered.bytes.device.in_flight import InFlight
 from tiered.bytes.device.queue import IOQueue
+from tiered.bytes.device.turns import ShortTurns
 from tiered.bytes.endings import after_fork, at_exit
 from tiered.errors import ClosedError, DeadlineError, DeviceError, UsageError
 
@@ -61,6 +62,7 @@ class FileDevice(Device):
         after_fork(self, _close_in_child)
         at_exit(self, _stop_at_exit)  # Order: before threads are joined: ours would wait for operations for ever
         self._threads: Sequence[threading.Thread] = ()
+        self._turns = ShortTurns()
         try:
             self._threads = self._make_threads()
             for thread in self._threads:
@@ -146,6 +148,7 @@ class FileDevice(Device):
                 f"closing {self.name}: {stuck}, with {self._num_in_flight} operations outstanding; their buffers stay "
                 f"in use until the drive answers; check it, then close again or end the process"
             )
+        self._turns.end()
         self._files.close()
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ from tiered.units import MiB
 __all__ = ["CALM_NBYTES", "IOQueue"]
 
 _WRITE = IOClass.WRITE  # an enum's member is looked up slowly
-_AHEAD_S = 0.02  # a busy Python thread keeps the interpreter's lock for 5 ms, a busy machine for longer
+_AHEAD_S = 0.02  # a busy Python thread keeps the interpreter's lock for 1 to 5 ms, a busy machine for longer
 _LEAST_NBYTES, _MOST_NBYTES = 32 * MiB, 128 * MiB
 _LEAST_READ_NBYTES = 64 * MiB  # a drive may complete half of that at once: then it has the other half
 _SAMPLE_NBYTES = 64 * MiB

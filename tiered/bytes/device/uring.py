@@ -372,8 +372,8 @@ class UringDevice(FileDevice):
 def _chains(flights: list[InFlight]) -> Iterator[tuple[InFlight, InFlight | None]]:
     """Pair the second half of a large batch of one class with the first, for the kernel to begin when that completes.
 
-    A drive may complete all it has at once; before this thread has had the interpreter's lock, beside a busy Python
-    thread 5 ms later, it would have nothing to do. Small batches, and reads that somebody waits for, go at once.
+    A drive may complete all it has at once; before this thread has had the interpreter's lock, a turn of a busy Python
+    thread later, it would have nothing to do. Small batches, and reads that somebody waits for, go at once.
     """
     by_class: dict[IOClass, list[InFlight]] = {}
     for flight in flights:
