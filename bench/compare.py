@@ -10,6 +10,7 @@ cannot be imported the bench says so and measures nothing. Bytes are /proc/self/
 import argparse
 import dataclasses
 import json
+import os
 import shlex
 import shutil
 import statistics
@@ -52,11 +53,15 @@ def deepspeed(settings: Settings, folder: Path, python: str) -> dict[str, Any]:
     """Run DeepSpeed in a process of its own, its files in ``folder``, which is removed; return what it prints."""
     command = shlex.join([python, str(WORKER), str(folder), json.dumps(dataclasses.asdict(settings))])
     path = shlex.quote(str(Path(python).absolute().parent))
+    compiled = folder.parent.parent / "deepspeed_extensions"
+    for lock in compiled.rglob("lock"):  # of a run that was killed while it compiled: the next would wait for ever
+        lock.unlink()
     try:
         # A shell stands between: ru_maxrss starts with what the parent of an exec had in memory.
         done = subprocess.run(
-            ["sh", "-c", f"export PATH={path}:$PATH; {command}; exit $?"], capture_output=True, text=True, timeout=7200
-        )
+            ["sh", "-c", f"export PATH={path}:$PATH; {command}; exit $?"],
+            env=os.environ | {"TORCH_EXTENSIONS_DIR": str(compiled)}, capture_output=True, text=True, timeout=7200,
+        )  # fmt: skip
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if done.returncode:
