@@ -12,7 +12,7 @@ from tests.store.places import quick_directory
 from tests.zero.pending import Contents, contents, new_disk, pending
 from tests.zero.training import Session, debug_store, start
 from tiered.zero import layout, swapped
-from tiered.zero.kernel_trial import compact_trial, exact_trial
+from tiered.zero.kernel_trial import adamw_trial, compact_trial, exact_trial
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def second_generation() -> Contents:
 @pytest.fixture(params=["kernels", "torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Have state of every format work by its kernels, which must be there, or by torch operations."""
-    for trial in (compact_trial(), exact_trial("signs"), exact_trial("bitmap")):
+    for trial in (compact_trial(), adamw_trial(), exact_trial()):
         assert trial.kernels is not None, trial.reason
     if request.param == "torch":
         monkeypatch.setattr(layout, "tried_compact_kernels", lambda: None)

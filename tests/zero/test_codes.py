@@ -1,6 +1,7 @@
 """Codes of masters: every fp32 comes back from its bf16 and its remainder; kernels and torch keep the same bits."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tiered.zero.codes import MarkedRemainder, Remainder
-from tiered.zero.exact_kernels import ExactKernels, Marks
 from tiered.zero.kernel_trial import exact_trial
 from tiered.zero.tile_scratch import Dither, Rows, TileScratch
 
@@ -24,16 +24,15 @@ SPECIAL = [
 ]  # fmt: skip
 
 Code = Remainder | MarkedRemainder
-MARKS: list[Marks] = ["signs", "bitmap"]
-every_kind = pytest.mark.parametrize("marks", MARKS)
+Marks = Literal["signs", "bitmap"]
+WAYS = [("signs", False), ("bitmap", False), ("bitmap", True)]
 
 
 def code_of(marks: Marks, *, by_kernels: bool) -> Code:
-    kernels: ExactKernels | None = None
-    if by_kernels:
-        kernels = exact_trial(marks).kernels
-        assert kernels is not None, exact_trial(marks).reason
-    return Remainder(kernels) if marks == "signs" else MarkedRemainder(kernels)
+    if marks == "signs":
+        return Remainder()
+    assert exact_trial().kernels is not None, exact_trial().reason
+    return MarkedRemainder(exact_trial().kernels if by_kernels else None)
 
 
 def rows_for(numel: int) -> Rows:
@@ -70,8 +69,7 @@ def bits(kind: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["random", "a tie in a thousand", "all ties"])
-@pytest.mark.parametrize("by_kernels", [False, True], ids=["torch", "kernels"])
-@every_kind
+@pytest.mark.parametrize(("marks", "by_kernels"), WAYS, ids=["signs", "bitmap", "bitmap, kernels"])
 def test_every_master_comes_back(marks: Marks, by_kernels: bool, kind: str) -> None:
     masters = bits(kind).view(torch.float32)
     fields = fields_for(marks, NUMEL)
@@ -84,7 +82,7 @@ def test_every_master_comes_back(marks: Marks, by_kernels: bool, kind: str) -> N
         assert torch.equal(fields[1], before)  # the moment is as it was
 
 
-@every_kind
+@pytest.mark.parametrize("marks", ["signs", "bitmap"])
 def test_a_cleared_remainder_is_nothing(marks: Marks) -> None:
     code = code_of(marks, by_kernels=False)
     fields = fields_for(marks, NUMEL)
@@ -115,13 +113,6 @@ def masters(draw: st.DrawFn) -> Tensor:
     return drawn
 
 
-def any_moment(numel: int, seed: int) -> Tensor:
-    """Return (numel,) fp32 that are not negative, but for NaN, which has any sign."""
-    drawn = torch.randint(-(1 << 31), 1 << 31, (numel,), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
-    values = drawn.view(torch.float32)
-    return torch.where(values.isnan(), values, values.abs())
-
-
 def as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [each.view(torch.uint8).clone() for each in tensors]
 
@@ -142,32 +133,29 @@ def all_that_is_kept(code: Code, drawn: Tensor, marks: Tensor) -> list[Tensor]:
     return found + as_bytes(fields)
 
 
-@every_kind
 @settings(max_examples=200, deadline=None)
-@given(drawn=masters(), seed=st.integers(0, 2**31))
-def test_kernels_keep_the_bits_that_torch_keeps(marks: Marks, drawn: Tensor, seed: int) -> None:
+@given(drawn=masters())
+def test_kernels_keep_the_bits_that_torch_keeps(drawn: Tensor) -> None:
     """Of NaN, too: its upper half is the one that torch's rounding makes of any NaN here, its lower half is its own."""
-    numel = drawn.numel()
-    before = any_moment(numel, seed) if marks == "signs" else torch.full((-(-numel // 8),), 0xA5, dtype=torch.uint8)
-    ways = [all_that_is_kept(code_of(marks, by_kernels=each), drawn, before) for each in (False, True)]
+    before = torch.full((-(-drawn.numel() // 8),), 0xA5, dtype=torch.uint8)
+    ways = [all_that_is_kept(code_of("bitmap", by_kernels=each), drawn, before) for each in (False, True)]
     for by_torch, by_kernel in zip(*ways, strict=True):
         assert torch.equal(by_torch, by_kernel)
 
 
-@every_kind
 @settings(max_examples=100, deadline=None)
 @given(numel=st.one_of(st.integers(1, 40), st.integers(1020, 3080)), seed=st.integers(0, 2**31))
-def test_kernels_read_all_bytes_as_torch_does(marks: Marks, numel: int, seed: int) -> None:
+def test_kernels_read_all_bytes_as_torch_does(numel: int, seed: int) -> None:
     """Also such as no encoding writes: what a store holds is not ours to say."""
     generator = torch.Generator().manual_seed(seed)
     hi = torch.empty(numel, dtype=torch.bfloat16)
-    fields = fields_for(marks, numel)
+    fields = fields_for("bitmap", numel)
     for each in (hi, *fields):
         each.view(torch.uint8).random_(0, 256, generator=generator)
     fields[0][::900] = -0x8000
     found = []
     for by_kernels in (False, True):
         own = [field.clone() for field in fields]
-        found.append(as_bytes([code_of(marks, by_kernels=by_kernels).decode(hi, own, rows_for(numel)), *own]))
+        found.append(as_bytes([code_of("bitmap", by_kernels=by_kernels).decode(hi, own, rows_for(numel)), *own]))
     for by_torch, by_kernel in zip(*found, strict=True):
         assert torch.equal(by_torch, by_kernel)

@@ -1,6 +1,7 @@
 """The trial of the kernels: used where they work and agree, one warning where they do not, and nothing by the way."""
 
 import logging
+import platform
 import subprocess
 import sys
 import threading
@@ -16,16 +17,20 @@ from tests.zero.training import debug_store
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import MACHINE, Check, Finding, Outcome, broken, ok
 from tiered.zero import kernel_trial, layout
+from tiered.zero.adamw_kernel import AdamWKernel
 from tiered.zero.codes import MarkedRemainder, Remainder
-from tiered.zero.exact_kernels import Marks, compile_exact_kernels
+from tiered.zero.exact_kernels import compile_exact_kernels
 from tiered.zero.kernel_trial import (
+    ADAMW_BITS,
     COMPACT_BITS,
     COMPACT_COST,
     EXACT_BITS,
     EXACT_COST,
+    adamw_trial,
     agree,
     compact_trial,
     exact_trial,
+    tried_adamw_kernel,
     tried_compact_kernels,
     tried_exact_kernels,
 )
@@ -36,7 +41,9 @@ from tiered.zero.rules import AdamWRule, LionRule, Rule
 @pytest.fixture
 def untried() -> Iterator[None]:
     """Have the kernels not been tried in this process."""
-    remembered = (compact_trial, exact_trial, tried_compact_kernels, tried_exact_kernels)
+    remembered = (
+        adamw_trial, compact_trial, exact_trial, tried_adamw_kernel, tried_compact_kernels, tried_exact_kernels,
+    )  # fmt: skip
     for each in remembered:
         each.cache_clear()
     yield
@@ -72,25 +79,54 @@ def test_kernels_that_give_other_bits_are_not_used(
 
 
 @pytest.mark.usefixtures("untried")
-@pytest.mark.parametrize("marks", ["signs", "bitmap"])
 @pytest.mark.parametrize("wrong", [{"nan": 0x7FC1}, {"join": lambda *_: None}, {"split": lambda *_: None}], ids=list)
 def test_exact_kernels_that_give_other_bits_are_not_used(
-    marks: Marks, wrong: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    wrong: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a NaN alone is another."""
-    compiled = compile_exact_kernels(marks)
-    monkeypatch.setattr(kernel_trial, "compile_exact_kernels", lambda _: compiled)
-    assert exact_trial(marks).kernels is compiled
+    compiled = compile_exact_kernels()
+    monkeypatch.setattr(kernel_trial, "compile_exact_kernels", lambda: compiled)
+    assert exact_trial().kernels is compiled
     exact_trial.cache_clear()
-    monkeypatch.setattr(kernel_trial, "compile_exact_kernels", lambda _: compiled._replace(**wrong))
-    assert tried_exact_kernels(marks) is None
+    monkeypatch.setattr(kernel_trial, "compile_exact_kernels", lambda: compiled._replace(**wrong))
+    assert tried_exact_kernels() is None
     (warning,) = warnings_of(caplog)
-    assert "other bits than torch" in warning and f"here: {marks}:" in warning
+    assert "other bits than torch" in warning and "here: masters:" in warning
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize("share", [1, 3, 4], ids=["parameter", "second moment", "gradient"])
+def test_an_adamw_kernel_that_gives_other_bits_is_not_used(
+    share: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that was given the next element's address of one array."""
+    real = adamw_trial().kernels
+    assert real is not None, adamw_trial().reason
+
+    def call(*arguments: Any) -> int:
+        moved = list(arguments)
+        moved[share] += 4
+        moved[6] -= 1024
+        return int(real._call(*moved))
+
+    adamw_trial.cache_clear()
+    monkeypatch.setattr(kernel_trial, "compile_adamw_kernel", lambda nan: AdamWKernel(call, nan))
+    assert tried_adamw_kernel() is None
+    (warning,) = warnings_of(caplog)
+    assert "other bits than torch" in warning and "here: AdamW:" in warning
+
+
+@pytest.mark.usefixtures("untried")
+def test_where_torch_has_no_fma_there_is_no_adamw_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The products that torch fuses with sums elsewhere it does not there, and the processor perhaps cannot."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert adamw_trial().kernels is None and "without FMA" in adamw_trial().reason
 
 
 def test_what_has_no_use_for_kernels_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp64 and fp32 masters, the compact kernels for exact state, and models for which they would not pay."""
-    for name in ("tried_compact_kernels", "tried_exact_kernels"):
+    for name in ("tried_adamw_kernel", "tried_compact_kernels", "tried_exact_kernels"):
         monkeypatch.setattr(layout, name, lambda *_: pytest.fail("compiled for nothing"))
     for word in ("exact", "bf16"):
         Layouts(word, AdamWRule(), numel=KERNELS_PAY_NUMEL - 1).of(torch.bfloat16)
@@ -98,13 +134,16 @@ def test_what_has_no_use_for_kernels_asks_for_none(monkeypatch: pytest.MonkeyPat
     Layouts("compact", AdamWRule()).of(torch.float64)
 
 
-@pytest.mark.parametrize(("rule", "marks"), [(AdamWRule(), "signs"), (LionRule(), "bitmap")])
-def test_exact_state_asks_for_its_own_kernels_where_they_pay(
-    rule: Rule, marks: Marks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("word", ["exact", "bf16"])
+@pytest.mark.parametrize("rule", [AdamWRule(), LionRule()])
+def test_state_asks_for_its_own_kernels_where_they_pay(word: str, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "tried_compact_kernels", lambda: pytest.fail("compiled for nothing"))
-    master = Layouts("exact", rule, numel=KERNELS_PAY_NUMEL).of(torch.bfloat16).master
-    assert isinstance(master, Remainder | MarkedRemainder) and master.kernels is tried_exact_kernels(marks)
+    found = Layouts(word, rule, numel=KERNELS_PAY_NUMEL).of(torch.bfloat16)
+    if isinstance(rule, AdamWRule) and word == "exact":
+        assert isinstance(found.master, Remainder) and found.kernel is tried_adamw_kernel() is not None
+    else:
+        assert found.kernel is None and isinstance(found.master, MarkedRemainder)
+        assert found.master.kernels is tried_exact_kernels() is not None
 
 
 @pytest.mark.parametrize("numel", [1, 5], ids=["small", "large"])
@@ -114,7 +153,7 @@ def test_only_bf16_parameters_that_are_updated_count(
     """Five of bf16, of which one needs no gradient, and more of fp32."""
     monkeypatch.setattr(layout, "KERNELS_PAY_NUMEL", 5)
     asked = []
-    monkeypatch.setattr(layout, "tried_exact_kernels", lambda marks: asked.append(marks))
+    monkeypatch.setattr(layout, "tried_adamw_kernel", lambda: asked.append("AdamW"))
     parameters = [torch.nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in (numel, 4)]
     parameters[1].requires_grad_(False)
     parameters.append(torch.nn.Parameter(torch.zeros(100)))
@@ -123,7 +162,7 @@ def test_only_bf16_parameters_that_are_updated_count(
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-    assert asked == (["signs"] if numel == 5 else [])
+    assert asked == (["AdamW"] if numel == 5 else [])
 
 
 def test_importing_takes_no_numba_and_compiling_starts_no_thread() -> None:
@@ -132,7 +171,8 @@ def test_importing_takes_no_numba_and_compiling_starts_no_thread() -> None:
         "assert 'numba' not in sys.modules",
         "before = os.listdir('/proc/self/task')",
         "assert kernel_trial.tried_compact_kernels() is not None, kernel_trial.compact_trial().reason",
-        "assert kernel_trial.tried_exact_kernels('signs') is not None, kernel_trial.exact_trial('signs').reason",
+        "assert kernel_trial.tried_exact_kernels() is not None, kernel_trial.exact_trial().reason",
+        "assert kernel_trial.tried_adamw_kernel() is not None, kernel_trial.adamw_trial().reason",
         "assert os.listdir('/proc/self/task') == before",
         "import numba",
         "try: print(numba.threading_layer())",
@@ -145,12 +185,13 @@ def test_importing_takes_no_numba_and_compiling_starts_no_thread() -> None:
 
 
 def test_a_forked_child_has_the_kernels_of_its_parent() -> None:
-    kernels, exact = compact_trial().kernels, exact_trial("signs").kernels
-    assert kernels is not None and exact is not None
+    kernels, exact, adamw = compact_trial().kernels, exact_trial().kernels, adamw_trial().kernels
+    assert kernels is not None and exact is not None and adamw is not None
 
     def in_the_child() -> Finding:
         torch.set_num_threads(1)  # torch's own threads are the parent's
-        all_agree = all(agree(each, kernels) for each in COMPACT_BITS.values()) and agree(EXACT_BITS["signs"], exact)
+        all_agree = all(agree(each, kernels) for each in COMPACT_BITS.values()) and agree(EXACT_BITS["masters"], exact)
+        all_agree = all_agree and agree(ADAMW_BITS["AdamW"], adamw)
         return (ok if all_agree else broken)(MACHINE, "kernels", "tried again")
 
     (finding,) = examine([[Check(MACHINE, "kernels", in_the_child)]], 60)

@@ -108,17 +108,19 @@ def update_piece(
     factor: torch.Tensor | None,
     scratch: TileScratch,
 ) -> None:
-    """Do one update of ``piece`` in place, tile by tile.
+    """Do one update of ``piece`` in place: by its layout's kernel as far as that goes, else tile by tile.
 
     ``parameter``, ``gradient``: (numel of the whole parameter,) in memory order, in the parameter's dtype; ``bucket``:
     the bucket's uint8 bytes; ``factor``: () clip factor multiplied to the gradient in fp32, or None.
     """
-    views = piece.views(bucket)
-    numel = piece.layout.tile_numel(scratch)
-    for start in range(0, piece.numel, numel):
+    layout, views, numel = piece.layout, piece.views(bucket), piece.layout.tile_numel(scratch)
+    parameter, gradient = parameter[piece.start : piece.stop], gradient[piece.start : piece.stop]
+    start = 0
+    while start < piece.numel:
+        left = [view[start:] for view in views] if layout.kernel is not None else []
+        start += layout.update_by_kernel(left, parameter[start:], gradient[start:], factor, hyper, scratch)
         stop = min(start + numel, piece.numel)
-        first, last = piece.start + start, piece.start + stop
-        scratch.dither.aim(piece.segment.name, hyper.step, first)
-        piece.layout.tile(views, start, stop).update(
-            parameter[first:last], gradient[first:last], factor, hyper, scratch
-        )
+        if start < stop:
+            scratch.dither.aim(piece.segment.name, hyper.step, piece.start + start)
+            layout.tile(views, start, stop).update(parameter[start:stop], gradient[start:stop], factor, hyper, scratch)
+        start = stop

@@ -3,8 +3,8 @@
 Master codes keep what a bf16 parameter lacks of its fp32 master, moment codes what a rule remembers. All arithmetic is
 elementwise, in place on scratch. Those of 8 bits are in compact_codes.py.
 
-Master codes work by torch operations, or on the CPU by the kernels they were made with: the same bits in a third of the
-time. So a run may go from one to the other.
+``MarkedRemainder`` works by torch operations, or on the CPU by the kernels it was made with: the same bits in a third
+of the time. So a run may go from one to the other.
 """
 
 from __future__ import annotations
@@ -84,22 +84,14 @@ class Remainder:
 
     fields: tuple[Field, ...] = (Field(torch.int16),)
 
-    def __init__(self, kernels: ExactKernels | None = None) -> None:
-        self.kernels = kernels
-
     def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
         """Return the masters; clears the marks."""
-        if self.kernels is not None and hi.is_cpu:
-            return _join_by(self.kernels, hi, fields, rows)
         master = _join(hi, fields[0], rows)
         _where_ties_are(_undo_marks, fields[0], master.view(torch.int32), fields[1].view(torch.int32))
         return master
 
     def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
         """Split the masters; the sign bits of the moment must be clear."""
-        if self.kernels is not None and hi.is_cpu:
-            _split_by(self.kernels, hi, fields, rows)
-            return
         _split(hi, fields[0], rows)
         master = rows.master.view(torch.int32)[: hi.numel()]
         _where_ties_are(_mark, fields[0], master, fields[1].view(torch.int32))

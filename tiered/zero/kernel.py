@@ -16,11 +16,13 @@ from typing import Any, cast
 
 __all__ = ["Call", "compile_kernel", "compile_nothing"]
 
-Call = Callable[..., None]
+Call = Callable[..., Any]
 
 
-def compile_kernel(function: Callable[..., None], signature: str) -> Call:
+def compile_kernel(function: Callable[..., Any], signature: str, *, result: str = "void") -> Call:
     """Compile ``function``, whose arguments ``signature`` names: numba's words, ``*`` behind those that are addresses.
+
+    ``result`` is numba's word for what it returns.
 
     Blocks for 0.1 to 0.5 s of CPU time, the first time half a second more. Memory must be contiguous, aligned to its
     elements and alive during a call; inputs and outputs do not overlap. Any thread may call. Raises whatever numba
@@ -34,9 +36,12 @@ def compile_kernel(function: Callable[..., None], signature: str) -> Call:
     types = [getattr(numba.types, word.removesuffix("*")) for word in words]
     given = [numba.types.CPointer(each) if "*" in word else each for word, each in zip(words, types, strict=True)]
     with _less_said():
-        kernel = numba.cfunc(numba.types.void(*given), nopython=True, error_model="numpy")(function)
+        typed = getattr(numba.types, result)(*given)
+        kernel = numba.cfunc(typed, nopython=True, error_model="numpy")(function)
     plain = [_PLAIN.get(word, ctypes.c_void_p) for word in words]
-    call: Any = ctypes.CFUNCTYPE(None, *plain)(kernel.address)  # its calls give the interpreter's lock away
+    call: Any = ctypes.CFUNCTYPE(_PLAIN.get(result), *plain)(
+        kernel.address
+    )  # its calls give the interpreter's lock away
     call.kernel = kernel  # lifetime: the code is the kernel's
     return cast(Call, call)
 
@@ -63,4 +68,9 @@ def _copy(source: Any, target: Any, numel: int) -> None:
         target[i] = source[i]
 
 
-_PLAIN = {"int64": ctypes.c_int64, "int32": ctypes.c_int32, "uint32": ctypes.c_uint32}
+_PLAIN: dict[str, Any] = {
+    "int64": ctypes.c_int64,
+    "int32": ctypes.c_int32,
+    "uint32": ctypes.c_uint32,
+    "float32": ctypes.c_float,
+}
