@@ -242,6 +242,7 @@ def test_rounding_is_right_on_average(word: str, way: str) -> None:
     seed=st.integers(0, 2**31),
     betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.9999)),
     lr=st.floats(0, 1),
+    eps=st.sampled_from([1e-8, 0.0]),
     weight_decay=st.sampled_from([0.0, 0.01, 1.0]),
     maximize=st.booleans(),
     factor=st.sampled_from([None, 0.3, 0.0, 1.0, math.inf, math.nan]),

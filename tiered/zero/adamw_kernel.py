@@ -57,6 +57,7 @@ class AdamWKernel:
             return 0
         values = hyper.values
         (beta1, beta2), lr, weight_decay = values["betas"], values["lr"], values["weight_decay"]
+        step = float(np.float32(hyper.step))  # as torch counts it
         share = float(np.float32(1 - beta1))
         is_from_gradient = share >= 0.5  # torch's lerp counts from the nearer end
         return int(
@@ -65,7 +66,7 @@ class AdamWKernel:
                 parameter.numel(), self._nan, scale, -1.0 if values["maximize"] else 1.0,
                 1 - lr * weight_decay if weight_decay else 1.0,
                 share - 1 if is_from_gradient else share, is_from_gradient, beta2, 1 - beta2,
-                math.sqrt(1 - beta2**hyper.step), values["eps"], -(lr / (1 - beta1**hyper.step)),
+                math.sqrt(1 - beta2**step), values["eps"], -(lr / (1 - beta1**step)),
             )
         )  # fmt: skip
 
