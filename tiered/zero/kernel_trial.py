@@ -61,7 +61,7 @@ def exact_trial() -> Trial[ExactKernels]:
 
 @functools.cache
 def adamw_trial() -> Trial[AdamWKernel]:
-    """Compile the kernel of exact AdamW and try it; as ``compact_trial``, in half a second."""
+    """Compile the kernel of exact AdamW and try it; as ``compact_trial``, in a second."""
     return _tried(lambda: compile_adamw_kernel(torch_nan()), ADAMW_BITS)
 
 
