@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tiered import cli
 from tiered.cli import main
 from tiered.errors import CapacityError, UsageError
 from tiered.train.config import RunConfig, RunDials
@@ -34,6 +35,20 @@ def plan(**given: object) -> Plan:
     config = RunConfig.of_given({name: value for name, value in given.items() if name != "steps"})
     dials = RunDials.of_committed({}, given)
     return Plan(config, dials, (Path("runs/demo"),), durable=True, first_step=0)
+
+
+@pytest.mark.parametrize(("called", "words"), [("tiered", "tiered"), ("bin/tiered", "tiered"), ("own/it", "own/it")])
+def test_commands_to_come_back_with_name_us_as_we_were_called(
+    called: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the bare name where the path finds it, also when there is no such file here."""
+    for program in (tmp_path / "bin" / "tiered", tmp_path / "own" / "it"):
+        program.parent.mkdir()
+        program.touch(mode=0o700)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(sys, "argv", [called])
+    assert cli._program() == words
 
 
 class TestRefusals:

@@ -256,7 +256,8 @@ def _program() -> str:
     if called.suffix == ".py":
         return "python -m tiered.cli"
     found = shutil.which(called.name)
-    return called.name if found and os.path.samefile(found, called) else os.path.relpath(called)
+    is_found = found is not None and (not called.exists() or os.path.samefile(found, called))
+    return called.name if is_found else os.path.relpath(called)
 
 
 def _refuse(message: str, *hints: str) -> int:
