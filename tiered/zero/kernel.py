@@ -39,9 +39,8 @@ def compile_kernel(function: Callable[..., Any], signature: str, *, result: str 
         typed = getattr(numba.types, result)(*given)
         kernel = numba.cfunc(typed, nopython=True, error_model="numpy")(function)
     plain = [_PLAIN.get(word, ctypes.c_void_p) for word in words]
-    call: Any = ctypes.CFUNCTYPE(_PLAIN.get(result), *plain)(
-        kernel.address
-    )  # its calls give the interpreter's lock away
+    prototype = ctypes.CFUNCTYPE(_PLAIN.get(result), *plain)  # whose calls give the interpreter's lock away
+    call: Any = prototype(kernel.address)
     call.kernel = kernel  # lifetime: the code is the kernel's
     return cast(Call, call)
 
