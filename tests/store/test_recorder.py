@@ -99,11 +99,22 @@ def test_a_wait_that_is_woken_and_goes_on_is_one_span() -> None:
     recorder.start(10)
     begun_s = time.monotonic()
     for _ in range(5):
-        recorder.waited(Wait.READ, "a", time.monotonic())
-    recorder.waited(Wait.READ, "b", time.monotonic())
+        recorder.waited(Wait.READ, "a", begun_s)  # begun before the last one ended, however slow this thread is
+    recorder.waited(Wait.READ, "b", begun_s)
     spans, _ = recorder.stop()
     assert [(span.word, span.subject) for span in spans] == [("wait: demand read", "a"), ("wait: demand read", "b")]
-    assert spans[0].start_s >= begun_s
+    assert spans[0].start_s == begun_s <= spans[0].end_s
+
+
+def test_a_wait_that_begins_later_is_another_span() -> None:
+    recorder = Recorder()
+    recorder.start(10)
+    recorder.waited(Wait.READ, "a", time.monotonic())
+    time.sleep(0.001)
+    recorder.waited(Wait.READ, "a", time.monotonic())
+    spans, _ = recorder.stop()
+    assert [span.subject for span in spans] == ["a", "a"]
+    assert spans[0].end_s < spans[1].start_s
 
 
 def test_a_lease_that_waits_for_bytes_waits_for_a_demand_read(gated: GatedStore) -> None:
