@@ -20,6 +20,7 @@ from tiered.zero import kernel_trial, layout
 from tiered.zero.adamw_kernel import AdamWKernel
 from tiered.zero.codes import MarkedRemainder, Remainder
 from tiered.zero.exact_kernels import compile_exact_kernels
+from tiered.zero.kernel import compile_nothing, give_back_compiler
 from tiered.zero.kernel_trial import (
     ADAMW_BITS,
     COMPACT_BITS,
@@ -182,6 +183,33 @@ def test_importing_takes_no_numba_and_compiling_starts_no_thread() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert done.stdout == "none was started\n"
+
+
+def test_the_compiler_leaves_no_pages_behind_and_comes_back() -> None:
+    compile_nothing()
+    assert resident_kib("/libllvmlite.") > 16 * 1024
+    give_back_compiler()
+    assert resident_kib("/libllvmlite.") < 4 * 1024  # what was relocated is this process's own
+    compiled = compile_exact_kernels()
+    assert agree(EXACT_BITS["masters"], compiled)
+
+
+@pytest.mark.usefixtures("untried")
+def test_a_trial_gives_the_compiler_back() -> None:
+    assert adamw_trial().kernels is not None, adamw_trial().reason
+    assert resident_kib("/libllvmlite.") < 4 * 1024
+
+
+def resident_kib(library: str) -> int:
+    """Return how much of the mappings of ``library`` this process has in memory."""
+    found, is_its = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if value.endswith(" kB") and name == "Rss":
+            found += int(value.split()[0]) if is_its else 0
+        elif "-" in name.split()[0]:  # "start-end rights offset device inode path"
+            is_its = library in line
+    return found
 
 
 def test_a_forked_child_has_the_kernels_of_its_parent() -> None:

@@ -18,6 +18,7 @@ from tiered.zero.codes import MarkedRemainder, Remainder
 from tiered.zero.compact_codes import PositiveMoment8, Remainder8, SignedMoment8
 from tiered.zero.compact_kernels import CompactKernels, compile_compact_kernels
 from tiered.zero.exact_kernels import ExactKernels, compile_exact_kernels, torch_nan
+from tiered.zero.kernel import give_back_compiler
 from tiered.zero.rules import AdamWRule, Hyperparameters
 from tiered.zero.tile_scratch import Dither, TileScratch
 
@@ -92,6 +93,7 @@ def _tried(compile_them: Callable[[], K], bits: Mapping[str, Callable[[K | None]
         kernels, reason = None, f"numba cannot compile them: {str(error).strip() or repr(error)}".partition("\n")[0]
     if kernels is not None and (wrong := [name for name, made_by in bits.items() if not agree(made_by, kernels)]):
         kernels, reason = None, f"they give other bits than torch {torch.__version__} here: {', '.join(wrong)}"
+    give_back_compiler()
     return Trial(kernels, reason, time.monotonic() - begun_s)
 
 

@@ -33,9 +33,8 @@ _FIELD_ALIGNMENT = 64  # bytes
 KERNELS_PAY_NUMEL = 1 << 29
 """bf16 parameters from which exact state has kernels: AdamW's saves 1.9 of 3.7 ns of CPU time each and update: 1 s.
 
-They cost 0.9 s of CPU time per process, which 64 Mi would earn back soon, but also 122 MiB of RSS, 40 of them memory
-and the rest pages of numba's compiler: 2 % of the state of so many parameters, and more than a smaller model should
-have beyond its budget. With 352 Mi (test_bounded.py, which allows 128 MiB) 92 MiB became 169.
+They cost 0.9 s of CPU time per process, which 64 Mi would earn back soon, but also 40 MiB of numba's memory for good:
+with 352 Mi (test_bounded.py, which allows 128 MiB beyond the budget) there are 92 MiB already.
 """
 
 
