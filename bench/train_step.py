@@ -24,7 +24,6 @@ from training import (
     describe,
     environment,
     measure,
-    median_cpu_s,
     median_s,
     settings_of,
 )
@@ -67,7 +66,9 @@ def run_pairs(args: argparse.Namespace, ours: Settings, other: Settings) -> list
             found = {settings: measure(settings, Path(folder) / "store") for settings in order}
             pairs.append((found[ours], found[other]))
             a, b = median_s(found[ours]), median_s(found[other])
-            cpu = f"CPU time {median_cpu_s(found[ours]):.2f} and {median_cpu_s(found[other]):.2f} s"
+            cpu = (
+                f"CPU time {median_s(found[ours], 'cpu_seconds'):.2f} and {median_s(found[other], 'cpu_seconds'):.2f} s"
+            )
             print(
                 f"pair {number}: {a:.3f} s against {b:.3f} s, ratio {a / b:.3f}; {cpu}; {describe(found[ours])}",
                 flush=True,
@@ -115,8 +116,8 @@ def main() -> None:
         "against_seconds": statistics.median(others),
         "ratio": statistics.median(ratios),
         "ratios": ratios,
-        "cpu_seconds": statistics.median(median_cpu_s(pair[0]) for pair in pairs),
-        "against_cpu_seconds": statistics.median(median_cpu_s(pair[1]) for pair in pairs),
+        "cpu_seconds": statistics.median(median_s(pair[0], "cpu_seconds") for pair in pairs),
+        "against_cpu_seconds": statistics.median(median_s(pair[1], "cpu_seconds") for pair in pairs),
         "step_over_bound": over_bound,
         **{name: last[name] for name in names},
         **{f"against_{name}": pairs[-1][1][name] for name in names if name in pairs[-1][1]},

@@ -151,14 +151,9 @@ def measure(settings: Settings, folder: Path, *, prefix: str = "") -> dict[str, 
     return result
 
 
-def median_cpu_s(result: dict[str, Any]) -> float:
-    """Return the CPU-seconds of all threads, the median of a run's steps after the first."""
-    return statistics.median(result["cpu_seconds"][1:] or result["cpu_seconds"])
-
-
-def median_s(result: dict[str, Any]) -> float:
-    """Return the median of a run's steps after the first, which warms everything up."""
-    return statistics.median(result["seconds"][1:] or result["seconds"])
+def median_s(result: dict[str, Any], what: str = "seconds") -> float:
+    """Return the median of a run's steps after the first, which warms everything up; or of their "cpu_seconds"."""
+    return statistics.median(result[what][1:] or result[what])
 
 
 # -- in that process -----------------------------------------------------------------------------------------------

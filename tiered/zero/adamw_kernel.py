@@ -74,7 +74,7 @@ class AdamWKernel:
 def compile_adamw_kernel(nan: int) -> AdamWKernel:
     """Compile it; blocks as ``compile_kernel`` does, and raises what it does. RuntimeError where there is no FMA."""
     if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        raise RuntimeError(f"torch computes with {torch.backends.cpu.get_cpu_capability()} here, without FMA")
+        raise RuntimeError(f"torch computes without FMA here ({torch.backends.cpu.get_cpu_capability()})")
     return AdamWKernel(compile_kernel(_adamw(_fused_multiply_add()), _SIGNATURE, result="int64"), nan)
 
 

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 TILE_NUMEL = 1 << 20
-"""Elements that one kernel call updates: a tile and its state stay in L2 (design.md, section 9)."""
+"""Elements that one call updates: enough that calls cost nothing; tiles that stay in the caches take no less time."""
 
 _BUCKET_NUMEL = 1 << 22  # elements; 40 MiB of exact state: ten blocks in flight
 _BUCKETS_PER_UNIT = 8  # buckets shrink with the unit, so that small models run in small budgets

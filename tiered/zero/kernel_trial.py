@@ -90,7 +90,7 @@ def _tried(compile_them: Callable[[], K], bits: Mapping[str, Callable[[K | None]
         kernels: K | None = compile_them()
         reason = ""
     except Exception as error:  # numba's, llvmlite's, the loader's: whatever it is, there are no kernels
-        kernels, reason = None, f"numba cannot compile them: {str(error).strip() or repr(error)}".partition("\n")[0]
+        kernels, reason = None, f"they cannot be compiled: {str(error).strip() or repr(error)}".partition("\n")[0]
     if kernels is not None and (wrong := [name for name, made_by in bits.items() if not agree(made_by, kernels)]):
         kernels, reason = None, f"they give other bits than torch {torch.__version__} here: {', '.join(wrong)}"
     give_back_compiler()
