@@ -87,6 +87,7 @@ class Rooms:
 
     def __init__(self, nbytes: dict[str, int], due: int) -> None:
         self.nbytes = nbytes
+        self.returned: dict[str, int] = {}  # what was given back
         self._due = due
 
     def due(self) -> int:
@@ -94,6 +95,9 @@ class Rooms:
 
     def of(self, name: str) -> int | None:
         return self.nbytes.get(name)
+
+    def given_back(self, name: str) -> int | None:
+        return self.returned.get(name)
 
 
 def schedule_of(order: list[str], keys: str, rooms: Rooms, window_bytes: int) -> tuple[Schedule, list[dict[str, int]]]:
@@ -123,6 +127,15 @@ def test_a_key_is_asked_for_beside_what_is_leased_before_its_use() -> None:
     schedule, asked = schedule_of(["u", "v", "room v", "s", "w"], "uvsw", Rooms({"room v": 5}, 7), window_bytes=3)
     schedule.use("u")
     assert asked == [{"v": 7, "s": 12, "w": 12}]
+
+
+def test_a_room_that_was_given_back_is_read_ahead_with_the_key_beside_it() -> None:
+    rooms = Rooms({"room u": 5, "room v": 5, "room w": 5}, 7)
+    schedule, asked = schedule_of(["u", "room u", "v", "room v", "w", "room w", "x"], "uvwx", rooms, window_bytes=2)
+    rooms.returned = {"room v": 5, "room w": 5}
+    schedule.advance()
+    assert asked == [{"u": 7, "v": 12, "room v": 12}]
+    assert schedule.soon() == {"u": 1, "room u": 5, "v": 1, "room v": 5, "w": 1}
 
 
 def test_a_prefetch_evicts_nothing_that_is_used_within_twice_the_window() -> None:

@@ -275,6 +275,30 @@ class WorkingSet:
         """
         self.room.reclaimers.append(reclaim)
 
+    def shortage(self, keys: Mapping[str, int], beside: int = 0) -> int:
+        """Return how much of ``keys`` (key -> bytes) and ``beside`` finds no room, even once all else is evicted.
+
+        What is leased, held or arriving stays, and keys among it need no more; unknown keys are yet to be leased.
+        """
+        with self.condition:
+            self.residents.drain()
+            residents, entries = self.residents, self.records.entries
+            giving_way = residents.clean_bytes + residents.dirty_bytes + self.room.write_back.writing_bytes
+            found = residents.arena.leased_nbytes - giving_way - self.budget_bytes + beside
+            for key, nbytes in keys.items():
+                entry = entries.get(key)
+                residence = None if entry is None else entry.residence
+                if entry is None or residence is None:
+                    found += nbytes
+                else:
+                    gives_way = residence.is_idle and not entry.held and entry.state is not Residency.ARRIVING
+                    found += nbytes if gives_way else 0
+            return max(0, found)
+
+    def has(self, key: str) -> bool:
+        """Whether ``key`` exists now. Takes no lock."""
+        return self.records.entries.get(key) is not None
+
     def is_resident(self, key: str) -> bool:
         """Whether the bytes of ``key`` are in DRAM now."""
         entry = self.records.entries.get(key)

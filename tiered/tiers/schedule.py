@@ -5,7 +5,8 @@ The schedule only hints; the working set decides under its budget, and a wrong h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Protocol
 
 from tiered.tiers.trace import Trace
@@ -43,7 +44,8 @@ class NextUsePolicy:
 class Rooms(Protocol):
     """What will be leased anew, not read: a room is the name of such a lease, and uses of it are in the trace.
 
-    What is read ahead must leave that much of the budget, or it would be evicted again before its use.
+    What is read ahead must leave that much of the budget, or it would be evicted again before its use. Once leased, a
+    room may be given back to be used again: from then on it is a key of that name.
     """
 
     def due(self) -> int:
@@ -51,6 +53,9 @@ class Rooms(Protocol):
 
     def of(self, name: str) -> int | None:
         """Return the bytes that the use of the room ``name`` will lease; None where it is no room's name."""
+
+    def given_back(self, name: str) -> int | None:
+        """Return the bytes of the room ``name`` where it is a key now; None where it is none."""
 
 
 class NoRooms:
@@ -64,12 +69,17 @@ class NoRooms:
         """Return None."""
         return None
 
+    def given_back(self, name: str) -> int | None:
+        """Return None."""
+        return None
+
 
 class Schedule:
     """Keeps up to ``window_bytes`` of the keys that come next on their way into DRAM. Thread-safe.
 
-    Keys that were learnt on the way, activations, have a window of their own. The invariant: *a key is asked for only
-    beside all that will be used or leased before it*, so nothing is read that must go again before its use.
+    Keys that were learnt on the way, activations, have a window of their own; rooms that were given back come with the
+    keys around them. The invariant: *a key is asked for only beside all that will be used or leased before it*, so
+    nothing is read that must go again before its use.
     """
 
     def __init__(
@@ -88,8 +98,10 @@ class Schedule:
         self._nbytes = nbytes  # bytes of each key that may be prefetched
         self._rooms = rooms or NoRooms()
         self._near: set[str] = set()
+        self._soon: dict[str, int] = {}
         self._learnt: set[str] = set()
         self._learnt_window_bytes = 0
+        self._is_handing_over = False
 
     def learn(self, key: str, nbytes: int, *, window_bytes: int) -> None:
         """Let ``key``, of ``nbytes``, be read ahead from now on where the trace expects it.
@@ -124,10 +136,27 @@ class Schedule:
         """Return whether ``key`` is used within twice the window from now, or was handed over."""
         return key in self._near or self.trace.is_promised(key)
 
+    @contextlib.contextmanager
+    def hand_overs(self) -> Iterator[None]:
+        """Several hand-overs belong together: what comes next is asked for once, when the block ends."""
+        self._is_handing_over = True
+        try:
+            yield
+        finally:
+            self._is_handing_over = False
+            self.advance()
+
+    def soon(self) -> dict[str, int]:
+        """Return what will be asked for at the next use, key or room -> bytes: there should be room for it by then."""
+        return self._soon
+
     def advance(self) -> None:
         """Ask for the next ``window_bytes`` of promised and expected keys, in the order of their use."""
+        if self._is_handing_over:
+            return
         wanted: dict[str, int] = {}  # key -> bytes to leave beside it
         near: set[str] = set()
+        soon: dict[str, int] = {}
         rooms = self._rooms.due()
         left, left_learnt = self.window_bytes, self._learnt_window_bytes
         for key in self.trace.upcoming():
@@ -135,18 +164,28 @@ class Schedule:
             if key in near:
                 continue
             if nbytes is None:
-                rooms += self._rooms.of(key) or 0
+                near.add(key)
+                given_back = self._rooms.given_back(key)
+                room = self._rooms.of(key) or 0
+                if left >= 0:
+                    soon[key] = room if given_back is None else given_back
+                if given_back is None:
+                    rooms += room
+                elif left >= 0:
+                    wanted[key] = rooms
             elif key in self._learnt:
                 left_learnt -= nbytes
                 if left_learnt >= 0 and key not in wanted:
                     wanted[key] = rooms
             else:
+                if left >= 0:
+                    soon[key] = nbytes
                 left -= nbytes
                 if left < -self.window_bytes:
                     break
                 near.add(key)
                 if left >= 0:
                     wanted[key] = rooms
-        self._near = near
+        self._near, self._soon = near, soon
         if wanted:
             self._prefetch(wanted)

@@ -1,9 +1,9 @@
 """Floor 4: training through the tiers: units, parameters that fault in, gradients, the streaming optimizer."""
 
 from tiered.zero.budget import smallest_budget
+from tiered.zero.clipping import clip_grad_norm_
 from tiered.zero.construct import construct
 from tiered.zero.grad_scaler import GradScaler
-from tiered.zero.gradients import clip_grad_norm_
 from tiered.zero.micro_batches import micro_batches
 from tiered.zero.optimizer import SGD, AdamW, Lion
 from tiered.zero.shard import shard

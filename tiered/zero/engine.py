@@ -83,6 +83,7 @@ class Engine:
         self.worker.on_use = lambda key: self.schedule.use_promised(key)
         self.activations = Activations(self)  # Order: asked before the residency to give bytes back
         self.residency = Residency(self.working_set, self.units[0], self.worker)
+        self.residency.distance = lambda key: self.schedule.trace.distance(key)
         self.backward = Backward(self)
         self._model = weakref.ref(model)
         self.pid = os.getpid()
@@ -249,6 +250,13 @@ class Engine:
         """A unit has leased its bytes: park what is idle, ask for what comes next."""
         self.residency.opened(unit, self.calls.units())
         self.schedule.use(unit.key, room=unit.room)
+        self._make_way()
+
+    def _make_way(self) -> None:
+        """Give back what is in the way of what comes next; gradients handed over in a backward are limited anyway."""
+        is_pending = self.worker.is_busy and self.updater is not None and not self.updater.in_backward
+        slack = self.schedule.window_bytes if is_pending else 0  # what is being updated and written goes on being so
+        self.residency.make_way(self.schedule.soon(), slack, pending=is_pending)
 
     def assign(self, segment: Segment, value: torch.Tensor) -> None:
         """``parameter.data = value`` while it is shown for writing: the values are copied. Raises UsageError."""
@@ -296,10 +304,11 @@ class Engine:
             unit.gradients.check_used()
         due = [] if self.updater.in_backward else self.units
         try:
-            for unit in due:
-                unit.gradients.reconcile()
-                if unit.gradients.key:
-                    self.backward.update(unit)
+            with self.schedule.hand_overs():
+                for unit in due:
+                    unit.gradients.reconcile()
+                    if unit.gradients.key:
+                        self.backward.update(unit)
         except BaseException as error:
             self.abandon(f"optimizer.step() failed: {error}")
             raise
@@ -311,6 +320,7 @@ class Engine:
         self.activations.swapped.sweep()
         self.schedule.trace.end_step()
         self.schedule.advance()
+        self._make_way()
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         """Drop all gradients, or zero them."""
@@ -335,6 +345,8 @@ class Engine:
         for unit in reversed(self.units) if in_backward else self.units:
             order += ([unit.key, unit.gradients.room] if in_backward else []) + handed_over
             handed_over = [unit.key, *(bucket.key for bucket in buckets[unit])]
+            if not in_backward:
+                handed_over.insert(1, unit.gradients.room)
         order += handed_over
         self._expect(order, self.schedule.window_bytes)
 

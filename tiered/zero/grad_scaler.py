@@ -10,7 +10,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from tiered.errors import UsageError
-from tiered.zero.gradients import check_unused
+from tiered.zero.clipping import check_unused
 from tiered.zero.parameter import TieredParameter, without_dispatch
 from tiered.zero.unit import Segment, Unit
 

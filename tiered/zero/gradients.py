@@ -1,24 +1,21 @@
 """The gradients of a unit: one flat buffer, a scratch key of the store, shown as the parameters' ``.grad``.
 
-Gradients stay in DRAM while the budget allows; under pressure they go to NVMe and ``.grad`` becomes a guard. Clipping
-by global norm lives here because it must see them all, streamed.
+Gradients stay in DRAM while the budget allows; under pressure they go to NVMe and ``.grad`` becomes a guard.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from tiered.errors import UsageError
 from tiered.store.working_set import Lease
 from tiered.units import round_up
 from tiered.zero.parameter import (
     GuardedGradient,
-    TieredParameter,
     UsedGradient,
     guarded_gradient,
     without_dispatch,
@@ -28,7 +25,7 @@ from tiered.zero.taken_gradients import TakenGradients
 if TYPE_CHECKING:
     from tiered.zero.unit import Segment, Unit
 
-__all__ = ["UnitGradients", "check_unused", "clip_grad_norm_"]
+__all__ = ["UnitGradients"]
 
 
 class UnitGradients:
@@ -37,7 +34,8 @@ class UnitGradients:
     Invariant: ``.grad`` of a parameter with a gradient is a view of the leased buffer, or a guard when the bytes are
     the working set's. ``factors`` are the clip factors that the next update multiplies with, in fp32.
 
-    ``room`` is the name under which the schedule knows that the buffer will be leased.
+    ``room`` is the name under which the schedule knows that the buffer will be leased, and the buffer's key but where
+    an earlier one still has it.
     """
 
     __slots__ = (
@@ -79,8 +77,10 @@ class UnitGradients:
             self.lease = self.working_set.lease(self.key, "rw")
         else:
             self.nbytes = self.lay_out()
-            self._num_leases += 1
-            key = f"model/gradient/{self.unit.name}/{self._num_leases}"
+            key = self.room
+            if self.working_set.has(key):  # somebody still sees the bytes of an earlier lease, or they are being moved
+                self._num_leases += 1
+                key = f"{self.room}/{self._num_leases}"
             self.working_set.create(key, self.nbytes, scratch=True)
             try:
                 self.lease = self.working_set.lease(key, "w")
@@ -96,6 +96,18 @@ class UnitGradients:
                     segment.parameter.grad = segment.view(self.lease.tensor, segment.grad_offset)
         self._clipped_version = self.lease.tensor._version
         return self.lease.tensor
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[torch.Tensor]:
+        """Lend the buffer for reading, (nbytes,) uint8; what is stored is swapped in for as long, and stays stored."""
+        if self.lease is not None:
+            yield self.lease.tensor
+            return
+        lease = self.working_set.lease(self.key, "r")
+        try:
+            yield lease.tensor
+        finally:
+            lease.release()
 
     def recall(self, segment: Segment) -> None:
         """Before autograd adds to the gradient of ``segment``: bring back what is stored, refuse what is clipped."""
@@ -283,86 +295,3 @@ class UnitGradients:
         self.reconcile()
         if self.key:
             self.open().zero_()
-
-
-def clip_grad_norm_(
-    model: nn.Module | Iterable[torch.Tensor],
-    max_norm: float,
-    *,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-) -> torch.Tensor:
-    """Clip the global norm of the gradients of ``model``'s parameters; return it as a fp32 scalar.
-
-    The bits are those of ``torch.nn.utils.clip_grad_norm_`` over the fp32 gradients in the order of
-    ``model.parameters()``: a norm per whole parameter, then the norm of the norms, then
-    ``max_norm / (norm + 1e-6)`` clamped to 1. The factor is applied in fp32 by the next ``optimizer.step()``; the
-    gradients themselves are left as they are. Streams gradients that are on NVMe. Blocks. Raises RuntimeError for a
-    non-finite norm when ``error_if_nonfinite``, UsageError under ``update="backward"``.
-    """
-    tensors = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
-    norms: list[torch.Tensor] = []
-    clipped: list[torch.Tensor] = []
-    with torch.no_grad(), without_dispatch():
-        for unit in {tensor.segment.unit: None for tensor in tensors if isinstance(tensor, TieredParameter)}:
-            check_unused(unit, "tiered.clip_grad_norm_")
-            unit.gradients.reconcile()
-        for tensor in tensors:
-            if tensor.grad is None:
-                continue
-            clipped.append(tensor)
-            norms.append(_norm(tensor, float(norm_type)))
-        if not norms:
-            return torch.tensor(0.0)
-        total = _vector_norm(torch.stack(norms), float(norm_type))
-        if error_if_nonfinite and not math.isfinite(total.item()):
-            raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}: not clipped")
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for tensor in clipped:
-            _scale(tensor, factor)
-            if isinstance(tensor, TieredParameter):
-                tensor.segment.unit.gradients.note_clipped()
-    return total
-
-
-def check_unused(unit: Unit, what: str) -> None:
-    """Raise UsageError where the optimizer uses gradients as they come, before ``what`` could see them."""
-    updater = unit.engine.updater
-    if updater is not None and updater.in_backward:
-        raise UsageError(
-            f'{what} under update="backward", where gradients are used up as they become final; expected'
-            ' tiered.AdamW(..., update="step")'
-        )
-
-
-def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the fp32 norm of one parameter's gradient."""
-    if not isinstance(tensor, TieredParameter):
-        assert tensor.grad is not None
-        return _vector_norm(tensor.grad, norm_type)
-    segment = tensor.segment
-    gradients = segment.unit.gradients
-    view = segment.view(gradients.open(), segment.grad_offset)
-    factor = gradients.factors.get(segment)
-    if factor is not None:
-        return _vector_norm(view.to(_accumulator(view.dtype)) * factor, norm_type)
-    return _vector_norm(view, norm_type)
-
-
-def _vector_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=_accumulator(tensor.dtype))
-    return norm
-
-
-def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> None:
-    if not isinstance(tensor, TieredParameter):
-        assert tensor.grad is not None and not isinstance(tensor.grad, GuardedGradient)
-        tensor.grad.mul_(factor.to(tensor.grad.dtype))
-        return
-    factors = tensor.segment.unit.gradients.factors
-    old = factors.get(tensor.segment)
-    factors[tensor.segment] = factor if old is None else old * factor
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

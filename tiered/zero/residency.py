@@ -6,6 +6,7 @@ Mechanism only: what is opened and when is the engine's say, what becomes of par
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,7 @@ class Residency:
         self.num_swaps = 0  # leases of units so far, for reports and tests
         self.shielded: set[Unit] = set()
         self.opening: Unit | None = None  # in a backward, and will lease gradients as those that are open
+        self.distance: Callable[[str], int] = lambda key: 0  # after how many uses the schedule expects a key
         self._working_set = working_set
         self._root = root
         self._worker = worker
@@ -116,11 +118,44 @@ class Residency:
     def of(self, name: str) -> int | None:
         """Return the bytes of gradients that will be leased under ``name``; None where it is no such name."""
         gradients = self._rooms.get(name)
-        return None if gradients is None else 0 if gradients.key else gradients.nbytes
+        if gradients is None:
+            return None
+        return 0 if gradients.key or self._working_set.has(name) else gradients.nbytes
+
+    def given_back(self, name: str) -> int | None:
+        """Return the bytes of gradients that are the working set's, or an update's, under ``name``; else None."""
+        gradients = self._rooms.get(name)
+        if gradients is None or gradients.lease is not None or not self._working_set.has(name):
+            return None
+        return gradients.nbytes
 
     def add_room(self, gradients: UnitGradients) -> None:
         """Know the name under which ``gradients`` will be leased."""
         self._rooms[gradients.room] = gradients
+
+    def make_way(self, soon: Mapping[str, int], slack: int, *, pending: bool) -> None:
+        """Give gradients back ahead of need until ``soon`` (bytes by key or room) and ``slack`` have room; never waits.
+
+        Whoever waits for memory would have them, too, but one by one, and what is read ahead would not. With
+        ``pending`` those that wait for an update are given back as well.
+        """
+        idle = self._idle_gradients()
+        if not idle and not pending:
+            return
+        while (idle or pending) and self._working_set.shortage(soon, self.due() + slack) > 0:
+            if idle:
+                idle.pop().store_away()
+            else:
+                pending = self._worker.release_gradients()
+
+    def _idle_gradients(self) -> list[UnitGradients]:
+        """Return the open gradients that are not being added to, the one that is used last at the end.
+
+        The root's are not among them: a backward adds to them at its beginning and at its end.
+        """
+        used = {self._root, self.opening, *self.shielded}
+        idle = [each for each in self._gradients if each.unit not in used and not each.unit.is_in_backward]
+        return sorted(idle, key=lambda gradients: self.distance(gradients.key))
 
     def sweep(self) -> None:
         """Delete the keys whose last views were alive when they were discarded."""
@@ -154,10 +189,20 @@ class Residency:
         return worker.wait_for_progress() or self.give_back(nbytes) or worker.make_yield()
 
     def give_back(self, nbytes: int) -> bool:
-        """Give the working set something back: an idle unit first, then gradients. In the main thread."""
-        for unit in [*(u for u in self._units if u is not self._root), self._root]:
-            if unit.lease is not None and unit.num_ops == 0 and unit not in self.shielded and unit.park():
-                return True
+        """Give the working set something back: an idle unit first, then gradients. In the main thread.
+
+        Of units, the one in a backward is about to be used again, and the root will be.
+        """
+        units = [unit for unit in self._units if unit is not self._root]
+        if any(self._give_back_unit(unit) for unit in units if not unit.is_in_backward):
+            return True
+        if any(gradients.store_away() for gradients in reversed(self._idle_gradients())):
+            return True
+        if any(self._give_back_unit(unit) for unit in [*units, self._root]):
+            return True
         if self._worker.release_gradients():
             return True
         return any(gradients.store_away() for gradients in list(self._gradients))
+
+    def _give_back_unit(self, unit: Unit) -> bool:
+        return unit.lease is not None and unit.num_ops == 0 and unit not in self.shielded and unit.park()

@@ -248,7 +248,10 @@ class StreamingOptimizer(Optimizer):
         buckets = [b for b in self._state.buckets[unit] if not {p.segment for p in b.pieces}.isdisjoint(managed)]
         # Order: promised before the wait, in which the parameters would be evicted as done with.
         state_keys = [bucket.key for bucket in buckets]
-        engine.schedule.hand_over([unit.key, *state_keys], unrecorded=[gradients.key])
+        if self.in_backward:  # the gradients stay leased from here on
+            engine.schedule.hand_over([unit.key, *state_keys], unrecorded=[gradients.key])
+        else:
+            engine.schedule.hand_over([unit.key, gradients.key, *state_keys])
         try:
             engine.worker.make_room(unit, unit.nbytes + gradients.nbytes, limit)
             engine.check_updates()

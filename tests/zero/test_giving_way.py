@@ -1,0 +1,122 @@
+"""Gradients that do not fit: they make way before anything waits for their room, and only those that are used last."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiered
+from tests.store.rig import simulated_store
+from tests.zero.training import counted_swaps
+from tiered.bytes.device.memory import SimulatedDisk
+from tiered.store.store import Store
+from tiered.units import KiB
+from tiered.zero.parameter import GuardedGradient
+
+NUM_UNITS = 8
+WIDTH = 128
+BUDGET_NBYTES = 800 * KiB  # 528 is the smallest; gradients alone take 520
+
+
+class Trainer:
+    """A chain of equal layers on a device that completes at once: what was asked for ahead is there."""
+
+    def __init__(self, store: Store, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.store = store
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(NUM_UNITS)]
+        self.model = tiered.shard(nn.Sequential(*layers), store, unit=nn.Linear, hold=0)
+        self.optimizer = tiered.AdamW(self.model.parameters(), lr=1e-3, store=store, **options)
+
+    def backward(self, seed: int) -> None:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+        self.model(x).square().mean().backward()
+
+    def step(self, *, num_micro_steps: int = 2, clip: bool = False) -> None:
+        for seed in range(num_micro_steps):
+            self.backward(seed)
+        if clip:
+            tiered.clip_grad_norm_(self.model, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def stored_gradients(self) -> list[bool]:
+        """Return for each layer whether its gradient is the working set's now."""
+        return [isinstance(layer.weight.grad, GuardedGradient) for layer in self.model]
+
+    def finish(self) -> None:
+        self.model[0].weight.segment.unit.engine.finish_updates()  # type: ignore[union-attr]
+
+    @property
+    def num_demands(self) -> int:
+        return self.store.statistics().working_set.swaps.num_demands
+
+
+@contextmanager
+def trainer(**options: Any) -> Iterator[Trainer]:
+    with simulated_store(SimulatedDisk(), budget_nbytes=BUDGET_NBYTES, durable=False) as store:
+        yield Trainer(store, **options)
+
+
+def test_micro_steps_whose_gradients_do_not_fit_wait_for_nothing() -> None:
+    """Each of the sixteen uses of parameters in a micro-step, and eight of gradients, was a demand read once."""
+    with trainer(update="step") as t:
+        for _ in range(3):
+            t.step()
+        t.finish()
+        before = t.num_demands
+        t.step()
+        t.finish()
+        assert t.num_demands - before <= 4
+
+
+def test_gradients_that_are_used_last_make_way() -> None:
+    with trainer(update="step") as t:
+        for _ in range(2):
+            t.step()
+        t.finish()
+        t.backward(0)
+        t.model(torch.zeros(1, WIDTH)).sum()
+        stored = t.stored_gradients()
+        assert any(stored) and not any(stored[-2:]), "the backward that comes uses the last layers' first"
+
+
+def test_a_norm_writes_no_gradient_again_and_leaves_it_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with trainer(update="step") as t:
+        t.backward(0)
+        t.backward(1)
+        stored, written = t.stored_gradients(), t.store.statistics().write_bytes
+        assert any(stored)
+        with counted_swaps(monkeypatch) as swaps:
+            tiered.clip_grad_norm_(t.model, 1.0)
+        assert t.stored_gradients() == stored
+        assert t.store.statistics().write_bytes == written
+        assert max(swaps.values()) == 1
+
+
+def test_a_gradient_has_one_name_in_all_steps_unless_somebody_still_sees_its_bytes() -> None:
+    """The trace knows it by that name; bytes that are still seen stay what they were."""
+    with trainer(update="step") as t:
+        gradients = t.model[0].weight.segment.unit.gradients  # type: ignore[union-attr]
+        for _ in range(2):
+            t.backward(0)
+            assert gradients.key == gradients.room
+            t.optimizer.step()
+            t.finish()
+        t.backward(0)
+        kept = t.model[0].weight.grad
+        assert kept is not None
+        before = kept.clone()
+        t.optimizer.step()
+        t.finish()
+        t.backward(1)
+        assert gradients.key != gradients.room
+        assert torch.equal(kept, before)
+        del kept
+        t.optimizer.step()
+        t.finish()
+        t.backward(1)
+        assert gradients.key == gradients.room
