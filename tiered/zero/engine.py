@@ -255,8 +255,7 @@ class Engine:
     def _make_way(self) -> None:
         """Give back what is in the way of what comes next; gradients handed over in a backward are limited anyway."""
         is_pending = self.worker.is_busy and self.updater is not None and not self.updater.in_backward
-        slack = self.schedule.window_bytes if is_pending else 0  # what is being updated and written goes on being so
-        self.residency.make_way(self.schedule.soon(), slack, pending=is_pending)
+        self.residency.make_way(self.schedule.soon(), pending=is_pending)
 
     def assign(self, segment: Segment, value: torch.Tensor) -> None:
         """``parameter.data = value`` while it is shown for writing: the values are copied. Raises UsageError."""

@@ -133,8 +133,8 @@ class Residency:
         """Know the name under which ``gradients`` will be leased."""
         self._rooms[gradients.room] = gradients
 
-    def make_way(self, soon: Mapping[str, int], slack: int, *, pending: bool) -> None:
-        """Give gradients back ahead of need until ``soon`` (bytes by key or room) and ``slack`` have room; never waits.
+    def make_way(self, soon: Mapping[str, int], *, pending: bool) -> None:
+        """Give gradients back ahead of need until ``soon`` (bytes by key or room) has room; never waits.
 
         Whoever waits for memory would have them, too, but one by one, and what is read ahead would not. With
         ``pending`` those that wait for an update are given back as well.
@@ -142,7 +142,7 @@ class Residency:
         idle = self._idle_gradients()
         if not idle and not pending:
             return
-        while (idle or pending) and self._working_set.shortage(soon, self.due() + slack) > 0:
+        while (idle or pending) and self._working_set.shortage(soon, self.due()) > 0:
             if idle:
                 idle.pop().store_away()
             else:
