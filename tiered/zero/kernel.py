@@ -62,8 +62,8 @@ def give_back_compiler() -> None:
     with contextlib.suppress(OSError):
         with open("/proc/self/smaps", encoding="utf-8", errors="surrogateescape") as file:
             mappings = _MAPPING.findall(file.read())
-        for start, end, protection, path, anonymous in mappings:
-            if _COMPILER.search(path) and "w" not in protection and int(anonymous) == 0:
+        for start, end, protection, path, anonymous, swapped in mappings:
+            if _COMPILER.search(path) and "w" not in protection and int(anonymous) + int(swapped) == 0:
                 libc.madvise(int(start, 16), int(end, 16) - int(start, 16), _MADV_DONTNEED)
 
 
@@ -86,8 +86,12 @@ def _copy(source: Any, target: Any, numel: int) -> None:
 
 _COMPILER = re.compile(r"/libllvmlite\.|/libLLVM")
 _MADV_DONTNEED = 4
-_MAPPING = re.compile(
-    r"^([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \S+ *(.*)\n(?:[A-Z].*\n)*?Anonymous: +(\d+) kB$", re.MULTILINE
+_MAPPING = (
+    re.compile(  # of smaps: start, end, protection, path, and how much of it was written to, in memory and in swap
+        r"^([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \S+ *(.*)\n"
+        r"(?:[A-Z].*\n)*?Anonymous: +(\d+) kB\n(?:[A-Z].*\n)*?Swap: +(\d+) kB$",
+        re.MULTILINE,
+    )
 )
 
 _PLAIN: dict[str, Any] = {
