@@ -61,6 +61,13 @@ def trainer(**options: Any) -> Iterator[Trainer]:
         yield Trainer(store, **options)
 
 
+def adamw(model: nn.Module, store: Store | None) -> torch.optim.Optimizer:
+    """Return the optimizer of ``model``, which is in memory where there is no store."""
+    if store is None:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return tiered.AdamW(model.parameters(), lr=1e-3, store=store, update="step")
+
+
 def test_micro_steps_whose_gradients_do_not_fit_wait_for_nothing() -> None:
     """Each of the sixteen uses of parameters in a micro-step, and eight of gradients, was a demand read once."""
     with trainer(update="step") as t:
@@ -95,6 +102,66 @@ def test_a_norm_writes_no_gradient_again_and_leaves_it_where_it_is(monkeypatch: 
         assert t.stored_gradients() == stored
         assert t.store.statistics().write_bytes == written
         assert max(swaps.values()) == 1
+
+
+@pytest.mark.parametrize("budget_kib", [540, 600, 700, 800])
+def test_what_autograd_adds_to_is_not_given_back_for_a_unit_that_a_hook_uses(budget_kib: int) -> None:
+    """The hook opens another unit, which parks its own, between ours and the addition."""
+
+    def train(store: Store | None) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(NUM_UNITS)])
+        if store is not None:
+            model = tiered.shard(model, store, unit=nn.Linear, hold=0)
+        optimizer = adamw(model, store)
+        for index, layer in enumerate(model):
+            weight = model[(index + 3) % NUM_UNITS].weight
+            layer.weight.register_hook(lambda gradient, weight=weight: gradient + 0.01 * weight.detach())
+        losses = []
+        for step in range(2):
+            for micro_step in range(3):
+                x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3 * step + micro_step))
+                losses.append(model(x).square().mean())
+                losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    with simulated_store(SimulatedDisk(), budget_nbytes=budget_kib * KiB, durable=False) as store:
+        assert train(store) == train(None)
+
+
+@pytest.mark.parametrize("budget_kib", [200, 800])
+def test_units_whose_names_look_like_numbered_ones_keep_their_gradients_apart(budget_kib: int) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("x/1", "x", "x/2"):
+                self.add_module(name, nn.Linear(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.children():
+                x = layer(x)
+            return x
+
+    def train(store: Store | None) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model: Any = Named()
+        if store is not None:
+            model = tiered.shard(model, store, unit=nn.Linear, hold=0)
+        optimizer = adamw(model, store)
+        losses, seen = [], []
+        for seed in range(4):
+            for _ in range(2):
+                losses.append(model(torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))).square().mean())
+                losses[-1].backward()
+            seen.append(model.get_submodule("x").weight.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    with simulated_store(SimulatedDisk(), budget_nbytes=budget_kib * KiB, durable=False) as store:
+        assert train(store) == train(None)
 
 
 def test_a_gradient_has_one_name_in_all_steps_unless_somebody_still_sees_its_bytes() -> None:

@@ -195,6 +195,7 @@ class Backward:
         """Clear the marks of this backward; return whether there were any."""
         found = False
         for unit in self._engine.units:
+            unit.gradients.num_accumulating = 0
             for segment in unit.segments:
                 found = found or segment.accumulated
                 segment.accumulated = False

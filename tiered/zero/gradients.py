@@ -35,12 +35,13 @@ class UnitGradients:
     the working set's. ``factors`` are the clip factors that the next update multiplies with, in fp32.
 
     ``room`` is the name under which the schedule knows that the buffer will be leased, and the buffer's key but where
-    an earlier one still has it.
+    an earlier one still has it. While ``num_accumulating`` autograd adds to what ``.grad`` shows, after hooks of the
+    caller's that may use other units: until then it is not given back.
     """
 
     __slots__ = (
-        "_clipped_version", "_is_changed", "_num_leases", "factors", "key", "lease", "nbytes", "room", "unit",
-        "working_set",
+        "_clipped_version", "_is_changed", "_num_leases", "factors", "key", "lease", "nbytes", "num_accumulating",
+        "room", "unit", "working_set",
     )  # fmt: skip
 
     def __init__(self, unit: Unit) -> None:
@@ -51,6 +52,7 @@ class UnitGradients:
         self.room = f"model/gradient/{unit.name}"
         self.nbytes = self.lay_out()
         self.factors: dict[Segment, torch.Tensor] = {}
+        self.num_accumulating = 0
         self._num_leases = 0
         self._clipped_version = 0  # of the leased buffer, when the factors were made for it
         self._is_changed = False  # in place, since then
@@ -80,7 +82,7 @@ class UnitGradients:
             key = self.room
             if self.working_set.has(key):  # somebody still sees the bytes of an earlier lease, or they are being moved
                 self._num_leases += 1
-                key = f"{self.room}/{self._num_leases}"
+                key = f"model/gradient/.{self._num_leases}.{self.unit.name}"  # no unit's name begins with a dot
             self.working_set.create(key, self.nbytes, scratch=True)
             try:
                 self.lease = self.working_set.lease(key, "w")
@@ -116,6 +118,7 @@ class UnitGradients:
                 f"unit {self.unit.name!r}: backward after tiered.clip_grad_norm_ and before optimizer.step(); expected"
                 " all micro-steps first, then the clipping, then the step"
             )
+        self.num_accumulating += 1
         if self.key:
             self.open()
             with without_dispatch():
@@ -125,6 +128,7 @@ class UnitGradients:
 
     def adopt(self, segment: Segment) -> None:
         """Take over what autograd has accumulated in ``.grad``: move it into the buffer unless it is there."""
+        self.num_accumulating = max(0, self.num_accumulating - 1)
         with without_dispatch():
             gradient = segment.parameter.grad
         if gradient is None:  # a hook of the caller's has dropped it

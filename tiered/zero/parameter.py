@@ -152,8 +152,8 @@ class GuardedGradient(torch.Tensor):
 
     _where = "on NVMe"
     _reason = (
-        "is on NVMe because the DRAM budget does not hold it: use tiered.clip_grad_norm_ and tiered.GradScaler (they"
-        " stream), or give the store a larger dram="
+        "is on NVMe because the DRAM budget has no room for it beside what comes next: use tiered.clip_grad_norm_ and"
+        " tiered.GradScaler (they stream), or give the store a larger dram="
     )
 
     @classmethod

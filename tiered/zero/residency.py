@@ -134,8 +134,9 @@ class Residency:
         self._rooms[gradients.room] = gradients
 
     def make_way(self, soon: Mapping[str, int], *, pending: bool) -> None:
-        """Give gradients back ahead of need until ``soon`` (bytes by key or room) has room; never waits.
+        """Give gradients back ahead of need until ``soon`` (bytes by key or room) has room.
 
+        Waits for nothing, unless a new tensor that somebody put into ``.grad`` has no place in the buffer yet.
         Whoever waits for memory would have them, too, but one by one, and what is read ahead would not. With
         ``pending`` those that wait for an update are given back as well.
         """
@@ -154,7 +155,8 @@ class Residency:
         The root's are not among them: a backward adds to them at its beginning and at its end.
         """
         used = {self._root, self.opening, *self.shielded}
-        idle = [each for each in self._gradients if each.unit not in used and not each.unit.is_in_backward]
+        open_ = [each for each in self._gradients if not each.num_accumulating and not each.unit.is_in_backward]
+        idle = [each for each in open_ if each.unit not in used]
         return sorted(idle, key=lambda gradients: self.distance(gradients.key))
 
     def sweep(self) -> None:
@@ -202,7 +204,8 @@ class Residency:
             return True
         if self._worker.release_gradients():
             return True
-        return any(gradients.store_away() for gradients in list(self._gradients))
+        last_of_all = sorted(self._gradients, key=lambda gradients: gradients.num_accumulating)
+        return any(gradients.store_away() for gradients in last_of_all)
 
     def _give_back_unit(self, unit: Unit) -> bool:
         return unit.lease is not None and unit.num_ops == 0 and unit not in self.shielded and unit.park()
