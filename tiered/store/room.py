@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tiered.bytes.arena import Buffer
 from tiered.errors import CapacityError, TieredError
 from tiered.store.deadline import Deadline
-from tiered.store.entry import Entry
+from tiered.store.entry import Entry, Residency
 from tiered.store.recorder import Recorder, Wait
 from tiered.store.records import Records
 from tiered.store.residents import Residents, this_thread
@@ -177,6 +177,22 @@ class Room:
         error, self.write_back.error = self.write_back.error, None
         if error is not None:
             raise error
+
+    def shortage(self, keys: Mapping[str, int], beside: int) -> int:
+        """Return the bytes of ``keys`` and ``beside`` that find no room; see ``WorkingSet.shortage``."""
+        residents = self._residents
+        residents.drain()
+        giving_way = residents.clean_bytes + residents.dirty_bytes + self.write_back.writing_bytes
+        found = residents.arena.leased_nbytes - giving_way - self.budget_bytes + beside
+        for key, nbytes in keys.items():
+            entry = self._records.entries.get(key)
+            residence = None if entry is None else entry.residence
+            if entry is None or residence is None:
+                found += nbytes
+            else:
+                gives_way = residence.is_idle and not entry.held and entry.state is not Residency.ARRIVING
+                found += nbytes if gives_way else 0
+        return max(0, found)
 
     def _has_room(self, needed: int) -> bool:
         """Whether evicting what is clean would be enough."""

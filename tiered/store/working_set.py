@@ -281,19 +281,7 @@ class WorkingSet:
         What is leased, held or arriving stays, and keys among it need no more; unknown keys are yet to be leased.
         """
         with self.condition:
-            self.residents.drain()
-            residents, entries = self.residents, self.records.entries
-            giving_way = residents.clean_bytes + residents.dirty_bytes + self.room.write_back.writing_bytes
-            found = residents.arena.leased_nbytes - giving_way - self.budget_bytes + beside
-            for key, nbytes in keys.items():
-                entry = entries.get(key)
-                residence = None if entry is None else entry.residence
-                if entry is None or residence is None:
-                    found += nbytes
-                else:
-                    gives_way = residence.is_idle and not entry.held and entry.state is not Residency.ARRIVING
-                    found += nbytes if gives_way else 0
-            return max(0, found)
+            return self.room.shortage(keys, beside)
 
     def has(self, key: str) -> bool:
         """Whether ``key`` exists now. Takes no lock."""

@@ -86,12 +86,11 @@ def _copy(source: Any, target: Any, numel: int) -> None:
 
 _COMPILER = re.compile(r"/libllvmlite\.|/libLLVM")
 _MADV_DONTNEED = 4
-_MAPPING = (
-    re.compile(  # of smaps: start, end, protection, path, and how much of it was written to, in memory and in swap
-        r"^([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \S+ *(.*)\n"
-        r"(?:[A-Z].*\n)*?Anonymous: +(\d+) kB\n(?:[A-Z].*\n)*?Swap: +(\d+) kB$",
-        re.MULTILINE,
-    )
+# Of smaps: start, end, protection, path, and how much of it was written to, in memory and in swap.
+_MAPPING = re.compile(
+    r"^([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \S+ *(.*)\n"
+    r"(?:[A-Z].*\n)*?Anonymous: +(\d+) kB\n(?:[A-Z].*\n)*?Swap: +(\d+) kB$",
+    re.MULTILINE,
 )
 
 _PLAIN: dict[str, Any] = {
