@@ -67,7 +67,8 @@ class Settings:
     dram: str = "1GiB"
     durable: bool = True
     digests: bool = True  # of blocks; without, what this bench alone can do, nothing read is checked
-    throttle: str = ""  # bytes per second each way, such as "1GB"; reads do not slow writes
+    throttle: str = ""  # bytes per second each way, such as "1GB"
+    half_duplex: bool = False  # what is throttled either reads or writes; else neither slows the other
     threads: int = 0  # torch's; 0: its default
     wait_policy: str = ""  # OMP_WAIT_POLICY of the process, "passive" or "active"; "": as it is here
 
@@ -97,7 +98,8 @@ class Settings:
         parts += [f"update {self.update}", f"state {self.state}", f"hold {self.hold}", f"dram {self.dram}"]
         parts += ["commit each step" if self.durable else "not durable"]
         parts += [] if self.digests else ["without digests"]
-        parts += [f"throttled to {self.throttle}/s each way, full duplex"] if self.throttle else []
+        duplex = "half" if self.half_duplex else "full"
+        parts += [f"throttled to {self.throttle}/s each way, {duplex} duplex"] if self.throttle else []
         return f"tiered, {', '.join(parts)}"
 
 
@@ -235,7 +237,12 @@ def open_store(settings: Settings, folder: Path) -> tiered.Store:
         return tiered.Store(folder, dram=settings.dram, durable=settings.durable)
     folder.mkdir(mode=0o700)
     limit = float(parse_bytes(settings.throttle))
-    device = ThrottledDevice(open_device(folder, "auto"), read_bytes_per_s=limit, write_bytes_per_s=limit)
+    device = ThrottledDevice(
+        open_device(folder, "auto"),
+        read_bytes_per_s=limit,
+        write_bytes_per_s=limit,
+        is_half_duplex=settings.half_duplex,
+    )
     root = empty_root(uuid.uuid4().bytes, 1)
     catalog = SqliteCatalog.create(folder / "catalog.db", root) if settings.durable else None
     return tiered.Store._from_parts(Arena(parse_bytes(settings.dram)), [device], catalog, durable=settings.durable)

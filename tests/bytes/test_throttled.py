@@ -31,7 +31,7 @@ def operation(nbytes: int, io_class: IOClass = IOClass.WRITE) -> Operation:
 
 
 def test_an_operation_passes_when_its_bytes_are_paid_for() -> None:
-    pace = Pace(1000.0)
+    pace = Pace(1000.0, 1000.0)
     operations = [operation(100) for _ in range(3)]
     for each in operations:
         pace.put(each, now=5.0)
@@ -44,7 +44,7 @@ def test_an_operation_passes_when_its_bytes_are_paid_for() -> None:
 
 
 def test_the_most_urgent_goes_first_and_each_class_in_order() -> None:
-    pace = Pace(1000.0)
+    pace = Pace(1000.0, 1000.0)
     prefetch = [operation(10, IOClass.PREFETCH) for _ in range(3)]
     demand = [operation(10, IOClass.DEMAND) for _ in range(2)]
     for each in prefetch:
@@ -57,7 +57,7 @@ def test_the_most_urgent_goes_first_and_each_class_in_order() -> None:
 
 
 def test_without_a_limit_everything_passes_at_once() -> None:
-    pace = Pace(float("inf"))
+    pace = Pace(float("inf"), float("inf"))
     operations = [operation(1 * MiB) for _ in range(3)]
     for each in operations:
         pace.put(each, now=1.0)
@@ -74,6 +74,24 @@ def test_throughput_stays_below_the_limits(buffer: Buffer) -> None:
         assert device.statistics().num_in_flight >= 1
         assert [done.error for done in batch.wait(4)] == [None] * 4
         assert time.monotonic() - start >= 256 * KiB / limit - 0.003
+    device.close()
+
+
+@pytest.mark.parametrize("is_half_duplex", [False, True])
+def test_directions_share_the_time_where_the_drive_is_half_duplex(is_half_duplex: bool, buffer: Buffer) -> None:
+    device = ThrottledDevice(
+        MemoryDevice(SimulatedDisk(), 0), read_bytes_per_s=4e6, write_bytes_per_s=2e6, is_half_duplex=is_half_duplex
+    )
+    device.grow(0, 1 * MiB)
+    batch = Batch(device)
+    start = time.monotonic()
+    device.submit([batch.operation(verb, buffer.memory, 0) for verb in ("write", "read") for _ in range(4)])
+    done = batch.wait(8)
+    seconds = time.monotonic() - start
+    read_s, write_s = (4 * len(buffer.memory) / limit for limit in (4e6, 2e6))
+    assert seconds >= (read_s + write_s if is_half_duplex else write_s) - 0.006
+    if is_half_duplex:  # the more urgent class first
+        assert [operation.is_write for operation in done] == [False] * 4 + [True] * 4
     device.close()
 
 

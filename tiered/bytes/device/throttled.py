@@ -22,15 +22,16 @@ _BURST_S = 0.002
 
 
 class Pace:
-    """The operations of one direction and when each may pass: not before its bytes have been paid for.
+    """The operations of one direction, or of both, and when each may pass: not before its bytes have been paid for.
 
     Time is paid for from the end of the last operation or from the arrival, less the burst, so that whoever asks late
     loses nothing. Most urgent class first, then in order. Pure arithmetic over times in s: its owner's lock guards it.
     """
 
-    def __init__(self, bytes_per_s: float) -> None:
+    def __init__(self, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
         self.num_waiting = 0
-        self._bytes_per_s = bytes_per_s
+        self._read_bytes_per_s = read_bytes_per_s
+        self._write_bytes_per_s = write_bytes_per_s
         self._queued: tuple[deque[tuple[Operation, float]], ...] = tuple(deque() for _ in IOClass)
         self._next: Operation | None = None
         self._paid_until = float("-inf")
@@ -69,19 +70,28 @@ class Pace:
             if queued is None:
                 return False
             self._next, arrival = queued.popleft()
-            self._paid_until = max(self._paid_until, arrival - _BURST_S) + _nbytes(self._next) / self._bytes_per_s
+            bytes_per_s = self._write_bytes_per_s if self._next.is_write else self._read_bytes_per_s
+            self._paid_until = max(self._paid_until, arrival - _BURST_S) + _nbytes(self._next) / bytes_per_s
         return True
 
 
 class ThrottledDevice(Adaptor):
     """Lets reads and writes through at no more than ``read_bytes_per_s`` and ``write_bytes_per_s``; None: unlimited.
 
+    Neither direction slows the other, unless it ``is_half_duplex``, as SATA is: then only one moves at a time, reads
+    before writes.
+
     One thread, ``tiered-throttle``, hands operations on when their time has come. An operation waits here or is with
     the upstream. ``close`` and the end of the process let what waits through at once.
     """
 
     def __init__(
-        self, upstream: Device, *, read_bytes_per_s: float | None = None, write_bytes_per_s: float | None = None
+        self,
+        upstream: Device,
+        *,
+        read_bytes_per_s: float | None = None,
+        write_bytes_per_s: float | None = None,
+        is_half_duplex: bool = False,
     ) -> None:
         """Start the thread. Raises ValueError for a limit that is not positive."""
         limits = [math.inf if limit is None else limit for limit in (read_bytes_per_s, write_bytes_per_s)]
@@ -90,7 +100,7 @@ class ThrottledDevice(Adaptor):
         super().__init__(upstream)
         self._condition = threading.Condition(threading.Lock())
         self._is_closed = False
-        self._paces = [Pace(limit) for limit in limits]  # reads, writes
+        self._paces = [Pace(*limits) for _ in range(1 if is_half_duplex else 2)]  # one for both, or reads' and writes'
         self._thread = threading.Thread(target=self._serve, name="tiered-throttle")
         at_exit(self, _stop_at_exit)  # Order: before the upstream's, which was added earlier and then still serves
         self._thread.start()
@@ -102,7 +112,7 @@ class ThrottledDevice(Adaptor):
         with self._condition:
             self._check_open()
             for operation in operations:
-                self._paces[operation.is_write].put(operation, now)
+                self._paces[-1 if operation.is_write else 0].put(operation, now)
             self._condition.notify_all()
 
     def grow(self, file: int, nbytes: int) -> None:
