@@ -421,7 +421,12 @@ def test_growth_stays_within_the_room_of_each_device():
     assert plan == [(0, 0, 20 * MiB), (1, 0, 80 * MiB)]
     grow(allocator, plan, {})
     assert allocator.allocate_nowait(100 * MiB) is not None
-    assert ExtentAllocator(1, PAGE).plan_growth(PAGE, room=[3 * PAGE]) == [(0, 0, 3 * PAGE)]
+
+
+def test_growth_ahead_of_need_takes_a_quarter_of_the_room_at_most():
+    assert ExtentAllocator(1, PAGE).plan_growth(PAGE, room=[3 * PAGE]) == [(0, 0, PAGE)]
+    assert ExtentAllocator(1, PAGE).plan_growth(PAGE, room=[40 * MiB]) == [(0, 0, 10 * MiB)]
+    assert ExtentAllocator(1, PAGE).plan_growth(30 * MiB, room=[40 * MiB]) == [(0, 0, 30 * MiB)]
 
 
 def test_growth_beyond_all_rooms_is_refused():

@@ -15,7 +15,9 @@ import torch
 
 from tests.bytes.moving import exit_code_of_child
 from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store, written
+from tiered.bytes.device.files import DataFiles
 from tiered.errors import CapacityError, ClosedError, UsageError
+from tiered.store import opening
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
@@ -233,3 +235,20 @@ def test_opening_and_closing_two_hundred_times_leaves_nothing(quick_path: Path, 
     assert len(os.listdir("/proc/self/fd")) == num_fds
     with Store(quick_path / "run", dram="8MiB", engine=engine) as store:
         assert store.generation == 100 + 100 * len(growth)
+
+
+def test_the_files_leave_the_catalog_room_to_commit_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system of 40 MiB: what fits is committed, what does not is refused, and its deletion is committed too."""
+    capacity = 40 * MiB
+    monkeypatch.setattr(
+        DataFiles, "free_bytes", lambda self: capacity - sum(max(0, nbytes) for nbytes in self.sizes().values())
+    )
+    with Store(tmp_path, dram="8MiB") as store:
+        with pytest.raises(CapacityError, match="more are needed on the devices"):
+            for number in range(20):
+                store[f"key {number}"] = torch.zeros(2 * MiB, dtype=torch.uint8)
+                store.commit()
+        assert number == 16  # 32 MiB are there, 8 are the catalog's
+        assert sum(path.stat().st_size for path in tmp_path.glob("data-*")) <= capacity - opening.CATALOG_NBYTES
+        del store["key 0"]
+        store.commit()

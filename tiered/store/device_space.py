@@ -16,7 +16,7 @@ from tiered.units import MiB, round_up
 __all__ = ["GROWTH_NBYTES", "DeviceSpace", "Extent"]
 
 GROWTH_NBYTES = 64 * MiB
-"""The smallest step by which a file grows where there is room for it."""
+"""The smallest step by which a file grows where four times that is free."""
 
 # A device's files lie one after another on one number line, this far apart: a range never reaches the next file.
 _FILE_STRIDE = 1 << 52
@@ -67,11 +67,17 @@ class DeviceSpace:
             self._free.add(file * _FILE_STRIDE + old, file * _FILE_STRIDE + new)
 
     def growth(self, growth: int, first: int, cap: int | None, room: int | None) -> Iterator[tuple[int, int]]:
-        """Yield (file, new size) that bring at least ``growth`` bytes, from the last file on."""
+        """Yield (file, new size) that bring at least ``growth`` bytes, from the last file on.
+
+        What nobody asked for yet takes no more than a quarter of ``room``: others may need it sooner.
+        """
         file = max(self._ends, default=first)
         while growth > 0:
             size = self.file_nbytes(file)
-            step = max(growth, GROWTH_NBYTES, round_up(size // 8, self._alignment))
+            step = max(GROWTH_NBYTES, round_up(size // 8, self._alignment))
+            if room is not None:
+                step = min(step, room // 4 // self._alignment * self._alignment)
+            step = max(step, growth)
             if room is not None:
                 step = min(step, room)
             if cap is not None:

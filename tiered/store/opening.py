@@ -29,6 +29,9 @@ ENGINES = ("auto", *DEVICES, "memory")
 MIN_DRAM_NBYTES = 8 * MiB
 """The smallest budget a store opens with: two blocks, so that tensors of any size can pass through."""
 
+CATALOG_NBYTES = 8 * MiB
+"""What the files of a store leave of each file system, for its catalog to commit with."""
+
 _log = logging.getLogger("tiered")
 
 Path = str | os.PathLike[str]
@@ -43,6 +46,7 @@ class Parts:
     catalog: Catalog | None
     directories: Directories | None = None
     weights: Sequence[float] | None = None  # by which extents are spread over the devices at first; None: equal
+    spared_nbytes: int = 0  # of each device, for the catalog
 
     def close(self, close_arena: Callable[[], None]) -> None:
         """Close everything; blocks. ``close_arena`` is called when nothing is in flight any more.
@@ -111,7 +115,7 @@ def open_parts(paths: Sequence[Path], *, arena: Arena, durable: bool, engine: st
         stack.callback(catalog.close)
         devices = _open_devices(directories.paths, engine, stack)
         stack.pop_all()
-        return Parts(arena, devices, catalog, directories, _weights(devices))
+        return Parts(arena, devices, catalog, directories, _weights(devices), CATALOG_NBYTES)
 
 
 def _open_devices(paths: Sequence[os.PathLike[str]], engine: str, stack: contextlib.ExitStack) -> list[Device]:

@@ -41,8 +41,12 @@ class Space:
         *,
         deadline_s: float,
         weights: Sequence[float] | None = None,
+        spared_nbytes: int = 0,
     ) -> None:
-        """Spread extents over ``devices`` by ``weights``, such as bandwidths, until the devices are seen at work."""
+        """Spread extents over ``devices`` by ``weights``, such as bandwidths, until the devices are seen at work.
+
+        Files do not grow into the last ``spared_nbytes`` of a device: a full one could not even commit a deletion.
+        """
         self.meter = BandwidthMeter(len(devices)) if len(devices) > 1 else None
         self.devices = tuple(devices) if self.meter is None else self.meter.metered(devices)
         self.alignment = max((device.alignment for device in devices), default=4096)
@@ -50,6 +54,7 @@ class Space:
         self.digest_threads = DigestThreads()
         self._condition = condition
         self._deadline_s = deadline_s
+        self._spared_nbytes = spared_nbytes
         self._is_growing = False
         self._has_room_to_balance = len(self.devices) > 1  # a drive may fill up: what it lacks the others give then
         self._promises: dict[bool, tuple[int, int]] = {}  # scratch -> bytes reserved, bytes in use before that
@@ -147,13 +152,13 @@ class Space:
                 deadline.wait(self._condition)
             self._is_growing = True
         try:
-            room = [device.free_bytes() for device in self.devices]
+            room = self._room()
             with self._condition:
                 plan = self._allocator.plan_growth(nbytes, scratch=scratch, room=room)
             for index, file, size in plan:
                 self._grow(index, file, size)
             if len(self.devices) > 1:
-                room = [device.free_bytes() for device in self.devices]
+                room = self._room()
                 with self._condition:
                     plan = self._allocator.plan_balance(nbytes, scratch=scratch, room=room)
                 with contextlib.suppress(CapacityError):  # directories may share one file system's room
@@ -165,6 +170,9 @@ class Space:
             with self._condition:
                 self._is_growing = False
                 self._condition.notify_all()
+
+    def _room(self) -> list[int]:
+        return [max(0, device.free_bytes() - self._spared_nbytes) for device in self.devices]
 
     def _grow(self, index: int, file: int, size: int) -> None:
         device = self.devices[index]

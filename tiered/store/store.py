@@ -115,7 +115,14 @@ class Store(MutableMapping[str, torch.Tensor]):
         if root.num_directories != len(parts.devices):
             raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
         condition = threading.Condition(threading.Lock())
-        space = Space(parts.devices, root.store_uuid, condition, deadline_s=deadline_s, weights=parts.weights)
+        space = Space(
+            parts.devices,
+            root.store_uuid,
+            condition,
+            deadline_s=deadline_s,
+            weights=parts.weights,
+            spared_nbytes=parts.spared_nbytes,
+        )
         records = Records(space, durable=self.durable, generation=root.generation, next_key_id=root.next_key_id)
         records.load(rows)
         self.working_set = WorkingSet(

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from tiered.errors import CapacityError
+from tiered.store.opening import CATALOG_NBYTES
 from tiered.train.config import RunConfig, RunDials
 from tiered.train.data import Corpus
 from tiered.units import divide_up, format_bytes, format_count
@@ -101,6 +102,7 @@ class Plan:
             needed[file_system] += max(0, share - _allocated_nbytes(directory))
             names[file_system].append(str(directory))
         for file_system, nbytes in needed.items():
+            nbytes += CATALOG_NBYTES if self.durable else 0
             if nbytes > free[file_system]:
                 raise CapacityError(
                     f"not enough space for the run in {', '.join(names[file_system])}: "
