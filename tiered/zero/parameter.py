@@ -57,6 +57,10 @@ _METADATA = _functions(
 _METADATA.add(torch._has_compatible_shallow_copy_type)  # asked by model.to()
 _LAYOUT = _functions("stride is_contiguous storage_offset dim_order is_non_overlapping_and_dense")
 _SET_REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_AS_STRIDED = {  # to the position of its storage_offset
+    torch.Tensor.as_strided: 3, torch.as_strided: 3, torch.as_strided_copy: 3,
+    torch.Tensor.as_strided_scatter: 4, torch.as_strided_scatter: 4,
+}  # fmt: skip
 _REQUIRES_GRAD = {_SET_REQUIRES_GRAD, torch.Tensor.requires_grad_}
 _FORBIDDEN: dict[Any, str] = {
     torch.Tensor.__reduce_ex__: "pickling of a sharded parameter; save model.state_dict(), or commit the store",
@@ -114,6 +118,8 @@ class TieredParameter(nn.Parameter):
                     return args[0].detach()
                 if func == _SET_DATA:  # the bytes stay the store's own
                     return first.segment.unit.engine.assign(first.segment, args[1])
+                if func in _AS_STRIDED:
+                    args, kwargs = _in_buffer(_AS_STRIDED[func], args, kwargs)
                 if torch._C._current_graph_task_id() != -1:
                     args, kwargs = _frozen_as_tensors(args), _frozen_as_tensors(kwargs)
                 result = func(*args, **kwargs)
@@ -135,7 +141,8 @@ class TieredParameter(nn.Parameter):
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise UsageError(
             f"parameter {self.segment.name}: refused set_(), map_(), as_subclass() or swap_tensors(), which torch does"
-            " not report; expected copy_() inside `with tiered.unsharded(module):`, or detach() for an ordinary tensor"
+            " not report; expected copy_() inside `with tiered.unsharded(module):`, or detach() for an ordinary tensor;"
+            " a module whose constructor needs them is built outside `with tiered.construct(store):`"
         )
 
     set_ = map_ = map2_ = as_subclass = _refuse
@@ -208,6 +215,23 @@ def _find(values: Any) -> Iterator[TieredParameter]:
             yield from _find(value)
         elif isinstance(value, dict):
             yield from _find(value.values())
+
+
+def _in_buffer(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an as_strided with a ``storage_offset`` from the start of the unit's buffer.
+
+    The caller counts from the start of the parameter, which is where its own storage would begin. ``place`` is that of
+    the offset among the arguments; left out it is the tensor's own already.
+    """
+    target = args[0] if args else kwargs.get("input")
+    if not isinstance(target, TieredParameter):
+        return args, kwargs
+    start = target.storage_offset()
+    if len(args) > place and args[place] is not None:
+        return (*args[:place], args[place] + start, *args[place + 1 :]), kwargs
+    if kwargs.get("storage_offset") is not None:
+        return args, kwargs | {"storage_offset": kwargs["storage_offset"] + start}
+    return args, kwargs
 
 
 def _frozen_as_tensors(value: Any) -> Any:

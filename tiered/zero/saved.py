@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tiered.errors import UsageError
+from tiered.zero.parameter import without_dispatch
 
 if TYPE_CHECKING:
     from tiered.zero.engine import Engine
@@ -39,10 +40,11 @@ class SavedReference:
         self.unit = unit
         self.version = unit.version
         self.token: ReferenceToken = unit.token()
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.strides = tensor.stride()
-        self.offset = tensor.storage_offset() * tensor.element_size()  # bytes from the start of the unit's buffer
+        with without_dispatch():  # a parameter itself would say that it begins at 0, as in a storage of its own
+            self.dtype = tensor.dtype
+            self.shape = tensor.shape
+            self.strides = tensor.stride()
+            self.offset = tensor.storage_offset() * tensor.element_size()  # bytes from the start of the unit's buffer
 
     def restore(self) -> torch.Tensor:
         """Return the tensor: a view of the unit's buffer, swapped in if need be."""
