@@ -1,7 +1,8 @@
 """recompute: a unit's forward that keeps its inputs only and runs again in backward, to the same bits.
 
 torch's non-reentrant checkpoint does the bookkeeping of saved tensors, and restores torch's RNG and autocast state;
-here is what it leaves out: buffers, modes, other generators, kwargs and nested inputs, and units updated meanwhile.
+here is what it leaves out: tensors that functional_call puts in the place of parameters, buffers, modes, other
+generators, kwargs and nested inputs, and units updated meanwhile.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Recompute:
         self._structure = structure
         self._versions: dict[Unit, int] = {}
         self._tokens: list[ReferenceToken] = []
+        self._parameters = [dict(module._parameters) for module in recomputed.modules]  # functional_call's, maybe
         self._buffers = recomputed.copies_of_buffers()
         self._modes = [module.training for module in recomputed.modules]
         self._generators = RandomStates.now()
@@ -112,14 +114,16 @@ class Recompute:
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
-        """Give the module its buffers, modes and generators as they were, and take the present ones back after."""
+        """Give the module its tensors, modes and generators as they were, and take the present ones back after."""
         modules = self._recomputed.modules
+        parameters = [module._parameters for module in modules]
         buffers = [module._buffers for module in modules]
         modes = [module.training for module in modules]
         generators = RandomStates.now()
         clones: dict[int, torch.Tensor] = {}  # a buffer that two modules share stays one
         try:
-            for module, copies, mode in zip(modules, self._buffers, self._modes, strict=True):
+            for module, own, copies, mode in zip(modules, self._parameters, self._buffers, self._modes, strict=True):
+                module.__dict__["_parameters"] = dict(own)
                 for copy in copies.values():
                     if copy is not None and id(copy) not in clones:
                         clones[id(copy)] = copy.clone()
@@ -128,7 +132,8 @@ class Recompute:
             self._generators.restore()
             yield
         finally:
-            for module, present, mode in zip(modules, buffers, modes, strict=True):
+            for module, own, present, mode in zip(modules, parameters, buffers, modes, strict=True):
+                module.__dict__["_parameters"] = own
                 module.__dict__["_buffers"] = present
                 module.training = mode
             generators.restore()
