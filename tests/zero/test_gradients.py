@@ -276,7 +276,8 @@ def test_a_gradient_that_comes_after_the_update_in_the_backward_is_refused(tmp_p
         run.first.grad = torch.ones(WIDTH, WIDTH)
         with pytest.raises(UsageError, match='update="step"'):
             run.step()
-        run.optimizer.zero_grad()
+        with pytest.raises(UsageError, match="cannot be skipped"):
+            run.optimizer.zero_grad()
         run.step()
 
 

@@ -43,6 +43,7 @@ class Backward:
         self._has_begun = False  # an update has begun in this step
         self._waiting: dict[Unit, None] = {}  # accumulated, but not known to be final
         self._watched: set[Segment] = set()
+        self._has_graphs = False  # of gradients, which none can keep that lies in a buffer
         self.done: set[Unit] = set()
         self.has_updated = False
 
@@ -86,7 +87,7 @@ class Backward:
             return
         engine = self._engine
         self._tasks.clear()
-        self._is_running = False
+        self._is_running = self._has_graphs = False
         engine.is_between = False
         self._clear_accumulated()
         if self._is_updating() and (self._has_begun or engine.has_gradients()):
@@ -100,6 +101,8 @@ class Backward:
             self._has_begun = True
             updater.begin()
         self._waiting.pop(unit, None)
+        if updater.in_backward:
+            unit.gradients.reconcile()  # order: what an earlier backward left may have been dropped or replaced since
         unit.park()
         updater.update(unit)
         unit.version += 1
@@ -115,12 +118,13 @@ class Backward:
         self.conclude()
         self._tasks.clear()
         self._waiting.clear()
-        self._is_running = False
+        self._is_running = self._has_graphs = False
         self._clear_accumulated()
 
     def _is_updating(self) -> bool:
         updater = self._engine.updater
-        return updater is not None and updater.in_backward and not self._engine.num_accumulating
+        is_due = updater is not None and updater.in_backward and not self._engine.num_accumulating
+        return is_due and not self._has_graphs
 
     def _accumulating(self, segment: Segment) -> None:
         """Autograd is about to accumulate the gradient of ``segment``."""
@@ -142,6 +146,10 @@ class Backward:
     def _accumulated(self, segment: Segment) -> None:
         """Autograd has accumulated the gradient of ``segment``."""
         unit = segment.unit
+        with without_dispatch():
+            gradient = segment.parameter.grad
+            self._has_graphs = self._has_graphs or (gradient is not None and gradient.requires_grad)
+        del gradient
         unit.gradients.adopt(segment)
         segment.accumulated = True
         if self._engine.lanes is not None:
@@ -181,6 +189,8 @@ class Backward:
         if engine.calls or not self._clear_accumulated():
             return  # autograd.grad: nothing was accumulated
         engine.is_between = False
+        if self._has_graphs:
+            self._refuse_graphs()
         if self._is_updating():
             for unit in engine.units:
                 if unit.gradients.key:
@@ -190,6 +200,18 @@ class Backward:
         self._waiting.clear()
         engine.forget_touches()
         engine.residency.park_all()
+
+    def _refuse_graphs(self) -> None:
+        """Raise UsageError, at the end: autograd frees nothing of a backward with graphs that fails in the middle."""
+        self._waiting.clear()
+        self._has_graphs = False
+        for unit in self._engine.units:
+            unit.gradients.drop()
+        raise UsageError(
+            "backward(create_graph=True) of a sharded model, whose gradients have no graphs; expected"
+            " torch.autograd.grad(loss, parameters, create_graph=True), whose results are the caller's; all gradients"
+            " are dropped"
+        )
 
     def _clear_accumulated(self) -> bool:
         """Clear the marks of this backward; return whether there were any."""

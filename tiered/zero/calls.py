@@ -5,8 +5,11 @@ What a call may do, and what becomes of its unit, is the engine's say.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +22,10 @@ if TYPE_CHECKING:
     from tiered.zero.engine import Engine
     from tiered.zero.unit import Segment, Unit
 
-__all__ = ["Call", "CallStack", "Calls"]
+__all__ = ["CALLERS", "Call", "CallStack", "Calls"]
+
+CALLERS: dict[CodeType, str] = {nn.Module._call_impl.__code__: "self"}
+"""The functions whose frames are module calls, to the name of the module in them."""
 
 
 class Call:
@@ -36,11 +42,12 @@ class Call:
 class CallStack:
     """The calls of one thread, the outermost first, and how many of them have entered a pair: 0 or 1."""
 
-    __slots__ = ("calls", "num_pairs")
+    __slots__ = ("calls", "num_pairs", "thread")
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.num_pairs = 0
+        self.thread = 0  # of the outermost call
 
 
 class Calls:
@@ -80,6 +87,8 @@ class Calls:
     def begin(self, module: nn.Module, unit: Unit | None) -> Call:
         """A call begins."""
         call = Call(module, unit)
+        if not self.stack.calls:
+            self.stack.thread = threading.get_ident()
         self.stack.calls.append(call)
         return call
 
@@ -102,6 +111,19 @@ class Calls:
             if call.module is module:
                 break
 
+    def abandoned(self, beginning: nn.Module | None = None) -> Iterator[Call]:
+        """End and yield the calls that are over without having ended, innermost first.
+
+        torch runs no hook for an exception that is no Exception, such as Ctrl-C. Whether the outermost call is still
+        under way the thread's frames tell; the innermost one of ``beginning`` is that of a call that begins now.
+        """
+        stack = self.stack
+        if not stack.calls or stack.thread != threading.get_ident():
+            return
+        outermost = stack.calls[0].module
+        if _num_under_way(outermost) == (outermost is beginning):
+            yield from self.end(outermost)
+
     def clear(self) -> None:
         """Leave all calls: an interrupt left them that no hook saw."""
         while self.stack.calls:
@@ -120,6 +142,17 @@ class Calls:
 
     def _needs_pair(self) -> bool:
         return self.stack.num_pairs == 0 and torch.is_grad_enabled() and not _is_recomputing()
+
+
+def _num_under_way(module: nn.Module) -> int:
+    """Return how many calls of ``module`` this thread is inside of."""
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
+    while frame is not None:
+        name = CALLERS.get(frame.f_code)
+        count += name is not None and frame.f_locals.get(name) is module
+        frame = frame.f_back
+    return count
 
 
 def _is_recomputing() -> bool:

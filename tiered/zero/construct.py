@@ -89,6 +89,14 @@ class _Construction:
     def assign(self, segment: Segment, value: torch.Tensor) -> None:
         """``parameter.data = value`` in a constructor: another key, of the value's shape, strides and dtype."""
         old: Any = segment.unit
+        storage = value.untyped_storage().data_ptr()
+        for other in self.shown:
+            lease = other.lease
+            if other is not old and lease is not None and lease.tensor.untyped_storage().data_ptr() == storage:
+                raise UsageError(
+                    f"parameter {segment.name}: .data of {other.segment.name}, to share its memory; expected one"
+                    " parameter that both modules name, as in head.weight = emb.weight, or .data.clone()"
+                )
         lease, old.lease = old.lease, None
         self.shown.pop(old)
         segment.parameter.data = value

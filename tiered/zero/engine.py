@@ -30,7 +30,7 @@ from tiered.zero.functorch import guard_functorch
 from tiered.zero.gradients import UnitGradients
 from tiered.zero.guard import obey
 from tiered.zero.lanes import Lanes
-from tiered.zero.outputs import any_requires_grad, own
+from tiered.zero.outputs import any_requires_grad, any_was_computed, own
 from tiered.zero.parameter import is_write
 from tiered.zero.residency import Residency
 from tiered.zero.streams import Foresight
@@ -171,6 +171,7 @@ class Engine:
 
     def check_between_steps(self, what: str) -> None:
         """Raise UsageError unless no forward, backward or step is under way; updates may be pending."""
+        self.leave_abandoned()
         self.backward.settle()
         self.check_usable(what)
         if self.calls or in_graph_task():
@@ -182,13 +183,15 @@ class Engine:
             )
 
     def has_gradients(self) -> bool:
-        """Return whether some unit has gradients that no step has used."""
-        return any(unit.gradients.key for unit in self.units)
+        """Return whether some unit has gradients that no step has used and nobody has dropped."""
+        return any(unit.gradients.are_there() for unit in self.units)
 
     # -- module calls --------------------------------------------------------------------------------------------
 
     def enter(self, module: nn.Module, unit: Unit | None) -> None:
         """A module call begins."""
+        if self.calls and module is self._model():
+            self.leave_abandoned(module)
         call = self.calls.begin(module, unit)
         if len(self.calls) == 1:
             self._enter_outermost(type(module).__name__)
@@ -196,16 +199,25 @@ class Engine:
         if unit is not None:
             unit.show()
 
-    def exit(self, module: nn.Module, output: Any) -> Any:
-        """A module call ends, also by an exception; return the output with nothing of it in a unit's buffer."""
+    def exit(self, module: nn.Module, output: Any, *, is_method: bool = False) -> Any:
+        """A module call ends, also by an exception; return the output with nothing of it in a unit's buffer.
+
+        ``is_method``: it was one of a method of the user's that is no forward.
+        """
         for call in self.calls.end(module):
             self._leave(call.unit)
         if self.calls or in_graph_task():
             return output
-        if torch.is_grad_enabled() and any_requires_grad(output):
+        if torch.is_grad_enabled() and (any_was_computed if is_method else any_requires_grad)(output):
             self.is_between = True
             self.activations.end_forward()
         return own(output, self.residency.address_of)
+
+    def leave_abandoned(self, beginning: nn.Module | None = None) -> None:
+        """Leave calls that an interrupt has ended and no hook has seen; ``beginning`` is whose call begins now."""
+        if not in_graph_task():
+            for call in self.calls.abandoned(beginning):
+                self._leave(call.unit)
 
     def _enter_outermost(self, name: str) -> None:
         if os.getpid() != self.pid:
@@ -289,6 +301,7 @@ class Engine:
     def step(self) -> None:
         """The optimizer's step: hand over what has a gradient, or, under update="backward", conclude; no waiting."""
         assert self.updater is not None
+        self.leave_abandoned()
         self.backward.settle()
         self.check_usable("optimizer.step()")
         if self.calls or in_graph_task():
@@ -299,8 +312,8 @@ class Engine:
                 " adds and updates"
             )
         self.residency.park_all()
-        for unit in self.units if self.updater.in_backward else ():
-            unit.gradients.check_used()
+        if self.updater.in_backward:
+            self._check_used()
         due = [] if self.updater.in_backward else self.units
         try:
             with self.schedule.hand_overs():
@@ -322,13 +335,32 @@ class Engine:
         self._make_way()
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Drop all gradients, or zero them."""
+        """Drop all gradients, or zero them. Raises UsageError where a backward has used them and step() is due."""
         self.backward.settle()
+        if self.backward.has_updated:
+            self._show_used()
+            raise UsageError(
+                'optimizer.zero_grad() between backward and optimizer.step() under update="backward", which has used'
+                ' the gradients: the step cannot be skipped any more; expected step() next, or update="step"'
+            )
         for unit in self.units:
             if set_to_none:
                 unit.gradients.drop()
             else:
                 unit.gradients.zero()
+
+    def _check_used(self) -> None:
+        """Raise UsageError, once, for gradients put or dropped since a backward has used them; they show that again."""
+        try:
+            for unit in self.units:
+                unit.gradients.check_used()
+        except UsageError:
+            self._show_used()
+            raise
+
+    def _show_used(self) -> None:
+        for unit in self.units:
+            unit.gradients.show_used()
 
     def set_state_keys(self, buckets: Mapping[Unit, Sequence[Bucket]], *, in_backward: bool) -> None:
         """Tell placement and schedule of the optimizer's keys, and of the order of use to expect in a step."""

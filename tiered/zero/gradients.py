@@ -40,8 +40,8 @@ class UnitGradients:
     """
 
     __slots__ = (
-        "_clipped_version", "_is_changed", "_num_leases", "factors", "key", "lease", "nbytes", "num_accumulating",
-        "room", "unit", "working_set",
+        "_clipped_version", "_is_changed", "_num_leases", "_used", "factors", "key", "lease", "nbytes",
+        "num_accumulating", "room", "unit", "working_set",
     )  # fmt: skip
 
     def __init__(self, unit: Unit) -> None:
@@ -56,6 +56,7 @@ class UnitGradients:
         self._num_leases = 0
         self._clipped_version = 0  # of the leased buffer, when the factors were made for it
         self._is_changed = False  # in place, since then
+        self._used: list[Segment] = []  # by an update in the backward, before the step that concludes it
 
     def lay_out(self) -> int:
         """Place the segments that are trainable or have a gradient; return the bytes their gradients take.
@@ -111,8 +112,20 @@ class UnitGradients:
         finally:
             lease.release()
 
+    def are_there(self) -> bool:
+        """Return whether there are any; where the caller has dropped all, as model.zero_grad() does, the bytes go."""
+        if not self.key or self.num_accumulating:
+            return bool(self.key)
+        with without_dispatch():
+            if any(segment.parameter.grad is not None for segment in self.unit.segments):
+                return True
+        self.drop()
+        return False
+
     def recall(self, segment: Segment) -> None:
         """Before autograd adds to the gradient of ``segment``: bring back what is stored, refuse what is clipped."""
+        if self.factors:
+            self._changed_by_hand()  # what the caller has dropped is not clipped any more
         if self.factors:
             raise UsageError(
                 f"unit {self.unit.name!r}: backward after tiered.clip_grad_norm_ and before optimizer.step(); expected"
@@ -202,12 +215,27 @@ class UnitGradients:
         self.note_clipped()
 
     def check_used(self) -> None:
-        """Raise UsageError where the caller has put a gradient that no backward will use any more."""
+        """Raise UsageError where the caller has put or dropped a gradient, which no backward can heed any more."""
+        with without_dispatch():
+            dropped = next((segment for segment in self._used if segment.parameter.grad is None), None)
+        if dropped is not None:
+            raise UsageError(
+                f"parameter {dropped.name}: .grad dropped between backward and optimizer.step() under"
+                ' update="backward", which has used it: the step cannot be skipped any more; expected step() once more,'
+                ' or tiered.AdamW(..., update="step")'
+            )
         for segment, _ in self._changed_by_hand():
             raise UsageError(
                 f'parameter {segment.name}: a gradient put into .grad by hand under update="backward", where gradients'
                 ' are used up as they become final; expected tiered.AdamW(..., update="step")'
             )
+
+    def show_used(self) -> None:
+        """Let each ``.grad`` say again that the backward has used it; what the caller has put there goes."""
+        with without_dispatch():
+            for segment in self.unit.segments:
+                used = guarded_gradient(segment.shape, segment.dtype, UsedGradient) if segment in self._used else None
+                segment.parameter.grad = used
 
     def note_clipped(self) -> None:
         """The factors are for the gradients as they are now."""
@@ -275,6 +303,7 @@ class UnitGradients:
 
         ``.grad`` of each becomes None, or with ``used`` a guard that says so.
         """
+        self._used = [segment for segment in self.unit.segments if used and segment.has_gradient]
         with without_dispatch():
             for segment in self.unit.segments:
                 parameter = segment.parameter

@@ -18,7 +18,12 @@ class PlainSegment(Segment):
     __slots__ = ()
 
     def memory(self) -> torch.Tensor:
-        """Return the parameter's values: (numel,) in memory order, writable."""
+        """Return the parameter's values: (numel,) in memory order, writable. Raises UsageError where that changed."""
+        if self.parameter.stride() != self.strides:
+            raise UsageError(
+                f"parameter {self.name} has strides {self.parameter.stride()}, and had {self.strides} when the"
+                " optimizer was made; expected the memory format to stay: change it before"
+            )
         return self.parameter.detach().as_strided((self.numel,), (1,))
 
     def gradient(self) -> torch.Tensor:

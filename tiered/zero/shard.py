@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from tiered.tiers.placement import choose_held
 from tiered.units import format_bytes
 from tiered.zero.activations import ActivationRule, words_of
 from tiered.zero.budget import share_out_as_asked, smallest_budget
+from tiered.zero.calls import CALLERS
 from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
@@ -151,11 +153,31 @@ def _make_units(
             members[owner].append(_segment(full, parameter, param_dtype))
     if not seen:
         raise UsageError("tiered.shard of a model without parameters; expected at least one")
+    _refuse_shared_memory([segment for segments in members.values() for segment in segments])
     named = {name: segments for name, segments in members.items() if segments or not name}
     return [
         Unit(name or "root", f"model/parameters/{name or 'root'}", segments, store.working_set)
         for name, segments in named.items()
     ]
+
+
+def _refuse_shared_memory(segments: Sequence[Segment]) -> None:
+    """Raise UsageError for two parameters that overlap in memory: in the store each would have values of its own."""
+    ranges = []
+    for segment in segments:
+        parameter = segment.parameter
+        if isinstance(parameter, TieredParameter) or parameter.is_meta or not parameter.numel():
+            continue
+        last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        start = parameter.data_ptr()
+        ranges.append((start, start + (last + 1) * parameter.element_size(), segment.name))
+    ranges.sort()
+    for (_, end, name), (start, _, other) in itertools.pairwise(ranges):
+        if start < end:
+            raise UsageError(
+                f"parameters {name} and {other} are two that share memory; expected one that both modules name, as in"
+                " head.weight = emb.weight, or memory of its own for each"
+            )
 
 
 def _segment(name: str, parameter: nn.Parameter, param_dtype: torch.dtype | None) -> Segment:
@@ -269,7 +291,8 @@ def _wrap(method: Callable[..., Any], module: nn.Module, engine: Engine, unit: U
         try:
             output = method(*args, **kwargs)
         finally:
-            output = engine.exit(module, output)
+            output = engine.exit(module, output, is_method=True)
         return output
 
+    CALLERS[call.__code__] = "module"  # type: ignore[attr-defined]  # wraps() keeps the function a function
     return call

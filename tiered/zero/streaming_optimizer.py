@@ -235,11 +235,7 @@ class StreamingOptimizer(Optimizer):
         gradients = unit.gradients
         managed = [s for s in unit.segments if s.has_gradient and s in self._known]
         for segment in managed:
-            if segment not in self._state.steps:
-                raise UsageError(
-                    f"parameter {segment.name} has a gradient but was frozen when {self._title} was made; expected"
-                    " requires_grad=True before, or a new optimizer"
-                )
+            self._is_trained(segment)
         if not managed:
             gradients.drop(used=self.in_backward)
             return
@@ -269,10 +265,19 @@ class StreamingOptimizer(Optimizer):
         sources: dict[Segment, Source] = {
             segment: Source(segment.memory(), segment.gradient(), None, self._next_hyper(segment))
             for segment in unit.segments
-            if segment.parameter.grad is not None and segment in self._state.steps
+            if segment.parameter.grad is not None and self._is_trained(segment)
         }
         due = [b for b in self._state.buckets[unit] if any(piece.segment in sources for piece in b.pieces)]
         self._pipeline.run(due, PlainSupply(self._store.working_set, sources), lambda _: None)
+
+    def _is_trained(self, segment: Segment) -> bool:
+        """Return True; raises UsageError for a parameter that has a gradient and no state."""
+        if segment not in self._state.steps:
+            raise UsageError(
+                f"parameter {segment.name} has a gradient but was frozen when {self._title} was made; expected"
+                " requires_grad=True then: make the optimizer first and freeze after"
+            )
+        return True
 
     def _next_hyper(self, segment: Segment) -> Hyperparameters:
         """Count one more update of ``segment`` and return the hyperparameters for it."""

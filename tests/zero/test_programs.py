@@ -1,0 +1,358 @@
+"""Programs as people write them, by plain PyTorch and through tiered: the same bits, or an error that says why.
+
+Each program is a function of the model, its optimizer and a list to which it adds what it sees.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import tiered
+from tests.zero.training import ROOMY_NBYTES, debug_store
+from tiered.errors import UsageError
+
+WIDTH = 8
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.05}
+UPDATES = ("step", "backward")
+WORDS = ("keep", "recompute", "swap")
+
+Program = Callable[[nn.Module, torch.optim.Optimizer, list[Any]], None]
+
+every_update = pytest.mark.parametrize("update", UPDATES)
+every_word = pytest.mark.parametrize("word", WORDS)
+
+
+class Affine(torch.autograd.Function):
+    """x w + b with a backward of its own, which keeps both parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        return x * weight + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0), gradient.sum(0)
+
+
+class Block(nn.Module):
+    """A unit of several parameters, so that all but one begin somewhere in the middle of its bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+        self.square = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.weight + self.bias + x @ self.square
+
+
+class AffineBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return Affine.apply(torch.tanh(self.linear(x)), self.weight, self.bias) + x @ self.square
+
+
+class CheckpointBlock(Block):
+    """A reentrant checkpoint is a function that saves the parameters it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = checkpoint(lambda x, square: torch.tanh(x @ square), x, self.square, use_reentrant=True)
+        return mixed * self.weight + self.bias + self.linear(x)
+
+
+class StridedBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        diagonal = torch.as_strided(self.square, (WIDTH,), (WIDTH + 1,), 0)
+        above = self.square.as_strided((WIDTH - 1,), (WIDTH + 1,), storage_offset=1).sum()
+        own = self.square.as_strided((WIDTH,), (WIDTH + 1,), self.square.storage_offset())
+        inner = self.square[2:].as_strided((4,), (WIDTH + 1,), self.square[2:].storage_offset()).sum()
+        return super().forward(x) * (diagonal + own) + above + inner
+
+
+class Net(nn.Module):
+    """Two blocks; methods as users write them beside ``forward``."""
+
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+    def matrices(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.parameters() if parameter.dim() > 1]
+
+    def groups(self) -> dict[str, Any]:
+        return {"decay": self.matrices(), "others": tuple(p for p in self.parameters() if p.dim() < 2)}
+
+    def num_params(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number)).requires_grad_()
+
+
+def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, seen: list[Any]) -> None:
+    for number in range(3):
+        loss = model(batch(number))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach().clone())
+
+
+def in_memory(build: Callable[[], nn.Module], program: Program) -> list[Any]:
+    torch.manual_seed(3)
+    model, seen = build(), list[Any]()
+    program(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), seen)
+    return seen + [value.clone() for value in model.state_dict().values()]
+
+
+def through_tiered(
+    directory: Path, build: Callable[[], nn.Module], program: Program, update: str = "step", word: str = "auto"
+) -> list[Any]:
+    with debug_store(directory, ROOMY_NBYTES, durable=False) as store:
+        torch.manual_seed(3)
+        model, seen = tiered.shard(build(), store, activations=word), list[Any]()
+        program(model, tiered.AdamW(model.parameters(), update=update, **ADAMW), seen)
+        return seen + list(model.state_dict().values())
+
+
+def assert_same(ours: list[Any], theirs: list[Any]) -> None:
+    assert len(ours) == len(theirs)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@every_word
+@every_update
+@pytest.mark.parametrize("block", [AffineBlock, CheckpointBlock, StridedBlock])
+@pytest.mark.usefixtures("swap_all")
+def test_parameters_that_functions_keep_are_themselves_in_backward(
+    block: type[nn.Module], update: str, word: str, tmp_path: Path
+) -> None:
+    def build() -> nn.Module:
+        return Net(block)
+
+    assert_same(through_tiered(tmp_path, build, plain_steps, update, word), in_memory(build, plain_steps))
+
+
+@every_word
+def test_a_functional_call_is_computed_again_with_its_own_tensors(word: str, tmp_path: Path) -> None:
+    assert_same(through_tiered(tmp_path, Net, meta_steps, "step", word), in_memory(Net, meta_steps))
+
+
+def meta_steps(model: nn.Module, optimizer: torch.optim.Optimizer, seen: list[Any]) -> None:
+    """The second loss is that of parameters that were changed, as in meta-learning."""
+    for number in range(3):
+        first = model(batch(number))
+        changed = {name: parameter * 1.5 for name, parameter in model.named_parameters()}
+        second = functional_call(model, changed, (batch(9),))
+        (first + second).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(second.detach().clone())
+
+
+def test_a_method_that_returns_parameters_returns_them_and_not_copies(tmp_path: Path) -> None:
+    def program(model: Any, optimizer: torch.optim.Optimizer, seen: list[Any]) -> None:
+        clip = tiered.clip_grad_norm_ if hasattr(model.head.weight, "segment") else torch.nn.utils.clip_grad_norm_
+        assert all(any(p is q for q in model.parameters()) for p in model.matrices() + model.groups()["decay"])
+        for number in range(3):
+            model(batch(number)).backward()
+            seen.append(clip(model.matrices(), 0.05).clone())
+            optimizer.step()
+            optimizer.zero_grad()
+            model(batch(number)).backward()
+            for parameter in model.matrices():
+                parameter.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_same(through_tiered(tmp_path, Net, program), in_memory(Net, program))
+
+
+def test_a_method_is_no_forward(tmp_path: Path) -> None:
+    """What it returns says nothing of activations, and nothing that the next call may rely on."""
+    with debug_store(tmp_path, durable=False) as store:
+        model: Any = tiered.shard(Net(), store)
+        engine = model.head.weight.segment.unit.engine
+        for method in (model.num_params, model.matrices, model.groups):
+            method()
+            assert not engine.is_between and engine.activations.planned is None
+        with pytest.raises(UsageError, match="outside a forward"):
+            model.matrices()[0].sum()
+
+
+def test_gradients_that_are_dropped_after_an_adding_backward_are_not_used(tmp_path: Path) -> None:
+    def program(model: Any, optimizer: torch.optim.Optimizer, seen: list[Any]) -> None:
+        is_ours = hasattr(model.head.weight, "segment")
+        for number in range(3):
+            if is_ours:
+                with tiered.accumulate(model):
+                    model(batch(number)).backward()
+            else:
+                model(batch(number)).backward()
+            if number == 0:
+                model.zero_grad()
+            else:
+                model.blocks[0].weight.grad = torch.ones(WIDTH)
+            model.blocks[1](batch(number)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_same(through_tiered(tmp_path, Net, program, "backward"), in_memory(Net, program))
+
+
+def test_a_step_that_the_backward_has_made_cannot_be_skipped(tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(Net(), store)
+        optimizer = tiered.AdamW(model.parameters(), update="backward")
+        for drop in (optimizer.zero_grad, model.zero_grad):
+            model(batch(0)).backward()
+            with pytest.raises(UsageError, match="cannot be skipped"):
+                drop()
+                optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("by_model", [False, True])
+def test_a_step_that_is_skipped_after_clipping_leaves_nothing(by_model: bool, tmp_path: Path) -> None:
+    def program(model: nn.Module, optimizer: torch.optim.Optimizer, seen: list[Any]) -> None:
+        clip = tiered.clip_grad_norm_ if hasattr(model.head.weight, "segment") else torch.nn.utils.clip_grad_norm_
+        for number in range(4):
+            model(batch(number)).backward()
+            seen.append(clip(model.parameters(), 0.5).clone())
+            if number % 2:
+                (model if by_model else optimizer).zero_grad()
+                model.state_dict()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_same(through_tiered(tmp_path, Net, program), in_memory(Net, program))
+
+
+def test_gradients_with_a_graph_of_their_own_are_refused(tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(Net(), store)
+        loss = model(
+            batch(0).detach()
+        )  # an input's gradient would keep its graph, and that the input
+        with pytest.raises(UsageError, match=r"torch\.autograd\.grad\(loss, parameters, create_graph=True\)"):
+            loss.backward(create_graph=True)
+
+
+def test_a_plain_parameter_that_is_unfrozen_later_is_refused_like_a_sharded_one(tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        first, second = (nn.Parameter(torch.ones(3)) for _ in range(2))
+        second.requires_grad_(False)
+        optimizer = tiered.AdamW([first, second], store=store)
+        second.requires_grad_(True)
+        (first * second).sum().backward()
+        with pytest.raises(UsageError, match=r"frozen when tiered\.AdamW was made"):
+            optimizer.step()
+
+
+def test_a_plain_parameter_keeps_the_order_of_its_elements(tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        convolution = nn.Conv2d(3, 4, 2)
+        optimizer = tiered.AdamW(convolution.parameters(), store=store)
+        convolution.to(memory_format=torch.channels_last)
+        convolution(torch.randn(1, 3, 5, 5)).sum().backward()
+        with pytest.raises(UsageError, match="expected the memory format to stay"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("is_constructed", [False, True])
+def test_parameters_that_share_memory_are_refused(is_constructed: bool, tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb, self.head = nn.Embedding(4, WIDTH), nn.Linear(WIDTH, 4)
+            self.head.weight.data = self.emb.weight.data
+
+    with debug_store(tmp_path, durable=False) as store:
+        with pytest.raises(UsageError, match=r"head\.weight = emb\.weight"):
+            if is_constructed:
+                with tiered.construct(store):
+                    Tied()
+            else:
+                tiered.shard(Tied(), store)
+
+
+def test_parameters_in_one_flat_tensor_are_taken(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+        flat = torch.randn(sum(parameter.numel() for parameter in model.parameters()))
+        for parameter, part in zip(
+            model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True
+        ):
+            parameter.data = part.view(parameter.shape)
+        return nn.Sequential(model, Mean())
+
+    assert_same(through_tiered(tmp_path, build, plain_steps), in_memory(build, plain_steps))
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+class Interrupting(Block):
+    """Ctrl-C in the middle of a forward."""
+
+    is_due = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_due:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+@every_update
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_an_interrupted_forward_leaves_the_model_as_it_was(is_durable: bool, update: str, tmp_path: Path) -> None:
+    """As in a notebook: torch calls no hook for Ctrl-C."""
+
+    def interrupted(model: Any, number: int) -> None:
+        model.blocks[1].is_due = True
+        with pytest.raises(KeyboardInterrupt):
+            model(batch(number))
+        model.blocks[1].is_due = False
+
+    def build() -> nn.Module:
+        return Net(Interrupting)
+
+    with debug_store(tmp_path, durable=is_durable) as store:
+        torch.manual_seed(3)
+        model = tiered.shard(build(), store)
+        optimizer = tiered.AdamW(model.parameters(), update=update, **ADAMW)
+        seen: list[Any] = []
+        for number in range(3):
+            interrupted(model, number)
+            loss = model(batch(number))
+            loss.backward()
+            interrupted(model, number) if update == "step" else None
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach().clone())
+            interrupted(model, number)
+            model.state_dict()
+            store.commit() if is_durable else None
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        seen += list(model.state_dict().values())
+    assert_same(seen, in_memory(build, plain_steps))
