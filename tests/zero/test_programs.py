@@ -249,9 +249,7 @@ def test_a_step_that_is_skipped_after_clipping_leaves_nothing(by_model: bool, tm
 def test_gradients_with_a_graph_of_their_own_are_refused(tmp_path: Path) -> None:
     with debug_store(tmp_path, durable=False) as store:
         model = tiered.shard(Net(), store)
-        loss = model(
-            batch(0).detach()
-        )  # an input's gradient would keep its graph, and that the input
+        loss = model(batch(0).detach())  # an input's gradient would keep its graph, and that the input
         with pytest.raises(UsageError, match=r"torch\.autograd\.grad\(loss, parameters, create_graph=True\)"):
             loss.backward(create_graph=True)
 
@@ -356,3 +354,20 @@ def test_an_interrupted_forward_leaves_the_model_as_it_was(is_durable: bool, upd
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         seen += list(model.state_dict().values())
     assert_same(seen, in_memory(build, plain_steps))
+
+
+def test_a_state_dict_that_failed_in_a_hook_is_over(tmp_path: Path) -> None:
+    """The next one is an outermost one again, and between steps nothing may be read."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no room on the disk")
+
+    with debug_store(tmp_path, durable=False) as store:
+        model: Any = tiered.shard(Net(), store)
+        hook = model.blocks[0].linear.register_state_dict_post_hook(fail)
+        with pytest.raises(ValueError, match="no room"):
+            model.state_dict()
+        hook.remove()
+        model.state_dict()
+        with pytest.raises(UsageError, match="outside a forward"):
+            model.head.weight.sum()

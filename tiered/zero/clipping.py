@@ -34,7 +34,8 @@ def clip_grad_norm_(
     The bits are those of ``torch.nn.utils.clip_grad_norm_`` over the fp32 gradients in the order of
     ``model.parameters()``: a norm per whole parameter, then the norm of the norms, then
     ``max_norm / (norm + 1e-6)`` clamped to 1. The factor is applied in fp32 by the next ``optimizer.step()``; the
-    gradients themselves are left as they are. Streams gradients that are on NVMe. Blocks. Raises RuntimeError for a
+    gradients themselves are left as they are, and one that is clipped twice is multiplied with the product of both
+    factors. Streams gradients that are on NVMe. Blocks. Raises RuntimeError for a
     non-finite norm when ``error_if_nonfinite``, UsageError under ``update="backward"``.
     """
     tensors = list(model.parameters()) if isinstance(model, nn.Module) else list(model)

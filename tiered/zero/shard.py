@@ -63,12 +63,12 @@ def shard(
     """Move the parameters of ``model`` into ``store`` and return the same model, ready to train.
 
     ``unit`` says which modules move together (see ``divide_into_units``). ``param_dtype`` casts floating parameters;
-    the values before the cast become the fp32 masters. ``weights``: a state dict, or safetensors file(s) or a folder of
-    them, for a model built on the meta device; read a unit at a time. ``hold``: how much of the budget keeps bytes in
-    DRAM for good: "auto", 0, or a size such as "2GiB". ``activations``: what becomes of what autograd saves in each
-    unit, "keep" (in ordinary memory), "recompute", "swap" (through the store) or "auto"; a word for all, a mapping from
-    unit names, or a function (name, module) -> word; see ``Activations``. ``stage`` is 1, 2 or 3; on one rank they are
-    the same.
+    the values before the cast become the fp32 masters of those that require a gradient now. ``weights``: a state dict,
+    or safetensors file(s) or a folder of them, for a model built on the meta device; read a unit at a time. ``hold``:
+    how much of the budget keeps bytes in DRAM for good: "auto", 0, or a size such as "2GiB". ``activations``: what
+    becomes of what autograd saves in each unit, "keep" (in ordinary memory), "recompute", "swap" (through the store) or
+    "auto"; a word for all, a mapping from unit names, or a function (name, module) -> word; see ``Activations``.
+    ``stage`` is 1, 2 or 3; on one rank they are the same.
 
     A store that already holds this model is adopted as it is: its values stay, and ``store.resume()`` must come before
     the first forward. Parameters keep their objects, names, shapes and ``requires_grad``. Blocks while bytes move.
