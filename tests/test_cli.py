@@ -13,6 +13,7 @@ import pytest
 from tiered import cli
 from tiered.cli import main
 from tiered.errors import CapacityError, UsageError
+from tiered.store.opening import CATALOG_NBYTES
 from tiered.train.config import RunConfig, RunDials
 from tiered.train.data import Corpus
 from tiered.train.interruption import Interruption
@@ -179,8 +180,9 @@ class TestPlan:
         directories = (tmp_path / "one", tmp_path / "two")
         tiny = RunConfig.of_given({"params": 100_000})
         short = Plan(tiny, RunDials(), directories, durable=True, first_step=0)
-        monkeypatch.setattr("tiered.train.plan._free_nbytes", lambda path: short.space_nbytes - 1)
-        with pytest.raises(CapacityError, match=rf"one, .*two: it needs {format_bytes(short.space_nbytes)}"):
+        needed = short.space_nbytes + CATALOG_NBYTES
+        monkeypatch.setattr("tiered.train.plan._free_nbytes", lambda path: needed - 1)
+        with pytest.raises(CapacityError, match=rf"one, .*two: it needs {format_bytes(needed)}"):
             short.check_space()
         directories[0].mkdir()
         (directories[0] / "data-000").write_bytes(b"x" * 8192)
