@@ -1,26 +1,31 @@
 """The command line: options in, one job called, one line on standard error and exit status 2 for what is refused.
 
-No decision about stores or training is made here.
+No decision about stores or training is made here. typer only reads the options: jobs run outside it, because it has
+answers of its own to Ctrl-C and to a reader who is gone.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from typer.exceptions import TyperException
 
 from tiered.errors import TieredError
+from tiered.train.interruption import INTERRUPTED
+from tiered.train.outlet import lasting_streams
 from tiered.units import parse_bytes, parse_count
 
 __all__ = ["app", "main"]
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 app = typer.Typer(
     add_completion=False,
@@ -100,7 +105,18 @@ Sustained = Annotated[float, typer.Option(metavar="SECONDS", help="Also write, t
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the figures; needs the extra `plot`.")]
 
 
-@app.command()
+def _command(job: Callable[_P, int]) -> Callable[_P, Callable[[], int]]:
+    """Register ``job`` as a command, which returns what is to be called for it."""
+
+    @app.command()
+    @functools.wraps(job)
+    def read(*options: _P.args, **named: _P.kwargs) -> Callable[[], int]:
+        return functools.partial(job, *options, **named)
+
+    return read
+
+
+@_command
 def train(
     data: Data = None,
     store: Store = None,
@@ -158,7 +174,7 @@ def train(
     )
 
 
-@app.command()
+@_command
 def inspect(run: Run) -> int:
     """Show a run's keys, their dtypes and bytes, its generation and committed state; also while it is in use."""
     from tiered.train.found import describe
@@ -168,7 +184,7 @@ def inspect(run: Run) -> int:
     return 0
 
 
-@app.command()
+@_command
 def verify(run: Run, drop: Drop = None) -> int:
     """Read and check every byte of a run; exit status 1 and key, file and offset on damage."""
     from tiered.train.found import check
@@ -176,7 +192,7 @@ def verify(run: Run, drop: Drop = None) -> int:
     return check(run, drop or ())
 
 
-@app.command()
+@_command
 def gc(run: Run, dry_run: DryRun = False, yes: Yes = False, json: Report = None) -> int:
     """Remove what crashes left in a run's directories, and give back the space that nothing committed uses."""
     from tiered.train.cleaning import clean
@@ -184,7 +200,7 @@ def gc(run: Run, dry_run: DryRun = False, yes: Yes = False, json: Report = None)
     return clean(run, dry_run=dry_run, yes=yes, json_file=json)
 
 
-@app.command()
+@_command
 def doctor(
     directories: Annotated[
         list[Path] | None, typer.Argument(metavar="DIR", help="Where stores will be. Default: this directory.")
@@ -199,7 +215,7 @@ def doctor(
     return doctor(directories or [Path()], json)
 
 
-@app.command()
+@_command
 def bench(
     directories: Measured,
     quick: Quick = False,
@@ -227,20 +243,19 @@ def bench(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 2 for what is refused, 130 after Ctrl-C."""
-    try:
-        return int(app(arguments, prog_name="tiered", standalone_mode=False) or 0)
-    except TyperException as error:
-        return _refuse(error.format_message(), "try --help")
-    except (TieredError, ValueError) as error:
-        return _refuse(str(error), *getattr(error, "__notes__", ()))
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):  # `tiered inspect RUN | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        return _refuse(f"{error.strerror}: {error.filename}" if error.filename else str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        print("interrupted; nothing was changed", file=sys.stderr)
-        return 130
+    with lasting_streams():
+        try:
+            job = app(arguments, prog_name="tiered", standalone_mode=False)
+            return int(job()) if callable(job) else int(job or 0)  # --help leaves a status and no job
+        except TyperException as error:
+            return _refuse(error.format_message(), "try --help")
+        except (TieredError, ValueError) as error:
+            return _refuse(str(error), *getattr(error, "__notes__", ()))
+        except OSError as error:
+            return _refuse(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+        except (KeyboardInterrupt, EOFError, typer.Abort):
+            print("\ninterrupted", file=sys.stderr)
+            return INTERRUPTED
 
 
 def _parsed(option: str, parse: Callable[[str], _T], text: str | None) -> _T | None:

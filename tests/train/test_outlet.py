@@ -1,0 +1,102 @@
+"""Commands whose reader is gone, who have no standard output, or who are interrupted."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiered.train.cleaning
+import tiered.train.found
+from tests.train.test_loop import TINY
+from tiered.cli import main
+from tiered.train.found import find_run
+from tiered.train.outlet import lasting_streams
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.TextIOWrapper]:
+    """Standard output into a pipe that nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        yield stream
+
+
+def arguments(tmp_path: Path) -> list[str]:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"one word, one meaning; " * 1300)
+    return ["train", *TINY, "--data", str(text), "--store", str(tmp_path / "run"), "--steps", "3"]
+
+
+def test_a_run_whose_reader_is_gone_makes_all_of_its_steps(tmp_path: Path, unread: io.TextIOWrapper) -> None:
+    assert main(arguments(tmp_path)) == 0
+    found = find_run([tmp_path / "run"])
+    assert found is not None and found.state["step"] == 3
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    assert main(["verify", str(tmp_path / "run")]) == 0
+
+
+def test_a_run_without_a_standard_output_makes_all_of_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(arguments(tmp_path)) == 0
+    found = find_run([tmp_path / "run"])
+    assert found is not None and found.state["step"] == 3
+
+
+def test_the_doctors_status_is_that_of_the_machine_whoever_reads(
+    unread: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for status in (0, 1):
+
+        def show(*_: object, status: int = status) -> int:
+            print("a table", flush=True)
+            return status
+
+        monkeypatch.setattr("tiered.doctor.doctor.doctor", show)
+        assert main(["doctor"]) == status
+
+
+def test_what_is_left_in_a_buffer_does_not_fail_at_the_end(unread: io.TextIOWrapper) -> None:
+    with lasting_streams():
+        print("into the buffer")
+    unread.flush()
+
+
+def test_closed_descriptors_are_not_given_to_a_stores_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    real = os.fstat
+
+    def fstat(number: int) -> os.stat_result:
+        if number == 1:
+            raise OSError(9, "Bad file descriptor")
+        return real(number)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    monkeypatch.setattr(os, "open", lambda *_: 1)
+    monkeypatch.setattr(os, "dup2", lambda old, new: opened.append(new))
+    from tiered.train import outlet
+
+    outlet._fill_descriptors()
+    assert opened == [1]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "gc"])
+def test_ctrl_c_is_answered_in_every_command(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiered.train.found, "describe", interrupted)
+    monkeypatch.setattr(tiered.train.found, "check", interrupted)
+    monkeypatch.setattr(tiered.train.cleaning, "clean", interrupted)
+    assert main([command, str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"

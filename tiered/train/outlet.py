@@ -1,0 +1,69 @@
+"""Standard streams that outlast whoever reads them: `| head -1` and `>&-` end what is shown, never what is done.
+
+A command then ends as it would have ended with a reader: with its own status, and a run with all of its steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO, cast
+
+__all__ = ["lasting_streams"]
+
+
+class _Outlet:
+    """A text stream that goes to nowhere from the moment on that its reader is gone; otherwise ``stream`` itself."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write ``text`` and return its length, also where nobody reads it any more."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._close_off()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush what was written, as far as somebody reads it."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._close_off()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _close_off(self) -> None:
+        """Let the descriptor lead to nowhere: what the stream's buffer still holds goes there too, at exit."""
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def lasting_streams() -> Iterator[None]:
+    """Have ``sys.stdout`` and ``sys.stderr`` that can always be written to; they are flushed at the end."""
+    _fill_descriptors()
+    before = sys.stdout, sys.stderr
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        sys.stdout, sys.stderr = (cast("TextIO", _Outlet(stream or nowhere)) for stream in before)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            sys.stdout, sys.stderr = before
+
+
+def _fill_descriptors() -> None:
+    """Open nowhere as 0, 1 and 2 where they are closed, lest a store's file gets such a number and is written to."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
