@@ -77,6 +77,17 @@ class TestRefusals:
             (["--lr", "-1"], "lr must be a positive number"),
             (["--lr", "nan"], "lr must be a positive number"),
             (["--seed", "-1"], "seed must be at least 0"),
+            (["--seed", "9223372036854775808"], "seed must be less than 9,223,372,036,854,775,808"),
+            (["--params", "0"], "params must be at least 1, got 0"),
+            (["--params", "1e400"], "--params: expected a number such as"),
+            (["--params", "1e300"], "params must be less than 9,007,199,254,740,992"),
+            (["--dram", "1e400GiB"], "--dram: expected a size such as"),
+            (["--dram", "1e300"], "dram must be less than"),
+            (["--hold", "1e999"], "--hold: expected a size such as"),
+            (["--steps", "9" * 401], "steps must be less than 9,007,199,254,740,992, got a number of"),
+            (["--layers", "9" * 401], "layers must be less than"),
+            (["--width", "9" * 401], "width must be less than"),
+            (["--context", "9" * 401, "--params", "1M"], "context must be less than"),
             (["--commit-every", "0"], "commit-every must be at least 1"),
             (["--data", "/nowhere/at/all"], "no data at /nowhere/at/all"),
             (["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
@@ -139,6 +150,10 @@ class TestConfiguration:
             RunConfig.of_committed(asdict(config), {"layers": 3, "lr": 1e-3})
         with pytest.raises(UsageError, match="width 2048 -> 512"):
             RunConfig.of_committed(asdict(config), {"params": 10_000_000})
+
+    def test_a_run_of_a_large_seed_is_resumed(self) -> None:
+        config = RunConfig.of_given({"seed": (1 << 63) - 1})
+        assert RunConfig.of_committed(asdict(config), {}) == config
 
     def test_dials_may_change(self) -> None:
         dials = RunDials.of_committed({}, {"steps": 5, "data": ("a", "b")})

@@ -3,6 +3,7 @@
 Nothing here knows about tensors, files or budgets.
 """
 
+import math
 import re
 
 __all__ = [
@@ -50,8 +51,16 @@ def _parse(value: int | str, scale: dict[str, int], expected: str) -> int:
         return value
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2].upper() not in scale:
-        raise ValueError(f"expected {expected}, got {value!r}")
-    return int(float(match[1]) * scale[match[2].upper()])
+        raise ValueError(f"expected {expected}, got {_shown(value)}")
+    number = float(match[1]) * scale[match[2].upper()]
+    if math.isinf(number):
+        raise ValueError(f"expected {expected}, got {_shown(value)}, which is too large to count")
+    return int(number)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:40]} ... {text[-8:]}"
 
 
 def format_bytes(nbytes: float) -> str:

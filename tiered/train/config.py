@@ -27,7 +27,11 @@ UPDATES = ("backward", "step")
 STATES = FORMATS
 
 _MIN_DRAM = 16 * MiB
-"""No store works in less: section 2 of the design."""
+"""No run is planned in less; stores open from 8 MiB on, and a model may need more (section 2 of the design)."""
+
+_LARGEST = 1 << 53  # of a number in a configuration
+_LARGEST_SEED = 1 << 63  # what torch's generators take
+_MAY_BE_ZERO = ("seed", "dram", "hold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,7 @@ class RunConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_at_least(1, batch=self.batch, accumulate=self.accumulate)
-        _check_at_least(0, seed=self.seed)
+        _check_range(batch=self.batch, accumulate=self.accumulate, seed=self.seed)
         for name, value in (("lr", self.lr), ("clip", self.clip)):
             if value is not None and not (0 < value < math.inf):
                 raise ValueError(f"{name} must be a positive number, got {value}")
@@ -79,6 +82,7 @@ class RunConfig:
         are passed over. The default learning rate is 0.1 / width and at most 1e-3: at width 2048, of 3e-5 to 3e-4, the
         one that falls fastest in six steps without warm-up. clip and accumulate select the update "step".
         """
+        _check_given(given)
         names = {field.name for field in fields(cls)}
         chosen = {**asdict(Shape()), **{name: value for name, value in given.items() if name in names}}
         chosen |= _shape_of_params(given)
@@ -96,6 +100,7 @@ class RunConfig:
     @classmethod
     def of_committed(cls, committed: Mapping[str, object], given: Mapping[str, object]) -> RunConfig:
         """Return the configuration a run was committed with. Raises UsageError with a diff when ``given`` differs."""
+        _check_given(given)
         names = [field.name for field in fields(cls)]
         committed = _mapping("config", committed)
         unknown = sorted(map(str, set(names) ^ set(committed)))
@@ -143,7 +148,7 @@ class RunDials:
     micro_batches: str = "vertical"  # how the micro-steps of a step run: unit by unit, or one after the other
 
     def __post_init__(self) -> None:
-        _check_at_least(1, steps=self.steps, commit_every=self.commit_every)
+        _check_range(steps=self.steps, commit_every=self.commit_every, dram=self.dram)
         _check_one_of(ACTIVATIONS, activations=self.activations)
         _check_one_of(MICRO_BATCHES, micro_batches=self.micro_batches)
         if isinstance(self.hold, str) and self.hold != "auto":
@@ -165,8 +170,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (float, int), "float | None": (float, int, type(None)), "str": (str,),
     "str | int": (str, int), "tuple[str, ...]": (tuple, list),
 }  # fmt: skip
-
-_LARGEST = 1 << 53  # of a number in a configuration
 
 
 def committed_step(state: Mapping[str, object]) -> int:
@@ -193,7 +196,7 @@ def _check_types(cls: type[RunConfig | RunDials], committed: Mapping[str, object
         is_right = type(value) in _TYPES[str(field.type)]
         if field.name in committed and isinstance(value, tuple | list):
             is_right = is_right and all(type(path) is str for path in value)
-        if field.name in committed and (not is_right or (isinstance(value, int) and value >= _LARGEST)):
+        if field.name in committed and (not is_right or (isinstance(value, int) and value >= _end_of(field.name))):
             raise UsageError(f"the run's {field.name} is {_short(value)}, expected {field.type}; {_NEXT}")
 
 
@@ -204,10 +207,23 @@ def _short(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:80]} ... {text[-16:]}"
 
 
-def _check_at_least(least: int, **values: int) -> None:
+def _check_given(given: Mapping[str, object]) -> None:
+    """Raise ValueError for a number that nothing can be computed from."""
+    _check_range(**{name: value for name, value in given.items() if isinstance(value, int)})
+
+
+def _check_range(**values: int) -> None:
     for name, value in values.items():
+        option, least = name.replace("_", "-"), 0 if name in _MAY_BE_ZERO else 1
         if value < least:
-            raise ValueError(f"{name.replace('_', '-')} must be at least {least}, got {value}")
+            raise ValueError(f"{option} must be at least {least}, got {_short(value)}")
+        if value >= _end_of(name):
+            raise ValueError(f"{option} must be less than {_end_of(name):,}, got {_short(value)}")
+
+
+def _end_of(name: str) -> int:
+    """Return the number that all values of ``name`` are less than."""
+    return _LARGEST_SEED if name == "seed" else _LARGEST
 
 
 def _check_one_of(choices: tuple[str, ...], **values: str) -> None:
