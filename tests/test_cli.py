@@ -19,7 +19,7 @@ from tiered.train.data import Corpus
 from tiered.train.interruption import Interruption
 from tiered.train.plan import Plan
 from tiered.train.progress import StepRecord, open_display
-from tiered.units import format_bytes
+from tiered.units import format_bytes, parse_bytes, parse_count, spell_bytes, spell_count
 
 TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "32", "--dram", "32MiB")
 
@@ -50,6 +50,13 @@ def test_commands_to_come_back_with_name_us_as_we_were_called(
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(sys, "argv", [called])
     assert cli._program() == words
+
+
+def test_sizes_are_written_so_that_they_are_read_as_what_they_are() -> None:
+    numbers = (0, 1, 1023, 1 << 10, 32 << 20, (3 << 30) + 1, 1 << 42, 400_000_000, 1_210_000_000)
+    assert [parse_bytes(spell_bytes(number)) for number in numbers] == list(numbers)
+    assert [parse_count(spell_count(number)) for number in numbers] == list(numbers)
+    assert (spell_bytes(32 << 20), spell_bytes(3 << 29), spell_count(400_000_000)) == ("32MiB", "1536MiB", "400M")
 
 
 class TestRefusals:

@@ -205,6 +205,15 @@ def test_a_finished_run_has_nothing_left_to_do(run: Run, tmp_path: Path, capsys:
     assert content(tmp_path / "run") == before
 
 
+def test_a_run_beyond_the_steps_asked_for_says_where_it_is(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--steps", "3", "--quiet") == 0
+    capsys.readouterr()
+    assert run("--resume", "--steps", "2", "--quiet", sizes=()) == 0
+    out = capsys.readouterr().out
+    assert "the run is at step 3, past the 2 steps" in out
+    assert "--resume --steps 6" in out
+
+
 def test_fresh_removes_the_run_and_nothing_else(run: Run, tmp_path: Path) -> None:
     assert run("--steps", "3", "--quiet") == 0
     (tmp_path / "run" / "notes.txt").write_text("mine")
@@ -248,7 +257,9 @@ def test_ctrl_c_while_the_model_is_made_leaves_a_run_that_starts_again(
     with monkeypatch.context() as patch:
         patch.setattr(tiered, "shard", shard_and_interrupt)
         assert run("--steps", "2") == 130
-    assert "nothing was committed yet, the run is resumable from step 0" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "nothing was committed yet, the run is resumable from step 0" in out
+    assert "--dram 32MiB" in out, "as people write it"
     assert run("--resume", "--data", str(tmp_path / "text.txt"), "--steps", "2", "--quiet") == 0
     assert figures(tmp_path)["steps"] == [1, 2]
 
@@ -274,6 +285,31 @@ def test_a_loss_that_is_no_number_stops_the_run_before_it_is_learnt_from(
     error = capsys.readouterr().err
     assert "start again with a lower --lr" in error
     assert "the run is resumable from step" in error
+
+
+@pytest.mark.parametrize("wrong", ["a foreign folder", "a file", "other data", "a dropped key"])
+def test_what_is_wrong_before_the_model_stands_names_no_command_that_fails_again(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    text, options, sizes = tmp_path / "text.txt", ("--steps", "9"), TINY
+    if wrong == "a foreign folder":
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "identity").write_text("mine")
+    elif wrong == "a file":
+        (tmp_path / "run").write_text("mine")
+    else:
+        assert run("--steps", "1", "--quiet") == 0
+        options, sizes = ("--resume", "--steps", "9"), ()
+    if wrong == "other data":
+        text.write_bytes(text.read_bytes()[:-1])
+    elif wrong == "a dropped key":
+        with tiered.Store(tmp_path / "run", dram="16MiB") as store:
+            del store["model/parameters/blocks.1"]
+            store._generations.commit_as_is()
+    assert run(*options, sizes=sizes) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tiered: ")
+    assert "resumable" not in error
 
 
 def test_a_budget_that_is_too_small_names_one_that_works(

@@ -22,7 +22,7 @@ from tiered.train.interruption import INTERRUPTED, Interruption
 from tiered.train.loop import Job, ResumeHint
 from tiered.train.plan import Plan
 from tiered.train.summary import Outcome
-from tiered.units import MiB
+from tiered.units import MiB, spell_bytes, spell_count
 
 __all__ = ["Request", "train"]
 
@@ -58,13 +58,19 @@ class Request:
             part
             for name, value in self.given.items()
             for one in (value if isinstance(value, tuple) else (value,))
-            for part in (f"--{name.replace('_', '-')}", str(one))
+            for part in (f"--{name.replace('_', '-')}", _spelled(name, one))
         ]
 
     def command(self, *options: str) -> str:
         """Return the command that calls the job on the same store with ``options``."""
         stores = [part for directory in self.directories for part in ("--store", str(directory))]
         return f"{self.program} {shlex.join(['train', *options, *stores])}"
+
+
+def _spelled(name: str, value: object) -> str:
+    """Return the value of an option as people write it."""
+    spell = {"dram": spell_bytes, "hold": spell_bytes, "params": spell_count}.get(name)
+    return spell(value) if spell and isinstance(value, int) else str(value)
 
 
 def _check_writable(file: Path) -> None:
@@ -86,9 +92,9 @@ def train(request: Request) -> int:
     loader = Loader(corpus, batch=config.batch, context=config.context, seed=config.seed)
     _say(request, plan, corpus)
     plan.check_space()
-    go_on = request.command("--resume", "--steps", str(2 * plan.dials.steps))
+    go_on = request.command("--resume", "--steps", str(2 * max(plan.dials.steps, plan.first_step)))
     if not plan.num_steps:
-        print(f"the run has done its {plan.dials.steps} steps; go on: {go_on}")
+        print(f"{_where(plan)}; go on: {go_on}")
         with tiered.Store(*request.directories, dram=16 * MiB, mode="r") as store:
             _write_json(request, Outcome.of(plan, (), store))
         return 0
@@ -107,6 +113,13 @@ def train(request: Request) -> int:
         print(f"stopped by Ctrl-C; {hint}")
         return INTERRUPTED
     return 0
+
+
+def _where(plan: Plan) -> str:
+    """Return where a run with no steps left to do is."""
+    if plan.first_step == plan.dials.steps:
+        return f"the run has done its {plan.dials.steps} steps"
+    return f"the run is at step {plan.first_step}, past the {plan.dials.steps} steps that it is to have"
 
 
 def _write_json(request: Request, outcome: Outcome) -> None:

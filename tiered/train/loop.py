@@ -73,11 +73,15 @@ class Job:
         self._loader = loader
         self._interruption = interruption
         self._hint = hint
+        self._is_built = False
         self._sealed_step = -1
         self._step_of: dict[int, int] = {}  # by generation sealed in this process
 
     def run(self, *, quiet: bool) -> Outcome | None:
-        """Train to the plan's last step or to Ctrl-C; return what came of it, None when no step was begun."""
+        """Train to the plan's last step or to Ctrl-C; return what came of it, None when no step was begun.
+
+        An error names the command to go on with once the model stands: what was wrong before, is wrong again.
+        """
         plan = self._plan
         try:
             with tiered.Store(*plan.directories, dram=plan.dials.dram, durable=plan.durable) as store:
@@ -86,12 +90,14 @@ class Job:
         except _StoppedError:
             return None
         except TieredError as error:
-            error.add_note(str(self._hint))
+            if self._is_built:
+                error.add_note(str(self._hint))
             raise
 
     def _train(self, store: tiered.Store, display: Display) -> Outcome:
         display.note(f"{'going on with' if self._plan.first_step else 'building'} the model")
         model, optimizer, step = self._build(store)
+        self._is_built = True
         if self._interruption.requested:
             raise _StoppedError
         records: list[StepRecord] = []
