@@ -319,6 +319,15 @@ def test_a_budget_that_is_too_small_names_one_that_works(
     error = capsys.readouterr().err
     assert "smallest" in error
     assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_hold_beyond_the_budget_is_refused_before_anything_is_written(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--steps", "1", "--hold", "31.9MiB") == 2
+    assert "hold=31.9 MiB leaves too little to work with" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_second_process_on_a_run_is_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,6 +98,7 @@ def train(request: Request) -> int:
         with tiered.Store(*request.directories, dram=16 * MiB, mode="r") as store:
             _write_json(request, Outcome.of(plan, (), store))
         return 0
+    plan.check_budget()
     if request.fresh and holds_store(request.directories):
         _confirm_removal(request)
         remove_store(request.directories)

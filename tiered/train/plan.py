@@ -14,6 +14,7 @@ import torch
 
 from tiered.errors import CapacityError
 from tiered.store.opening import CATALOG_NBYTES
+from tiered.train.budget import check_budget
 from tiered.train.config import RunConfig, RunDials
 from tiered.train.data import Corpus
 from tiered.units import divide_up, format_bytes, format_count
@@ -109,6 +110,11 @@ class Plan:
                     f"it needs {format_bytes(nbytes)}, {format_bytes(free[file_system])} are free; "
                     "choose another --store, a smaller model, or --no-durable (half the space)"
                 )
+
+    def check_budget(self) -> None:
+        """Raise CapacityError unless the DRAM budget, less what it is to hold, trains the model."""
+        dials = self.dials
+        check_budget(self.config.shape, _DTYPES[self.config.dtype], dram=dials.dram, hold=dials.hold)
 
     def lines(self, corpus: Corpus) -> list[str]:
         """Return the plan for people."""
