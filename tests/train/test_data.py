@@ -105,3 +105,36 @@ def test_a_state_of_other_data_is_refused_with_what_differs(folder: Path) -> Non
     with pytest.raises(UsageError, match=r"num_files: was 3, is 4; nbytes: was 305, is 309"):
         loader.load_state_dict(state)
     assert loader.position == 0
+
+
+def test_data_that_changed_under_the_same_name_and_size_is_refused(folder: Path) -> None:
+    state = Loader(Corpus.of_paths([folder]), batch=2, context=8, seed=0).state_dict()
+    (folder / "a.txt").write_bytes(b"First")
+    with pytest.raises(UsageError, match=r"other data.*fingerprint: was '2-"):
+        Loader(Corpus.of_paths([folder]), batch=2, context=8, seed=0).load_state_dict(state)
+
+
+def test_a_state_that_knows_its_data_by_names_and_sizes_is_gone_on_with(folder: Path) -> None:
+    loader = Loader(Corpus.of_paths([folder]), batch=2, context=8, seed=0)
+    loader.load_state_dict({**loader.state_dict(), "fingerprint": "74de2bcb1917283d", "position": 3})
+    assert loader.position == 3
+    assert loader.state_dict()["fingerprint"] == loader.corpus.fingerprint, "and is known by content from now on"
+    (folder / "d.txt").write_bytes(b"more")
+    with pytest.raises(UsageError, match="other data"):
+        Loader(Corpus.of_paths([folder]), batch=2, context=8, seed=0).load_state_dict(
+            {**loader.state_dict(), "fingerprint": "74de2bcb1917283d"}
+        )
+
+
+def test_large_data_is_known_by_blocks_from_its_first_byte_to_its_last(tmp_path: Path) -> None:
+    nbytes = (1 << 30) + 12345
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", nbytes)
+    known = set()
+    for offset in (None, 0, 1 << 29, nbytes - 1):
+        if offset is not None:
+            with open(tmp_path / "large", "r+b") as file:
+                file.seek(offset)
+                file.write(b"x" * min(8 << 20, nbytes - offset))
+        known.add(Corpus([tmp_path / "large"], name="large").fingerprint)
+    assert len(known) == 4

@@ -11,6 +11,7 @@ import os
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
@@ -18,10 +19,13 @@ import torch
 from torch import Tensor
 
 from tiered.errors import UsageError
+from tiered.units import KiB
 
 __all__ = ["Corpus", "Loader"]
 
 _SNIFF_NBYTES = 4096
+_SAMPLE_NBYTES = 256 * KiB
+_NUM_SAMPLES = 256
 _NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -65,12 +69,27 @@ class Corpus:
         return len(self._files)
 
     @property
+    def outline(self) -> str:
+        """A digest of the names' last parts and the sizes of all files: what runs of format 1 know their data by."""
+        return self._outline().hexdigest()[:16]
+
+    @cached_property
     def fingerprint(self) -> str:
-        """A digest of the names' last parts and the sizes of all files: another one means another corpus."""
+        """A digest of names, sizes and content: another one means another corpus; blocks while it reads, once.
+
+        It sees every byte of a corpus of up to 64 MiB; of a larger one 256 blocks of 256 KiB, the first and the last
+        among them: a change between them that leaves all sizes as they are is not seen.
+        """
+        digest = self._outline()
+        for offset in _sampled(self.nbytes):
+            digest.update(self.read(offset, min(_SAMPLE_NBYTES, self.nbytes - offset)))
+        return f"2-{digest.hexdigest()[:16]}"
+
+    def _outline(self) -> hashlib._Hash:
         digest = hashlib.sha256()
         for file, end in zip(self._files, self._ends, strict=True):
             digest.update(f"{end} {file.name}\n".encode("utf-8", "surrogateescape"))
-        return digest.hexdigest()[:16]
+        return digest
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return the ``nbytes`` bytes at ``offset`` of the stream; blocks on the files' device."""
@@ -85,6 +104,13 @@ class Corpus:
 
     def __repr__(self) -> str:
         return f"Corpus({self.name!r}, {self.num_files} files, {self.nbytes} B)"
+
+
+def _sampled(nbytes: int) -> Sequence[int]:
+    """Return where the blocks of a stream of ``nbytes`` begin by which it is known: all, or as many evenly spread."""
+    if nbytes <= _NUM_SAMPLES * _SAMPLE_NBYTES:
+        return range(0, nbytes, _SAMPLE_NBYTES)
+    return [number * (nbytes - _SAMPLE_NBYTES) // (_NUM_SAMPLES - 1) for number in range(_NUM_SAMPLES)]
 
 
 def _size(file: Path) -> int:
@@ -130,7 +156,8 @@ class Loader:
     """An endless iterator of (tokens, targets), each int64 of shape (batch, context); one thread at a time.
 
     Its state is the number of the next batch: register it with a store, and a resumed run draws what the undisturbed
-    one would have drawn. ``load_state_dict`` refuses the state of a loader over other data or of another seed or size.
+    one would have drawn. ``load_state_dict`` refuses the state of a loader over other data or of another seed or size;
+    one that format 1 wrote knows its data by names and sizes alone.
     """
 
     def __init__(self, corpus: Corpus, *, batch: int, context: int, seed: int) -> None:
@@ -146,6 +173,7 @@ class Loader:
         self.context = context
         self.seed = seed
         self.position = 0
+        self._fingerprint = corpus.fingerprint  # order: now, not in the first commit
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self
@@ -167,9 +195,11 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Go to the state's position. Raises UsageError, and stays where it is, when the state is another loader's."""
+        is_format_1 = state.get("fingerprint") == self.corpus.outline
+        identity = self._identity() | ({"fingerprint": self.corpus.outline} if is_format_1 else {})
         differing = [
             f"{name}: was {state.get(name)!r}, is {value!r}"
-            for name, value in self._identity().items()
+            for name, value in identity.items()
             if state.get(name) != value
         ]
         if differing:
@@ -185,7 +215,7 @@ class Loader:
             "context": self.context,
             "num_files": self.corpus.num_files,
             "nbytes": self.corpus.nbytes,
-            "fingerprint": self.corpus.fingerprint,
+            "fingerprint": self._fingerprint,
         }
 
     def __repr__(self) -> str:
