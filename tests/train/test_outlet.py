@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,9 @@ import tiered.train.cleaning
 import tiered.train.found
 from tests.train.test_loop import TINY
 from tiered.cli import main
+from tiered.train.data import Loader
 from tiered.train.found import find_run
+from tiered.train.interruption import Interruption
 from tiered.train.outlet import lasting_streams
 
 
@@ -100,3 +104,46 @@ def test_ctrl_c_is_answered_in_every_command(
     monkeypatch.setattr(tiered.train.cleaning, "clean", interrupted)
     assert main([command, str(tmp_path)]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+def test_sigterm_in_a_step_commits_it_and_ends_with_its_own_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    draw = Loader.__next__
+
+    def draw_and_terminate(loader: Loader) -> Any:
+        if loader.position == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return draw(loader)
+
+    monkeypatch.setattr(Loader, "__next__", draw_and_terminate)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert main(arguments(tmp_path)) == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    said = capfd.readouterr()
+    assert "stopping as soon as the step in hand is finished" in said.err
+    assert "stopped by SIGTERM; the run is resumable from step 2" in said.out
+
+
+def test_a_second_signal_of_another_kind_ends_the_process_with_its_status(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr("os._exit", statuses.append)
+    with Interruption("stopping soon", lambda: "gone", signals=(signal.SIGINT, signal.SIGTERM)):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    assert statuses == [143]
+    assert "gone" in capfd.readouterr().err
+
+
+def test_a_signal_whose_notice_nobody_reads_is_a_request_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object) -> int:
+        raise BrokenPipeError
+
+    with Interruption("stopping soon", lambda: "gone") as interruption, monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        signal.raise_signal(signal.SIGINT)
+        assert interruption.requested

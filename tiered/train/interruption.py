@@ -1,4 +1,4 @@
-"""Ctrl-C as a request: the first one lets the step in hand finish, the second one ends the process at once.
+"""Ctrl-C, or SIGTERM, as a request: the first lets the step in hand finish, the second ends the process at once.
 
 An exception out of nowhere could strike between any two lines of the engine; a flag cannot, and a process that ends at
 once is what commits are made for.
@@ -6,9 +6,10 @@ once is what commits are made for.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 
 __all__ = ["INTERRUPTED", "Interruption"]
@@ -20,33 +21,49 @@ _SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 
 
 class Interruption:
-    """Catches SIGINT between ``__enter__`` and ``__exit__``; for the main thread.
+    """Catches ``signals`` between ``__enter__`` and ``__exit__``; for the main thread.
 
     ``notice`` is written to standard error at the first signal, ``farewell()`` at the second, just before the process
-    ends without any clean-up.
+    ends without any clean-up. ``status`` is the exit status that the last signal asks for, 128 and its number.
     """
 
-    def __init__(self, notice: str, farewell: Callable[[], str]) -> None:
+    def __init__(
+        self, notice: str, farewell: Callable[[], str], *, signals: Iterable[signal.Signals] = (signal.SIGINT,)
+    ) -> None:
         self.requested = False
+        self.status = INTERRUPTED
         self._notice = notice
         self._farewell = farewell
-        self._previous: Callable[[int, FrameType | None], object] | int | None = None
+        self._signals = tuple(signals)
+        self._previous: list[Callable[[int, FrameType | None], object] | int | None] = []
+
+    @property
+    def cause(self) -> str:
+        """What stopped the process, for people."""
+        return "Ctrl-C" if self.status == INTERRUPTED else signal.Signals(self.status - 128).name
 
     def __enter__(self) -> Interruption:
-        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        self._previous = [signal.signal(number, self._on_signal) for number in self._signals]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+        for number, previous in zip(self._signals, self._previous, strict=True):
+            signal.signal(number, previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Write with os.write: the interrupted line may hold the lock of standard error's buffer."""
+        self.status = 128 + number
         if self.requested:
             if os.isatty(1):
-                os.write(1, _SHOW_CURSOR)
-            os.write(2, f"\n{self._farewell()}\n".encode("utf-8", "replace"))
-            os._exit(INTERRUPTED)
+                _write(1, _SHOW_CURSOR)
+            _write(2, f"\n{self._farewell()}\n".encode("utf-8", "replace"))
+            os._exit(self.status)
         self.requested = True
-        os.write(2, f"\n{self._notice}\n".encode("utf-8", "replace"))
+        _write(2, f"\n{self._notice}\n".encode("utf-8", "replace"))
+
+
+def _write(descriptor: int, text: bytes) -> None:
+    """Write past the buffers: the interrupted line may hold their lock. Nobody may be there to read it."""
+    with contextlib.suppress(OSError):
+        os.write(descriptor, text)

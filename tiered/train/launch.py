@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from tiered.errors import UsageError
 from tiered.train.config import RunConfig, RunDials, committed_step
 from tiered.train.data import Corpus, Loader
 from tiered.train.found import FoundRun, find_run, holds_store, remove_store
-from tiered.train.interruption import INTERRUPTED, Interruption
+from tiered.train.interruption import Interruption
 from tiered.train.loop import Job, ResumeHint
 from tiered.train.plan import Plan
 from tiered.train.summary import Outcome
@@ -81,7 +82,7 @@ def _check_writable(file: Path) -> None:
 
 
 def train(request: Request) -> int:
-    """Run the job and return its exit status: 0, or 130 when Ctrl-C stopped it in good order.
+    """Run the job and return its exit status: 0, or 130 and 143 when Ctrl-C and SIGTERM stopped it in good order.
 
     Everything that can be refused is refused before the store is touched. Raises TieredError and ValueError.
     """
@@ -104,15 +105,17 @@ def train(request: Request) -> int:
         remove_store(request.directories)
     hint = ResumeHint(plan, resume=request.command("--resume"), start=request.command("--resume", *request.options))
     with Interruption(
-        "stopping as soon as the step in hand is finished and committed (Ctrl-C again: at once)", lambda: str(hint)
+        "stopping as soon as the step in hand is finished and committed (Ctrl-C again: at once)",
+        lambda: str(hint),
+        signals=(signal.SIGINT, signal.SIGTERM),
     ) as interruption:
         outcome = Job(plan, loader, interruption, hint, timeline=request.timeline_file).run(quiet=request.quiet)
     if outcome:
         print("\n".join(outcome.lines(None if interruption.requested else go_on)))
         _write_json(request, outcome)
     if interruption.requested:
-        print(f"stopped by Ctrl-C; {hint}")
-        return INTERRUPTED
+        print(f"stopped by {interruption.cause}; {hint}")
+        return interruption.status
     return 0
 
 
