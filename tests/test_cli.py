@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -232,6 +232,19 @@ class TestDisplay:
         shown = capsys.readouterr().out
         assert "3/24" in shown
         assert "loss 5.250" in shown
+
+    @pytest.mark.parametrize("columns", [40, 80, 109])
+    def test_the_number_of_the_step_is_whole_on_a_narrow_terminal(
+        self, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with open_display(100_000, first_step=99_990, quiet=False) as display:
+            display.step(replace(self.RECORD, step=99_997))
+        shown = capsys.readouterr().out
+        assert "99997/100000" in shown.replace(" ", "")
+        assert columns < 80 or "loss 5.250  stall 25%" in shown
+        assert "GB/s" not in shown
 
     def test_nothing_when_quiet(self, capsys: pytest.CaptureFixture[str]) -> None:
         with open_display(24, first_step=0, quiet=True) as display:

@@ -10,8 +10,11 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 __all__ = ["BarDisplay", "Display", "LineDisplay", "QuietDisplay", "StepRecord", "open_display"]
+
+_WIDE = 110  # columns in which a bar has room for tokens/s and GB/s too
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,11 @@ class StepRecord:
     moved: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # bytes read and written by class
     update_seconds: float = 0.0  # in which parameters and state were updated, by whatever thread
     device_busy_seconds: float = 0.0  # with something on its way to or from the devices
+
+    @property
+    def outline(self) -> str:
+        """What of the step matters most, for a narrow terminal."""
+        return f"loss {self.loss:.3f}  stall {min(1.0, self.stall_seconds / self.seconds):.0%}"
 
     def __str__(self) -> str:
         return (
@@ -88,12 +96,12 @@ class LineDisplay(QuietDisplay):
 
 
 class BarDisplay(QuietDisplay):
-    """A progress bar that stays on one line of a terminal."""
+    """A progress bar that stays on one line of a terminal; the number of the step has room before all else."""
 
     def __init__(self, num_steps: int, *, first_step: int) -> None:
         self._progress = Progress(
             TextColumn("step"),
-            MofNCompleteColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(num_steps)) + 1)),
             BarColumn(bar_width=16),
             TextColumn("{task.description}", markup=False),
             TimeRemainingColumn(compact=True),
@@ -116,7 +124,8 @@ class BarDisplay(QuietDisplay):
 
     def step(self, record: StepRecord) -> None:
         """Move the bar and show the step beside it."""
-        self._progress.update(self._task, completed=record.step, description=str(record))
+        shown = str(record) if self._progress.console.width >= _WIDE else record.outline
+        self._progress.update(self._task, completed=record.step, description=shown)
 
 
 def open_display(num_steps: int, *, first_step: int, quiet: bool) -> Display:
