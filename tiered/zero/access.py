@@ -16,7 +16,7 @@ __all__ = ["check_access"]
 
 _NOT_NOW = (
     "expected inside a forward or backward of the model: use `with tiered.unsharded(module):` between steps, "
-    "model.state_dict() for a copy of everything, or `tiered export` for a file"
+    "or model.state_dict() for a copy of everything"
 )
 
 

@@ -179,5 +179,5 @@ def _check_room(module: nn.Module, engine: Engine) -> None:
     if nbytes > available:
         raise CapacityError(
             f"state_dict() needs {format_bytes(nbytes)} of memory, {format_bytes(available)} are available; expected"
-            " room for all of it: call state_dict() of one unit at a time, or `tiered export`"
+            " room for all of it: call state_dict() of one unit at a time"
         )

@@ -35,7 +35,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     if nbytes > budget:
         raise CapacityError(
             f"unsharded({type(module).__name__}) needs {format_bytes(nbytes)} of DRAM, the budget is"
-            f" {format_bytes(budget)}; expected a smaller module: use it on one unit at a time, or `tiered export`"
+            f" {format_bytes(budget)}; expected a smaller module: use it on one unit at a time"
         )
     shielded = engine.residency.shielded
     added = [unit for unit in units if unit not in shielded]
