@@ -33,12 +33,28 @@ app = typer.Typer(
 )
 
 
+def _path(text: str) -> Path:
+    """Return ``text`` as a path: not "" as this directory, which an unset variable of a script would name."""
+    if not text:
+        raise typer.BadParameter("expected a path, got an empty one")
+    return Path(text)
+
+
 Data = Annotated[
     list[Path] | None,
-    typer.Option(help="Text file or directory; again for more. Default: the source of Python's standard library."),
+    typer.Option(
+        parser=_path,
+        metavar="PATH",
+        help="Text file or directory; again for more. Default: the source of Python's standard library.",
+    ),
 ]
 Store = Annotated[
-    list[Path] | None, typer.Option(help="Directory to keep the run in; again to stripe over more. Default: runs/demo.")
+    list[Path] | None,
+    typer.Option(
+        parser=_path,
+        metavar="DIR",
+        help="Directory to keep the run in; again to stripe over more. Default: runs/demo.",
+    ),
 ]
 Dram = Annotated[str | None, typer.Option(metavar="SIZE", help="DRAM budget, such as 8GiB. Default: 1GiB.")]
 Params = Annotated[
@@ -86,10 +102,13 @@ Timeline = Annotated[
 Json = Annotated[Path | None, typer.Option(help="Write the figures of this run to a file.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing before the end.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Answer every question with yes.")]
-Run = Annotated[list[Path], typer.Argument(help="The run's directory, or all of them.")]
+Run = Annotated[list[Path], typer.Argument(parser=_path, metavar="RUN", help="The run's directory, or all of them.")]
 Drop = Annotated[
     list[str] | None,
-    typer.Option(metavar="KEY", help="Drop this key, which is damaged, for good; again for more. Nothing else is."),
+    typer.Option(
+        metavar="KEY",
+        help="Drop this key, which is damaged, for good; again for more. A run cannot go on without a key of model/.",
+    ),
 ]
 Report = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write what was found and freed to a file.")
@@ -97,7 +116,7 @@ Report = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")]
 
 Measured = Annotated[
-    list[Path], typer.Argument(metavar="DIR...", help="Directory to measure in; several: each, and all.")
+    list[Path], typer.Argument(parser=_path, metavar="DIR...", help="Directory to measure in; several: each, and all.")
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Under a minute, with the most telling points only.")]
 Engine = Annotated[str, typer.Option(help="auto, uring, threads, aiofiles or mmap.")]
@@ -185,11 +204,11 @@ def inspect(run: Run) -> int:
 
 
 @_command
-def verify(run: Run, drop: Drop = None) -> int:
+def verify(run: Run, drop: Drop = None, yes: Yes = False) -> int:
     """Read and check every byte of a run; exit status 1 and key, file and offset on damage."""
     from tiered.train.found import check
 
-    return check(run, drop or ())
+    return check(run, drop or (), yes=yes)
 
 
 @_command
@@ -203,7 +222,8 @@ def gc(run: Run, dry_run: DryRun = False, yes: Yes = False, json: Report = None)
 @_command
 def doctor(
     directories: Annotated[
-        list[Path] | None, typer.Argument(metavar="DIR", help="Where stores will be. Default: this directory.")
+        list[Path] | None,
+        typer.Argument(parser=_path, metavar="DIR", help="Where stores will be. Default: this directory."),
     ] = None,
     json: Annotated[
         str | None, typer.Option(metavar="FILE|-", help="Write the report for programs; - for standard output.")

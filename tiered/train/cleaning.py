@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tiered.errors import UsageError
 from tiered.store.leftovers import Leftovers
+from tiered.train.found import holds_any_file
+from tiered.train.question import confirm
 from tiered.units import format_bytes
 
 __all__ = ["clean"]
@@ -17,11 +18,14 @@ __all__ = ["clean"]
 def clean(directories: Sequence[Path], *, dry_run: bool, yes: bool, json_file: Path | None) -> int:
     """List what is left over in ``directories`` and remove it once that is agreed to; return 0. Blocks.
 
-    Raises UsageError while the store is open, and where there is nobody to ask; nothing was removed then.
+    Raises UsageError while the store is open, where there is neither a run nor anything left over, and where there is
+    nobody to ask; nothing was removed then.
     """
     if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
         raise UsageError(f"cannot write {json_file}: it is a directory, or the one it lies in does not exist")
     with Leftovers(directories) as found:
+        if not (found.items or found.spared or holds_any_file(directories)):
+            raise UsageError(f"no run in {', '.join(map(str, directories))}, and nothing that one has left over")
         for item in found.items:
             print(f"{format_bytes(item.nbytes):>10}  {item}")
         freed = 0
@@ -30,7 +34,12 @@ def clean(directories: Sequence[Path], *, dry_run: bool, yes: bool, json_file: P
         elif dry_run:
             print(f"{format_bytes(found.nbytes)} would be freed; nothing was removed")
         else:
-            _confirm(found, yes=yes)
+            confirm(
+                f"remove these for good, {format_bytes(found.nbytes)}?",
+                unasked="gc removes what is listed above and there is no terminal to ask on: add --yes, or --dry-run",
+                declined="nothing was removed",
+                yes=yes,
+            )
             freed = found.remove()
             print(f"freed {format_bytes(freed)} ({freed:,} bytes)")
         for spared in found.spared:
@@ -38,15 +47,6 @@ def clean(directories: Sequence[Path], *, dry_run: bool, yes: bool, json_file: P
         if json_file is not None:
             json_file.write_text(f"{json.dumps(_as_json(found, freed, dry_run=dry_run))}\n")
     return 0
-
-
-def _confirm(found: Leftovers, *, yes: bool) -> None:
-    if yes:
-        return
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UsageError("gc removes what is listed above and there is no terminal to ask on: add --yes, or --dry-run")
-    if input(f"remove these for good, {format_bytes(found.nbytes)}? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise UsageError("nothing was removed")
 
 
 def _as_json(found: Leftovers, freed: int, *, dry_run: bool) -> dict[str, object]:

@@ -17,10 +17,12 @@ from tiered.store.catalog import Root, Row, SqliteCatalog
 from tiered.store.directory import CATALOG_NAME, Directories, fsync_directory, owned_files
 from tiered.store.registry import committed_state
 from tiered.store.state import encode
+from tiered.train.question import confirm
 from tiered.units import MiB, format_bytes
 
-__all__ = ["FoundRun", "check", "describe", "find_run", "holds_store", "remove_store"]
+__all__ = ["FoundRun", "check", "describe", "find_run", "holds_any_file", "holds_store", "remove_store"]
 
+_OF_A_MODEL = "model/"  # keys that a training run cannot go on without
 _LONGEST_NAME = 120  # characters of a key that a line has
 
 
@@ -35,6 +37,11 @@ class FoundRun:
 def holds_store(directories: Sequence[Path]) -> bool:
     """Return whether any of ``directories`` holds a store that has come to a catalog, or what is left of one."""
     return any(entry.name.startswith((CATALOG_NAME, "data-")) for path in directories for entry in owned_files(path))
+
+
+def holds_any_file(directories: Sequence[Path]) -> bool:
+    """Return whether any of ``directories`` holds a file of a store, of one whose making was cut short included."""
+    return any(True for path in directories for _ in owned_files(path))
 
 
 def find_run(directories: Sequence[Path]) -> FoundRun | None:
@@ -72,12 +79,15 @@ def describe(directories: Sequence[Path]) -> Iterator[str]:
     yield f"state {_shown(state)}"
 
 
-def check(directories: Sequence[Path], drop: Sequence[str] = ()) -> int:
+def check(directories: Sequence[Path], drop: Sequence[str] = (), *, yes: bool = False) -> int:
     """Read and check every byte of the store, say what was found, and return 0, or 1 for damage; blocks.
 
     Of the damaged keys those in ``drop`` are dropped, in one commit. Raises UsageError, with nothing dropped, when one
-    of them does not exist or is not damaged.
+    of them does not exist or is not damaged, or is of a model and that is not agreed to; and where there is no store.
     """
+    missing = [path for path in directories if not path.is_dir()]
+    if missing or not holds_any_file(directories):
+        raise UsageError(f"no run in {', '.join(map(str, missing or directories))}")
     try:
         with tiered.Store(*directories, dram=64 * MiB, mode="r") as store:
             report = store.verify()
@@ -96,11 +106,24 @@ def check(directories: Sequence[Path], drop: Sequence[str] = ()) -> int:
         raise UsageError(f"--drop {unknown[0]!r}: the run has no such key; nothing was dropped")
     left = [error.key for error in report.errors if error.key not in drop]
     if drop:
+        _confirm_end([key for key in drop if key.startswith(_OF_A_MODEL)], yes=yes)
         with tiered.Store(*directories, dram=64 * MiB) as store:
             for dropped in store.drop_damaged(drop):
                 print(dropped)
             print(f"generation {store.generation} is without them; still damaged: {_listed(left) or 'nothing'}")
     return 1 if left else 0
+
+
+def _confirm_end(keys: Sequence[str], *, yes: bool) -> None:
+    """Raise UsageError unless ``keys``, those of a model, may be dropped: the run that they are of ends with them."""
+    if keys:
+        confirm(
+            f"the training run cannot go on without {_listed(keys)}: drop it all the same?",
+            unasked=f"--drop of {_listed(keys)} ends the training run for good and there is no terminal to ask on: "
+            "add --yes",
+            declined="nothing was dropped",
+            yes=yes,
+        )
 
 
 def _printable(name: str) -> str:

@@ -18,10 +18,11 @@ import tiered
 from tiered.errors import UsageError
 from tiered.train.config import RunConfig, RunDials, committed_step
 from tiered.train.data import Corpus, Loader
-from tiered.train.found import FoundRun, find_run, holds_store, remove_store
+from tiered.train.found import FoundRun, find_run, holds_any_file, holds_store, remove_store
 from tiered.train.interruption import Interruption
 from tiered.train.loop import Job, ResumeHint
 from tiered.train.plan import Plan
+from tiered.train.question import confirm
 from tiered.train.summary import Outcome
 from tiered.units import MiB, spell_bytes, spell_count
 
@@ -141,10 +142,15 @@ def _say(request: Request, plan: Plan, corpus: Corpus) -> None:
 
 
 def _find(request: Request) -> FoundRun | None:
-    """Return the committed run to go on with; UsageError when there is one and nobody said what to do with it."""
+    """Return the committed run to go on with; UsageError when there is one and nobody said what to do with it.
+
+    And when there is none to go on with, not even one whose making was cut short, unless ``yes`` says to start it then.
+    """
+    where = ", ".join(map(str, request.directories))
+    if request.resume and not request.yes and not holds_any_file(request.directories):
+        raise UsageError(f"no run in {where} to go on with: leave --resume out to start one, or add --yes to it")
     if request.fresh or not holds_store(request.directories):
         return None
-    where = ", ".join(map(str, request.directories))
     if not request.durable:
         raise UsageError(f"{where} holds a store, --no-durable needs a directory without one: choose another --store")
     found = find_run(request.directories)
@@ -174,9 +180,9 @@ def _plan(request: Request, found: FoundRun | None) -> Plan:
 
 def _confirm_removal(request: Request) -> None:
     where = ", ".join(map(str, request.directories))
-    if request.yes:
-        return
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UsageError(f"--fresh removes the store in {where} and there is no terminal to ask on: add --yes")
-    if input(f"remove the store in {where} for good? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise UsageError(f"nothing was removed; {where} is as it was")
+    confirm(
+        f"remove the store in {where} for good?",
+        unasked=f"--fresh removes the store in {where} and there is no terminal to ask on: add --yes",
+        declined=f"nothing was removed; {where} is as it was",
+        yes=request.yes,
+    )

@@ -47,17 +47,18 @@ class _Outlet:
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Have ``sys.stdout`` and ``sys.stderr`` that can always be written to; they are flushed at the end."""
+    """Have ``sys.stdout`` and ``sys.stderr`` that can always be written to, flushed at the end, and a ``sys.stdin``."""
     _fill_descriptors()
-    before = sys.stdout, sys.stderr
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        sys.stdout, sys.stderr = (cast("TextIO", _Outlet(stream or nowhere)) for stream in before)
+    before = sys.stdin, sys.stdout, sys.stderr
+    with open(os.devnull, "r+", encoding="utf-8") as nowhere:
+        sys.stdin = sys.stdin or nowhere
+        sys.stdout, sys.stderr = (cast("TextIO", _Outlet(stream or nowhere)) for stream in before[1:])
         try:
             yield
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            sys.stdout, sys.stderr = before
+            sys.stdin, sys.stdout, sys.stderr = before
 
 
 def _fill_descriptors() -> None:

@@ -1,0 +1,22 @@
+"""A question before something that cannot be undone."""
+
+from __future__ import annotations
+
+import sys
+
+from tiered.errors import UsageError
+
+__all__ = ["confirm"]
+
+
+def confirm(question: str, *, unasked: str, declined: str, yes: bool) -> None:
+    """Return once ``question`` is answered with yes, on the terminal or by ``yes`` beforehand; blocks.
+
+    Raises UsageError: ``unasked`` where there is no terminal to ask on, ``declined`` for any other answer.
+    """
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError(unasked)
+    if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+        raise UsageError(declined)
