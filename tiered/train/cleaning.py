@@ -10,6 +10,7 @@ from tiered.errors import UsageError
 from tiered.store.leftovers import Leftovers
 from tiered.train.found import holds_any_file
 from tiered.train.question import confirm
+from tiered.train.report_file import check_writable, write_report
 from tiered.units import format_bytes
 
 __all__ = ["clean"]
@@ -21,8 +22,7 @@ def clean(directories: Sequence[Path], *, dry_run: bool, yes: bool, json_file: P
     Raises UsageError while the store is open, where there is neither a run nor anything left over, and where there is
     nobody to ask; nothing was removed then.
     """
-    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        raise UsageError(f"cannot write {json_file}: it is a directory, or the one it lies in does not exist")
+    check_writable(json_file)
     with Leftovers(directories) as found:
         if not (found.items or found.spared or holds_any_file(directories)):
             raise UsageError(f"no run in {', '.join(map(str, directories))}, and nothing that one has left over")
@@ -45,7 +45,7 @@ def clean(directories: Sequence[Path], *, dry_run: bool, yes: bool, json_file: P
         for spared in found.spared:
             print(f"left alone: {spared}")
         if json_file is not None:
-            json_file.write_text(f"{json.dumps(_as_json(found, freed, dry_run=dry_run))}\n")
+            write_report(json_file, f"{json.dumps(_as_json(found, freed, dry_run=dry_run))}\n")
     return 0
 
 

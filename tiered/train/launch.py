@@ -6,7 +6,6 @@ No store is written to before the plan has been said and agreed to.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
 import sys
@@ -23,6 +22,7 @@ from tiered.train.interruption import Interruption
 from tiered.train.loop import Job, ResumeHint
 from tiered.train.plan import Plan
 from tiered.train.question import confirm
+from tiered.train.report_file import check_writable, write_report
 from tiered.train.summary import Outcome
 from tiered.units import MiB, spell_bytes, spell_count
 
@@ -49,9 +49,7 @@ class Request:
             raise UsageError("--resume goes on with the run, --fresh removes it: give one of them")
         if self.resume and not self.durable:
             raise UsageError("--no-durable leaves nothing to resume: give --resume or --no-durable")
-        for file in (self.json_file, self.timeline_file):
-            if file:
-                _check_writable(file.absolute())
+        check_writable(self.json_file, self.timeline_file)
 
     @property
     def options(self) -> list[str]:
@@ -73,13 +71,6 @@ def _spelled(name: str, value: object) -> str:
     """Return the value of an option as people write it."""
     spell = {"dram": spell_bytes, "hold": spell_bytes, "params": spell_count}.get(name)
     return spell(value) if spell and isinstance(value, int) else str(value)
-
-
-def _check_writable(file: Path) -> None:
-    if not file.parent.is_dir():
-        raise UsageError(f"cannot write {file}: the directory does not exist")
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UsageError(f"cannot write {file}: it is a directory, or not yours to write")
 
 
 def train(request: Request) -> int:
@@ -129,7 +120,7 @@ def _where(plan: Plan) -> str:
 
 def _write_json(request: Request, outcome: Outcome) -> None:
     if request.json_file:
-        request.json_file.write_text(f"{json.dumps(outcome.as_json())}\n")
+        write_report(request.json_file, f"{json.dumps(outcome.as_json())}\n")
 
 
 def _say(request: Request, plan: Plan, corpus: Corpus) -> None:

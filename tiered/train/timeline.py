@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered.store.recorder import CALLER, Span
+from tiered.train.report_file import write_report
 
 __all__ = ["CAPACITY", "trace_events", "write_timeline"]
 
@@ -23,11 +24,11 @@ _US = 1e6
 
 
 def write_timeline(file: Path, spans: Sequence[Span], num_dropped: int) -> str:
-    """Write ``spans`` to ``file``, and return what is in it, for people. Raises OSError."""
+    """Write ``spans`` to ``file``, and return what is in it, for people. Raises UsageError."""
     covers = f"the last {len(spans):,} events; {num_dropped:,} earlier ones were dropped"
     covers = covers if num_dropped else f"all {len(spans):,} events of the run"
     document = {"traceEvents": trace_events(spans), "displayTimeUnit": "ms", "otherData": {"covers": covers}}
-    file.write_text(json.dumps(document))
+    write_report(file, json.dumps(document))
     return f"{file}: {covers}; open it at ui.perfetto.dev"
 
 
