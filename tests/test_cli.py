@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import tiered
 from tiered import cli
 from tiered.cli import main
 from tiered.errors import CapacityError, UsageError
@@ -57,6 +58,11 @@ def test_sizes_are_written_so_that_they_are_read_as_what_they_are() -> None:
     assert [parse_bytes(spell_bytes(number)) for number in numbers] == list(numbers)
     assert [parse_count(spell_count(number)) for number in numbers] == list(numbers)
     assert (spell_bytes(32 << 20), spell_bytes(3 << 29), spell_count(400_000_000)) == ("32MiB", "1536MiB", "400M")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tiered {tiered.__version__}\n"
 
 
 class TestRefusals:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import typer
 from typer.exceptions import TyperException
 
+from tiered import __version__
 from tiered.errors import TieredError
 from tiered.train.interruption import INTERRUPTED
 from tiered.train.outlet import lasting_streams
@@ -31,6 +32,20 @@ app = typer.Typer(
     add_completion=False,
     help="Train models larger than memory: tensors live in NVMe files and pass through a DRAM budget.",
 )
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"tiered {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
 
 
 def _path(text: str) -> Path:
