@@ -281,7 +281,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with lasting_streams():
         try:
             job = app(arguments, prog_name="tiered", standalone_mode=False)
-            return int(job()) if callable(job) else int(job or 0)  # --help leaves a status and no job
+            status = int(job()) if callable(job) else int(job or 0)  # --help leaves a status and no job
+            sys.stdout.flush()
+            return status
         except TyperException as error:
             return _refuse(error.format_message(), "try --help")
         except (TieredError, ValueError) as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import tiered
 import tiered.train.cleaning
 import tiered.train.found
 from tests.train.test_loop import TINY
@@ -72,6 +73,16 @@ def test_what_is_left_in_a_buffer_does_not_fail_at_the_end(unread: io.TextIOWrap
     with lasting_streams():
         print("into the buffer")
     unread.flush()
+
+
+def test_output_that_finds_no_space_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiered.Store(tmp_path / "run", dram="16MiB").close()
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["inspect", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == "tiered: No space left on device: /dev/full\n"
 
 
 def test_closed_descriptors_are_not_given_to_a_stores_files(monkeypatch: pytest.MonkeyPatch) -> None:

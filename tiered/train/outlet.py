@@ -21,28 +21,30 @@ class _Outlet:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write ``text`` and return its length, also where nobody reads it any more."""
+        """Write ``text`` and return its length, also where nobody reads it any more. Raises OSError with a name."""
         try:
             return self._stream.write(text)
-        except BrokenPipeError:
-            self._close_off()
+        except OSError as error:
+            self._failed(error)
             return len(text)
 
     def flush(self) -> None:
-        """Flush what was written, as far as somebody reads it."""
+        """Flush what was written, as far as somebody reads it. Raises OSError with a name."""
         try:
             self._stream.flush()
-        except BrokenPipeError:
-            self._close_off()
+        except OSError as error:
+            self._failed(error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _close_off(self) -> None:
+    def _failed(self, error: OSError) -> None:
         """Let the descriptor lead to nowhere: what the stream's buffer still holds goes there too, at exit."""
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
+        if not isinstance(error, BrokenPipeError):  # a disk that is full is no reader who has seen enough
+            raise OSError(error.errno, error.strerror, self._stream.name) from error
 
 
 @contextlib.contextmanager
@@ -56,8 +58,9 @@ def lasting_streams() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
             sys.stdin, sys.stdout, sys.stderr = before
 
 
