@@ -299,3 +299,17 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a multiple"):
         device.grow(0, 5000)
     device.close()
+
+
+def test_a_write_in_flight_during_a_flush_is_covered_by_the_next(tmp_path: Path, engine: str, buffer: Buffer) -> None:
+    with faulty(tmp_path, engine) as device:
+        gate = device.fault = Gate()
+        batch = Batch(device)
+        device.submit([batch.operation("write", buffer.memory, 0)])
+        assert gate.reached.acquire(timeout=WAIT_S)
+        device.flush()
+        assert device.num_syncs == 1  # of the growth
+        gate.opened.set()
+        assert batch.wait(1)[0].error is None
+        device.flush()
+        assert device.num_syncs == 2

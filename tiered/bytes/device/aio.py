@@ -112,16 +112,12 @@ class AiofilesDevice(FileDevice):
         operation = flight.operation
         transfer = wrap(self._pwrite if operation.is_write else self._pread)
         is_complete = False
-        try:
-            while not is_complete:
-                memory = operation.memory[flight.moved :] if flight.moved else operation.memory
-                try:
-                    moved = await transfer(file.fd, memory, operation.offset + flight.moved, executor=executor)
-                except OSError as error:
-                    flight.retry(error, self.deadline_s, self._describe(operation))
-                    await asyncio.sleep(_PAUSE_S)
-                    continue
-                is_complete = flight.advance(moved, self._granularity(), self._describe(operation))
-        finally:
-            if operation.is_write:  # a failed write may have changed some bytes
-                file.is_dirty = True
+        while not is_complete:
+            memory = operation.memory[flight.moved :] if flight.moved else operation.memory
+            try:
+                moved = await transfer(file.fd, memory, operation.offset + flight.moved, executor=executor)
+            except OSError as error:
+                flight.retry(error, self.deadline_s, self._describe(operation))
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            is_complete = flight.advance(moved, self._granularity(), self._describe(operation))

@@ -215,6 +215,8 @@ class FileDevice(Device):
         written = [flight.moved for flight in flights if flight.operation.is_write]
         read = [flight.moved for flight in flights if not flight.operation.is_write]
         failed = [flight.operation.is_write for flight in flights if flight.operation.error is not None]
+        for file in {flight.operation.file for flight in flights if flight.operation.is_write}:
+            self._files.mark(file)  # order: before on_done; a flush while the write was in flight has not covered it
         now = time.monotonic()
         with self._lock:
             self._queue.done(flights, now)

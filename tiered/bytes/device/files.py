@@ -86,6 +86,12 @@ class DataFiles:
         """Return the open file with this number. Does not block."""
         return self._files.get(file)
 
+    def mark(self, file: int) -> None:
+        """Have the next flush cover ``file``, where it is open: a write to it has ended, well or not."""
+        data_file = self._files.get(file)
+        if data_file is not None:
+            data_file.is_dirty = True
+
     def sizes(self) -> dict[int, int]:
         """Return the number and size in bytes of each file."""
         return {number: file.nbytes for number, file in list(self._files.items())}

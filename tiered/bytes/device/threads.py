@@ -94,22 +94,18 @@ class ThreadsDevice(FileDevice):
         operation = flight.operation
         transfer = self._pwrite if operation.is_write else self._pread
         is_complete = False
-        try:
-            while not is_complete:
-                most = self._queue.most_nbytes(flight, time.monotonic())
-                memory = operation.memory
-                if flight.moved or most < flight.nbytes:
-                    memory = memory[flight.moved : flight.moved + most]
-                try:
-                    moved = transfer(file.fd, memory, operation.offset + flight.moved)
-                except OSError as error:
-                    flight.retry(error, self.deadline_s, self._describe(operation))
-                    time.sleep(_PAUSE_S)
-                    continue
-                if moved == flight.nbytes:
-                    flight.moved = moved
-                    return
-                is_complete = flight.advance(moved, self._granularity(), self._describe(operation))
-        finally:
-            if operation.is_write:  # a failed write may have changed some bytes
-                file.is_dirty = True
+        while not is_complete:
+            most = self._queue.most_nbytes(flight, time.monotonic())
+            memory = operation.memory
+            if flight.moved or most < flight.nbytes:
+                memory = memory[flight.moved : flight.moved + most]
+            try:
+                moved = transfer(file.fd, memory, operation.offset + flight.moved)
+            except OSError as error:
+                flight.retry(error, self.deadline_s, self._describe(operation))
+                time.sleep(_PAUSE_S)
+                continue
+            if moved == flight.nbytes:
+                flight.moved = moved
+                return
+            is_complete = flight.advance(moved, self._granularity(), self._describe(operation))

@@ -285,7 +285,6 @@ class UringDevice(FileDevice):
             opcode, index = READ, 0
             if operation.is_write:
                 opcode = WRITE
-                file.is_dirty = True  # order: before the write, so that a flush after its completion covers it
             for number, (start, end) in enumerate(self._fixed):
                 if start <= address and address + nbytes <= end:
                     opcode, index = _FIXED[opcode], number
