@@ -90,6 +90,31 @@ def test_a_flush_syncs_only_what_changed(tmp_path: Path, buffer: Buffer) -> None
         assert device.num_syncs == 4
 
 
+def test_after_an_interrupted_flush_the_next_one_has_it_all_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def interrupted(fd: int) -> None:
+        raise KeyboardInterrupt
+
+    with faulty(tmp_path) as device:
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "_fdatasync", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                device.flush()
+        assert device.num_syncs == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                device.flush()
+        assert device.num_syncs == 1
+        monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+        device.flush()
+        assert synced == [str(tmp_path)] and device.num_syncs == 1
+
+
 def test_growth_that_fails_leaves_everything_as_it_was(tmp_path: Path) -> None:
     with faulty(tmp_path) as device:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

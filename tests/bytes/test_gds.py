@@ -123,6 +123,27 @@ def test_a_flush_that_fails_is_never_tried_again(tmp_path: Path) -> None:
     device.close()
 
 
+def test_after_an_interrupted_flush_the_next_one_has_it_all_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    synced: list[str] = []
+    fdatasync = os.fdatasync
+    device = opened(tmp_path)
+    device.flush()
+    assert submit(device, "write", device.view(torch.zeros(4096, dtype=torch.uint8))) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            device.flush()
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fdatasync(fd)))
+    device.flush()
+    assert synced == [device.path(0)]
+    device.close()
+
+
 def test_close_completes_what_is_in_flight_and_leaves_no_thread(tmp_path: Path) -> None:
     device = opened(tmp_path)
     view = device.view(torch.zeros(64 * KiB, dtype=torch.uint8))

@@ -139,12 +139,20 @@ class DataFiles:
                 for number, file in sorted(self._files.items()):
                     if number != SCRATCH and file.is_dirty:
                         what = self.path(number)
-                        file.is_dirty = False  # order: a write that ends while fdatasync runs marks it again
-                        fdatasync(file.fd)
+                        try:
+                            file.is_dirty = False  # order: a write that ends while fdatasync runs marks it again
+                            fdatasync(file.fd)
+                        except BaseException:  # interrupted, the next flush has it to do
+                            file.is_dirty = True
+                            raise
                 if self._directory_is_dirty:
                     what = self._directory
-                    self._directory_is_dirty = False
-                    os.fsync(self._descriptor)
+                    try:
+                        self._directory_is_dirty = False  # order: as above, for new names
+                        os.fsync(self._descriptor)
+                    except BaseException:
+                        self._directory_is_dirty = True
+                        raise
             except OSError as error:
                 # The kernel reports a failed write-back once and then forgets it: a second fdatasync would say "ok".
                 self._flush_error = error

@@ -114,17 +114,24 @@ class GdsDevice(Adaptor):
         with self._flush_lock:
             if self._flush_error is not None:
                 raise DeviceError(f"an earlier flush of {self.name} failed; reopen the store") from self._flush_error
-            with self._lock:
-                dirty, self._dirty = self._dirty, set()  # order: a write that ends from now on marks it again
-            for file in sorted(dirty):
-                try:
-                    os.fdatasync(self._files[file].fileno())
-                except OSError as error:
-                    self._flush_error = error
-                    raise DeviceError(
-                        f"flush of {self.path(file)} failed: {error.strerror}; reopen the store"
-                    ) from error
-            self.upstream.flush()
+            dirty: set[int] = set()
+            try:
+                with self._lock:
+                    dirty, self._dirty = self._dirty, set()  # order: a write that ends from now on marks it again
+                for file in sorted(dirty):
+                    self._fdatasync(file)
+                self.upstream.flush()
+            except BaseException:  # interrupted, the next flush has it to do
+                with self._lock:
+                    self._dirty |= dirty
+                raise
+
+    def _fdatasync(self, file: int) -> None:
+        try:
+            os.fdatasync(self._files[file].fileno())
+        except OSError as error:
+            self._flush_error = error
+            raise DeviceError(f"flush of {self.path(file)} failed: {error.strerror}; reopen the store") from error
 
     def statistics(self) -> DeviceStatistics:
         """Return the upstream's counters and those of the operations that went past it."""
