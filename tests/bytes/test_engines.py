@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from tests.bytes.faulty import ENGINES, Call, Errors, Gate, faulty
 from tests.bytes.moving import WAIT_S, Batch, exit_code_of_child, fill, move
 from tiered.bytes.arena import Arena, Buffer
-from tiered.bytes.device.base import Device, IOClass
+from tiered.bytes.device.base import Device, IOClass, Operation
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, UsageError
 from tiered.units import KiB, MiB
@@ -313,3 +313,25 @@ def test_a_write_in_flight_during_a_flush_is_covered_by_the_next(tmp_path: Path,
         assert batch.wait(1)[0].error is None
         device.flush()
         assert device.num_syncs == 2
+
+
+class Interrupted(list[Operation]):
+    """A batch that Ctrl-C strikes at its third operation."""
+
+    def __iter__(self) -> Iterator[Operation]:
+        yield self[0]
+        yield self[1]
+        raise KeyboardInterrupt
+
+
+def test_a_batch_that_is_interrupted_is_not_started(tmp_path: Path, engine: str, buffer: Buffer) -> None:
+    with faulty(tmp_path, engine) as device:
+        batch = Batch(device)
+        classes = (IOClass.WRITE, IOClass.DEMAND, IOClass.PREFETCH)
+        operations = [batch.operation("write", buffer.memory, 0, io_class=io_class) for io_class in classes]
+        with pytest.raises(KeyboardInterrupt):
+            device.submit(Interrupted(operations))
+        assert device.statistics().num_in_flight == 0
+        assert move(device, "read", buffer) is None
+        device.close()
+        assert batch.done.empty() and device.statistics().num_writes == 0

@@ -2,6 +2,7 @@
 
 import mmap
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -143,3 +144,18 @@ def test_an_operation_whose_class_was_raised_keeps_its_place() -> None:
     assert queue.num_in_flight == 0 and not any(lane.num_taken for lane in queue._lanes)
     queue.put([operation(DEMAND)])
     assert take_all(queue)[0].io_class is DEMAND
+
+
+def test_a_batch_is_queued_whole_or_not_at_all() -> None:
+    queue = IOQueue(8)
+
+    def interrupted() -> Iterator[Operation]:
+        yield operation(WRITE)
+        yield operation(DEMAND)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        queue.put(interrupted())
+    assert queue.num_queued == 0 and take_all(queue) == []
+    queue.put([operation(WRITE), operation(DEMAND)])
+    assert queue.num_queued == 2 and len(take_all(queue)) == 2 and queue.num_queued == 0

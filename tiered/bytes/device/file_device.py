@@ -57,7 +57,7 @@ class FileDevice(Device):
         self._queue = IOQueue(num_slots)
         self._is_closed = False
         self._read_bytes = self._write_bytes = 0
-        self._num_reads = self._num_writes = self._num_flushes = self._num_in_flight = 0
+        self._num_reads = self._num_writes = self._num_flushes = 0
         self._files = self._open(direct)
         after_fork(self, _close_in_child)
         at_exit(self, _stop_at_exit)  # Order: before threads are joined: ours would wait for operations for ever
@@ -77,6 +77,11 @@ class FileDevice(Device):
         """Whether I/O bypasses the page cache."""
         return self._is_direct
 
+    @property
+    def _num_in_flight(self) -> int:
+        """Operations that were submitted and not handed back; exact under the lock."""
+        return self._queue.num_queued + self._queue.num_in_flight
+
     def files(self) -> dict[int, int]:
         """Return the number and size of each file; the size is rounded down to the alignment."""
         self._check_process()
@@ -93,15 +98,13 @@ class FileDevice(Device):
         """Queue ``operations``. Does not block."""
         if self._is_closed:  # order: before the lock, which a forked child may find held for ever
             self._check_open()
-        self._lock.acquire()  # twice as fast as "with", and this is called for every block
         try:
-            if self._is_closed:
-                raise ClosedError(f"{self.name} is closed")
-            self._num_in_flight += len(operations)
-            self._queue.put(operations)
-        finally:
-            self._lock.release()
-        self._wake()
+            with self._lock:
+                if self._is_closed:
+                    raise ClosedError(f"{self.name} is closed")
+                self._queue.put(operations)
+        finally:  # order: whatever strikes after the queue has them, they are seen
+            self._wake()
 
     def flush(self) -> None:
         """Make completed writes, growth and new files durable; blocks."""
@@ -224,7 +227,6 @@ class FileDevice(Device):
             self._write_bytes += sum(written)
             self._num_reads += len(read) - failed.count(False)
             self._num_writes += len(written) - failed.count(True)
-            self._num_in_flight -= len(flights)
         for flight in flights:
             operation = flight.operation
             flight.pinned = None  # lifetime: the submitter may release the memory from now on

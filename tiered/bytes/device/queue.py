@@ -6,7 +6,7 @@ Pure arithmetic, no I/O and no lock: the device's lock guards it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tiered.bytes.device.base import IOClass, Operation
 from tiered.bytes.device.in_flight import InFlight
@@ -40,20 +40,26 @@ class IOQueue:
 
     def __init__(self, num_slots: int) -> None:
         """Make an empty queue for an engine that carries out ``num_slots`` operations at a time."""
-        self.num_queued = 0
         self.num_in_flight = 0
         self._num_slots = num_slots
         self._num_open = num_slots - 2 if num_slots > 4 else num_slots  # slots that any class may take
         self._lanes = tuple(_Lane(io_class) for io_class in IOClass)
+        self._queued = tuple(lane.queued for lane in self._lanes)
         self._demand = self._lanes[IOClass.DEMAND]
         self._last_demand = float("-inf")
 
-    def put(self, operations: Sequence[Operation]) -> None:
-        """Queue ``operations``, each behind those of its class."""
-        lanes = self._lanes
+    @property
+    def num_queued(self) -> int:
+        """Operations that were put and not taken."""
+        demand, prefetch, write = self._queued
+        return len(demand) + len(prefetch) + len(write)
+
+    def put(self, operations: Iterable[Operation]) -> None:
+        """Queue ``operations``, each behind those of its class: all of them or, should anything raise, none."""
+        batches: tuple[list[Operation], ...] = ([], [], [])
         for operation in operations:
-            lanes[operation.io_class].queued.append(operation)
-        self.num_queued += len(operations)
+            batches[operation.io_class].append(operation)
+        any(map(deque.extend, self._queued, batches))  # order: one call, which no signal comes in between
 
     def take(self, now: float) -> InFlight | None:
         """Return what to start ``now``, which is then in flight; None when nothing may start."""
@@ -99,7 +105,6 @@ class IOQueue:
         if number and not lane.num_taken:
             lane.sample.begin(now)
         lane.num_taken += number
-        self.num_queued -= number
         self.num_in_flight += number
 
     def done(self, flights: Sequence[InFlight], now: float) -> None:

@@ -51,7 +51,7 @@ class ThreadsDevice(FileDevice):
         ]
 
     def _wake(self) -> None:
-        with self._has_work:
+        with self._lock:  # not the condition's own "with", which Ctrl-C can leave with the lock held
             if self._is_closed:
                 self._has_work.notify_all()
             else:
