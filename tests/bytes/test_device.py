@@ -160,6 +160,7 @@ def check_device(opener: Opener, arena: Arena) -> None:
         _check_refusals(device, buffers[0])
         _check_statistics(device)
         _check_odd_sizes(device, arena)
+        _check_resubmission(device, buffers[0])
         device.flush()
         device.close()
         device.close()
@@ -233,6 +234,22 @@ def _check_refusals(device: Device, buffer: Buffer) -> None:
             assert isinstance(error, DeviceError), (verb, offset, file, error)
             assert device.path(file) in str(error) and str(offset) in str(error)
     assert device.files() == sizes
+
+
+def _check_resubmission(device: Device, buffer: Buffer) -> None:
+    """What the submitter has back may be mended and submitted once more, other memory included."""
+    batch = Batch(device)
+    for verb in ("write", "read"):
+        operation = batch.operation(verb, buffer.memory, 512 * KiB)
+        device.submit([operation])
+        assert batch.wait(1)[0].error is not None
+        operation.offset, operation.memory = 0, buffer.memory[: device.alignment]
+        device.submit([operation])
+        assert batch.wait(1)[0].error is None
+        if verb == "write":
+            content = bytes(buffer.memory)
+            buffer.memory[:] = bytes(buffer.nbytes)
+    assert bytes(buffer.memory) == content[: device.alignment] + bytes(buffer.nbytes - device.alignment)
 
 
 def _check_statistics(device: Device) -> None:

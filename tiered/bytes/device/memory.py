@@ -55,6 +55,7 @@ class MemoryDevice(Device):
         for operation in operations:
             self._check_aligned(operation)
             path = self.path(operation.file)
+            operation.error = None
             try:
                 (self._disk.write if operation.is_write else self._disk.read)(self._index, operation, path)
             except Exception as error:

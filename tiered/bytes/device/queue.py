@@ -55,9 +55,17 @@ class IOQueue:
         return len(demand) + len(prefetch) + len(write)
 
     def put(self, operations: Iterable[Operation]) -> None:
-        """Queue ``operations``, each behind those of its class: all of them or, should anything raise, none."""
+        """Queue ``operations``, each behind those of its class: all of them or, should anything raise, none.
+
+        Each is what it says now: its memory's length, and no error of an earlier turn.
+        """
         batches: tuple[list[Operation], ...] = ([], [], [])
         for operation in operations:
+            operation.error = None
+            try:
+                operation.nbytes = len(operation.memory)
+            except ValueError:  # released too early: its engine says so
+                pass
             batches[operation.io_class].append(operation)
         any(map(deque.extend, self._queued, batches))  # order: one call, which no signal comes in between
 
