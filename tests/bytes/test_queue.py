@@ -109,6 +109,37 @@ def test_small_operations_of_one_class_leave_slots_for_the_others() -> None:
         assert sorted(flight.io_class for flight in take_all(queue)) == sorted([other, DEMAND])
 
 
+@pytest.mark.parametrize("most", [1, 128])
+@pytest.mark.parametrize("num_slots", [3, 4, 8, 128])
+def test_steady_demand_reads_leave_a_slot_to_every_class(num_slots: int, most: int) -> None:
+    queue = IOQueue(num_slots)
+    queue.put([operation(DEMAND) for _ in range(2 * num_slots)])
+    queue.put([operation(PREFETCH), operation(WRITE)])
+    now = NOW
+    flights: list[InFlight] = []
+    seen: set[IOClass] = set()
+    for _ in range(4):
+        while new := queue.take_some(now, most):
+            flights += new
+        seen |= {flight.io_class for flight in flights}
+        assert len(flights) == num_slots
+        queue.done([flights.pop(0)], now)
+        queue.put([operation(DEMAND)])
+    assert seen == {DEMAND, PREFETCH, WRITE}
+
+
+@pytest.mark.parametrize("num_slots", [3, 8])
+def test_writes_that_come_later_get_the_next_slot(num_slots: int) -> None:
+    queue = IOQueue(num_slots)
+    queue.put([operation(DEMAND) for _ in range(2 * num_slots)])
+    flights = take_all(queue)
+    assert len(flights) == num_slots  # nobody else waits: all are theirs
+    queue.put([operation(WRITE)])
+    assert take_all(queue) == []
+    queue.done([flights.pop()], NOW)
+    assert [flight.io_class for flight in take_all(queue)] == [WRITE]
+
+
 @pytest.mark.parametrize("num_slots", [1, 2, 8, 128])
 def test_every_operation_is_taken_once_whatever_completes_when(num_slots: int) -> None:
     numbers = random.Random(num_slots)

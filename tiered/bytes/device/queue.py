@@ -30,9 +30,10 @@ class IOQueue:
 
     An operation is queued, in flight (between ``take`` and ``done``), or not known here. The bytes of a class in flight
     stay within its budget: what it moved in 20 ms when last seen, between 32 (reads: 64) and 128 MiB; but one operation
-    of a class may always be in flight, however large. ``num_slots`` operations may be in flight in all, the last two
-    only for a class that has fewer than two in flight: so neither small writes nor small read-ahead can occupy every
-    slot.
+    of a class may always be in flight, however large. ``num_slots`` operations may be in flight in all. Prefetch and
+    writes leave the last two to a class that has fewer than two in flight. Every class leaves one to each less urgent
+    class that has something queued and nothing in flight, but for its own first: so nobody waits for ever beside steady
+    demand reads, where there are three slots or more.
 
     While somebody waits for a read, and 0.1 s after, writes are calm: one at a time, and ``most_nbytes`` of it at once,
     so that a demand read never queues behind more than 1 MiB of writes.
@@ -77,16 +78,24 @@ class IOQueue:
     def take_some(self, now: float, most: int) -> list[InFlight]:
         """Return at most ``most`` that may start ``now``, in the order to start them; they are then in flight."""
         taken: list[InFlight] = []
+        num_waiting = 0  # classes with nothing in flight, the lane's own and more urgent ones left out
+        for lane in self._lanes:
+            if lane.queued and not lane.num_taken:
+                num_waiting += 1
         for lane in self._lanes:
             queued = lane.queued
             if not queued:
                 continue
+            if not lane.num_taken:
+                num_waiting -= 1
             io_class = lane.io_class
             left = CALM_NBYTES if lane.is_write and self._is_calm(now) else lane.budget
             left -= lane.taken_nbytes
             num_others, num_taken = self.num_in_flight - lane.num_taken, lane.num_taken
             most_taken = min(most - len(taken) + num_taken, self._num_slots - num_others)
-            num_open = most_taken if lane is self._demand else max(2, self._num_open - num_others)
+            num_open = max(1, self._num_slots - num_others - num_waiting)
+            if lane is not self._demand:
+                num_open = min(num_open, max(2, self._num_open - num_others))
             while queued and num_taken < most_taken and num_taken < num_open:
                 nbytes = queued[0].nbytes
                 if num_taken and nbytes > left:

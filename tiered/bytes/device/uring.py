@@ -19,7 +19,7 @@ from tiered.bytes.device.base import IOClass
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.files import DataFile, translate
 from tiered.bytes.device.in_flight import InFlight
-from tiered.bytes.device.queue import CALM_NBYTES
+from tiered.bytes.device.queue import CALM_NBYTES, IOQueue
 from tiered.bytes.device.ring import READ, READ_FIXED, WRITE, WRITE_FIXED, Ring
 from tiered.errors import DeadlineError, DeviceError, TieredError, UsageError
 from tiered.units import GiB, KiB, MiB
@@ -189,6 +189,7 @@ class UringDevice(FileDevice):
                 num_slots //= 2
         self._free_slots = list(reversed(range(num_slots)))
         self._num_slots = num_slots
+        self._queue = IOQueue(num_slots)  # still empty: nobody has this device yet
         try:
             num_file_slots = min(_NUM_FILE_SLOTS, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             ring.register_files(num_file_slots)
