@@ -93,6 +93,21 @@ def test_where_the_kernel_refuses_preadv_reads_and_one_warning_says_so(
     assert exit_code_of_child(check) == 0
 
 
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.ENODEV, errno.EACCES])
+def test_what_cannot_be_mapped_preadv_reads(
+    device: MmapDevice, buffer: Buffer, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    content = fill(buffer, 5)
+    assert move(device, "write", buffer) is None
+    buffer.memory[:] = bytes(buffer.nbytes)
+    monkeypatch.setattr(mmap, "mmap", refused)
+    assert move(device, "read", buffer) is None
+    assert bytes(buffer.memory) == content
+
+
 def test_direct_io_is_for_other_engines(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="page cache"):
         MmapDevice(tmp_path, direct=True)

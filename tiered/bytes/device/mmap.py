@@ -24,7 +24,7 @@ __all__ = ["MmapDevice"]
 
 _MADV_POPULATE_READ = 22  # <asm-generic/mman-common.h>, Linux 5.14
 _WINDOW_NBYTES = 16 * MiB  # at most so much is mapped for one read at a time; the rest follows
-_UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.EPERM}
+_UNKNOWN = {errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.EPERM}
 _log = logging.getLogger("tiered")
 
 
@@ -68,19 +68,17 @@ class MmapDevice(ThreadsDevice):
         if nbytes <= 0:
             return 0
         try:
-            window = mmap.mmap(fd, skipped + nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset - skipped)
-        except ValueError:  # the file has been cut off since
-            return 0
-        with window:
-            try:
+            with mmap.mmap(fd, skipped + nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset - skipped) as window:
                 window.madvise(_MADV_POPULATE_READ)
                 return _copy(window, skipped, memory[:nbytes])
-            except OSError as error:
-                if error.errno in _UNKNOWN:
-                    self._is_mapping = False
-                    _log.warning("%s: reads go through preadv, because the kernel refuses the mapped way: %s",
-                                 self.name, error.strerror)  # fmt: skip
-                return 0  # EFAULT: not all of it is there to be read; preadv says how much, or why not
+        except ValueError:  # the file has been cut off since
+            return 0
+        except OSError as error:
+            if error.errno in _UNKNOWN:
+                self._is_mapping = False
+                _log.warning("%s: reads go through preadv, because the kernel refuses the mapped way: %s",
+                             self.name, error.strerror)  # fmt: skip
+            return 0  # EFAULT: not all of it is there to be read; preadv says how much, or why not
 
 
 def _copy(window: mmap.mmap, start: int, memory: memoryview) -> int:
