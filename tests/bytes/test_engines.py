@@ -108,11 +108,12 @@ def test_a_write_without_space_is_a_capacity_error(tmp_path: Path, engine: str, 
         assert isinstance(move(device, "write", buffer), CapacityError)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 def test_a_broken_completion_does_not_end_the_thread(
-    tmp_path: Path, engine: str, buffer: Buffer, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, engine: str, error: type[BaseException], buffer: Buffer, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(_: object) -> None:
-        raise RuntimeError("a bug of the submitter")
+        raise error("a bug of the submitter")
 
     with faulty(tmp_path, engine) as device:
         operation = Batch(device).operation("read", buffer.memory, 0)

@@ -232,7 +232,7 @@ class FileDevice(Device):
             flight.pinned = None  # lifetime: the submitter may release the memory from now on
             try:
                 operation.on_done(operation)
-            except Exception:  # ours or the store's bug; this thread still has others to serve
+            except BaseException:  # ours or the store's bug, SystemExit too; this thread still has others to serve
                 _log.exception("the completion of %s raised", self._describe(operation))
 
     def _describe(self, operation: Operation) -> str:
