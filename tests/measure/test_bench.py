@@ -19,7 +19,7 @@ from tiered.cli import main
 from tiered.doctor.mount import find_mount
 from tiered.errors import UsageError
 from tiered.measure.cold import ColdProof, forget, resident_pages
-from tiered.measure.command import BenchRequest, bench
+from tiered.measure.command import BenchRequest, _terminated, bench
 from tiered.measure.settings import FULL, QUICK, Settings
 from tiered.measure.sustained import read_smart
 from tiered.units import GiB, KiB, MiB
@@ -226,10 +226,32 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) 
                 break
         process.send_signal(number)
         output, error = process.communicate(timeout=60)
-    assert process.returncode == (130 if number == signal.SIGINT else 143), error
+    assert process.returncode == 128 + number, error
     assert ("stopped by Ctrl-C; nothing was left behind" in output) == (number == signal.SIGINT)
     assert not list(tmp_path.iterdir())
     assert before is None or huge_pages() in (before, None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_what_ends_the_process_puts_everything_back_first(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit, match=str(128 + number)), _terminated():
+            assert signal.getsignal(number) != signal.SIG_DFL
+            signal.raise_signal(number)
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _terminated():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 class TestSettings:

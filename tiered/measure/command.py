@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from tiered.train.interruption import INTERRUPTED, Interruption
 from tiered.units import format_bytes
 
 __all__ = ["BenchRequest", "bench", "confirm_writes"]
+
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT is an Interruption's
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +159,15 @@ def _plotter(request: BenchRequest) -> Callable[[Report, Path], None] | None:
 
 @contextmanager
 def _terminated() -> Iterator[None]:
-    """Let SIGTERM end the process as an exception does, so that everything is put back."""
+    """Let what ends a process end it as an exception does, so that everything is put back; but nothing ignored."""
 
     def on_signal(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    previous = signal.signal(signal.SIGTERM, on_signal)
-    try:
+    previous = {number: signal.getsignal(number) for number in _ENDINGS}
+    with ExitStack() as undo:
+        for number, action in previous.items():
+            if action != signal.SIG_IGN:  # as nohup has it
+                undo.callback(signal.signal, number, action)
+                signal.signal(number, on_signal)
         yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
