@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,12 +17,15 @@ import pytest
 from tests.bytes.moving import exit_code_of_child
 from tiered.bytes.device.profile import PROFILE_NAME, load_profile
 from tiered.cli import main
+from tiered.doctor.card import machine_card
 from tiered.doctor.mount import find_mount
 from tiered.errors import UsageError
 from tiered.measure.cold import ColdProof, forget, resident_pages
-from tiered.measure.command import BenchRequest, _terminated, bench
+from tiered.measure.command import BenchRequest, _finish, _terminated, bench
+from tiered.measure.report import DirectoryReport, Report
 from tiered.measure.settings import FULL, QUICK, Settings
 from tiered.measure.sustained import read_smart
+from tiered.measure.verdict import Best
 from tiered.units import GiB, KiB, MiB
 
 TINY = Settings(
@@ -165,6 +169,37 @@ class TestReport:
             assert [file.name for file in directory.iterdir()] == [PROFILE_NAME]
 
 
+class TestTheEnd:
+    """What is made of minutes of measuring, whatever else fails."""
+
+    def report(self, directory: Path) -> Report:
+        best = Best(4 * MiB, 8, 8, 3.5, 6.0, None, None, None)
+        one = DirectoryReport(str(directory), engine="threads", engine_reason="it was asked for", best=best)
+        return Report(machine_card(), FEW, [one])
+
+    def test_a_plot_that_cannot_be_drawn_takes_nothing_with_it(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def draw(report: Report, file: Path) -> None:
+            raise OSError(errno.ENOSPC, "scripted")
+
+        request = BenchRequest((tmp_path,), json_file=tmp_path / "bench.json", plot_file=tmp_path / "bench.png")
+        with pytest.raises(OSError, match="scripted"):
+            _finish(self.report(tmp_path), request, draw)
+        verdict = json.loads((tmp_path / "bench.json").read_text())["verdict"]
+        assert load_profile(tmp_path) is not None
+        assert capsys.readouterr().out.splitlines()[-1] == verdict
+
+    def test_a_profile_that_cannot_be_kept_is_a_warning(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        request = BenchRequest((tmp_path,), json_file=tmp_path / "bench.json")
+        _finish(self.report(tmp_path / "gone"), request, None)
+        said = capsys.readouterr().out.splitlines()
+        assert said[-1] == json.loads((tmp_path / "bench.json").read_text())["verdict"]
+        assert said[0].startswith("best: engine threads") and "not kept (cannot write" in said[0]
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "says"),
@@ -190,6 +225,22 @@ class TestRefusals:
             BenchRequest((tmp_path / "missing",))
         with pytest.raises(UsageError, match="different ones"):
             BenchRequest((tmp_path, tmp_path / "." / ""))
+
+    @pytest.mark.parametrize("option", ["json_file", "plot_file"])
+    def test_a_file_that_is_not_ours_to_write_is_refused_before_minutes_of_measuring(
+        self, option: str, tmp_path: Path
+    ) -> None:
+        place = tmp_path / "theirs"
+        place.mkdir(0o755)
+
+        def check() -> None:
+            os.setresuid(65534, 65534, 65534)  # root may write anywhere
+            with pytest.raises(UsageError, match="not yours to write"):
+                BenchRequest((Path("/tmp"),), **{option: place / "bench"})  # type: ignore[arg-type]
+
+        for parent in [tmp_path, *tmp_path.parents][:-2]:
+            parent.chmod(parent.stat().st_mode | 0o011)
+        assert exit_code_of_child(check) == 0
 
     @pytest.mark.parametrize(("answer", "goes_on"), [("y", True), ("", False), ("n", False)])
     def test_on_a_terminal_it_asks(
@@ -278,6 +329,12 @@ class TestSettings:
         assert FULL.fitted(10 * GiB).file_nbytes == GiB
         assert FULL.fitted(0).file_nbytes == 64 * MiB
         assert FULL.fitted(1000 * GiB) == FULL
+
+    def test_tensors_that_find_no_room_twice_are_left_out(self) -> None:
+        assert FULL.fitted(10 * GiB).tensor_nbytes == FULL.tensor_nbytes
+        assert FULL.fitted(576 * MiB).tensor_nbytes == FULL.tensor_nbytes  # 64 MiB of file, twice 256 MiB
+        assert FULL.fitted(576 * MiB - 1).tensor_nbytes == FULL.tensor_nbytes[:-1]
+        assert FULL.fitted(100 * MiB).tensor_nbytes == ()
 
 
 class TestCold:

@@ -13,8 +13,8 @@ from tiered.doctor.directory import directory_checks, drive_checks
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import Check
 from tiered.doctor.machine import machine_checks
+from tiered.doctor.output_file import check_writable
 from tiered.doctor.report import Report
-from tiered.errors import UsageError
 
 __all__ = ["doctor", "examined"]
 
@@ -28,7 +28,7 @@ def doctor(directories: Sequence[Path], json_file: str | None = None) -> int:
     be written.
     """
     if json_file not in (None, "-"):
-        _check_writable(Path(str(json_file)).absolute())
+        check_writable(Path(str(json_file)).absolute())
     report = examined(directories)
     text = f"{json.dumps(report.as_json(), indent=1)}\n"
     if json_file == "-":
@@ -53,10 +53,3 @@ def examined(directories: Sequence[str | os.PathLike[str]], deadline_s: float = 
     findings = examine(groups, deadline_s)
     answered = [path for path in paths if len(directory_checks(path)) == sum(f.subject == path for f in findings)]
     return Report.of(findings, machine_card(answered))
-
-
-def _check_writable(file: Path) -> None:
-    if not file.parent.is_dir():
-        raise UsageError(f"cannot write {file}: the directory does not exist")
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UsageError(f"cannot write {file}: it is a directory, or not yours to write")

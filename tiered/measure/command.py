@@ -12,9 +12,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tiered.bytes.device.profile import PROFILE_NAME, write_profile
+from tiered.bytes.device.profile import write_profile
 from tiered.doctor.card import DirectoryCard, machine_card
-from tiered.errors import UsageError
+from tiered.doctor.output_file import check_writable
+from tiered.errors import TieredError, UsageError
 from tiered.measure.display import BenchDisplay
 from tiered.measure.report import DirectoryReport, Report
 from tiered.measure.settings import FULL, QUICK, Settings
@@ -51,8 +52,8 @@ class BenchRequest:
             if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
                 raise UsageError(f"cannot measure in {directory}: it is no directory, or not yours to write; create it")
         for file in (self.json_file, self.plot_file):
-            if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-                raise UsageError(f"cannot write {file}: it is a directory, or the one it lies in does not exist")
+            if file is not None:
+                check_writable(file)
 
 
 class _Stopped(Exception):
@@ -125,25 +126,29 @@ def confirm_writes(directories: Sequence[DirectoryCard], nbytes: int, file_nbyte
 def _finish(report: Report, request: BenchRequest, plot: Callable[[Report, Path], None] | None) -> None:
     bests = [one.best for one in report.directories if one.best is not None]
     report.verdict = verdict_of(bests, report.together)
-    for one in report.directories:
-        _keep_profile(one, report)
-    if request.json_file:
-        request.json_file.write_text(f"{json.dumps(report.as_json(), indent=1)}\n")
-    if plot and request.plot_file:
-        plot(report, request.plot_file)
-    print(f"\n{report.verdict}")
+    with ExitStack() as steps:  # the last one first, and each whatever becomes of those before: minutes are in them
+        steps.callback(print, f"\n{report.verdict}")
+        for one in reversed(report.directories):
+            steps.callback(_keep_profile, one, report)
+        if plot and request.plot_file:
+            steps.callback(plot, report, request.plot_file)
+        if request.json_file:
+            steps.callback(request.json_file.write_text, f"{json.dumps(report.as_json(), indent=1)}\n")
 
 
 def _keep_profile(one: DirectoryReport, report: Report) -> None:
-    path = write_profile(one.directory, profile_of(one, report.machine, report.measured_at))
+    """Keep and tell what is best in one directory; where it cannot be kept, that is said and nothing else."""
     best = one.best
     assert best is not None
+    try:
+        kept = f"kept in {write_profile(one.directory, profile_of(one, report.machine, report.measured_at))}"
+    except TieredError as error:
+        kept = f"not kept ({error})"
     duplex = "" if best.duplex is None else f", duplex {best.duplex:.2f}"
     print(
         f"best: engine {one.engine}, blocks of {format_bytes(best.block_bytes)}, {best.read_depth} in flight reading, "
-        f'{best.write_depth} writing{duplex}; kept in {path} for Store(engine="auto")'
+        f'{best.write_depth} writing{duplex}; {kept} for Store(engine="auto")'
     )
-    assert path.name == PROFILE_NAME
 
 
 def _plotter(request: BenchRequest) -> Callable[[Report, Path], None] | None:

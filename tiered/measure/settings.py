@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from tiered.bytes.device.engines import DEVICES
 from tiered.measure.pattern import OPS, Pattern
-from tiered.units import GiB, KiB, MiB
+from tiered.units import GiB, KiB, MiB, round_up
 
 __all__ = ["FULL", "QUICK", "Point", "Settings"]
 
@@ -106,11 +106,18 @@ class Settings:
         return seconds + len(self.tensor_nbytes) * per_size
 
     def fitted(self, free_nbytes: int) -> Settings:
-        """Return settings whose files take at most a tenth of ``free_nbytes``, down to 64 MiB."""
+        """Return settings whose files take at most a tenth of ``free_nbytes``, down to 64 MiB.
+
+        Tensors are written in two sets, at least one each: the sizes of which that finds no room are left out.
+        """
         most = max(64 * MiB, free_nbytes // 10 // (64 * MiB) * (64 * MiB))
-        return replace(
-            self, file_nbytes=min(self.file_nbytes, most), tensors_nbytes=min(self.tensors_nbytes, max(most // 2, 1))
-        )
+        file_nbytes, tensors_nbytes = min(self.file_nbytes, most), min(self.tensors_nbytes, max(most // 2, 1))
+        fitting = [
+            nbytes
+            for nbytes in self.tensor_nbytes
+            if 2 * round_up(max(tensors_nbytes, nbytes), nbytes) + file_nbytes <= free_nbytes
+        ]
+        return replace(self, file_nbytes=file_nbytes, tensors_nbytes=tensors_nbytes, tensor_nbytes=tuple(fitting))
 
     def _fits(self, block_nbytes: int, depth: int) -> bool:
         return block_nbytes * depth <= self.most_in_flight_nbytes
