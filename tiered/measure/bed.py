@@ -15,7 +15,7 @@ from types import TracebackType
 import numpy as np
 
 from tiered.bytes.arena import Arena
-from tiered.bytes.device.base import SCRATCH, Device
+from tiered.bytes.device.base import Device
 from tiered.bytes.device.engines import choose_engine, open_device
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.striped import StripedDevice
@@ -100,8 +100,7 @@ class Bed:
         depth = min(16, len(self.memory) // _WRITE_BLOCK_NBYTES)
         pattern = Pattern("write", _WRITE_BLOCK_NBYTES, depth, self.file_nbytes, seconds=1)
         write_file(self.device, self.memory, pattern, on_written)
-        for directory, part in zip(self.directories, self.parts, strict=True):
-            self.paths.append(open_file_path(directory, part.files()[SCRATCH], self.paths))
+        self.paths = [open_file_path(part) for part in self.parts]
 
     def run(self, pattern: Pattern, *, is_spread: bool = False) -> Round:
         """Run one round on the file that ``write_file`` wrote; blocks. ``is_spread``: over all of the memory.

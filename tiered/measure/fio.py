@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiered.bytes.device.base import SCRATCH
+from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import DeviceError
 from tiered.measure.pattern import Pattern
 from tiered.measure.rounds import Latency
@@ -187,20 +189,12 @@ def find_fio(trial: str, block_nbytes: int) -> Fio | None:
     raise FioError(f"{program} is there and does not work: {reason}; mend it or take it off the path") from reason
 
 
-def open_file_path(directory: str | os.PathLike[str], nbytes: int, taken: Sequence[str] = ()) -> str:
-    """Return a path of the unnamed file of ``nbytes`` that this process has open in ``directory``, for others to open.
+def open_file_path(device: FileDevice) -> str:
+    """Return a path of the unnamed file of ``device``, for other processes to open; it is good until the device closes.
 
-    It is good while the file is open. It is none of ``taken``: files of one size on one file system look alike.
     Raises DeviceError when there is no such file.
     """
-    device = os.stat(directory).st_dev
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor that lists them is gone by now
-            status = os.stat(int(number))
-            path = f"/proc/{os.getpid()}/fd/{number}"
-            if (status.st_dev, status.st_nlink, status.st_size) == (device, 0, nbytes) and path not in taken:
-                return path
-    raise DeviceError(f"no unnamed file of {nbytes} bytes is open in {directory}: fio cannot be pointed at it")
+    return f"/proc/{os.getpid()}/fd/{device.descriptor(SCRATCH)}"
 
 
 def _call(command: Sequence[str], wait_s: float) -> tuple[str, str, float]:

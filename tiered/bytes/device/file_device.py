@@ -122,6 +122,14 @@ class FileDevice(Device):
         """Return the path of ``file``."""
         return self._files.path(file)
 
+    def descriptor(self, file: int) -> int:
+        """Return the descriptor of ``file``, for whoever looks at it past the device. Raises DeviceError."""
+        self._check_open()
+        found = self._files.get(file)
+        if found is None:
+            raise DeviceError(f"{self.path(file)} is not open: grow it first")
+        return found.fd
+
     def statistics(self) -> DeviceStatistics:
         """Return the counters."""
         self._check_process()
