@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.bytes.moving import exit_code_of_child
 from tiered.doctor.directory import directory_checks
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import Check, Finding, Outcome, broken, ok
@@ -101,6 +102,25 @@ def test_children_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
 
     assert told(examine([[check(talk)]], 5)) == [("trial", "ok")]
     assert capfd.readouterr() == ("", "")
+
+
+def test_who_ignores_the_ends_of_children_gets_findings_too() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        found = examine([[check(os.getpid, "a")], [check(lambda: os._exit(3), "b")]], 5)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert told(found) == [("a", "ok"), ("b", "broken")]
+
+
+@pytest.mark.parametrize("closed", [(0,), (0, 1), (1,), (0, 1, 2)])
+def test_closed_streams_are_in_nobodys_way(closed: tuple[int, ...]) -> None:
+    def run() -> None:
+        for stream in closed:
+            os.close(stream)
+        assert told(examine([[check(os.getpid, "a")], [check(os.getpid, "b")]], 5)) == [("a", "ok"), ("b", "ok")]
+
+    assert exit_code_of_child(run) == 0
 
 
 def test_an_interruption_ends_the_children(monkeypatch: pytest.MonkeyPatch) -> None:

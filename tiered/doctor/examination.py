@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -59,7 +60,7 @@ class _Examination:
         self._said = b""
         self._status: int | None = None  # of the child, once it has ended
         self._is_finished = False  # said all it had to say
-        self.fd, write_end = os.pipe()
+        self.fd, write_end = _pipe_above_streams()
         try:
             with warnings.catch_warnings():
                 # Python warns of forks beside threads: those of torch's and numpy's libraries are idle here.
@@ -92,7 +93,10 @@ class _Examination:
             os.kill(self._pid, signal.SIGKILL)
         give_up = time.monotonic() + _GRACE_S
         while self._status is None:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self._pid, os.WNOHANG)
+            except ChildProcessError:  # where SIGCHLD is ignored the kernel waits for it, and tells no status
+                pid, status = self._pid, 0
             if pid:
                 self._status = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > give_up:
@@ -123,6 +127,23 @@ class _Examination:
             cost="whatever needs it hangs as well; what comes after it was not tried",
             mend=mend,
         )
+
+
+def _pipe_above_streams() -> tuple[int, int]:
+    """Return a pipe's two ends; none is a standard stream, which a child puts elsewhere, even where those are closed."""
+    ends = os.pipe()
+    moved: list[int] = []
+    try:
+        for end in ends:
+            moved.append(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3))
+    except BaseException:
+        for end in moved:
+            os.close(end)
+        raise
+    finally:
+        for end in ends:
+            os.close(end)
+    return moved[0], moved[1]
 
 
 def _is_whole(line: bytes) -> bool:
