@@ -94,6 +94,12 @@ class TestPlaces:
         assert load_profile(inner) == nearer
         assert load_profile(tmp_path) == PROFILE
 
+    def test_a_tilde_in_a_name_is_a_tilde(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("~root").mkdir()
+        write_profile("~root", PROFILE)
+        assert load_profile("~root") == PROFILE
+
     def test_links_and_relative_paths_are_resolved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         real = tmp_path / "drive" / "run"
         real.mkdir(parents=True)

@@ -130,6 +130,14 @@ class TestCommandLine:
         assert set(subjects) == {MACHINE, str(tmp_path)}
         assert "drives" not in {finding.check for finding in examined([tmp_path, "."]).findings}
 
+    def test_a_tilde_in_a_name_is_a_tilde(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The shell has made of it what it means."""
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "~root").mkdir()
+        report = examined([Path("./~root")])
+        assert {finding.subject for finding in report.findings} == {MACHINE, str(tmp_path / "~root")}
+        assert [card.path for card in report.card.directories] == [str(tmp_path / "~root")]
+
     def test_what_is_broken_is_the_exit_status_of_the_program(self, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "tiered.cli", "doctor", str(tmp_path / "missing")]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

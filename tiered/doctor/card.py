@@ -141,7 +141,7 @@ def machine_card(directories: Sequence[str | os.PathLike[str]] = ()) -> MachineC
 def directory_card(directory: str | os.PathLike[str]) -> DirectoryCard:
     """Return what ``directory`` is; as ``machine_card`` does it."""
     try:
-        path = os.path.realpath(os.path.expanduser(directory))
+        path = os.path.realpath(directory)
     except ValueError:  # a null character; no other call below takes it either
         path = os.fspath(directory)
     mount = find_mount(path)

@@ -47,7 +47,7 @@ def examined(directories: Sequence[str | os.PathLike[str]], deadline_s: float = 
     before they have answered.
     """
     # Not realpath: a link that leads to a drive that hangs must not be followed here.
-    paths = list(dict.fromkeys(os.path.abspath(os.path.expanduser(directory)) for directory in directories))
+    paths = list(dict.fromkeys(os.path.abspath(directory) for directory in directories))
     groups: list[list[Check]] = [machine_checks(), compute_checks(), group_checks(), kernel_checks()]
     groups += [checks for checks in (drive_checks(paths), *map(directory_checks, paths)) if checks]
     findings = examine(groups, deadline_s)

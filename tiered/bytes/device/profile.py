@@ -122,7 +122,7 @@ def write_profile(directory: str | os.PathLike[str], profile: Profile) -> Path:
 
 def _places(directory: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield the directory, or what exists of it, and those above it up to the mount point."""
-    path = Path(os.path.realpath(os.path.expanduser(directory)))
+    path = Path(os.path.realpath(directory))
     device = None
     for place in (path, *path.parents):
         try:
