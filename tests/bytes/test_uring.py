@@ -360,6 +360,45 @@ def test_memory_is_registered_once_where_the_limit_allows_it(
     assert exit_code_of_child(check) == 0
 
 
+def test_of_two_threads_that_register_memory_one_is_refused(tmp_path: Path, buffer: Buffer) -> None:
+    class Late(UringDevice):
+        """Registers nothing before both threads have asked, or one waits for the other."""
+
+        asked = threading.Semaphore(0)
+        may_register = threading.Event()
+
+        def _wake(self) -> None:
+            super()._wake()
+            self.asked.release()
+
+        def _register(self, ring: Ring) -> None:
+            if self._to_register is not None:
+                self.may_register.wait(WAIT_S)
+            super()._register(ring)
+
+    device = Late(tmp_path, deadline_s=1)
+    answers: list[object] = []
+
+    def register() -> None:
+        try:
+            answers.append(device.register_memory(buffer.memory))
+        except DeviceError as error:
+            answers.append(error)
+        except UsageError as error:
+            answers.append(str(error))
+
+    threads = [threading.Thread(target=register) for _ in range(2)]
+    threads[0].start()
+    assert device.asked.acquire(timeout=WAIT_S)
+    threads[1].start()
+    device.asked.acquire(timeout=0.05)  # nobody asks while the first one waits
+    device.may_register.set()
+    for thread in threads:
+        thread.join()
+    assert set(map(str, answers)) == {"True", f"{tmp_path} has registered memory already"}
+    device.close()
+
+
 def test_a_bug_that_ends_the_thread_fails_what_is_queued(
     tmp_path: Path, buffer: Buffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

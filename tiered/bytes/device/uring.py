@@ -67,6 +67,7 @@ class UringDevice(FileDevice):
         self._wake_slot = 0  # the wake-up's: the last
         self._fixed: list[tuple[int, int]] = []  # registered memory: (address, end), each an index of the ring's
         self._to_register: tuple[list[tuple[int, int]], threading.Event] | None = None
+        self._register_lock = threading.Lock()  # one asks at a time
         self._registered_memory: memoryview | None = None
         self._is_waiting = False
         self._wake_lock = threading.Lock()  # guards the descriptor's life
@@ -90,18 +91,23 @@ class UringDevice(FileDevice):
         all works as before. Raises ClosedError, UsageError (a second call), DeadlineError (the thread does not answer).
         """
         self._check_open()
-        if self._fixed:
-            raise UsageError(f"{self.name} has registered memory already")
         start = _address(_pin(memory))
         end = start + len(memory)
         pieces = [(piece, min(piece + GiB, end)) for piece in range(start, end, GiB)]
         done = threading.Event()
-        self._to_register = (pieces, done)
-        self._registered_memory = memory  # lifetime: mapped until the ring has gone
-        self._wake()
-        if not done.wait(self.deadline_s):
-            raise DeadlineError(f"{self.name}: memory was not registered within {self.deadline_s:g} s; check the drive")
-        return bool(self._fixed)
+        with self._register_lock:
+            if self._registered_memory is not None:
+                raise UsageError(f"{self.name} has registered memory already")
+            self._registered_memory = memory  # lifetime: mapped until the ring has gone
+            self._to_register = (pieces, done)
+            self._wake()
+            if not done.wait(self.deadline_s):
+                raise DeadlineError(
+                    f"{self.name}: memory was not registered within {self.deadline_s:g} s; check the drive"
+                )
+            if not self._fixed:
+                self._registered_memory = None
+            return bool(self._fixed)
 
     def _register(self, ring: Ring) -> None:
         if self._to_register is None:
