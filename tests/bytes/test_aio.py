@@ -64,3 +64,24 @@ def test_a_forked_child_holds_nothing_of_the_loop(tmp_path: Path, buffer: Buffer
     assert exit_code_of_child(check) == 0
     assert move(device, "write", buffer) is None  # and the parent's loop still wakes up
     device.close()
+
+
+def test_nobody_wakes_a_loop_that_is_being_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = AiofilesDevice(tmp_path, num_threads=1)
+    close, wake = device._loop.close, device._loop.call_soon_threadsafe
+    waker = threading.Thread(target=device._wake)
+    woken: list[object] = []
+
+    def close_slowly() -> None:
+        waker.start()
+        waker.join(0.05)  # it waits, or has written to what is about to be closed
+        assert not woken
+        close()
+
+    monkeypatch.setattr(device._loop, "close", close_slowly)
+    monkeypatch.setattr(
+        device._loop, "call_soon_threadsafe", lambda action: woken.append(action) if waker.ident else wake(action)
+    )
+    device.close()
+    waker.join()
+    assert not woken

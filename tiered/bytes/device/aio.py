@@ -7,7 +7,6 @@ the page cache (1.2 GB/s where direct I/O gave 3.5; design.md, section 10).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
 import time
@@ -46,6 +45,7 @@ class AiofilesDevice(FileDevice):
         if num_threads < 1:
             raise ValueError(f"num_threads must be positive, got {num_threads}")
         self._num_threads = num_threads
+        self._end_lock = threading.Lock()  # guards the loop's end
         self._loop = asyncio.new_event_loop()
         self._has_work = asyncio.Event()  # the loop's thread alone uses it
         self._tasks: dict[asyncio.Task[None], InFlight] = {}
@@ -60,14 +60,16 @@ class AiofilesDevice(FileDevice):
         """Complete what is queued, then end the loop and close files; see FileDevice."""
         super().close()
         if self._pid == os.getpid():
-            self._loop.close()
+            with self._end_lock:
+                self._loop.close()
 
     def _make_threads(self) -> Sequence[threading.Thread]:
         return [threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), name="tiered-io-loop")]
 
     def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: closed already
-            self._loop.call_soon_threadsafe(self._has_work.set)
+        with self._end_lock:  # order: never into a descriptor that was closed, and may be another file's by now
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._has_work.set)
 
     def _running(self) -> Iterable[InFlight]:
         return list(self._tasks.values())
