@@ -161,6 +161,7 @@ def check_device(opener: Opener, arena: Arena) -> None:
         _check_statistics(device)
         _check_odd_sizes(device, arena)
         _check_resubmission(device, buffers[0])
+        _check_unusual_memory(device, buffers[0])
         device.flush()
         device.close()
         device.close()
@@ -277,6 +278,17 @@ def _check_odd_sizes(device: Device, arena: Arena) -> None:
         device.submit([batch.operation("read", memory, 256 * KiB + offset * device.alignment)])
         assert batch.wait(1)[0].error is None and bytes(memory) == content[:nbytes]
     arena.release(buffer)
+
+
+def _check_unusual_memory(device: Device, buffer: Buffer) -> None:
+    """No bytes at all, and memory that may only be read from."""
+    batch = Batch(device)
+    content = fill(buffer, 9)
+    operations = [batch.operation(verb, buffer.memory[:0], 0) for verb in ("read", "write")]
+    device.submit([*operations, batch.operation("write", buffer.memory.toreadonly(), 0)])
+    assert [operation.error for operation in batch.wait(3)] == [None] * 3
+    buffer.memory[:] = bytes(buffer.nbytes)
+    assert move(device, "read", buffer) is None and bytes(buffer.memory) == content
 
 
 def _check_concurrent_submitters(device: Device, arena: Arena) -> None:

@@ -14,12 +14,12 @@ import pytest
 from tests.bytes.faulty import Gate, faulty
 from tests.bytes.moving import WAIT_S, Batch, exit_code_of_child, fill, move
 from tests.seccomp import forbid
-from tiered.bytes.arena import Arena, Buffer
+from tiered.bytes.arena import Buffer
 from tiered.bytes.device import engines, ring, uring, uring_probe
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.device.engines import choose_engine, open_device
 from tiered.bytes.device.file_device import FileDevice
-from tiered.bytes.device.ring import READ_FIXED, WRITE_FIXED, Ring
+from tiered.bytes.device.ring import Ring
 from tiered.bytes.device.uring import UringDevice
 from tiered.bytes.device.uring_probe import probe_uring
 from tiered.errors import DeadlineError, DeviceError, UsageError
@@ -306,96 +306,25 @@ def test_blocks_go_two_at_a_time_so_that_the_kernel_makes_one_request_of_each(
         device.close()
 
 
-def test_registered_buffers_move_bytes(tmp_path: Path, buffer: Buffer) -> None:
-    import ctypes
-
-    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-    content = fill(buffer, 4)
-    ring_ = Ring(4)
-    ring_.register_files(1)
-    ring_.set_file(0, fd)
-    ring_.register_buffers([(buffer.address, buffer.nbytes)])
-    for opcode in (WRITE_FIXED, READ_FIXED):
-        ring_.prepare(opcode, 0, buffer.address, buffer.nbytes, 0, tag=7)
-        while not (completions := ring_.completions()):
-            ring_.enter(1)
-        assert [(tag, result) for tag, result, _ in completions] == [(7, buffer.nbytes)]
-        if opcode == WRITE_FIXED:
-            ctypes.memset(buffer.address, 0, buffer.nbytes)
-    ring_.close()
-    os.close(fd)
-    assert bytes(buffer.memory) == content
-
-
-def test_memory_is_registered_once_where_the_limit_allows_it(
-    tmp_path: Path, arena: Arena, buffer: Buffer, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("io_class", [IOClass.DEMAND, IOClass.PREFETCH])
+def test_what_is_too_long_for_one_submission_goes_in_several(
+    tmp_path: Path, buffer: Buffer, io_class: IOClass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = UringDevice(tmp_path)
-    device.grow(0, 1 * MiB)
-    other = arena.allocate_nowait(64 * KiB)
-    assert other is not None
-    assert device.register_memory(buffer.memory)
-    with pytest.raises(UsageError, match="already"):
-        device.register_memory(buffer.memory)
-    content = fill(buffer, 6)
-    for memory in (buffer, other):  # what is not registered works as well
-        assert move(device, "write", buffer) is None
-        memory.memory[:] = bytes(memory.nbytes)
-        assert move(device, "read", memory) is None and bytes(memory.memory) == content
-    device.close()
-    arena.release(other)
-
-    def check() -> None:
-        os.setresuid(65534, 65534, 65534)
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 * KiB, 64 * KiB))
-        device = UringDevice(tmp_path / "theirs")
-        with mmap.mmap(-1, 1 * MiB) as pages, memoryview(pages) as memory:
-            assert not device.register_memory(memory)
-            check_round_trip(device)
-
-    (tmp_path / "theirs").mkdir()
-    os.chown(tmp_path / "theirs", 65534, 65534)
-    for parent in [tmp_path, *tmp_path.parents][:-2]:
-        parent.chmod(parent.stat().st_mode | 0o011)
-    assert exit_code_of_child(check) == 0
-
-
-def test_of_two_threads_that_register_memory_one_is_refused(tmp_path: Path, buffer: Buffer) -> None:
-    class Late(UringDevice):
-        """Registers nothing before both threads have asked, or one waits for the other."""
-
-        asked = threading.Semaphore(0)
-        may_register = threading.Event()
-
-        def _wake(self) -> None:
-            super()._wake()
-            self.asked.release()
-
-        def _register(self, ring: Ring) -> None:
-            if self._to_register is not None:
-                self.may_register.wait(WAIT_S)
-            super()._register(ring)
-
-    device = Late(tmp_path, deadline_s=1)
-    answers: list[object] = []
-
-    def register() -> None:
-        try:
-            answers.append(device.register_memory(buffer.memory))
-        except DeviceError as error:
-            answers.append(error)
-        except UsageError as error:
-            answers.append(str(error))
-
-    threads = [threading.Thread(target=register) for _ in range(2)]
-    threads[0].start()
-    assert device.asked.acquire(timeout=WAIT_S)
-    threads[1].start()
-    device.asked.acquire(timeout=0.05)  # nobody asks while the first one waits
-    device.may_register.set()
-    for thread in threads:
-        thread.join()
-    assert set(map(str, answers)) == {"True", f"{tmp_path} has registered memory already"}
+    assert uring._MOST_NBYTES < 1 << 31  # what the kernel moves at once
+    monkeypatch.setattr(uring, "_MOST_NBYTES", 24 * KiB)
+    monkeypatch.setattr(uring, "_CHAINED_NBYTES", 64 * KiB)
+    content = fill(buffer, 7)
+    device = NotingUring(tmp_path)
+    device.grow(0, 4 * buffer.nbytes)
+    batch = Batch(device)
+    for verb in ("write", "read"):
+        device.noted.clear()
+        device.submit([batch.operation(verb, buffer.memory, i * buffer.nbytes, io_class=io_class) for i in range(4)])
+        assert [operation.error for operation in batch.wait(4)] == [None] * 4
+        assert sum(device.noted) >= 4 * 3
+        if verb == "write":
+            buffer.memory[:] = bytes(buffer.nbytes)
+    assert bytes(buffer.memory) == content
     device.close()
 
 

@@ -298,7 +298,7 @@ def _redo(files: dict[_File, bytearray], change: _Change, rng: random.Random | N
         _grow_image(files, key, change.new_size)
         return
     image = files.get(key, bytearray())
-    part_nbytes = len(change.after) if rng is None else tear_nbytes
+    part_nbytes = max(1, len(change.after)) if rng is None else tear_nbytes
     for start in range(0, len(change.after), part_nbytes):
         offset = change.offset + start
         if offset >= len(image):  # the growth that made room for it did not survive

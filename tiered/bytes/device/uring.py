@@ -19,6 +19,7 @@ from tiered.bytes.device.base import IOClass
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.files import DataFile, translate
 from tiered.bytes.device.in_flight import InFlight
+from tiered.bytes.device.pinning import address_of, pin
 from tiered.bytes.device.queue import CALM_NBYTES, IOQueue
 from tiered.bytes.device.ring import READ, READ_FIXED, WRITE, WRITE_FIXED, Ring
 from tiered.errors import DeadlineError, DeviceError, TieredError, UsageError
@@ -33,9 +34,9 @@ _WAKE = _NUM_SLOTS  # the tag of the read on the eventfd; above it, those of can
 _CANCEL = _NUM_SLOTS + 1
 _CHAINED_NBYTES = 32 * MiB  # from here on half a batch keeps a drive busy
 _APART_NBYTES = 128 * KiB  # from here on a request of its own is worth a system call
+_MOST_NBYTES = GiB  # of one submission, whose length has 32 bits; the rest follows
 _TICK_S = 1.0  # how long a wait lasts at most, so that what is overdue is seen
 _FIXED = {READ: READ_FIXED, WRITE: WRITE_FIXED}
-_pin, _address = ctypes.c_char.from_buffer, ctypes.addressof
 _log = logging.getLogger("tiered")
 
 
@@ -91,7 +92,7 @@ class UringDevice(FileDevice):
         all works as before. Raises ClosedError, UsageError (a second call), DeadlineError (the thread does not answer).
         """
         self._check_open()
-        start = _address(_pin(memory))
+        start = address_of(pin(memory))
         end = start + len(memory)
         pieces = [(piece, min(piece + GiB, end)) for piece in range(start, end, GiB)]
         done = threading.Event()
@@ -251,7 +252,7 @@ class UringDevice(FileDevice):
             return
         with self._lock:
             flights = self._queue.take_some(time.monotonic(), len(self._free_slots))
-        failed: list[InFlight] = []
+        ended: list[InFlight] = []
         nbytes = sum([flight.nbytes for flight in flights])
         if nbytes < _CHAINED_NBYTES:
             # More than two at once the kernel holds back, and makes one request of neighbours: the drive begins later,
@@ -260,35 +261,40 @@ class UringDevice(FileDevice):
             for number, flight in enumerate(flights):
                 if are_apart and number and number % 2 == 0:
                     ring.enter_briefly()
-                self._begin(ring, flight, failed)
+                self._begin(ring, flight, ended)
         else:
             for flight, follower in _chains(flights):
-                has_begun = self._begin(ring, flight, failed)
-                if follower is not None and self._begin(ring, follower, failed) and has_begun:
+                has_begun = self._begin(ring, flight, ended)
+                if follower is not None and self._begin(ring, follower, ended) and has_begun:
                     ring.link()
-        self._finish(failed)
+        self._finish(ended)
 
-    def _begin(self, ring: Ring, flight: InFlight, failed: list[InFlight]) -> bool:
-        """Give ``flight`` a slot and prepare it; whether that went well, else it is in ``failed``."""
+    def _begin(self, ring: Ring, flight: InFlight, ended: list[InFlight]) -> bool:
+        """Give ``flight`` a slot and prepare it; whether it is on its way, else it is in ``ended``."""
         slot = self._free_slots[-1]
         if not self._prepare(ring, slot, flight):
-            failed.append(flight)
+            ended.append(flight)
             return False
         self._slots[self._free_slots.pop()] = flight
         return True
 
     def _prepare(self, ring: Ring, slot: int, flight: InFlight) -> bool:
-        """Write the submission of what is left of ``flight``; False when its operation has failed instead."""
+        """Write the submission of what is left of ``flight``; False when its operation has ended instead.
+
+        That is when it has failed, or has no bytes to move.
+        """
         operation, nbytes = flight.operation, flight.nbytes
         offset = operation.offset
         try:
             file_slot, file = self._file_slots.get(operation.file) or self._register_file(ring, flight)
             if not 0 <= offset <= file.nbytes - nbytes:
                 raise self._beyond_end(flight)
+            if not nbytes:
+                return False
             pinned = flight.pinned
             if pinned is None:
-                pinned = flight.pinned = _pin(operation.memory)
-            address = _address(pinned)
+                pinned = flight.pinned = pin(operation.memory, is_read_only=operation.is_write)
+            address = address_of(pinned)
             opcode, index = READ, 0
             if operation.is_write:
                 opcode = WRITE
@@ -302,7 +308,7 @@ class UringDevice(FileDevice):
                 nbytes -= moved
                 if operation.is_write:
                     nbytes = min(nbytes, self._queue.most_nbytes(flight, time.monotonic()))
-            ring.prepare(opcode, file_slot, address, nbytes, offset, slot, index)
+            ring.prepare(opcode, file_slot, address, min(nbytes, _MOST_NBYTES), offset, slot, index)
         except TieredError as error:
             operation.error = error
         except Exception as error:  # a bug of the submitter, such as released memory: its error, not our end

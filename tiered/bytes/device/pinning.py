@@ -1,0 +1,36 @@
+"""Memory held at its address while the kernel has that: what an engine gives it instead of a Python object."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["address_of", "pin"]
+
+address_of = ctypes.addressof
+"""The address of what ``pin`` returned."""
+
+
+class _ReadOnly(ctypes.c_char):
+    """The first byte of memory that nobody may write to, which ctypes takes by its address alone."""
+
+    array: npt.NDArray[np.uint8]  # lifetime: holds the memory
+
+
+def pin(memory: memoryview, *, is_read_only: bool = False) -> ctypes.c_char:
+    """Return what stands at the address of ``memory`` and keeps that mapped for as long as it lives.
+
+    Raises TypeError for memory that may not be written to, unless ``is_read_only`` says that nobody will, and
+    ValueError for memory that was released or has no bytes.
+    """
+    try:
+        return ctypes.c_char.from_buffer(memory)
+    except TypeError:
+        if not is_read_only:
+            raise
+    array = np.frombuffer(memory, dtype=np.uint8)
+    pinned = _ReadOnly.from_address(array.ctypes.data)
+    pinned.array = array
+    return pinned
