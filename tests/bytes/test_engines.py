@@ -210,6 +210,22 @@ def test_direct_io_can_be_insisted_on_and_done_without(tmp_path: Path, caplog: p
     assert threading.active_count() == num_threads
 
 
+def test_without_threads_left_the_error_says_what_to_raise(
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, num_threads = threading.Thread.start, threading.active_count()
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name in ("tiered-io-1", "tiered-io-loop", "tiered-io-ring"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(DeviceError, match=r"can't start new thread; .*ulimit -u"):
+        ENGINES[engine](tmp_path)
+    assert threading.active_count() == num_threads
+
+
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match=r"cannot open the directory .*absent"):
         ThreadsDevice(tmp_path / "absent")

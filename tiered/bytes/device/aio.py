@@ -64,7 +64,7 @@ class AiofilesDevice(FileDevice):
                 self._loop.close()
 
     def _make_threads(self) -> Sequence[threading.Thread]:
-        return [threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), name="tiered-io-loop")]
+        return [threading.Thread(target=self._run, name="tiered-io-loop")]
 
     def _wake(self) -> None:
         with self._end_lock:  # order: never into a descriptor that was closed, and may be another file's by now
@@ -80,6 +80,9 @@ class AiofilesDevice(FileDevice):
             part = getattr(owner, name, None)  # the loop's own close would write to what the parent reads
             if part is not None:
                 part.close()
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
 
     async def _serve(self) -> None:
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="tiered-io") as executor:

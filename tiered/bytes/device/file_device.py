@@ -66,7 +66,7 @@ class FileDevice(Device):
         try:
             self._threads = self._make_threads()
             for thread in self._threads:
-                thread.start()
+                self._start(thread)
             self._wait_until_ready()
         except BaseException:
             self.close()
@@ -309,6 +309,15 @@ class FileDevice(Device):
                 probe.refusal,
             )
         return probe
+
+    def _start(self, thread: threading.Thread) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise DeviceError(
+                f"cannot start an I/O thread for {self.name}: {error}; raise the limit on processes (ulimit -u, or the "
+                f"pids limit of the control group), or end some"
+            ) from error
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
