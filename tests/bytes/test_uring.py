@@ -222,6 +222,40 @@ def test_an_overdue_operation_is_reported_once_and_keeps_its_memory(
         assert batch.wait(1)[0].error is None and bytes(buffer.memory) == content
 
 
+def test_no_more_is_cancelled_in_a_turn_than_the_ring_has_room_for(
+    tmp_path: Path, buffer: Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Narrow:
+        """A ring that only cancels."""
+
+        def __init__(self) -> None:
+            self.num_free = 0
+            self.cancelled: list[int] = []
+
+        def prepare_cancel(self, target: int, tag: int) -> None:
+            self.num_free -= 1
+            self.cancelled.append(target)
+
+    monkeypatch.setattr(uring, "_TICK_S", WAIT_S)  # the thread's own look comes too late
+    narrow = Narrow()
+    with faulty(tmp_path, "uring") as device:
+        gate = device.fault = Gate()
+        batch = Batch(device)
+        device.submit([batch.operation("read", buffer.memory, 0, io_class=IOClass.PREFETCH) for _ in range(5)])
+        while len(list(device._running())) < 5:
+            pass
+        device.deadline_s = -1.0
+        cancelled = []
+        for _ in range(4):
+            narrow.num_free = len(device._free_slots) + 1 + 2  # what the next turn may prepare, and two more
+            device._look_for_overdue(narrow)  # type: ignore[arg-type]
+            cancelled.append(len(narrow.cancelled))
+        device.deadline_s = WAIT_S
+        gate.opened.set()
+        batch.wait(5)
+    assert cancelled == [2, 4, 5, 5] and len(set(narrow.cancelled)) == 5
+
+
 def test_what_the_kernel_cancelled_is_a_deadline_error(tmp_path: Path, buffer: Buffer) -> None:
     with faulty(tmp_path, "uring", deadline_s=0.05) as device:
 

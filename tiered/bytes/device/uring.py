@@ -371,6 +371,8 @@ class UringDevice(FileDevice):
         """Report each operation that the drive has had for ``deadline_s``, once, and try to cancel it."""
         now = time.monotonic()
         for slot, flight in enumerate(self._slots):
+            if ring.num_free <= len(self._free_slots) + 1:
+                return  # order: room is left for what the next turn may prepare; the others are reported then
             if flight is not None and not flight.is_slow and now - flight.start > self.deadline_s:
                 flight.is_slow = True
                 _log.warning(
