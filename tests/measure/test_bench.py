@@ -17,11 +17,10 @@ import pytest
 from tests.bytes.moving import exit_code_of_child
 from tiered.bytes.device.profile import PROFILE_NAME, load_profile
 from tiered.cli import main
-from tiered.doctor.card import machine_card
-from tiered.doctor.mount import find_mount
+from tiered.doctor.card import directory_card, machine_card
 from tiered.errors import UsageError
-from tiered.measure.cold import ColdProof, forget, resident_pages
-from tiered.measure.command import BenchRequest, _finish, _terminated, bench
+from tiered.measure.command import BenchRequest, _finish, _terminated, bench, confirm_writes
+from tiered.measure.display import BenchDisplay
 from tiered.measure.report import DirectoryReport, Report
 from tiered.measure.settings import FULL, QUICK, Settings
 from tiered.measure.sustained import read_smart
@@ -128,7 +127,9 @@ class TestReport:
         monkeypatch.setenv("PATH", str(tmp_path))
         json_file = tmp_path / "bench.json"
         assert bench(BenchRequest((tmp_path,), engine="threads", yes=True, json_file=json_file), FEW) == 0
-        assert "does not work: fio did not report: out of order" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "does not work: fio did not report: out of order" in said
+        assert said.splitlines()[-1].endswith("fio did not work, so there is no reference")
         assert {row["ratio_to_fio"] for row in json.loads(json_file.read_text())["results"]} == {None}
 
     def test_other_engines_are_tried_at_the_best_settings(
@@ -246,9 +247,6 @@ class TestRefusals:
     def test_on_a_terminal_it_asks(
         self, answer: str, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from tiered.doctor.card import directory_card
-        from tiered.measure.command import confirm_writes
-
         asked: list[str] = []
         monkeypatch.setattr("sys.stdin.isatty", lambda: True)
         monkeypatch.setattr("sys.stdout.isatty", lambda: True)
@@ -263,6 +261,16 @@ class TestRefusals:
                 confirm_writes([card], 11 * GiB, GiB, yes=False)
         assert "up to 11.0 GiB" in asked[0]
         assert "100.0 GiB free" in asked[0]
+
+    @pytest.mark.parametrize("stream", ["stdin", "stdout"])
+    def test_a_closed_stream_is_no_terminal(self, stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        monkeypatch.setattr(f"sys.{stream}", None)
+        with pytest.raises(UsageError, match="no terminal to ask on: add --yes"):
+            confirm_writes([directory_card(tmp_path)], 1 << 60, GiB, yes=False)
+        with BenchDisplay() as display:
+            display.line("measured")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -335,40 +343,6 @@ class TestSettings:
         assert FULL.fitted(576 * MiB).tensor_nbytes == FULL.tensor_nbytes  # 64 MiB of file, twice 256 MiB
         assert FULL.fitted(576 * MiB - 1).tensor_nbytes == FULL.tensor_nbytes[:-1]
         assert FULL.fitted(100 * MiB).tensor_nbytes == ()
-
-
-class TestCold:
-    def proof(self, **changes: object) -> ColdProof:
-        given: dict[str, object] = dict(
-            is_direct=True, nbytes=10**9, num_pages=10, num_resident_pages=0, process_nbytes=10**9, disk_nbytes=10**9
-        )
-        return ColdProof(**{**given, **changes})  # type: ignore[arg-type]
-
-    @pytest.mark.parametrize(
-        ("changes", "is_cold"),
-        [
-            ({}, True),
-            ({"disk_nbytes": None}, True),
-            ({"disk_nbytes": 2 * 10**9}, True),  # others read too
-            ({"process_nbytes": None, "disk_nbytes": None}, False),
-            ({"process_nbytes": 9 * 10**8}, False),
-            ({"disk_nbytes": 0}, False),
-            ({"num_resident_pages": 1}, False),
-            ({"is_direct": False, "num_resident_pages": 10}, True),  # what was read stays there
-            ({"is_direct": False, "num_resident_pages": 10, "process_nbytes": 0}, False),
-        ],
-    )
-    def test_what_counts_as_proof(self, changes: dict[str, object], is_cold: bool) -> None:
-        assert self.proof(**changes).is_cold is is_cold
-
-    def test_resident_pages_are_seen(self, tmp_path: Path) -> None:
-        file = tmp_path / "file"
-        file.write_bytes(bytes(8 * 4096))
-        assert resident_pages(str(file), 8 * 4096) == 8
-        forget(str(file))
-        mount = find_mount(tmp_path)
-        is_memory = mount is not None and mount.kind == "memory"  # where the page cache is all there is
-        assert resident_pages(str(file), 8 * 4096) == (8 if is_memory else 0)
 
 
 class TestSmart:

@@ -117,6 +117,11 @@ class TestVerdict:
     def test_what_is_said_of_fio_and_settings(self, changes: dict[str, object], says: str) -> None:
         assert says in verdict_of([best(**changes)])
 
+    def test_a_fio_without_figures_is_not_called_missing(self) -> None:
+        unknown = best(read_ratio_to_fio=None, write_ratio_to_fio=None)
+        assert verdict_of([unknown]).endswith("fio is not installed, so there is no reference")
+        assert verdict_of([unknown], has_fio=True).endswith("fio did not work, so there is no reference")
+
     def test_several_drives(self) -> None:
         together = [Figured("read", MiB, 16, 7.0), Figured("write", MiB, 16, 12.0)]
         found = verdict_of([best(), best(block_bytes=MiB)], together)

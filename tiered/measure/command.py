@@ -117,7 +117,7 @@ def confirm_writes(directories: Sequence[DirectoryCard], nbytes: int, file_nbyte
     what = (
         f"this writes up to {format_bytes(nbytes)} to {where}: one file of {format_bytes(file_nbytes)} again and again"
     )
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout)):  # None: closed
         raise UsageError(f"{what}; there is no terminal to ask on: add --yes")
     if input(f"{what}. Go on? [y/N] ").strip().lower() not in ("y", "yes"):
         raise UsageError("nothing was written")
@@ -125,7 +125,7 @@ def confirm_writes(directories: Sequence[DirectoryCard], nbytes: int, file_nbyte
 
 def _finish(report: Report, request: BenchRequest, plot: Callable[[Report, Path], None] | None) -> None:
     bests = [one.best for one in report.directories if one.best is not None]
-    report.verdict = verdict_of(bests, report.together)
+    report.verdict = verdict_of(bests, report.together, has_fio=shutil.which("fio") is not None)
     with ExitStack() as steps:  # the last one first, and each whatever becomes of those before: minutes are in them
         steps.callback(print, f"\n{report.verdict}")
         for one in reversed(report.directories):

@@ -24,7 +24,7 @@ class BenchDisplay:
             TimeElapsedColumn(),
             console=self._console,
             transient=True,
-            disable=not (sys.stdout.isatty() if is_live is None else is_live),
+            disable=not (_is_terminal() if is_live is None else is_live),
             auto_refresh=False,  # a thread that draws would be measured too
         )
         self._task = self._progress.add_task("", total=1.0)
@@ -49,3 +49,7 @@ class BenchDisplay:
         """Show ``text`` as what is being measured, with the share ``done`` of all of it."""
         self._progress.update(self._task, description=text, completed=done)
         self._progress.refresh()
+
+
+def _is_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()

@@ -109,8 +109,11 @@ def step_seconds(num_params: float, read_gb_per_s: float, write_gb_per_s: float,
     return max(r, w) + (1 - (duplex or 0.0)) * min(r, w)
 
 
-def verdict_of(bests: Sequence[Best], together: Sequence[Figure] = ()) -> str:
-    """Return one line for people about all drives; ``together`` has a read and a write of all at once, if measured."""
+def verdict_of(bests: Sequence[Best], together: Sequence[Figure] = (), *, has_fio: bool = False) -> str:
+    """Return one line for people about all drives; ``together`` has a read and a write of all at once, if measured.
+
+    ``has_fio`` says that fio is there, for bests without a ratio to it.
+    """
     read = max((one.gb_per_s for one in together if one.op == "read"), default=bests[0].read_gb_per_s)
     write = max((one.gb_per_s for one in together if one.op == "write"), default=bests[0].write_gb_per_s)
     known = [best.duplex for best in bests if best.duplex is not None]
@@ -118,7 +121,7 @@ def verdict_of(bests: Sequence[Best], together: Sequence[Figure] = ()) -> str:
     drives = "this drive" if len(bests) == 1 else f"these {len(bests)} drives"
     return (
         f"read {read:.1f} GB/s, write {write:.1f} GB/s with {_settings(bests)}: swapping 1 B parameters in and out of "
-        f"{drives} takes {seconds:.1f} s a step; {_beside_fio(bests)}"
+        f"{drives} takes {seconds:.1f} s a step; {_beside_fio(bests, has_fio=has_fio)}"
     )
 
 
@@ -142,12 +145,12 @@ def _key(best: Best) -> tuple[int, int, int]:
     return best.block_bytes, best.read_depth, best.write_depth
 
 
-def _beside_fio(bests: Sequence[Best]) -> str:
+def _beside_fio(bests: Sequence[Best], *, has_fio: bool) -> str:
     said = []
     for verb in ("read", "write"):
         ratios = [ratio for best in bests if (ratio := getattr(best, f"{verb}_ratio_to_fio")) is not None]
         if not ratios:
-            return "fio is not installed, so there is no reference"
+            return f"fio {'did not work' if has_fio else 'is not installed'}, so there is no reference"
         difference = 1 / statistics.median(ratios) - 1  # fio beside us
         if abs(difference) <= _THE_SAME:
             said.append("the same")
