@@ -13,8 +13,8 @@ from tiered.doctor.directory import directory_checks, drive_checks
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import Check
 from tiered.doctor.machine import machine_checks
-from tiered.doctor.output_file import check_writable
 from tiered.doctor.report import Report
+from tiered.train.report_file import check_writable
 
 __all__ = ["doctor", "examined"]
 
@@ -28,7 +28,7 @@ def doctor(directories: Sequence[Path], json_file: str | None = None) -> int:
     be written.
     """
     if json_file not in (None, "-"):
-        check_writable(Path(str(json_file)).absolute())
+        check_writable(Path(str(json_file)))
     report = examined(directories)
     text = f"{json.dumps(report.as_json(), indent=1)}\n"
     if json_file == "-":

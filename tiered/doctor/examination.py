@@ -130,7 +130,7 @@ class _Examination:
 
 
 def _pipe_above_streams() -> tuple[int, int]:
-    """Return a pipe's two ends; none is a standard stream, which a child puts elsewhere, even where those are closed."""
+    """Return a pipe's two ends; none is a standard stream, closed ones included: a child puts those elsewhere."""
     ends = os.pipe()
     moved: list[int] = []
     try:

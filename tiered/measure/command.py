@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from pathlib import Path
 
 from tiered.bytes.device.profile import write_profile
 from tiered.doctor.card import DirectoryCard, machine_card
-from tiered.doctor.output_file import check_writable
 from tiered.errors import TieredError, UsageError
 from tiered.measure.display import BenchDisplay
 from tiered.measure.report import DirectoryReport, Report
@@ -23,6 +21,8 @@ from tiered.measure.suite import Suite, profile_of
 from tiered.measure.together import measure_together
 from tiered.measure.verdict import verdict_of
 from tiered.train.interruption import INTERRUPTED, Interruption
+from tiered.train.question import confirm
+from tiered.train.report_file import check_writable
 from tiered.units import format_bytes
 
 __all__ = ["BenchRequest", "bench", "confirm_writes"]
@@ -51,9 +51,7 @@ class BenchRequest:
         for directory in self.directories:
             if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
                 raise UsageError(f"cannot measure in {directory}: it is no directory, or not yours to write; create it")
-        for file in (self.json_file, self.plot_file):
-            if file is not None:
-                check_writable(file)
+        check_writable(self.json_file, self.plot_file)
 
 
 class _Stopped(Exception):
@@ -111,16 +109,18 @@ def bench(request: BenchRequest, settings: Settings | None = None) -> int:
 def confirm_writes(directories: Sequence[DirectoryCard], nbytes: int, file_nbytes: int, *, yes: bool) -> None:
     """Return if at most a tenth of the free space will be written, or the user agrees. Raises UsageError."""
     asked = [one for one in directories if nbytes > (one.free_nbytes or 0) / 10]
-    if not asked or yes:
+    if not asked:
         return
     where = " and ".join(f"{one.path} ({format_bytes(one.free_nbytes or 0)} free)" for one in asked)
     what = (
         f"this writes up to {format_bytes(nbytes)} to {where}: one file of {format_bytes(file_nbytes)} again and again"
     )
-    if not all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout)):  # None: closed
-        raise UsageError(f"{what}; there is no terminal to ask on: add --yes")
-    if input(f"{what}. Go on? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise UsageError("nothing was written")
+    confirm(
+        f"{what}. Go on?",
+        unasked=f"{what}; there is no terminal to ask on: add --yes",
+        declined="nothing was written",
+        yes=yes,
+    )
 
 
 def _finish(report: Report, request: BenchRequest, plot: Callable[[Report, Path], None] | None) -> None:

@@ -16,7 +16,7 @@ def confirm(question: str, *, unasked: str, declined: str, yes: bool) -> None:
     """
     if yes:
         return
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout)):  # None: closed
         raise UsageError(unasked)
     if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
         raise UsageError(declined)
