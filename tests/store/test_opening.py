@@ -238,7 +238,7 @@ def test_opening_and_closing_two_hundred_times_leaves_nothing(quick_path: Path, 
 
 
 def test_the_files_leave_the_catalog_room_to_commit_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system of 40 MiB: what fits is committed, what does not is refused, and its deletion is committed too."""
+    """On a file system of 40 MiB what fits is committed, what does not is refused, and a deletion is committed too."""
     capacity = 40 * MiB
     monkeypatch.setattr(
         DataFiles, "free_bytes", lambda self: capacity - sum(max(0, nbytes) for nbytes in self.sizes().values())
@@ -250,5 +250,8 @@ def test_the_files_leave_the_catalog_room_to_commit_with(tmp_path: Path, monkeyp
                 store.commit()
         assert number == 16  # 32 MiB are there, 8 are the catalog's
         assert sum(path.stat().st_size for path in tmp_path.glob("data-*")) <= capacity - opening.CATALOG_NBYTES
+        store.rollback()  # what found no room is dirty, and a commit frees nothing before it is durable
         del store["key 0"]
+        store.commit()
+        store["another"] = torch.ones(2 * MiB, dtype=torch.uint8)
         store.commit()

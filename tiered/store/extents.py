@@ -175,8 +175,8 @@ class ExtentAllocator:
 
         A file grows by what is needed, but at least by 64 MiB and by an eighth of its length, or by a quarter of the
         device's room where that is less; named files end at ``max_file_nbytes`` and the next number follows. ``room``
-        says how many bytes each device can still give: steps stay within it, and what one device lacks the others take. Raises CapacityError when all rooms together
-        are short.
+        says how many bytes each device can still give: steps stay within it, and what one device lacks the others take.
+        Raises CapacityError when all rooms together are short.
         """
         spaces = self._scratch if scratch else self._named
         needed = round_up(nbytes, self.alignment)
