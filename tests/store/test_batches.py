@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.store.rig import WAIT_S, GatedDevice, assert_holds, numbers, simulated_store
-from tiered.bytes.device.base import Operation
+from tiered.bytes.device.base import Device, Operation
+from tiered.bytes.device.faults import Fault, FaultsDevice
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CorruptionError, DeviceError, LeaseError
 from tiered.store.store import Store
@@ -189,6 +190,45 @@ def test_a_failed_batch_is_put_nowhere_and_its_extents_are_not_used_again(disk: 
         store.put_many(more)
         found = store.get_many(more)
         assert all(torch.equal(found[name], value) for name, value in more.items())
+
+
+def test_nothing_behind_a_batch_that_fails_is_put(disk: SimulatedDisk) -> None:
+    faults: list[FaultsDevice] = []
+
+    def wrap(device: Device) -> FaultsDevice:
+        faults.append(FaultsDevice(device))
+        return faults[-1]
+
+    with simulated_store(disk, budget_nbytes=8 * MiB, wrap=wrap) as store:
+        store.put_many((f"dirty {i}", numbers(32 * KiB, i)) for i in range(32))  # so much that others go straight
+        faults[0].inject(Fault("write"))
+        values = {f"small {i}": numbers(32 * KiB, i) for i in range(40)}
+        with pytest.raises(DeviceError, match="injected"):
+            store.put_many(values | {"large": numbers(1 * MiB), "inline": numbers(100)})
+        assert "small 39" not in store
+        assert "large" not in store
+        assert "inline" not in store
+
+
+def test_a_put_between_batches_waits_for_room_with_none_in_its_hands(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads that each kept buffers while they waited for one would wait for each other."""
+    batches = store._values._put_batches
+    put, kept = batches._put, []
+
+    def watched(key: str, value: torch.Tensor) -> None:
+        statistics = store.working_set.statistics()
+        kept.append(statistics.arena_bytes - statistics.resident_bytes)
+        put(key, value)
+
+    store.put_many({f"before {i}": numbers(32 * KiB, i) for i in range(8)})
+    monkeypatch.setattr(batches, "_put", watched)
+    values = {f"{size} {i}": numbers(size, i) for i in range(4) for size in (4096, 72 * KiB)}
+    store.put_many(values)
+    assert len(kept) >= 4 and not any(kept)
+    assert store.working_set.statistics().swaps.streamed_out_bytes > 0
+    assert all(torch.equal(store[name], value) for name, value in values.items())
 
 
 def test_damage_in_a_batch_is_named_and_the_rest_unharmed(tmp_path: Path) -> None:

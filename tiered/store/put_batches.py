@@ -65,18 +65,14 @@ class PutBatches:
 
         def jobs() -> Iterator[_PutBatch]:
             while source.value is not None:
-                if self._goes_straight(source):
-                    batches[:] = [batch for batch in batches if batch.rows]
+                batches[:] = [batch for batch in batches if batch.rows]
+                if self._is_small(source) and (batches or not self._has_room(source)):
                     batches.append(_PutBatch(self._working_set, source))
                     yield batches[-1]
                     continue
-                if any(source.key in batch.keys for batch in batches):
-                    window.drain()
-                try:
-                    self._put(source.key, source.value)
-                except BaseException:
-                    window.drain()
-                    raise
+                # Order: all before it are put first; and whoever waits for DRAM must not have any of it.
+                window.drain()
+                self._put(source.key, source.value)
                 source.advance()
 
         def give_back() -> None:
@@ -92,13 +88,16 @@ class PutBatches:
         if source.error is not None:
             raise source.error
 
-    def _goes_straight(self, source: Source) -> bool:
-        """Whether the value in hand is small, and would be written soon because so much else is dirty."""
+    def _is_small(self, source: Source) -> bool:
+        """Whether the value in hand may be part of a batch."""
         assert source.value is not None
+        return source.value.is_cpu and is_small(self._working_set, source.spec.nbytes)
+
+    def _has_room(self, source: Source) -> bool:
+        """Whether so little else is dirty that the value in hand would not be written soon."""
         working_set = self._working_set
         dirty_bytes = working_set.residents.dirty_bytes + working_set.room.write_back.writing_bytes
-        has_room = dirty_bytes + source.spec.nbytes <= working_set.budget_bytes // 8
-        return not has_room and source.value.is_cpu and is_small(working_set, source.spec.nbytes)
+        return dirty_bytes + source.spec.nbytes <= working_set.budget_bytes // 8
 
 
 class _PutBatch:
