@@ -120,6 +120,24 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "set_": lambda view: view.set_(torch.ones(3)),
     "map_": lambda view: view.map_(torch.ones(2000), lambda a, b: a + b),
     "as_subclass": lambda view: view.as_subclass(torch.Tensor).zero_(),
+    "relu": lambda view: torch.nn.functional.relu(view, inplace=True),
+    "ReLU": lambda view: torch.nn.ReLU(inplace=True)(view),
+    "dropout": lambda view: torch.nn.functional.dropout(view, 0.5, True, True),
+    "embedding": lambda view: torch.nn.functional.embedding(torch.tensor([0]), view.view(-1, 10), max_norm=0.1),
+    "running mean": lambda view: torch.nn.functional.batch_norm(
+        torch.ones(2, 2000), view, torch.ones(2000), training=True
+    ),
+    "running variance": lambda view: torch.batch_norm(
+        torch.ones(2, 2000), None, None, torch.ones(2000), view, True, 0.1, 1e-5, False
+    ),
+    "instance norm": lambda view: torch.nn.functional.instance_norm(torch.ones(2, 2000, 3), view, torch.ones(2000)),
+    "overload": lambda view: torch.ops.aten.add_.Tensor(view, torch.ones(2000)),
+    "overload with out": lambda view: torch.ops.aten.add.out(torch.ones(2000), torch.ones(2000), out=view),
+    "operator": lambda view: torch.ops.aten.add_(view, torch.ones(2000)),
+    "storage": lambda view: view.untyped_storage().fill_(1),
+    "storage setitem": lambda view: view[1:].untyped_storage().__setitem__(0, 1),
+    "typed storage": lambda view: view.storage().fill_(1),
+    "module_load": lambda view: view.module_load(torch.ones(2000)),
     "requires_grad": lambda view: view.requires_grad_(),
     "dlpack": lambda view: torch.from_dlpack(view),
 }
@@ -154,5 +172,24 @@ def test_a_view_for_reading_can_be_used_like_any_tensor(two_tiers: Store) -> Non
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
         assert np.array_equal(np.asarray(view), value.numpy())
+        x = torch.randn(3, 50)
+        expected = torch.nn.functional.batch_norm(x, value[0], value[1].exp(), value[2], training=False)
+        assert torch.equal(torch.nn.functional.batch_norm(x, view[0], view[1].exp(), view[2], training=False), expected)
+        mean, variance = torch.zeros(50), torch.ones(50)
+        torch.nn.functional.batch_norm(x, mean, variance, view[2], view[3], training=True)
+        assert mean.any()
+        assert torch.equal(torch.nn.functional.relu(view), value.relu())
+        assert torch.equal(torch.nn.functional.embedding(torch.tensor([3]), view)[0], value[3])
+        assert view.untyped_storage().data_ptr() == view[3:].untyped_storage().data_ptr() == view.data_ptr()
         assert "ReadOnlyView" in repr(view) or "tensor" in repr(view)
         del array, y, x
+
+
+def test_a_view_for_reading_is_no_place_to_get_another_tensor_into(two_tiers: Store) -> None:
+    two_tiers["a"] = torch.zeros(2000)
+    two_tiers["b"] = torch.ones(2000)
+    with two_tiers.lease("a") as view:
+        with pytest.raises(UsageError, match=r"get\('b'\): out is a view of a lease for reading"):
+            two_tiers.get("b", out=view)
+    gc.collect()
+    assert torch.equal(two_tiers["a"], torch.zeros(2000))

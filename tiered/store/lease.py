@@ -14,6 +14,7 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.errors import LeaseError, UsageError
 from tiered.store.entry import Alias, Spec
+from tiered.store.write_targets import flat_values, name_of, write_targets
 
 if TYPE_CHECKING:
     from tiered.store.working_set import WorkingSet
@@ -135,9 +136,9 @@ class EndedView(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        ended = next((arg for arg in _flatten((args, kwargs)) if isinstance(arg, EndedView)), None)
+        ended = next((arg for arg in flat_values((args, kwargs)) if isinstance(arg, EndedView)), None)
         key = "a key" if ended is None else repr(ended.__dict__.get("tiered_key", ""))
-        raise UsageError(f"{_name_of(func)} on a view whose lease of {key} has ended; lease it again")
+        raise UsageError(f"{name_of(func)} on a view whose lease of {key} has ended; lease it again")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"EndedView({self.__dict__.get('tiered_key', '')!r})"
@@ -153,24 +154,28 @@ class ReadOnlyView(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = _name_of(func)
-        target = next((arg for arg in _targets(func, name, args, kwargs) if isinstance(arg, ReadOnlyView)), None)
+        name = name_of(func)
+        target = next((arg for arg in write_targets(func, args, kwargs) if isinstance(arg, ReadOnlyView)), None)
         if target is not None:
             raise UsageError(
                 f"{name} would write to {target.__dict__.get('tiered_key', '')!r} through a lease for reading; "
                 'lease it with mode="rw", or clone() the view'
             )
-        views = [arg for arg in _flatten((args, kwargs)) if isinstance(arg, ReadOnlyView)]
+        views = [arg for arg in flat_values((args, kwargs)) if isinstance(arg, ReadOnlyView)]
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if name in {"numpy", "__array__"}:
                 result.flags.writeable = False
                 return result
+            if isinstance(result, torch.UntypedStorage):  # autograd's hooks know tensors by it
+                result.__class__ = _ReadOnlyStorage
+                result.__dict__["tiered_key"] = views[0].__dict__.get("tiered_key", "")
+                return result
             return _guard(result, views)
 
 
 def _refused(name: str) -> Callable[..., Any]:
-    def refuse(view: ReadOnlyView, *args: Any, **kwargs: Any) -> Any:
+    def refuse(view: Any, *args: Any, **kwargs: Any) -> Any:
         raise UsageError(
             f"{name} on a view of {view.__dict__.get('tiered_key', '')!r} through a lease for reading; lease it with "
             'mode="rw", or clone() the view'
@@ -181,6 +186,16 @@ def _refused(name: str) -> Callable[..., Any]:
 
 for _name in ("as_subclass", "map2_", "map_", "set_"):  # torch does not dispatch these
     setattr(ReadOnlyView, _name, _refused(_name))
+
+
+class _ReadOnlyStorage(torch.UntypedStorage):
+    """The storage of a view for reading: to be looked at and compared."""
+
+    tiered_key: str
+
+
+for _name in ("__setitem__", "byteswap", "copy_", "fill_", "resize_", "share_memory_"):
+    setattr(_ReadOnlyStorage, _name, _refused(f"storage.{_name}"))
 
 
 def _guard(result: Any, views: list[ReadOnlyView]) -> Any:
@@ -200,38 +215,3 @@ def _guard(result: Any, views: list[ReadOnlyView]) -> Any:
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-_ALWAYS_WRITES = {"__setitem__", "__dlpack__", "__delitem__"}
-_FIRST_ONLY = ("__i",)
-_NO_WRITES = {"__index__", "__int__", "__invert__", "__init__", "__init_subclass__"}
-
-
-def _targets(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return what ``func`` would write to."""
-    targets = list(_flatten((kwargs.get("out"),)))
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    if func in _SETTERS or name in _ALWAYS_WRITES or (name.startswith(_FIRST_ONLY) and name not in _NO_WRITES):
-        is_in_place = True
-    if is_in_place and name.startswith(("_fused_", "_foreach_")):
-        targets += _flatten(args)
-    elif is_in_place:
-        targets += _flatten(args[:1] or tuple(kwargs.values())[:1])
-    return targets
-
-
-_SETTERS = {torch.Tensor.data.__set__, torch.Tensor.real.__set__, torch.Tensor.imag.__set__}  # type: ignore[attr-defined]
-
-
-def _flatten(values: Any) -> list[Any]:
-    """Return the leaves of nested lists, tuples and dicts."""
-    if isinstance(values, dict):
-        values = values.values()
-    leaves: list[Any] = []
-    for value in values:
-        leaves += _flatten(value) if isinstance(value, list | tuple | dict) else [value]
-    return leaves
-
-
-def _name_of(func: Callable[..., Any]) -> str:
-    return getattr(func, "__name__", repr(func))

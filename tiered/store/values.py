@@ -17,6 +17,7 @@ from tiered.errors import UsageError
 from tiered.store.arrival import Arrival, is_worthwhile
 from tiered.store.entry import INLINE_NBYTES, Residency, Spec
 from tiered.store.get_batches import GetBatches
+from tiered.store.lease import ReadOnlyView
 from tiered.store.put_batches import PutBatches, Source
 from tiered.store.row import Row
 from tiered.store.streaming import DirectGet, Streams
@@ -237,6 +238,8 @@ def _result(spec: Spec, key: str, out: torch.Tensor | None, device: torch.device
         return torch.empty(spec.shape, dtype=spec.dtype, device=device)
     if not isinstance(out, torch.Tensor) or out.layout is not torch.strided or out.is_meta:
         raise TypeError(f"get({key!r}): out must be a dense tensor")
+    if isinstance(out, ReadOnlyView):
+        raise UsageError(f'get({key!r}): out is a view of a lease for reading; lease it with mode="rw", or clone() it')
     if out.dtype != spec.dtype or tuple(out.shape) != spec.shape:
         raise ValueError(
             f"get({key!r}): expected out of {spec.dtype} {list(spec.shape)}, got {out.dtype} {list(out.shape)}"

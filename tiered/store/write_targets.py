@@ -1,0 +1,70 @@
+"""Which tensors a call into torch writes to, told before it is made: from its name, its schema and its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+__all__ = ["flat_values", "name_of", "write_targets"]
+
+_ALWAYS_WRITES = {"__setitem__", "__dlpack__", "__delitem__", "_typed_storage", "module_load", "storage"}
+_NO_WRITES = {"__index__", "__int__", "__invert__", "__init__", "__init_subclass__"}
+_SETTERS = {torch.Tensor.data.__set__, torch.Tensor.real.__set__, torch.Tensor.imag.__set__}  # type: ignore[attr-defined]
+_RUNNING = {functional.batch_norm: 1, functional.instance_norm: 1}  # where the running mean is; elsewhere it is fourth
+
+
+def write_targets(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return what ``func(*args, **kwargs)``, as ``__torch_function__`` is given it, would write to."""
+    name = name_of(func)
+    targets = flat_values((kwargs.get("out"),))
+    targets += _by_schema(func, args, kwargs) + _running_statistics(func, args, kwargs)
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or bool(kwargs.get("inplace"))
+    if func in _SETTERS or name in _ALWAYS_WRITES or (name.startswith("__i") and name not in _NO_WRITES):
+        is_in_place = True
+    if is_in_place and name.startswith(("_fused_", "_foreach_")):
+        targets += flat_values(args)
+    elif is_in_place:
+        targets += flat_values(args[:1] or tuple(kwargs.values())[:1])
+    if kwargs.get("max_norm") is not None:  # of an embedding, which renormalises rows of its weight
+        targets += flat_values((args[1:2], kwargs.get("weight")))
+    return targets
+
+
+def flat_values(values: Any) -> list[Any]:
+    """Return the leaves of nested lists, tuples and dicts."""
+    if isinstance(values, dict):
+        values = values.values()
+    leaves: list[Any] = []
+    for value in values:
+        leaves += flat_values(value) if isinstance(value, list | tuple | dict) else [value]
+    return leaves
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return what messages call ``func``."""
+    return getattr(func, "__name__", repr(func))
+
+
+def _by_schema(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return what an operator of ``torch.ops`` declares that it writes to."""
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        func = getattr(func, func.overloads()[0])  # type: ignore[no-untyped-call]
+    if not isinstance(func, torch._ops.OpOverload):
+        return []
+    targets: list[Any] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            targets += flat_values((args[i] if i < len(args) else kwargs.get(argument.name),))
+    return targets
+
+
+def _running_statistics(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the mean and variance that a normalisation in training updates; no schema says so."""
+    if not name_of(func).partition(".")[0].endswith(("batch_norm", "instance_norm")):
+        return []
+    is_training = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
+    first = _RUNNING.get(func, 3)
+    return [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")] if is_training else []
