@@ -90,6 +90,27 @@ def test_close_reports_a_failure_that_nobody_has_seen() -> None:
     gated.store.close()
 
 
+def test_close_commits_what_a_write_ahead_of_need_failed_to_bring_to_the_device() -> None:
+    gated = GatedStore()
+    gated.store.put_many({"a": numbers(8 * KiB), "b": numbers(8 * KiB, 1)})
+    _fail_write(gated)
+    gated.store.working_set.swap_out(["a"])
+    gated.device.fail = lambda operation: None
+    gated.store.close()
+    gated.open()
+    assert_holds(gated.store, {"a": numbers(8 * KiB), "b": numbers(8 * KiB, 1)})
+    gated.close()
+
+
+def test_close_says_so_where_the_commit_itself_meets_the_failure() -> None:
+    gated = GatedStore()
+    gated.store["a"] = numbers(8 * KiB)
+    _fail_write(gated)
+    gated.store.working_set.swap_out(["a"])
+    with pytest.raises(DeviceError, match=r"generation 1 was not committed.*said no"):
+        gated.store.close()
+
+
 def test_too_little_space_seals_nothing_and_says_what_a_commit_would_free(disk: SimulatedDisk) -> None:
     with simulated_store(disk, budget_nbytes=2 * MiB) as store:
         values = {name: numbers(200 * KiB, seed) for seed, name in enumerate("abc")}

@@ -50,9 +50,10 @@ class Committer:
         self._catalog = catalog
         self._thread: threading.Thread | None = None
 
-    def start(self, state: str) -> int:
+    def start(self, state: str, *, is_last: bool = False) -> int:
         """Seal the open generation, with ``state`` riding along, and start to flush it; return its number.
 
+        ``is_last``: the store closes. Then what a write-back failed of before does not keep the commit from happening.
         Blocks while another commit runs. Raises LeaseError while a key is leased for writing or such a lease lingers,
         CapacityError when the devices lack space: then nothing is sealed.
         """
@@ -60,6 +61,8 @@ class Committer:
             self.wait()
             with self._condition:
                 self._working_set.residents.drain()
+                if is_last:
+                    self._working_set.room.forget_failure()
                 self._working_set.room.raise_failure()
                 if self._records.sealed is not None:  # another thread's; it came first
                     continue

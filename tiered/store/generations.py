@@ -144,13 +144,15 @@ class Generations:
         """The store closes: ask the guards, commit what changed if that is wanted; return why it did not happen."""
         failure: Exception | None = None
         try:
+            with self._working_set.condition:
+                self._working_set.room.forget_failure()  # order: before the guards, which use the store
             failure = self._end_all()
             if self._committer is not None:
                 self._committer.wait()
             if self._committer is not None and not self._was_told and failure is None:
                 self.refuse()
                 if commit and self._records.has_changes:
-                    self._committer.start(self.registry.encode(self._user_text))
+                    self._committer.start(self.registry.encode(self._user_text), is_last=True)
                     self.wait()
         except Exception as error:  # whatever it is, the store closes
             failure = failure or error

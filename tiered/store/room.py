@@ -5,6 +5,7 @@ It decides when write-back starts; what is written is write_back.py's choice, wh
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,8 @@ from tiered.store.write_back import Shortage, WriteBack
 from tiered.units import format_bytes
 
 __all__ = ["Room"]
+
+_log = logging.getLogger("tiered")
 
 _LOOK_AGAIN_S = 0.01  # short against any swap, long against the price of looking
 
@@ -177,6 +180,12 @@ class Room:
         error, self.write_back.error = self.write_back.error, None
         if error is not None:
             raise error
+
+    def forget_failure(self) -> None:
+        """Log what a write-back failed of since the last call: its bytes are in DRAM, and are written again."""
+        error, self.write_back.error = self.write_back.error, None
+        if error is not None:
+            _log.warning("a write ahead of need failed; the tensor is in DRAM and is written again: %s", error)
 
     def shortage(self, keys: Mapping[str, int], beside: int) -> int:
         """Return the bytes of ``keys`` and ``beside`` that find no room; see ``WorkingSet.shortage``."""
