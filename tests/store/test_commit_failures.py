@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,45 @@ def test_close_says_so_where_the_commit_itself_meets_the_failure() -> None:
     gated.store.working_set.swap_out(["a"])
     with pytest.raises(DeviceError, match=r"generation 1 was not committed.*said no"):
         gated.store.close()
+
+
+def test_a_commit_that_gets_no_thread_is_made_in_the_callers(
+    disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with simulated_store(disk) as store:
+        values = filled(store)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert store.commit({"step": 1}) == 1
+            store["ordinary"] = values["ordinary"] = numbers(12 * KiB, 5)
+            assert store.commit(wait=False) == 2
+            assert store.generation == 2
+        assert store.commit() == 3
+    with simulated_store(disk) as store:
+        assert_holds(store, values)
+
+
+def test_a_commit_interrupted_while_it_gets_its_thread_seals_nothing(
+    disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "tiered-commit":
+            raise KeyboardInterrupt
+
+    with simulated_store(disk) as store:
+        values = filled(store)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(threading.Thread, "start", interrupt)
+            store.commit()
+        assert store.generation == 0
+        assert store.commit() == 1
+        assert_holds(store, values)
 
 
 def test_too_little_space_seals_nothing_and_says_what_a_commit_would_free(disk: SimulatedDisk) -> None:

@@ -70,13 +70,27 @@ class Committer:
                 self._refuse_writers("commit", lingering=True)
                 missing = self._take_targets()
                 if not missing:
-                    sealed = self._records.seal(state)
-                    # A thread of its own, not a daemon: the interpreter waits for it, and no call can interrupt it.
-                    self._thread = threading.Thread(target=self._finish, args=(sealed,), name="tiered-commit")
-                    self._thread.start()
-                    self._working_set.recorder.worked("seal", f"generation {sealed.generation}", begun_s)
-                    return sealed.generation
+                    handed: list[Sealed] = []
+                    has_thread = self._start_thread(handed)  # order: nothing is sealed if this is interrupted
+                    handed.append(self._records.seal(state))
+                    break
             self._working_set.room.grow(Shortage(missing, scratch=False))
+        self._working_set.recorder.worked("seal", f"generation {handed[0].generation}", begun_s)
+        if not has_thread:
+            self._finish(handed[0])
+        return handed[0].generation
+
+    def _start_thread(self, handed: list[Sealed]) -> bool:
+        """Start the thread that flushes what is ``handed`` over by the time it gets the lock; False: there is none."""
+        # A thread of its own, not a daemon: the interpreter waits for it, and no call can interrupt it.
+        thread = threading.Thread(target=self._finish_handed, args=(handed,), name="tiered-commit")
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads for this process, or the interpreter is ending
+            self._thread = None
+            return False
+        self._thread = thread
+        return True
 
     def defer(self, seal: Callable[[], object], finisher: Finisher) -> int:
         """Have ``seal``, which calls ``start``, called at the end of what ``finisher`` has pending.
@@ -147,7 +161,13 @@ class Committer:
                 missing += self._working_set.space.round_up(entry.nbytes)
         return missing
 
-    # Below: the flush, in its own thread
+    # Below: the flush, in its own thread, or in the caller's where none can be started
+
+    def _finish_handed(self, handed: list[Sealed]) -> None:
+        with self._condition:  # whoever started this thread holds the lock until it has sealed
+            pass
+        for sealed in handed:
+            self._finish(sealed)
 
     def _finish(self, sealed: Sealed) -> None:
         recorder, subject = self._working_set.recorder, f"generation {sealed.generation}"
