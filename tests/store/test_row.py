@@ -33,6 +33,13 @@ def test_bytes_of_the_root_are_fixed():
     assert digest.hex() == "c5b58644b5fb5279"
 
 
+def test_a_row_has_room_for_255_dimensions():
+    row = Row(3, "w", "uint8", (1,) * 256, 1, 5, (), b"", b"x")
+    with pytest.raises(ValueError, match="256 dimensions"):
+        encode_row(row, UUID)
+    assert encode_row(replace(row, shape=(1,) * 255), UUID)
+
+
 # --- hostile numbers: nothing is allocated that the bytes do not hold ---
 
 HEADER = RootHeader(UUID, generation=5, next_key_id=100, num_directories=2, num_rows=1, digest_sum=0)

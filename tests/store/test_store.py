@@ -148,6 +148,7 @@ def test_what_is_no_plain_tensor_is_refused_with_a_reason(store: Store) -> None:
         (torch.ones(3, device="meta"), "meta"),
         (quantised, "quantised"),
         (torch.ones(3).as_subclass(Subclass), "Subclass"),
+        (torch.ones([1] * 256), "256 dimensions"),
         (SubParameter(torch.ones(3)), "SubParameter"),
         (np.ones(3), "ndarray"),
         ([1.0], "list"),
@@ -157,6 +158,15 @@ def test_what_is_no_plain_tensor_is_refused_with_a_reason(store: Store) -> None:
         with pytest.raises(TypeError, match=rf"put of 'a'.*{reason}"):
             store["a"] = value  # type: ignore[assignment]
     assert "a" not in store
+
+
+def test_a_tensor_of_255_dimensions_is_kept_as_any_other(store: Store) -> None:
+    store["a"] = torch.ones([2] + [1] * 254)
+    with pytest.raises(TypeError, match=r"create\('b'\).*256"):
+        store.working_set.create("b", 4, dtype=torch.float32, shape=[1] * 256)
+    if store.durable:
+        store.commit()
+    assert torch.equal(store["a"], torch.ones([2] + [1] * 254))
 
 
 def test_get_returns_the_callers_own_copy(store: Store) -> None:

@@ -18,6 +18,7 @@ from tiered.store.extents import Extent
 __all__ = [
     "EXTENT_NBYTES",
     "FORMAT_VERSION",
+    "MAX_NUM_DIMS",
     "ROOT_HEADER_NBYTES",
     "ROW_HEADER_NBYTES",
     "Root",
@@ -43,6 +44,9 @@ _ROOT = struct.Struct("<16sQQIQQ")
 _ROW = struct.Struct("<QQIIBBB")
 _EXTENT = struct.Struct("<HIQQ")
 _MASK = (1 << 64) - 1
+
+MAX_NUM_DIMS = 255
+"""How many dimensions a row has room for: their number is one byte."""
 
 ROOT_HEADER_NBYTES = _ROOT.size
 """How many bytes at the start of the root row's body hold all but the state."""
@@ -205,6 +209,8 @@ def row_problem(row: Row) -> str | None:
     """Return what is wrong with ``row`` in itself."""
     if not 0 < row.key_id < _LIMIT or not 0 <= row.generation < _LIMIT or not 0 <= row.nbytes < _LIMIT:
         return f"key id, generation or size out of range ({row.generation}, {row.nbytes} bytes)"
+    if len(row.shape) > MAX_NUM_DIMS:
+        return f"{len(row.shape)} dimensions"
     if any(not 0 <= dim < _LIMIT for dim in row.shape):
         return f"a shape of {row.shape}"
     if row.inline is not None:

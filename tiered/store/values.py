@@ -19,7 +19,7 @@ from tiered.store.entry import INLINE_NBYTES, Residency, Spec
 from tiered.store.get_batches import GetBatches
 from tiered.store.lease import ReadOnlyView
 from tiered.store.put_batches import PutBatches, Source
-from tiered.store.row import Row
+from tiered.store.row import MAX_NUM_DIMS, Row
 from tiered.store.streaming import DirectGet, Streams
 from tiered.store.working_set import WorkingSet
 from tiered.store.write_through import WriteThrough
@@ -225,6 +225,8 @@ def _plain(key: str, value: torch.Tensor) -> torch.Tensor:
         problem = f"a tensor of layout {value.layout}; pass value.to_dense(), or its parts under keys of their own"
     elif value.is_quantized:
         problem = f"a quantised tensor ({value.dtype}); pass value.int_repr() and keep scale and zero point yourself"
+    elif value.dim() > MAX_NUM_DIMS:
+        problem = f"{value.dim()} dimensions, of which a catalog row holds {MAX_NUM_DIMS}; pass value.flatten()"
     if problem:
         raise TypeError(f"put of {key!r}: expected a dense strided tensor, got {problem}")
     return value.detach().resolve_conj().resolve_neg().contiguous()

@@ -28,6 +28,7 @@ from tiered.store.recorder import Recorder, Wait
 from tiered.store.records import Records
 from tiered.store.residents import EvictionPolicy, Residents
 from tiered.store.room import Room
+from tiered.store.row import MAX_NUM_DIMS
 from tiered.store.space import Space
 from tiered.store.swap_in import SwapIn
 from tiered.store.transfer import Transfer
@@ -92,6 +93,8 @@ class WorkingSet:
         spec = Spec(dtype, (nbytes // dtype.itemsize,) if shape is None else tuple(shape))
         if spec.nbytes != nbytes:
             raise ValueError(f"create({key!r}): expected {spec.nbytes} bytes for {spec.shape} of {dtype}, got {nbytes}")
+        if len(spec.shape) > MAX_NUM_DIMS:
+            raise TypeError(f"create({key!r}): expected at most {MAX_NUM_DIMS} dimensions, got {len(spec.shape)}")
         self.check(writing=True)
         self.deferred_seal.settle_for(key, is_new=not scratch)
         with self.condition:
