@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.store.rig import GatedStore, filled, numbers, simulated_store, stored, write_key
+from tests.store.rig import WAIT_S, GatedStore, filled, numbers, simulated_store, stored, write_key
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import SCRATCH
 from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
-from tiered.errors import CapacityError, DeadlineError, DeviceError, UsageError
+from tiered.errors import CapacityError, DeadlineError, DeviceError, LeaseError, UsageError
 from tiered.store import commit as commit_module
 from tiered.store import opening
 from tiered.store.deadline import Deadline
@@ -21,6 +23,7 @@ from tiered.store.dealing import _whole
 from tiered.store.device_space import DeviceSpace
 from tiered.store.extents import Extent
 from tiered.store.free_ranges import FreeRanges
+from tiered.store.lease import Lease
 from tiered.store.opening import Parts, dram_budget
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
@@ -204,6 +207,28 @@ def test_bytes_that_a_stream_still_reads_stay_when_their_key_is_written_again(st
         space.end_stream(extents)
     assert space.used_nbytes == used - sum(extent.nbytes for extent in extents)
     assert store["key"].equal(numbers(12 * KiB, 2))
+
+
+def test_a_streamed_put_that_cannot_take_its_place_gives_its_extents_back(gated: GatedStore) -> None:
+    store = gated.store
+    store["a"] = numbers(100)
+    used = store.statistics().used_bytes
+    gated.device.hold = lambda operation: operation.is_write
+    lease: list[Lease] = []
+
+    def lease_meanwhile() -> None:
+        assert gated.device.has_held.wait(WAIT_S)
+        lease.append(store.working_set.lease("a", "rw"))
+        gated.device.open()
+
+    thread = threading.Thread(target=lease_meanwhile)
+    thread.start()
+    with pytest.raises(LeaseError, match="put of 'a', which is leased for writing"):
+        store["a"] = numbers(40 * KiB)
+    thread.join(WAIT_S)
+    assert store.statistics().used_bytes == used
+    assert lease[0].release()
+    assert torch.equal(store["a"], numbers(100))
 
 
 def test_a_file_as_large_as_it_may_be_is_passed_over_when_space_grows() -> None:

@@ -78,19 +78,22 @@ class Streams:
                 raise transfer.error
             digests[job.block * DIGEST_NBYTES : (job.block + 1) * DIGEST_NBYTES] = transfer.digests
 
-        window = Window(self._working_set)
+        working_set, window = self._working_set, Window(self._working_set)
+        is_own = True  # the extents are this put's to give back
         try:
             blocks = block_order([(extent.device, extent.nbytes) for extent in row.extents])
             window.run(_Block(self._space, row, block, IOClass.WRITE, fill=fill, use=collect) for block in blocks)
+            with self._condition:
+                old = working_set.settled(key, "put")  # raises for a lease that was opened meanwhile
+                is_own = False
+                entry = working_set.replace(old, key, spec, scratch=scratch, key_id=row.key_id)
+                self._records.streamed(entry, dataclasses.replace(row, digests=bytes(digests)))
+                working_set.streamed_out_bytes += row.nbytes
         except BaseException:
-            is_damaged = window.has_failed
-            window.when_idle(lambda: (self._space.quarantine if is_damaged else self._space.give_back)(row.extents))
+            if is_own:
+                space = self._space
+                window.when_idle(lambda: (space.quarantine if window.has_failed else space.give_back)(row.extents))
             raise
-        with self._condition:
-            working_set = self._working_set
-            entry = working_set.replace(working_set.settled(key, "put"), key, spec, scratch=scratch, key_id=row.key_id)
-            self._records.streamed(entry, dataclasses.replace(row, digests=bytes(digests)))
-            working_set.streamed_out_bytes += row.nbytes
 
     def new_row(self, key: str, spec: Spec, *, scratch: bool) -> Row:
         """Return the row of a tensor to be written to extents, and under a key id, of its own."""
