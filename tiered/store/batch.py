@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from tiered.bytes.device.base import Device, IOClass, Operation
+from tiered.errors import DeviceError
 from tiered.store.entry import INLINE_NBYTES
 from tiered.store.extents import Extent
 from tiered.store.transfer import submit_all
@@ -58,23 +59,28 @@ class Batch:
         self._num_left = 0
 
     def start(self) -> None:
-        """Submit everything; never raises."""
-        operations: list[tuple[int, Operation]] = []
-        for extent, memory in self._pieces:
-            operation = Operation(
-                is_write=self._io_class is IOClass.WRITE,
-                file=extent.file,
-                offset=extent.offset,
-                memory=memory,
-                io_class=self._io_class,
-                on_done=self._piece_done,
-            )
-            operations.append((extent.device, operation))
+        """Submit everything; raises interrupts only, and ends with an error then."""
+        try:
+            operations = [(extent.device, self._operation(extent, memory)) for extent, memory in self._pieces]
+        except BaseException as error:
+            self.error = DeviceError(f"it was not handed to the device: {error!r}")
+            self._on_done(self)
+            raise
         # Order: the count before the first submit, because a device may complete inside submit.
         self._num_left = len(operations)
         submit_all(self._devices, operations)
         if not operations:
             self._on_done(self)
+
+    def _operation(self, extent: Extent, memory: memoryview) -> Operation:
+        return Operation(
+            is_write=self._io_class is IOClass.WRITE,
+            file=extent.file,
+            offset=extent.offset,
+            memory=memory,
+            io_class=self._io_class,
+            on_done=self._piece_done,
+        )
 
     def _piece_done(self, operation: Operation) -> None:
         with self._lock:

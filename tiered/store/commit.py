@@ -19,6 +19,7 @@ from tiered.store.finishers import Finisher
 from tiered.store.recorder import Wait
 from tiered.store.records import Sealed
 from tiered.store.row import Root
+from tiered.store.transfer import start_all
 from tiered.store.working_set import WorkingSet
 from tiered.store.write_back import Shortage
 from tiered.units import MiB
@@ -219,8 +220,7 @@ class Committer:
                 transfers, _ = write_back.plan([entry for entry in batch if entry.is_pending], max(1, nbytes))
                 if not transfers and not batch:
                     deadline.wait(self._condition, sealed.num_pending)
-            for transfer in transfers:
-                transfer.start()
+            start_all(transfers)
 
     def _fail(self, sealed: Sealed, error: BaseException) -> None:
         if not isinstance(error, Exception):

@@ -175,6 +175,12 @@ class Records:
         entry.row = row
         entry.state = Residency.STORED
 
+    def put_off(self, entry: Entry) -> None:
+        """Note that a write of ``entry`` came to nothing, and is to be started again."""
+        if entry.is_pending:
+            assert self.sealed is not None
+            self.sealed.to_write.append(entry)
+
     def lost_target(self, entry: Entry, extents: Extents) -> None:
         """Note that a write to ``extents`` failed: nobody writes there again."""
         self._space.quarantine(extents)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from tiered.bytes.arena import Buffer
 from tiered.errors import CapacityError, TieredError
@@ -18,7 +18,7 @@ from tiered.store.recorder import Recorder, Wait
 from tiered.store.records import Records
 from tiered.store.residents import Residents, this_thread
 from tiered.store.space import Space
-from tiered.store.transfer import Transfer
+from tiered.store.transfer import start_all
 from tiered.store.write_back import Shortage, WriteBack
 from tiered.units import format_bytes
 
@@ -102,7 +102,7 @@ class Room:
             is_waiting = not transfers and shortage is None and self._is_moving()
             if is_waiting:
                 self._wait(deadline)
-        _start(transfers)
+        start_all(transfers)
         if shortage is not None:
             self.grow(shortage)
         elif not transfers and not is_waiting:
@@ -119,7 +119,7 @@ class Room:
         """Start writes of ``nbytes`` among ``entries``, ahead of need: what goes wrong is raised by a later call."""
         with self._condition:
             transfers, shortage = self.write_back.plan(entries, nbytes)
-        _start(transfers)
+        start_all(transfers)
         if shortage is None:
             return
         try:
@@ -132,7 +132,7 @@ class Room:
             return
         with self._condition:
             transfers, _ = self.write_back.plan(entries, nbytes - sum(transfer.row.nbytes for transfer in transfers))
-        _start(transfers)
+        start_all(transfers)
 
     def grow(self, shortage: Shortage) -> None:
         """Grow the files; CapacityError says what a commit would free."""
@@ -238,8 +238,3 @@ class Room:
             f"leases, {format_bytes(sum(buffer.nbytes for buffer in self._reservations))} reserved; release leases, or "
             "give a larger dram="
         )
-
-
-def _start(transfers: Sequence[Transfer]) -> None:
-    for transfer in transfers:
-        transfer.start()

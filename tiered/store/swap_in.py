@@ -120,9 +120,12 @@ class SwapIn:
                 self._is_starting = True
             try:
                 transfer.start()
-            finally:
-                with self._condition:
-                    self._is_starting = False
+            except BaseException:
+                self._is_starting = False
+                self._start_ahead()  # the others must not wait for one that is not in flight
+                raise
+            with self._condition:
+                self._is_starting = False
 
     def _moved(self, transfer: Transfer) -> None:
         """The drive is done with a read, which may still wait for checks: time for the next one."""

@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from tiered.bytes.device.base import Device, IOClass, Operation
@@ -20,7 +21,7 @@ from tiered.store.extents import Extent, pieces
 from tiered.store.row import Row
 from tiered.units import round_up
 
-__all__ = ["Transfer", "submit_all"]
+__all__ = ["Transfer", "start_all", "submit_all"]
 
 _UNREADABLE = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
 """What a drive or file system answers with that has lost these bytes (Linux, blk_errors[]), unlike one that is gone."""
@@ -42,8 +43,8 @@ class Transfer:
 
     __slots__ = (
         "_blocks", "_devices", "_is_unchecked", "_lock", "_num_blocks_left", "_num_pieces_left", "_on_checked",
-        "_on_done", "_on_moved", "_pieces_left", "_store_uuid", "_threads", "checked", "digests", "error",
-        "failed_piece", "first_block", "io_class", "is_done", "memory", "num_followers", "row",
+        "_on_done", "_on_moved", "_pieces_left", "_store_uuid", "_threads", "_unsubmitted", "checked", "digests",
+        "error", "failed_piece", "first_block", "io_class", "is_done", "memory", "num_followers", "row",
     )  # fmt: skip
 
     def __init__(
@@ -84,18 +85,51 @@ class Transfer:
         self._num_blocks_left = 0  # of which pieces are with the devices, or that wait for their check
         self._is_unchecked = is_checked_by_owner and io_class is not IOClass.WRITE
         self._pieces_left: dict[int, int] = {}
+        self._unsubmitted: set[int] = set()  # blocks of which nothing was submitted
 
     @property
     def is_write(self) -> bool:
         return self.io_class is IOClass.WRITE
 
     def start(self, fill: Callable[[int], None] | None = None) -> None:
-        """Submit everything; never raises: what cannot be submitted is an error of the transfer.
+        """Submit everything; what cannot be submitted is an error of the transfer, and not raised.
 
         ``fill(block)`` makes the bytes of a block that is to be written next, while those before it are on their way.
-        What it raises is raised here; no block from that one on is written then.
+        What it raises is raised here, and so is an interrupt; what was not submitted by then never is, and the transfer
+        ends with an error but without a ``failed_piece``.
         """
-        operations: list[list[tuple[int, Operation]]] = []  # of each block, with the number of the device
+        operations: list[list[tuple[int, Operation]]] | None = None
+        try:
+            operations = self._operations()
+            if not operations:  # a row of no bytes
+                self._on_done(self)
+            elif self.is_write:
+                for block, pieces_of_block in zip(self._blocks, operations, strict=True):
+                    if fill is not None:
+                        fill(block)
+                    self._compute(block, functools.partial(self._write, block, pieces_of_block))
+            else:
+                all_operations = list(itertools.chain.from_iterable(operations))
+                self._unsubmitted.clear()
+                submit_all(self._devices, all_operations)
+        except BaseException as error:
+            if operations is None or (self._unsubmitted and not self.is_write):
+                self.cancel(error)
+            for block in self._blocks if self.is_write and operations else ():
+                if self._claim(block):
+                    self._blocks_done(1, _NotSubmittedError(error))
+            raise
+
+    def cancel(self, reason: BaseException) -> None:
+        """End a transfer that was not started."""
+        self.error = _NotSubmittedError(reason)
+        if self._on_moved is not None:
+            self._on_moved(self)
+        self._on_done(self)
+
+    def _operations(self) -> list[list[tuple[int, Operation]]]:
+        """Return the operations of each block, each with the number of its device, and count them."""
+        operations: list[list[tuple[int, Operation]]] = []
         for block in self._blocks:
             operations.append([])
             for piece, memory in self._pieces(block):
@@ -112,20 +146,18 @@ class Transfer:
         # Order: all counts before the first submit, because a device may complete inside submit.
         self._num_pieces_left = sum(map(len, operations))
         self._num_blocks_left = len(operations)
-        if not operations:  # a row of no bytes
-            self._on_done(self)
-        elif self.is_write:
+        if self.is_write:
             self.digests = bytearray(len(operations) * DIGEST_NBYTES)
-            for block, pieces_of_block in zip(self._blocks, operations, strict=True):
-                try:
-                    if fill is not None:
-                        fill(block)
-                except BaseException:
-                    self._blocks_done(self._blocks.stop - block)
-                    raise
-                self._compute(block, functools.partial(self._write, block, pieces_of_block))
-        else:
-            submit_all(self._devices, itertools.chain.from_iterable(operations))
+        self._unsubmitted = set(self._blocks)
+        return operations
+
+    def _claim(self, block: int) -> bool:
+        """Whether the write of ``block`` is the caller's to submit, or not to: True once."""
+        try:
+            self._unsubmitted.remove(block)  # atomic
+        except KeyError:
+            return False
+        return True
 
     def _compute(self, block: int, job: Callable[[], None]) -> None:
         """Call ``job``, which computes the digest of ``block``: here, or in a thread for that."""
@@ -135,10 +167,19 @@ class Transfer:
             self._threads.submit(self.io_class, job)
 
     def _write(self, block: int, operations: list[tuple[int, Operation]]) -> None:
-        place = (block - self.first_block) * DIGEST_NBYTES
-        content = digest(self._bytes_of(block), self._seed(block))
-        # Order: before the block can be done, and with it the transfer.
-        self.digests[place : place + DIGEST_NBYTES] = content.to_bytes(DIGEST_NBYTES, "little")
+        is_own = False
+        try:
+            is_own = self._claim(block)
+            if not is_own:
+                return
+            place = (block - self.first_block) * DIGEST_NBYTES
+            content = digest(self._bytes_of(block), self._seed(block))
+            # Order: before the block can be done, and with it the transfer.
+            self.digests[place : place + DIGEST_NBYTES] = content.to_bytes(DIGEST_NBYTES, "little")
+        except BaseException as error:
+            if is_own:
+                self._blocks_done(1, _NotSubmittedError(error))
+            raise
         submit_all(self._devices, operations)
 
     def _pieces(self, block: int) -> list[tuple[Extent, memoryview]]:
@@ -169,7 +210,9 @@ class Transfer:
     def _piece_done(self, block: int, piece: Extent, operation: Operation) -> None:
         failure = None if operation.error is None else _without_frames(self._translate(piece, operation.error))
         with self._lock:
-            if failure is not None and self.error is None:
+            if isinstance(failure, _NotSubmittedError):
+                self.error = self.error or failure
+            elif failure is not None and (self.error is None or (self.is_write and self.failed_piece is None)):
                 self.error, self.failed_piece = failure, piece
             self._pieces_left[block] -= 1
             self._num_pieces_left -= 1
@@ -255,21 +298,52 @@ class Transfer:
         )
 
 
-def submit_all(devices: Sequence[Device], operations: Iterable[tuple[int, Operation]]) -> None:
-    """Submit operations, each with the number of its device; never raises: what cannot be submitted ends with an error.
+def start_all(transfers: Iterable[Transfer]) -> None:
+    """Start ``transfers``. What interrupts that is raised, and ends those that were not started."""
+    left = deque(transfers)
+    try:
+        while left:
+            left.popleft().start()
+    except BaseException as error:
+        for transfer in left:
+            transfer.cancel(error)
+        raise
 
-    Those of one device are submitted together, in their order.
+
+def submit_all(devices: Sequence[Device], operations: Sequence[tuple[int, Operation]]) -> None:
+    """Submit operations, each with the number of its device; what cannot be submitted ends with an error.
+
+    Those of one device are submitted together, in their order. An interrupt is raised: what a device was handed by then
+    may be in flight, and is its own to end; the rest ends with an error.
     """
     by_device: dict[int, list[Operation]] = {}
-    for index, operation in operations:
-        by_device.setdefault(index, []).append(operation)
-    for index, group in by_device.items():
-        try:
-            devices[index].submit(group)
-        except Exception as error:  # none of them was started
-            for operation in group:
-                operation.error = error
-                operation.on_done(operation)
+    handed: set[int] = set()  # devices
+    try:
+        for index, operation in operations:
+            by_device.setdefault(index, []).append(operation)
+        for index, group in by_device.items():
+            handed.add(index)
+            try:
+                devices[index].submit(group)
+            except Exception as error:  # none of them was started
+                _end(group, error)
+    except BaseException as error:
+        rest = [operation for index, operation in operations if index not in handed]
+        _end(rest, _NotSubmittedError(error))
+        raise
+
+
+def _end(operations: Iterable[Operation], error: Exception) -> None:
+    for operation in operations:
+        operation.error = error
+        operation.on_done(operation)
+
+
+class _NotSubmittedError(DeviceError):
+    """The caller's thread was kept from handing something to its device. It refers to no frames."""
+
+    def __init__(self, reason: BaseException) -> None:
+        super().__init__(f"it was not handed to the device: {reason!r}")
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -22,7 +22,10 @@ caller would have nothing to look at while the drive works, and then too much.""
 
 
 class Movement(Protocol):
-    """What is in flight; a Transfer is one. ``start`` never raises, and ``on_done`` is called once, from any thread."""
+    """What is in flight; a Transfer is one.
+
+    ``on_done`` is called once, from any thread. ``start`` raises interrupts only, and then it is called as well.
+    """
 
     is_done: bool  # for the window, which sets it under the store's lock
     error: Exception | None

@@ -134,6 +134,9 @@ class WriteBack:
                 entry.state = Residency.CLEAN
                 self.swap_out_bytes += entry.nbytes
                 self.num_swap_outs += 1
+            elif transfer.failed_piece is None:  # it was interrupted: nothing is wrong with the extents
+                entry.state = Residency.DIRTY
+                self._records.put_off(entry)
             else:
                 if entry.is_pending:
                     self.sealed_error = self.sealed_error or transfer.error

@@ -101,5 +101,5 @@ class _Put:
             return
         with working_set.condition:  # it could not be installed: nobody has seen it
             space = working_set.space
-            (space.give_back if transfer.error is None else space.quarantine)(self._row.extents)
+            (space.give_back if transfer.failed_piece is None else space.quarantine)(self._row.extents)
             working_set.room.drop(self._buffer)
