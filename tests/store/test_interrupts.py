@@ -1,4 +1,4 @@
-"""Ctrl-C while something is being handed to the devices: what was not handed over ends, and the store goes on."""
+"""Ctrl-C while something is being handed to the devices, or files grow: what was not begun ends, the store goes on."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.store.rig import await_true, numbers, simulated_store
+from tiered.bytes.device.adaptor import Adaptor
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.store import batch, transfer
 from tiered.store.store import Store
@@ -122,3 +123,26 @@ def test_an_interrupt_of_what_starts_transfers_leaves_the_store_as_good_as_befor
             assert counts["lines"] >= number - step > 5
             return
     raise AssertionError("it never came to its end")
+
+
+def test_an_interrupt_when_a_file_has_grown_does_not_keep_it_from_growing() -> None:
+    class Interrupted(Adaptor):
+        is_due = True
+
+        def grow(self, file: int, nbytes: int) -> None:
+            self.upstream.grow(file, nbytes)
+            is_due, Interrupted.is_due = Interrupted.is_due, False
+            if is_due:
+                raise KeyboardInterrupt
+
+    with simulated_store(wrap=Interrupted) as store:
+        store["a"] = numbers(12 * KiB)
+        with pytest.raises(KeyboardInterrupt):
+            store.commit()
+        file_nbytes = store.statistics().file_bytes
+        store.commit()
+        store["b"] = numbers(12 * KiB, 1)
+        store.commit()
+        statistics = store.statistics()
+        assert statistics.file_bytes == file_nbytes == statistics.used_bytes + statistics.free_bytes
+        assert torch.equal(store["a"], numbers(12 * KiB)) and torch.equal(store["b"], numbers(12 * KiB, 1))

@@ -13,6 +13,7 @@ from tiered.bytes.device.adaptor import Adaptor
 from tiered.bytes.device.base import Device, Operation
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.bytes.device.profile import write_profile
+from tiered.errors import CapacityError
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
@@ -40,6 +41,31 @@ def test_small_tensors_use_every_directory_from_the_start(tmp_path: Path) -> Non
             for extent in record.extents:
                 used[extent.device] += extent.nbytes
         assert used == [6 * MiB, 6 * MiB]
+
+
+def test_directories_of_one_file_system_share_its_room() -> None:
+    devices: list[Device] = []
+
+    class Shared(Adaptor):
+        def free_bytes(self) -> int:
+            return 32 * MiB - sum(sum(device.files().values()) for device in devices)
+
+        def grow(self, file: int, nbytes: int) -> None:
+            if nbytes - self.files().get(file, 0) > self.free_bytes():
+                raise CapacityError(f"{self.name} is full")
+            self.upstream.grow(file, nbytes)
+
+    def share(device: Device) -> Device:
+        devices.append(Shared(device))
+        return devices[-1]
+
+    with simulated_store(num_devices=2, wrap=share, disk=SimulatedDisk(can_lose_power=False)) as store:
+        space = store.working_set.space
+        space._allocator.set_weights([0.1, 0.9])
+        space.grow(30 * MiB, scratch=False)  # the first grows ahead, by what the second was to have
+        assert space.free_nbytes >= 30 * MiB
+        with pytest.raises(CapacityError, match="more are needed on the devices, which have room for 0 B"):
+            space.grow(40 * MiB, scratch=False)
 
 
 def test_a_stream_takes_turns_between_the_devices() -> None:

@@ -111,6 +111,10 @@ class ExtentAllocator:
         self._dealer.set_weights(weights)
         self._scratch_dealer.set_weights(weights)
 
+    def file_nbytes(self, device: int, file: int) -> int:
+        """Return the length of a file as far as ``add_space`` brought it."""
+        return self._space(device, file).file_nbytes(file)
+
     def add_space(self, device: int, file: int, start: int, end: int) -> None:
         """Make [start, end) of a file free: it grew from ``start``, or was found at open (``start`` 0).
 

@@ -152,11 +152,8 @@ class Space:
                 deadline.wait(self._condition)
             self._is_growing = True
         try:
-            room = self._room()
-            with self._condition:
-                plan = self._allocator.plan_growth(nbytes, scratch=scratch, room=room)
-            for index, file, size in plan:
-                self._grow(index, file, size)
+            self._adopt()
+            self._grow_by(nbytes, scratch=scratch)
             if len(self.devices) > 1:
                 room = self._room()
                 with self._condition:
@@ -174,12 +171,35 @@ class Space:
     def _room(self) -> list[int]:
         return [max(0, device.free_bytes() - self._spared_nbytes) for device in self.devices]
 
+    def _adopt(self) -> None:
+        """Make free what files have that nobody knows of: an interrupt came when they had grown."""
+        for index, device in enumerate(self.devices):
+            for file, nbytes in sorted(device.files().items()):
+                with self._condition:
+                    known_nbytes = self._allocator.file_nbytes(index, file)
+                    if known_nbytes < nbytes:
+                        self._allocator.add_space(index, file, known_nbytes, nbytes)
+
+    def _grow_by(self, nbytes: int, *, scratch: bool) -> None:
+        """Grow files until ``nbytes`` are free, by more than one plan where one step takes the room of another."""
+        while True:
+            room = self._room()
+            with self._condition:
+                plan = self._allocator.plan_growth(nbytes, scratch=scratch, room=room)
+            num_grown = 0
+            try:
+                for index, file, size in plan:
+                    self._grow(index, file, size)
+                    num_grown += 1
+                return
+            except CapacityError:  # directories may share one file system's room
+                if not num_grown and sum(self._room()) >= sum(room):
+                    raise
+
     def _grow(self, index: int, file: int, size: int) -> None:
-        device = self.devices[index]
-        old_size = device.files().get(file, 0)
-        device.grow(file, size)
+        self.devices[index].grow(file, size)
         with self._condition:
-            self._allocator.add_space(index, file, old_size, size)
+            self._allocator.add_space(index, file, self._allocator.file_nbytes(index, file), size)
 
     def flush(self) -> None:
         """Make all that has landed durable, on all devices at the same time; blocks. Raises DeviceError."""
