@@ -12,7 +12,18 @@ import pytest
 import torch
 
 from tests.bytes.faulty import Errors, FaultyThreads
-from tests.store.rig import WAIT_S, Counter, GatedStore, assert_holds, filled, numbers, simulated_store
+from tests.store.rig import (
+    WAIT_S,
+    Counter,
+    GatedDevice,
+    GatedStore,
+    assert_holds,
+    await_true,
+    filled,
+    numbers,
+    simulated_store,
+    stored,
+)
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import (
@@ -23,6 +34,7 @@ from tiered.errors import (
     DeviceError,
 )
 from tiered.store.catalog import SqliteCatalog
+from tiered.store.deadline import Deadline
 from tiered.store.directory import CATALOG_NAME, Directories
 from tiered.store.opening import Parts, empty_root
 from tiered.store.store import Store
@@ -166,6 +178,48 @@ def test_too_little_space_seals_nothing_and_says_what_a_commit_would_free(disk: 
         store["a"] = values["a"] = numbers(200 * KiB, 9)
         assert store.commit() == 2
         assert_holds(store, values)
+
+
+def test_each_block_that_lands_gives_a_commit_more_time() -> None:
+    disk = SimulatedDisk(capacity_nbytes=64 * MiB, can_lose_power=False)
+    with simulated_store(disk, budget_nbytes=128 * MiB, wrap=GatedDevice) as store:
+        device = store._parts.devices[0]
+        assert isinstance(device, GatedDevice)
+        store["large"] = numbers(12 * MiB)  # three blocks
+        device.hold = lambda operation: operation.is_write
+        store.commit(wait=False)
+        await_true(lambda: len(device.held) == 3)
+        seen = {store._records.commit_progress()}
+        for num_seen in (2, 3):
+            device.device.submit([device.held.pop()])
+            seen.add(store._records.commit_progress())
+            assert len(seen) == num_seen
+        device.open()
+
+
+def test_each_block_that_arrives_gives_whoever_waits_for_it_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def let_one_through(deadline: Deadline, condition: threading.Condition, progress: object, **_: object) -> None:
+        seen.append(progress)
+        condition.release()
+        num_blocks = store.working_set.space.progress.num_blocks
+        device.device.submit([device.held.pop()])
+        await_true(lambda: store.working_set.space.progress.num_blocks > num_blocks)
+        condition.acquire()
+
+    disk = SimulatedDisk(capacity_nbytes=64 * MiB, can_lose_power=False)
+    with simulated_store(disk, budget_nbytes=128 * MiB, wrap=GatedDevice) as store:
+        device = store._parts.devices[0]
+        assert isinstance(device, GatedDevice)
+        store["large"] = numbers(12 * MiB)
+        store.commit()
+        stored(store.working_set, "large")
+        device.hold = lambda operation: not operation.is_write
+        with monkeypatch.context() as patch:
+            patch.setattr(Deadline, "wait", let_one_through)
+            assert store.working_set.lease("large", "r").release()
+        assert len(seen) == len(set(seen)) == 3
 
 
 def test_waiting_for_a_commit_ends_with_the_deadline_and_the_commit_goes_on() -> None:

@@ -219,7 +219,7 @@ class Committer:
                     nbytes += batch[-1].nbytes
                 transfers, _ = write_back.plan([entry for entry in batch if entry.is_pending], max(1, nbytes))
                 if not transfers and not batch:
-                    deadline.wait(self._condition, sealed.num_pending)
+                    deadline.wait(self._condition, self._records.commit_progress())
             start_all(transfers)
 
     def _fail(self, sealed: Sealed, error: BaseException) -> None:

@@ -196,7 +196,10 @@ class Records:
 
     def commit_progress(self) -> object:
         """Return a value that changes as long as the running commit comes closer to its end."""
-        return None if self.sealed is None else (self.sealed.generation, self.sealed.phase, self.sealed.num_pending)
+        if self.sealed is None:
+            return None
+        num_blocks = self._space.progress.num_blocks if self.sealed.num_pending else 0
+        return self.sealed.generation, self.sealed.phase, self.sealed.num_pending, num_blocks
 
     @property
     def has_changes(self) -> bool:

@@ -101,7 +101,7 @@ class Room:
             transfers, shortage = self.write_back.plan(self._residents.dirty, missing)
             is_waiting = not transfers and shortage is None and self._is_moving()
             if is_waiting:
-                self._wait(deadline)
+                self._wait(deadline, self._space.progress.num_blocks)
         start_all(transfers)
         if shortage is not None:
             self.grow(shortage)
@@ -159,7 +159,7 @@ class Room:
             if self._has_room(needed) or self._is_moving() or self._residents.dirty:
                 return
             if any(thread != this_thread() for thread in self._residents.users):
-                self._wait(deadline)
+                self._wait(deadline, 0)
                 return
             raise CapacityError(self._explain(needed))
 
@@ -218,11 +218,13 @@ class Room:
         moving = self._residents.num_arriving + self.write_back.num_writing
         return self._records.sealed is not None and not moving
 
-    def _wait(self, deadline: Deadline) -> None:
+    def _wait(self, deadline: Deadline, num_blocks: int) -> None:
+        """Wait for a while; ``num_blocks`` changes as long as what is in flight comes closer to its end."""
         self.num_waiting += 1
         try:
             # The end of a lease is reported by a finalizer, which must not take the lock to notify: look again soon.
-            deadline.wait(self._condition, self._records.commit_progress(), at_most_s=_LOOK_AGAIN_S)
+            progress = (self._records.commit_progress(), num_blocks)
+            deadline.wait(self._condition, progress, at_most_s=_LOOK_AGAIN_S)
         finally:
             self.num_waiting -= 1
 

@@ -18,7 +18,7 @@ from tiered.store.digest_threads import DigestThreads
 from tiered.store.extents import Extent, ExtentAllocator, ExtentError
 from tiered.store.row import Row
 from tiered.store.rows import Rows
-from tiered.store.transfer import Transfer
+from tiered.store.transfer import Progress, Transfer
 from tiered.units import format_bytes, round_up
 
 __all__ = ["Space"]
@@ -52,6 +52,7 @@ class Space:
         self.alignment = max((device.alignment for device in devices), default=4096)
         self.store_uuid = store_uuid
         self.digest_threads = DigestThreads()
+        self.progress = Progress()  # of all transfers
         self._condition = condition
         self._deadline_s = deadline_s
         self._spared_nbytes = spared_nbytes
@@ -234,6 +235,7 @@ class Space:
             memory=memory,
             io_class=io_class,
             threads=self.digest_threads,
+            progress=self.progress,
             on_done=on_done,
             on_moved=on_moved,
             on_checked=on_checked,

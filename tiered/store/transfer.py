@@ -21,10 +21,19 @@ from tiered.store.extents import Extent, pieces
 from tiered.store.row import Row
 from tiered.units import round_up
 
-__all__ = ["Transfer", "start_all", "submit_all"]
+__all__ = ["Progress", "Transfer", "start_all", "submit_all"]
 
 _UNREADABLE = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
 """What a drive or file system answers with that has lost these bytes (Linux, blk_errors[]), unlike one that is gone."""
+
+
+class Progress:
+    """How many blocks of some transfers are done: it changes as long as their devices get on, however slowly."""
+
+    __slots__ = ("num_blocks",)
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
 
 
 class Transfer:
@@ -43,8 +52,8 @@ class Transfer:
 
     __slots__ = (
         "_blocks", "_devices", "_is_unchecked", "_lock", "_num_blocks_left", "_num_pieces_left", "_on_checked",
-        "_on_done", "_on_moved", "_pieces_left", "_store_uuid", "_threads", "_unsubmitted", "checked", "digests",
-        "error", "failed_piece", "first_block", "io_class", "is_done", "memory", "num_followers", "row",
+        "_on_done", "_on_moved", "_pieces_left", "_progress", "_store_uuid", "_threads", "_unsubmitted", "checked",
+        "digests", "error", "failed_piece", "first_block", "io_class", "is_done", "memory", "num_followers", "row",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +65,7 @@ class Transfer:
         memory: memoryview,
         io_class: IOClass,
         threads: DigestThreads,
+        progress: Progress,
         on_done: Callable[[Transfer], None],
         on_moved: Callable[[Transfer], None] | None = None,
         on_checked: Callable[[Transfer], None] | None = None,
@@ -75,6 +85,7 @@ class Transfer:
         self._devices = devices
         self._store_uuid = store_uuid
         self._threads = threads
+        self._progress = progress
         self._on_done = on_done
         self._on_moved = on_moved
         self._on_checked = on_checked
@@ -234,6 +245,7 @@ class Transfer:
         self._blocks_done(1, error)
 
     def _blocks_done(self, number: int, error: Exception | None = None) -> None:
+        self._progress.num_blocks += number
         with self._lock:
             self.error = self.error or error
             self._num_blocks_left -= number

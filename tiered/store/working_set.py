@@ -388,7 +388,9 @@ class WorkingSet:
             reason = Wait.COMMIT
         begun_s = time.monotonic()
         try:
-            deadline.wait(self.condition, self.records.commit_progress() if entry.is_pending else None)
+            commit = self.records.commit_progress() if entry.is_pending else None
+            is_moving = entry.state in (Residency.ARRIVING, Residency.DEPARTING)
+            deadline.wait(self.condition, (commit, self.space.progress.num_blocks if is_moving else 0))
         finally:
             self.recorder.waited(reason, entry.name, begun_s)
             if residence is not None:
