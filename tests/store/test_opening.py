@@ -141,7 +141,10 @@ def test_fork_leaves_the_store_to_the_parent(tmp_path: Path) -> None:
         lease = store.working_set.lease("a", "r")
 
         def in_child() -> None:
-            for call in (lambda: store["a"], lambda: store.commit(), lambda: len(store), lambda: list(store)):
+            calls: list[Callable[[], object]] = [
+                lambda: store["a"], lambda: store.commit(), lambda: len(store), lambda: list(store), store.records
+            ]  # fmt: skip
+            for call in calls:
                 with pytest.raises(UsageError, match="fork"):
                     call()
             lease.release()

@@ -338,6 +338,7 @@ class Store(MutableMapping[str, torch.Tensor]):
 
     def records(self) -> list[Record]:
         """Return what is known of each key, in the order of creation. Touches no bytes."""
+        self._refuse()
         return records_of(self.working_set)
 
     def statistics(self) -> StoreStatistics:
