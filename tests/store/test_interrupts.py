@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from tests.store.rig import await_true, numbers, simulated_store
 from tiered.bytes.device.adaptor import Adaptor
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.store import batch, transfer
+from tiered.store.condition import Condition
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
@@ -146,3 +148,68 @@ def test_an_interrupt_when_a_file_has_grown_does_not_keep_it_from_growing() -> N
         statistics = store.statistics()
         assert statistics.file_bytes == file_nbytes == statistics.used_bytes + statistics.free_bytes
         assert torch.equal(store["a"], numbers(12 * KiB)) and torch.equal(store["b"], numbers(12 * KiB, 1))
+
+
+def test_an_interrupt_on_the_way_into_the_lock_or_out_of_it_does_not_keep_it() -> None:
+    """Before any line of Python that ``with`` runs besides the block itself."""
+    condition = Condition()
+    own = sys._getframe().f_code
+
+    def interrupt_at(number: int) -> int:
+        num_lines = 0
+
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal num_lines
+            if frame.f_code is not used and frame.f_code is not own:
+                num_lines += 1
+                if num_lines == number:
+                    raise KeyboardInterrupt
+            return trace
+
+        def use() -> None:
+            with condition:
+                pass
+
+        used = use.__code__
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            use()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        return num_lines
+
+    number = 1
+    while True:
+        num_lines = interrupt_at(number)
+        assert condition.acquire(blocking=False), f"kept by an interrupt before line {number}"
+        condition.release()
+        if num_lines < number:
+            return
+        number += 1
+
+
+def test_interrupts_by_signals_never_keep_the_lock() -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    condition, num_interrupts = Condition(), 0
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for i in range(1000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 2e-5 + i % 50 * 1e-6)
+                for _ in range(1000):
+                    with condition:
+                        condition.notify_all()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                num_interrupts += 1
+            assert condition.acquire(blocking=False)
+            condition.release()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert num_interrupts

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.endings import at_exit
+from tiered.store.condition import Condition
 
 __all__ = ["WORTHWHILE_NBYTES", "DigestThreads"]
 
@@ -34,7 +35,7 @@ class DigestThreads:
         """``num_threads``: the most there may be; by default two, on a single core one."""
         self._most = min(_MOST_THREADS, os.cpu_count() or 1) if num_threads is None else num_threads
         self._pid = os.getpid()
-        self._changed = threading.Condition(threading.Lock())  # guards all below
+        self._changed = Condition()  # guards all below
         self._jobs: tuple[deque[Callable[[], object]], ...] = tuple(deque() for _ in IOClass)
         self._threads: list[threading.Thread] = []
         self._num_idle = 0

@@ -20,6 +20,7 @@ from tiered.bytes.endings import at_exit
 from tiered.errors import ClosedError, UsageError
 from tiered.stats import StoreStatistics
 from tiered.store.catalog import Catalog
+from tiered.store.condition import Condition
 from tiered.store.damage import DroppedKey, drop_damaged
 from tiered.store.entry import Record
 from tiered.store.finishers import Finisher, Finishers
@@ -114,7 +115,7 @@ class Store(MutableMapping[str, torch.Tensor]):
             root, rows = parts.catalog.load()
         if root.num_directories != len(parts.devices):
             raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
-        condition = threading.Condition(threading.Lock())
+        condition = Condition()
         space = Space(
             parts.devices,
             root.store_uuid,
