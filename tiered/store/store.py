@@ -36,7 +36,6 @@ from tiered.store.space import Space
 from tiered.store.streaming import Streams, VerifyReport
 from tiered.store.values import Values
 from tiered.store.working_set import WorkingSet
-from tiered.units import parse_bytes
 
 __all__ = ["Store"]
 
@@ -63,12 +62,17 @@ class Store(MutableMapping[str, torch.Tensor]):
     ) -> None:
         """Open or create the store in ``directories``, striped over them; blocks.
 
-        ``dram`` bounds all that it keeps in DRAM (default: half of what is free), ``device_memory`` what it keeps on
-        the compute device. ``durable=False`` makes swap space that vanishes with the process. ``mode`` "a" opens or
-        creates, "x" creates, "r" only reads. Raises UsageError, CapacityError, CorruptionError, DeviceError; nothing
-        stays open then.
+        ``dram`` bounds all that it keeps in DRAM, in bytes or as "8GiB" (default: half of what is free).
+        ``device_memory`` would bound what it keeps on a compute device, of which this release uses none: leave it out.
+        ``durable=False`` makes swap space that vanishes with the process. ``engine`` moves the bytes: "auto", "uring",
+        "threads", "aiofiles", "mmap" or "memory". ``mode`` "a" opens or creates, "x" creates, "r" only reads. Raises
+        UsageError, CapacityError, CorruptionError, DeviceError; nothing stays open then.
         """
-        self.device_memory = None if device_memory is None else parse_bytes(device_memory)
+        if device_memory is not None:
+            raise UsageError(
+                f"device_memory={device_memory!r}: this release keeps nothing on a compute device; leave it out"
+            )
+        self.device_memory = None
         arena = _arena if _arena is not None else Arena(dram_budget(dram))
         try:
             parts = open_parts(directories, arena=arena, durable=durable, engine=engine, mode=mode)
