@@ -170,13 +170,20 @@ def construct(store: Store) -> Iterator[None]:
     ``with tiered.construct(store): model = GPT(...)``, then ``tiered.shard(model, store)``. The constructor runs as it
     is; parameters may be read and written inside the block, in DRAM bounded by the store's budget. Parameters on the
     meta device and tensors that are not parameters stay as they are. Not thread-safe. Raises CapacityError when one
-    parameter is larger than the budget.
+    parameter is larger than the budget, UsageError for a module that replaces its own parameters.
     """
     guard_functorch()
     construction = _Construction(store)
     hook = register_module_parameter_registration_hook(construction.take)  # type: ignore[arg-type]
     try:
         yield
+    except RuntimeError as error:  # torch's, of a parameter made from one of ours
+        if TieredParameter.__name__ not in str(error):
+            raise
+        raise UsageError(
+            "a module makes a parameter from one that it has already, as torch.nn.utils.parametrizations do; expected"
+            " such modules to be built outside `with tiered.construct(store):`, in memory"
+        ) from error
     finally:
         hook.remove()
         construction.park_all()
