@@ -305,6 +305,19 @@ def test_parameters_in_one_flat_tensor_are_taken(tmp_path: Path) -> None:
     assert_same(through_tiered(tmp_path, build, plain_steps), in_memory(build, plain_steps))
 
 
+def test_columns_of_one_matrix_are_taken(tmp_path: Path) -> None:
+    """They lie between each other, and have no element in common; in the store each is contiguous."""
+
+    def build(are_copies: bool = False) -> nn.Module:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+        both = torch.randn(WIDTH, 2 * WIDTH)
+        for linear, part in zip(model, (both[:, :WIDTH], both[:, WIDTH:]), strict=True):
+            linear.weight.data = part.contiguous() if are_copies else part
+        return nn.Sequential(model, Mean())
+
+    assert_same(through_tiered(tmp_path, build, plain_steps), in_memory(lambda: build(True), plain_steps))
+
+
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.square().mean()

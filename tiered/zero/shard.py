@@ -162,7 +162,10 @@ def _make_units(
 
 
 def _refuse_shared_memory(segments: Sequence[Segment]) -> None:
-    """Raise UsageError for two parameters that overlap in memory: in the store each would have values of its own."""
+    """Raise UsageError for two parameters that overlap in memory: in the store each would have values of its own.
+
+    Columns of one matrix lie between each other, and do not overlap unless they begin at one place.
+    """
     ranges = []
     for segment in segments:
         parameter = segment.parameter
@@ -170,10 +173,11 @@ def _refuse_shared_memory(segments: Sequence[Segment]) -> None:
             continue
         last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
         start = parameter.data_ptr()
-        ranges.append((start, start + (last + 1) * parameter.element_size(), segment.name))
+        is_dense = last + 1 == parameter.numel()
+        ranges.append((start, start + (last + 1) * parameter.element_size(), is_dense, segment.name))
     ranges.sort()
-    for (_, end, name), (start, _, other) in itertools.pairwise(ranges):
-        if start < end:
+    for (before, end, is_dense, name), (start, _, is_other_dense, other) in itertools.pairwise(ranges):
+        if start < end and (start == before or (is_dense and is_other_dense)):
             raise UsageError(
                 f"parameters {name} and {other} are two that share memory; expected one that both modules name, as in"
                 " head.weight = emb.weight, or memory of its own for each"
