@@ -6,9 +6,7 @@ Autograd tells of each accumulated gradient and of the end of each graph task; a
 
 from __future__ import annotations
 
-import sys
 import weakref
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import _engine_run_backward
 
 from tiered.errors import UsageError
+from tiered.zero.frames import num_on_stack
 from tiered.zero.parameter import without_dispatch
 
 if TYPE_CHECKING:
@@ -108,6 +107,28 @@ class Backward:
         unit.version += 1
         self.done.add(unit)
 
+    def check_not_skipped(self) -> None:
+        """Raise UsageError where ``zero_grad()`` comes when gradients have been used and the step is due."""
+        if self.has_updated:
+            self._show_used()
+            raise UsageError(
+                'optimizer.zero_grad() between backward and optimizer.step() under update="backward", which has used'
+                ' the gradients: the step cannot be skipped any more; expected step() next, or update="step"'
+            )
+
+    def check_used(self) -> None:
+        """Raise UsageError, once, for gradients put or dropped since this has used them; they show that again."""
+        try:
+            for unit in self._engine.units:
+                unit.gradients.check_used()
+        except UsageError:
+            self._show_used()
+            raise
+
+    def _show_used(self) -> None:
+        for unit in self._engine.units:
+            unit.gradients.show_used()
+
     def conclude(self) -> None:
         """The step is over."""
         self.done.clear()
@@ -181,8 +202,8 @@ class Backward:
 
     def _ended(self) -> None:
         """A graph task of this backward is over."""
-        if _num_backwards_on_stack() > 1:
-            return  # a nested one: the outermost reports too
+        if num_on_stack(_engine_run_backward.__code__) > 1:
+            return  # a reentrant checkpoint's: the outermost reports too
         engine = self._engine
         self._tasks.clear()
         self._is_running = False
@@ -222,14 +243,3 @@ class Backward:
                 found = found or segment.accumulated
                 segment.accumulated = False
         return found
-
-
-def _num_backwards_on_stack() -> int:
-    """Return how many backwards this thread is inside of (reentrant checkpoints nest them)."""
-    frame: FrameType | None = sys._getframe(1)
-    count = 0
-    code = _engine_run_backward.__code__
-    while frame is not None:
-        count += frame.f_code is code
-        frame = frame.f_back
-    return count

@@ -5,17 +5,17 @@ What a call may do, and what becomes of its unit, is the engine's say.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import CodeType, FrameType
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from tiered.zero.backward import in_graph_task
+from tiered.zero.frames import stack
 from tiered.zero.saved import SavedPair, other_pair_in_force
 
 if TYPE_CHECKING:
@@ -146,13 +146,7 @@ class Calls:
 
 def _num_under_way(module: nn.Module) -> int:
     """Return how many calls of ``module`` this thread is inside of."""
-    frame: FrameType | None = sys._getframe(1)
-    count = 0
-    while frame is not None:
-        name = CALLERS.get(frame.f_code)
-        count += name is not None and frame.f_locals.get(name) is module
-        frame = frame.f_back
-    return count
+    return sum(frame.f_code in CALLERS and frame.f_locals.get(CALLERS[frame.f_code]) is module for frame in stack())
 
 
 def _is_recomputing() -> bool:

@@ -313,7 +313,7 @@ class Engine:
             )
         self.residency.park_all()
         if self.updater.in_backward:
-            self._check_used()
+            self.backward.check_used()
         due = [] if self.updater.in_backward else self.units
         try:
             with self.schedule.hand_overs():
@@ -337,30 +337,12 @@ class Engine:
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         """Drop all gradients, or zero them. Raises UsageError where a backward has used them and step() is due."""
         self.backward.settle()
-        if self.backward.has_updated:
-            self._show_used()
-            raise UsageError(
-                'optimizer.zero_grad() between backward and optimizer.step() under update="backward", which has used'
-                ' the gradients: the step cannot be skipped any more; expected step() next, or update="step"'
-            )
+        self.backward.check_not_skipped()
         for unit in self.units:
             if set_to_none:
                 unit.gradients.drop()
             else:
                 unit.gradients.zero()
-
-    def _check_used(self) -> None:
-        """Raise UsageError, once, for gradients put or dropped since a backward has used them; they show that again."""
-        try:
-            for unit in self.units:
-                unit.gradients.check_used()
-        except UsageError:
-            self._show_used()
-            raise
-
-    def _show_used(self) -> None:
-        for unit in self.units:
-            unit.gradients.show_used()
 
     def set_state_keys(self, buckets: Mapping[Unit, Sequence[Bucket]], *, in_backward: bool) -> None:
         """Tell placement and schedule of the optimizer's keys, and of the order of use to expect in a step."""

@@ -7,9 +7,7 @@ with, and the random number generators.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterable, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from torch import nn
 from tiered.errors import CapacityError, UsageError
 from tiered.store.store import Store
 from tiered.units import format_bytes
+from tiered.zero.frames import num_on_stack
 from tiered.zero.parameter import TieredParameter
 from tiered.zero.unit import Unit
 
@@ -124,7 +123,7 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
     """Make ``state_dict`` copy and ``load_state_dict`` write parameters, of the model and of each of its modules."""
 
     def begin_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if engine.num_exporting and _num_exports_on_stack() == 1:
+        if engine.num_exporting and num_on_stack(nn.Module.state_dict.__code__) == 1:
             engine.num_exporting = 0  # one before this failed in the middle, in a hook of the caller's say
         if engine.num_exporting == 0:
             _check_room(module, engine)
@@ -159,16 +158,6 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
         module.register_state_dict_post_hook(end_export)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(begin_load)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_post_hook(end_load)  # type: ignore[no-untyped-call]
-
-
-def _num_exports_on_stack() -> int:
-    """Return how many state_dict() of modules this thread is inside of."""
-    frame: FrameType | None = sys._getframe(1)
-    count = 0
-    while frame is not None:
-        count += frame.f_code is nn.Module.state_dict.__code__
-        frame = frame.f_back
-    return count
 
 
 def _check_room(module: nn.Module, engine: Engine) -> None:

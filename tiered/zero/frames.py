@@ -1,0 +1,22 @@
+"""What this thread is inside of, told by its frames: for what torch does not report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+
+__all__ = ["num_on_stack", "stack"]
+
+
+def stack() -> Iterator[FrameType]:
+    """Yield this thread's frames, the caller's first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def num_on_stack(code: CodeType) -> int:
+    """Return how many calls of the function with ``code`` this thread is inside of."""
+    return sum(frame.f_code is code for frame in stack())
