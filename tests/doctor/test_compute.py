@@ -13,7 +13,7 @@ from tiered.doctor import compute
 from tiered.doctor.compute import check_compute_device, compute_checks, group_checks, kernel_checks
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import MACHINE, Check, Finding, Outcome
-from tiered.zero.kernel_trial import COMPACT_COST, EXACT_COST
+from tiered.zero.kernels.kernel_trial import COMPACT_COST, EXACT_COST
 
 
 def test_a_process_group_is_made_and_nothing_is_left_of_it() -> None:

@@ -11,8 +11,9 @@ from tests.reference import Recipe
 from tests.store.places import quick_directory
 from tests.zero.pending import Contents, contents, new_disk, pending
 from tests.zero.training import Session, debug_store, start
-from tiered.zero import layout, swapped
-from tiered.zero.kernel_trial import adamw_trial, compact_trial, exact_trial
+from tiered.zero.activations import swapped
+from tiered.zero.formats import layout
+from tiered.zero.kernels.kernel_trial import adamw_trial, compact_trial, exact_trial
 
 
 @pytest.fixture

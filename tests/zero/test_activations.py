@@ -15,7 +15,7 @@ from tests.models import CASES, Case, Vectors, batch_of_vectors
 from tests.reference import Recipe
 from tests.zero.saved_tensors import WORDS, engine_of, swapped_of, wide_vectors
 from tests.zero.training import assert_same, debug_store, reference, reference_of, smallest_budget, start
-from tiered.zero.activations import SWAP_FLOP_PER_BYTE, Cost, choose, words_of
+from tiered.zero.activations.activations import SWAP_FLOP_PER_BYTE, Cost, choose, words_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

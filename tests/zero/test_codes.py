@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tiered.zero.codes import MarkedRemainder, Remainder
-from tiered.zero.kernel_trial import exact_trial
-from tiered.zero.tile_scratch import Dither, Rows, TileScratch
+from tiered.zero.formats.codes import MarkedRemainder, Remainder
+from tiered.zero.formats.tile_scratch import Dither, Rows, TileScratch
+from tiered.zero.kernels.kernel_trial import exact_trial
 
 NUMEL = 70 * 1024 + 5  # more rows with ties than are mended at once, and a part of one
 SPECIAL = [

@@ -26,7 +26,7 @@ from tiered.bytes import endings
 from tiered.bytes.device.simulated_disk import SimulatedDisk
 from tiered.errors import CapacityError, DeviceError, StepAbandonedError
 from tiered.units import MiB
-from tiered.zero.unit_update import UnitUpdate
+from tiered.zero.optimizer.unit_update import UnitUpdate
 
 
 def assert_goes_on_from_the_first_generation(r: Pending) -> None:

@@ -16,14 +16,14 @@ from tests.models import CASES
 from tests.reference import Lion, Recipe, Trained
 from tests.zero.training import assert_same, debug_store, reference, smallest_budget, start
 from tiered.errors import UsageError
-from tiered.zero import layout
-from tiered.zero.codec import Bucket, divide, update_piece
-from tiered.zero.codes import MarkedRemainder
-from tiered.zero.kernel_trial import adamw_trial, compact_trial, exact_trial
-from tiered.zero.layout import FORMATS, Layouts
-from tiered.zero.rules import AdamWRule, Hyperparameters, LionRule, Rule, SGDRule
-from tiered.zero.tile_scratch import TileScratch
-from tiered.zero.unit import Segment
+from tiered.zero.formats import layout
+from tiered.zero.formats.codec import Bucket, divide, update_piece
+from tiered.zero.formats.codes import MarkedRemainder
+from tiered.zero.formats.layout import FORMATS, Layouts
+from tiered.zero.formats.tile_scratch import TileScratch
+from tiered.zero.kernels.kernel_trial import adamw_trial, compact_trial, exact_trial
+from tiered.zero.optimizer.rules import AdamWRule, Hyperparameters, LionRule, Rule, SGDRule
+from tiered.zero.parameters.unit import Segment
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
 SGD = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "nesterov": False, "maximize": False}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tiered.units import GiB, MiB
-from tiered.zero.free_memory import free_memory
+from tiered.zero.activations.free_memory import free_memory
 
 
 @pytest.fixture

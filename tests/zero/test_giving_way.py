@@ -14,7 +14,7 @@ from tests.zero.training import counted_swaps
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.store.store import Store
 from tiered.units import KiB
-from tiered.zero.parameter import GuardedGradient
+from tiered.zero.parameters.parameter import GuardedGradient
 
 NUM_UNITS = 8
 WIDTH = 128

@@ -15,7 +15,7 @@ from tests.models import CASES
 from tests.reference import MasterAdamW, Recipe
 from tests.zero.training import ROOMY_NBYTES, SEED, Session, debug_store, smallest_budget, start
 from tiered.errors import UsageError
-from tiered.zero.parameter import GuardedGradient
+from tiered.zero.parameters.parameter import GuardedGradient
 
 CASE = CASES["gpt"]
 NAME = "blocks.1.fc.weight"

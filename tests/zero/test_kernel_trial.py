@@ -16,12 +16,14 @@ import tiered
 from tests.zero.training import debug_store
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import MACHINE, Check, Finding, Outcome, broken, ok
-from tiered.zero import kernel_trial, layout
-from tiered.zero.adamw_kernel import AdamWKernel
-from tiered.zero.codes import MarkedRemainder, Remainder
-from tiered.zero.exact_kernels import compile_exact_kernels
-from tiered.zero.kernel import compile_nothing, give_back_compiler
-from tiered.zero.kernel_trial import (
+from tiered.zero.formats import layout
+from tiered.zero.formats.codes import MarkedRemainder, Remainder
+from tiered.zero.formats.layout import KERNELS_PAY_NUMEL, Layouts
+from tiered.zero.kernels import kernel_trial
+from tiered.zero.kernels.adamw_kernel import AdamWKernel
+from tiered.zero.kernels.exact_kernels import compile_exact_kernels
+from tiered.zero.kernels.kernel import compile_nothing, give_back_compiler
+from tiered.zero.kernels.kernel_trial import (
     ADAMW_BITS,
     COMPACT_BITS,
     COMPACT_COST,
@@ -35,8 +37,7 @@ from tiered.zero.kernel_trial import (
     tried_compact_kernels,
     tried_exact_kernels,
 )
-from tiered.zero.layout import KERNELS_PAY_NUMEL, Layouts
-from tiered.zero.rules import AdamWRule, LionRule, Rule
+from tiered.zero.optimizer.rules import AdamWRule, LionRule, Rule
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def test_only_bf16_parameters_that_are_updated_count(
 
 def test_importing_takes_no_numba_and_compiling_starts_no_thread() -> None:
     lines = (
-        "import os, sys, torch, tiered, tiered.zero.kernel_trial as kernel_trial",
+        "import os, sys, torch, tiered, tiered.zero.kernels.kernel_trial as kernel_trial",
         "assert 'numba' not in sys.modules",
         "before = os.listdir('/proc/self/task')",
         "assert kernel_trial.tried_compact_kernels() is not None, kernel_trial.compact_trial().reason",

@@ -19,7 +19,7 @@ from tiered.bytes.device.base import Device, Operation
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CapacityError, DeviceError, StepAbandonedError, UsageError
 from tiered.units import MiB
-from tiered.zero.update_worker import UpdateWorker
+from tiered.zero.optimizer.update_worker import UpdateWorker
 
 CASE = CASES["gpt"]
 ROOMY_NBYTES = 8 * MiB

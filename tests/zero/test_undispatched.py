@@ -22,8 +22,8 @@ import tiered
 from tests.models import CASES
 from tests.zero.training import SEED, Session, debug_store
 from tiered.errors import UsageError
-from tiered.zero import placeholder as placeholders
-from tiered.zero.placeholder import placeholder
+from tiered.zero.parameters import placeholder as placeholders
+from tiered.zero.parameters.placeholder import placeholder
 
 CASE = CASES["gpt"]
 NAME = "blocks.1.fc.weight"

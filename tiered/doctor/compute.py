@@ -13,9 +13,9 @@ import torch.distributed
 from tiered.bytes.arena import Arena
 from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
 from tiered.units import MiB, format_bytes
-from tiered.zero.kernel import compile_nothing
-from tiered.zero.kernel_trial import COMPACT_COST, EXACT_COST
-from tiered.zero.layout import KERNELS_PAY_NUMEL
+from tiered.zero.formats.layout import KERNELS_PAY_NUMEL
+from tiered.zero.kernels.kernel import compile_nothing
+from tiered.zero.kernels.kernel_trial import COMPACT_COST, EXACT_COST
 
 __all__ = ["compute_checks", "group_checks", "kernel_checks"]
 

@@ -9,7 +9,7 @@ import torch
 from tiered.train.model import GPT, Shape
 from tiered.zero.budget import share_out_as_asked
 from tiered.zero.division import divide_into_units
-from tiered.zero.unit import Segment, Unit
+from tiered.zero.parameters.unit import Segment, Unit
 
 if TYPE_CHECKING:
     from tiered.store.working_set import WorkingSet

@@ -13,7 +13,7 @@ from typing import Any
 from tiered.errors import UsageError
 from tiered.train.model import Shape
 from tiered.units import MiB, format_bytes
-from tiered.zero.layout import FORMATS
+from tiered.zero.formats.layout import FORMATS
 
 __all__ = [
     "ACTIVATIONS", "DTYPES", "MICRO_BATCHES", "STATES", "UPDATES", "RunConfig", "RunDials", "committed_step",

@@ -18,8 +18,8 @@ from tiered.train.budget import check_budget
 from tiered.train.config import RunConfig, RunDials
 from tiered.train.data import Corpus
 from tiered.units import divide_up, format_bytes, format_count
-from tiered.zero.layout import Layouts
-from tiered.zero.rules import AdamWRule
+from tiered.zero.formats.layout import Layouts
+from tiered.zero.optimizer.rules import AdamWRule
 
 __all__ = ["Plan"]
 

@@ -1,11 +1,11 @@
 """Floor 4: training through the tiers: units, parameters that fault in, gradients, the streaming optimizer."""
 
 from tiered.zero.budget import smallest_budget
-from tiered.zero.clipping import clip_grad_norm_
 from tiered.zero.construct import construct
-from tiered.zero.grad_scaler import GradScaler
-from tiered.zero.micro_batches import micro_batches
-from tiered.zero.optimizer import SGD, AdamW, Lion
+from tiered.zero.gradients.clipping import clip_grad_norm_
+from tiered.zero.gradients.grad_scaler import GradScaler
+from tiered.zero.microbatching.micro_batches import micro_batches
+from tiered.zero.optimizer.optimizer import SGD, AdamW, Lion
 from tiered.zero.shard import shard
 from tiered.zero.unsharded import accumulate, unsharded
 

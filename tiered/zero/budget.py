@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tiered.errors import CapacityError
 from tiered.units import format_bytes, parse_bytes, round_up
-from tiered.zero.codec import PIECE_ALIGNMENT, divide
-from tiered.zero.layout import Layouts
-from tiered.zero.rules import AdamWRule
-from tiered.zero.tile_scratch import TileScratch
+from tiered.zero.formats.codec import PIECE_ALIGNMENT, divide
+from tiered.zero.formats.layout import Layouts
+from tiered.zero.formats.tile_scratch import TileScratch
+from tiered.zero.optimizer.rules import AdamWRule
 
 if TYPE_CHECKING:
-    from tiered.zero.unit import Segment, Unit
+    from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = [
     "TILE_NUMEL",

@@ -18,10 +18,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from tiered.errors import UsageError
 from tiered.store.store import Store
 from tiered.store.working_set import Lease
-from tiered.zero.functorch import guard_functorch
-from tiered.zero.parameter import TieredParameter, without_dispatch
-from tiered.zero.placeholder import placeholder
-from tiered.zero.unit import Segment
+from tiered.zero.parameters.functorch import guard_functorch
+from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
+from tiered.zero.parameters.placeholder import placeholder
+from tiered.zero.parameters.unit import Segment
 
 __all__ = ["ConstructedParameter", "construct"]
 

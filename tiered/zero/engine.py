@@ -20,25 +20,25 @@ from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
 from tiered.tiers.schedule import NextUsePolicy, Schedule
 from tiered.tiers.trace import Trace
-from tiered.zero.access import check_access
-from tiered.zero.activations import Activations
-from tiered.zero.backward import Backward, in_graph_task
+from tiered.zero.activations.activations import Activations
 from tiered.zero.budget import smallest_budget
-from tiered.zero.calls import Calls
 from tiered.zero.forks import forget_in_children
-from tiered.zero.functorch import guard_functorch
-from tiered.zero.gradients import UnitGradients
+from tiered.zero.gradients.backward import Backward, in_graph_task
+from tiered.zero.gradients.gradients import UnitGradients
 from tiered.zero.guard import obey
-from tiered.zero.lanes import Lanes
-from tiered.zero.outputs import any_requires_grad, any_was_computed, own
-from tiered.zero.parameter import is_write
-from tiered.zero.residency import Residency
-from tiered.zero.streams import Foresight
-from tiered.zero.update_worker import UpdateWorker
+from tiered.zero.microbatching.lanes import Lanes
+from tiered.zero.microbatching.streams import Foresight
+from tiered.zero.optimizer.update_worker import UpdateWorker
+from tiered.zero.parameters.access import check_access
+from tiered.zero.parameters.calls import Calls
+from tiered.zero.parameters.functorch import guard_functorch
+from tiered.zero.parameters.outputs import any_requires_grad, any_was_computed, own
+from tiered.zero.parameters.parameter import is_write
+from tiered.zero.parameters.residency import Residency
 
 if TYPE_CHECKING:
-    from tiered.zero.codec import Bucket
-    from tiered.zero.unit import Segment, Unit
+    from tiered.zero.formats.codec import Bucket
+    from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["Engine", "Updater"]
 

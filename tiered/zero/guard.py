@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tiered.errors import StepAbandonedError, UsageError
-from tiered.zero.backward import in_graph_task
+from tiered.zero.gradients.backward import in_graph_task
 
 if TYPE_CHECKING:
     from tiered.zero.engine import Engine

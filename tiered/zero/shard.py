@@ -21,17 +21,17 @@ from tiered.store.registry import taking_apart
 from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
 from tiered.units import format_bytes
-from tiered.zero.activations import ActivationRule, words_of
+from tiered.zero.activations.activations import ActivationRule, words_of
 from tiered.zero.budget import share_out_as_asked, smallest_budget
-from tiered.zero.calls import CALLERS
 from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
-from tiered.zero.masters import master_key, master_offsets, masters_nbytes
-from tiered.zero.parameter import TieredParameter, without_dispatch
-from tiered.zero.placeholder import placeholder
-from tiered.zero.state import ModelState, RandomState, hook_state_dicts, refuse_missing
-from tiered.zero.unit import Segment, Unit
+from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, refuse_missing
+from tiered.zero.optimizer.masters import master_key, master_offsets, masters_nbytes
+from tiered.zero.parameters.calls import CALLERS
+from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
+from tiered.zero.parameters.placeholder import placeholder
+from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.weights import Weights
 
 __all__ = ["shard"]

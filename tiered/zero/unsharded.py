@@ -13,8 +13,8 @@ from torch import nn
 from tiered.errors import CapacityError, UsageError
 from tiered.units import format_bytes
 from tiered.zero.engine import Engine
-from tiered.zero.parameter import TieredParameter
-from tiered.zero.unit import Segment, Unit
+from tiered.zero.parameters.parameter import TieredParameter
+from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["accumulate", "unsharded"]
 

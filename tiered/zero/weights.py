@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from tiered.errors import CorruptionError, UsageError
-from tiered.zero.parameter import TieredParameter, without_dispatch
-from tiered.zero.unit import Segment
+from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
+from tiered.zero.parameters.unit import Segment
 
 __all__ = ["Weights"]
 

@@ -1,0 +1,1 @@
+"""What autograd saves between a forward and its backward: kept, recomputed, or swapped out and in again."""

@@ -1,0 +1,296 @@
+"""activations: what becomes of what autograd saves in each unit's forward: kept, recomputed, or swapped.
+
+The words of ``shard(activations=...)`` and the rule of "auto" are here; how it is done in recompute.py and swapped.py.
+"""
+
+from __future__ import annotations
+
+import collections
+import difflib
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tiered.errors import UsageError
+from tiered.units import format_bytes
+from tiered.zero.activations.free_memory import free_memory
+from tiered.zero.activations.recompute import Recompute, RecomputedForward
+from tiered.zero.activations.saved import Kept, SavedPair, other_pair_in_force
+from tiered.zero.activations.swapped import SwappedActivations, SwappedTensor
+from tiered.zero.gradients.backward import in_graph_task
+from tiered.zero.parameters.outputs import tensors
+
+if TYPE_CHECKING:
+    from tiered.zero.engine import Engine
+    from tiered.zero.parameters.unit import Unit
+
+__all__ = ["WORDS", "ActivationRule", "Activations", "Cost", "choose", "words_of"]
+
+WORDS = ("auto", "keep", "recompute", "swap")
+
+ActivationRule = str | Mapping[str, str] | Callable[[str, nn.Module], str]
+
+SWAP_FLOP_PER_BYTE = 64
+"""From here on swapping a byte out and in costs less than computing it again: 1e11 FLOP/s of two CPU cores over the
+1.6e9 B/s that a byte written and read again moves at (3.5 and 6.5 GB/s, with others on the drive; design.md, 10)."""
+
+_log = logging.getLogger("tiered")
+
+
+class Cost(NamedTuple):
+    """What one forward of a unit saves and computes."""
+
+    nbytes: int
+    flop: float
+
+
+def choose(costs: Mapping[str, Cost], room_bytes: int) -> dict[str, str]:
+    """Return the word for each unit (in the order of use): "keep" for all if what they save fits ``room_bytes``.
+
+    Else those with the fewest FLOP per saved byte, the cheapest to compute again, go until the others fit: to
+    "recompute" below ``SWAP_FLOP_PER_BYTE``, to "swap" from there on.
+    """
+    words = dict.fromkeys(costs, "keep")
+    excess = sum(cost.nbytes for cost in costs.values()) - room_bytes
+    for name in sorted(costs, key=lambda name: costs[name].flop / max(1, costs[name].nbytes)):
+        if excess <= 0:
+            break
+        cost = costs[name]
+        if cost.nbytes:
+            words[name] = "recompute" if cost.flop < SWAP_FLOP_PER_BYTE * cost.nbytes else "swap"
+            excess -= cost.nbytes
+    return words
+
+
+def words_of(rule: ActivationRule, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return the word for each of ``modules``, by unit name, the root unit's as "root".
+
+    ``rule``: a word for all, a mapping from unit names (those that it leaves out are "auto"), or a function
+    (name, module) -> word. Raises TypeError for other rules, UsageError for other words, for names that are no
+    unit's, and for a root unit that is asked for by name to recompute: that would be the whole forward.
+    """
+    if isinstance(rule, str):
+        words = dict.fromkeys(modules, rule)
+        if rule == "recompute":
+            words["root"] = "keep"
+    elif isinstance(rule, Mapping):
+        for name in rule:
+            if name not in modules:
+                close = difflib.get_close_matches(name, list(modules), n=1)
+                raise UsageError(
+                    f"activations= names {name!r}, which is no unit{f' (is it {close[0]}?)' if close else ''}; the"
+                    f" units are {', '.join(list(modules)[:8])}{', ...' if len(modules) > 8 else ''}"
+                )
+        words = {name: rule.get(name, "auto") for name in modules}
+    elif callable(rule):
+        words = {name: rule(name, module) for name, module in modules.items()}
+    else:
+        raise TypeError(
+            f"activations={rule!r}; expected a word of {WORDS}, a mapping from unit names, or a function (name, module)"
+        )
+    for name, word in words.items():
+        if word not in WORDS:
+            raise UsageError(f"activations={word!r} for unit {name!r}; expected one of {', '.join(map(repr, WORDS))}")
+    if words["root"] == "recompute":
+        raise UsageError(
+            "activations='recompute' for the root unit, whose forward is that of the whole model; expected 'keep',"
+            " 'swap' or 'auto' for 'root'"
+        )
+    return words
+
+
+class _Local(threading.local):
+    """What each thread is inside of."""
+
+    recompute: Recompute | None = None
+
+
+class Activations:
+    """What autograd saves in the forwards of one model.
+
+    With "auto" a unit keeps as long as all that is kept fits into ``room_bytes`` of ordinary memory; the first forward
+    with gradients measures what each unit saves, and ``choose`` decides from then on; what would exceed the room even
+    so is swapped as it comes. A unit that runs under autocast recomputes: its saved casts are as large as its weights.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.swapped = SwappedActivations(engine)
+        self.words: dict[Unit, str] = {}  # those missing keep
+        self.planned: dict[Unit, str] | None = None  # what "auto" means, once measured
+        self.room_bytes: int | None = None  # what "auto" may keep; measured before the first forward
+        self._engine = engine
+        self._local = _Local()
+        self._kept: dict[int, weakref.ref[_KeptStorage]] = {}  # by the address of torch's StorageImpl
+        self._kept_bytes = 0
+        self._ended: collections.deque[tuple[int, int]] = collections.deque()
+        self._saved: collections.Counter[Unit] = collections.Counter()  # bytes, in the forward that is measured
+        self._flop: collections.defaultdict[Unit, float] = collections.defaultdict(float)
+        self._has_warned = False
+
+    # -- forwards ------------------------------------------------------------------------------------------------
+
+    def may_recompute(self, unit: Unit) -> bool:
+        """Return whether the forward of ``unit`` may have to run again in backward."""
+        return self.words.get(unit) in ("auto", "recompute")
+
+    def wrap(self, unit: Unit, module: nn.Module) -> None:
+        """Put the forward of ``module``, which is ``unit``'s, under its word."""
+        forward = module.forward
+        recomputed = RecomputedForward(unit, module, forward)
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._recomputes(unit):
+                return recomputed(self._engine, *args, **kwargs)
+            output = forward(*args, **kwargs)
+            if self.planned is None and self.words.get(unit) == "auto" and torch.is_grad_enabled():
+                self._flop[unit] += _forward_flop(unit, output)
+            return output
+
+        module.forward = run
+
+    def _recomputes(self, unit: Unit) -> bool:
+        """Return whether a forward of ``unit`` that begins now is to run again in backward."""
+        word = self.words.get(unit, "keep")
+        if word == "auto":
+            word = "recompute" if torch.is_autocast_enabled("cpu") else (self.planned or {}).get(unit, "keep")
+        if word != "recompute" or not torch.is_grad_enabled() or in_graph_task() or self._local.recompute is not None:
+            return False  # inside one that recomputes, the outer one does
+        pair = other_pair_in_force()  # a checkpoint of the caller's has the innermost one
+        return pair is not None and isinstance(getattr(pair[0], "__self__", None), SavedPair)
+
+    @contextmanager
+    def recomputing(self, recompute: Recompute) -> Iterator[None]:
+        """Inside, this thread runs a forward that will run again."""
+        self._local.recompute = recompute
+        try:
+            yield
+        finally:
+            self._local.recompute = None
+
+    def touch(self, unit: Unit) -> None:
+        """A parameter of ``unit`` is used in this thread."""
+        if self._local.recompute is not None:
+            self._local.recompute.touch(unit)
+
+    def begin_forward(self, *, is_first: bool) -> None:
+        """An outermost forward begins; ``is_first`` of its step."""
+        if self.room_bytes is None and "auto" in self.words.values():
+            working_set = self._engine.working_set
+            untouched = working_set.budget_bytes - working_set.residents.arena.leased_nbytes
+            self.room_bytes = max(0, free_memory() - untouched) // 2
+        if is_first:
+            self.swapped.begin_step()
+        else:
+            self.swapped.sweep()
+
+    def end_forward(self) -> None:
+        """An outermost forward with gradients has ended: the first one decides what "auto" means."""
+        if self.planned is not None or self.room_bytes is None:
+            return
+        units = [unit for unit in self._engine.units if self.words.get(unit) == "auto"]
+        root = self._engine.units[0]
+        flop = {unit: float("inf") if unit is root else self._flop[unit] for unit in units}
+        words = choose({unit.name: Cost(self._saved[unit], flop[unit]) for unit in units}, self.room_bytes)
+        self.planned = {unit: words[unit.name] for unit in units}
+        if any(word != "keep" for word in words.values()):
+            counts = collections.Counter(words.values())
+            _log.info(
+                'activations="auto": a forward saves %s, %s may stay in memory: of %d units %s',
+                format_bytes(self._saved.total()),
+                format_bytes(self.room_bytes),
+                len(units),
+                ", ".join(f"{count} {word}" for word, count in sorted(counts.items())),
+            )
+
+    def reset(self) -> None:
+        """The step was dropped: what it swapped is gone."""
+        self.swapped.reset()
+
+    def _warn_of_casts(self, unit: Unit) -> None:
+        if unit is self._engine.units[0]:
+            return  # what the root unit saves can only be kept or swapped
+        self._has_warned = True
+        nbytes = sum(2 * segment.numel for unit in self._engine.units for segment in unit.segments)
+        _log.warning(
+            "a forward under autocast without recompute: the casts of weights that autograd saves take up to %s beyond"
+            ' the DRAM budget until backward; activations="auto" or "recompute" avoids them, and so does'
+            " param_dtype=torch.bfloat16 without autocast",
+            format_bytes(nbytes),
+        )
+
+    # -- saved tensors -------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Kept | SwappedTensor:
+        """Return what autograd is to hold for ``tensor``, which is no part of a unit."""
+        unit = self._engine.calls.innermost_unit() or self._engine.units[0]
+        word = self.words.get(unit, "keep")
+        if word == "auto":
+            return self._pack_as_planned(unit, tensor)
+        if not self._has_warned and torch.is_autocast_enabled("cpu") and word != "recompute":
+            self._warn_of_casts(unit)
+        swapped = self.swapped.pack(tensor) if word == "swap" else None
+        return Kept(tensor) if swapped is None else swapped
+
+    def _pack_as_planned(self, unit: Unit, tensor: torch.Tensor) -> Kept | SwappedTensor:
+        self._forget_ended()
+        if tensor.layout is not torch.strided:
+            return Kept(tensor)
+        storage = tensor.untyped_storage()
+        address, nbytes = storage._cdata, storage.nbytes()
+        reference = self._kept.get(address)
+        counted = None if reference is None else reference()
+        if counted is None:
+            if self.planned is None:
+                self._saved[unit] += nbytes
+            if (self.planned or {}).get(unit) == "swap" or self._kept_bytes + nbytes > (self.room_bytes or 0):
+                swapped = self.swapped.pack(tensor)
+                if swapped is not None:
+                    return swapped
+            counted = _KeptStorage()
+            self._kept[address] = weakref.ref(counted)
+            self._kept_bytes += nbytes
+            finalizer = weakref.finalize(counted, self._ended.append, (address, nbytes))
+            finalizer.atexit = False
+        return CountedKept(tensor, counted)
+
+    def _forget_ended(self) -> None:
+        """Take what is not kept any more out of the count."""
+        while self._ended:
+            address, nbytes = self._ended.popleft()
+            self._kept_bytes -= nbytes
+            reference = self._kept.get(address)
+            if reference is not None and reference() is None:
+                del self._kept[address]
+
+
+class _KeptStorage:
+    """Alive as long as something of one storage is kept; nothing else."""
+
+    __slots__ = ("__weakref__",)
+
+
+class CountedKept(Kept):
+    """A saved tensor that is kept and counted."""
+
+    __slots__ = ("counted",)
+
+    def __init__(self, tensor: torch.Tensor, counted: _KeptStorage) -> None:
+        super().__init__(tensor)
+        self.counted = counted
+
+
+def _forward_flop(unit: Unit, output: Any) -> float:
+    """Return the FLOP of a forward by the usual estimate: two for each element of a matrix and row of the output."""
+    rows = 0
+    for tensor in tensors(output):
+        if tensor.dim() > 1:  # (..., features), or (batch, channels, ...) of images
+            rows = max(rows, tensor.numel() // max(1, tensor.shape[1 if tensor.dim() > 3 else -1]))
+    return 2.0 * rows * sum(segment.numel for segment in unit.segments if len(segment.shape) > 1)

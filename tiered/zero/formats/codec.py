@@ -1,0 +1,126 @@
+"""Buckets and pieces: which stretches of which parameters move together as one key, and how one piece is updated.
+
+A bucket is a slice of a unit's state; it consists of pieces, each a stretch of one parameter. What a piece consists of
+is layout.py's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiered.zero.formats.layout import Layout, Layouts
+from tiered.zero.formats.tile_scratch import TileScratch
+from tiered.zero.optimizer.rules import Hyperparameters
+
+if TYPE_CHECKING:
+    from tiered.zero.parameters.unit import Segment
+
+__all__ = ["PIECE_ALIGNMENT", "Bucket", "Piece", "divide", "update_piece"]
+
+PIECE_ALIGNMENT = 1024
+"""Elements; a piece and a tile start at a multiple of this from the start of their parameter, so that the vectorised
+kernels meet the same lanes and tails as on the whole parameter (design.md, section 9)."""
+
+
+_SMALLEST_BUCKET_NBYTES = 64  # where a rule remembers nothing, as SGD without momentum: a key still has bytes
+
+
+class Piece:
+    """Elements [start, stop) of one parameter, in memory order, and where their state lies in the bucket."""
+
+    __slots__ = ("layout", "offset", "segment", "start", "stop")
+
+    def __init__(self, segment: Segment, layout: Layout, start: int, stop: int, *, offset: int) -> None:
+        self.segment = segment
+        self.layout = layout
+        self.start = start
+        self.stop = stop
+        self.offset = offset  # bytes
+
+    def __repr__(self) -> str:
+        return f"Piece({self.segment.name!r}[{self.start}:{self.stop}] at {self.offset})"
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return self.stop - self.start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of state, padding included."""
+        return self.layout.nbytes(self.numel)
+
+    def views(self, bucket: torch.Tensor) -> list[torch.Tensor]:
+        """Return the fields as views of ``bucket``, the (nbytes,) uint8 of the whole bucket."""
+        return self.layout.views(bucket, self.offset, self.numel)
+
+
+class Bucket:
+    """Pieces that move together under one key."""
+
+    __slots__ = ("key", "nbytes", "pieces")
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.pieces: list[Piece] = []
+        self.nbytes = 0
+
+    def __repr__(self) -> str:
+        return f"Bucket({self.key!r}, {len(self.pieces)} pieces, {self.nbytes} B)"
+
+
+def divide(key: str, segments: Sequence[Segment], bucket_numel: int, layouts: Layouts) -> list[Bucket]:
+    """Divide ``segments`` into buckets of at most ``bucket_numel`` elements (a multiple of 1,024) in their order.
+
+    The bucket keys are ``key/0``, ``key/1``, ... A piece never crosses a parameter.
+    """
+    assert bucket_numel % PIECE_ALIGNMENT == 0
+    buckets: list[Bucket] = []
+    left = 0
+    for segment in segments:
+        start = 0
+        while start < segment.numel:
+            if left < min(PIECE_ALIGNMENT, segment.numel - start):
+                buckets.append(Bucket(f"{key}/{len(buckets)}"))
+                left = bucket_numel
+            bucket = buckets[-1]
+            room = left // PIECE_ALIGNMENT * PIECE_ALIGNMENT
+            stop = segment.numel if segment.numel - start <= left else start + room
+            piece = Piece(segment, layouts.of(segment.dtype), start, stop, offset=bucket.nbytes)
+            bucket.pieces.append(piece)
+            bucket.nbytes += piece.nbytes
+            left -= piece.numel
+            start = stop
+    for bucket in buckets:
+        bucket.nbytes = max(bucket.nbytes, _SMALLEST_BUCKET_NBYTES)
+    return buckets
+
+
+def update_piece(
+    piece: Piece,
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    bucket: torch.Tensor,
+    hyper: Hyperparameters,
+    factor: torch.Tensor | None,
+    scratch: TileScratch,
+) -> None:
+    """Do one update of ``piece`` in place: by its layout's kernel as far as that goes, else tile by tile.
+
+    ``parameter``, ``gradient``: (numel of the whole parameter,) in memory order, in the parameter's dtype; ``bucket``:
+    the bucket's uint8 bytes; ``factor``: () clip factor multiplied to the gradient in fp32, or None.
+    """
+    layout, views, numel = piece.layout, piece.views(bucket), piece.layout.tile_numel(scratch)
+    parameter, gradient = parameter[piece.start : piece.stop], gradient[piece.start : piece.stop]
+    start = 0
+    while start < piece.numel:
+        left = [view[start:] for view in views] if layout.kernel is not None else []
+        start += layout.update_by_kernel(left, parameter[start:], gradient[start:], factor, hyper, scratch)
+        stop = min(start + numel, piece.numel)
+        if start < stop:
+            scratch.dither.aim(piece.segment.name, hyper.step, piece.start + start)
+            layout.tile(views, start, stop).update(parameter[start:stop], gradient[start:stop], factor, hyper, scratch)
+        start = stop

@@ -1,0 +1,259 @@
+"""Codes: how the values of a tile are kept in fewer bytes than fp32 has, and how they are made fp32 again.
+
+Master codes keep what a bf16 parameter lacks of its fp32 master, moment codes what a rule remembers. All arithmetic is
+elementwise, in place on scratch. Those of 8 bits are in compact_codes.py.
+
+``MarkedRemainder`` works by torch operations, or on the CPU by the kernels it was made with: the same bits in a third
+of the time. So a run may go from one to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from tiered.zero.formats.tile_scratch import Dither, Rows
+from tiered.zero.kernels.exact_kernels import ExactKernels
+
+__all__ = ["Bf16Moment", "Field", "MarkedRemainder", "MasterCode", "MomentCode", "RawMoment", "Remainder"]
+
+_TIE = 0x8000
+_ROW_NUMEL, _MOST_ROWS = 1024, 64  # looked through for ties, mended at once
+_NO_DITHER = Dither(torch.empty(0))  # for codes that lose nothing
+
+
+class Field(NamedTuple):
+    """One array of a piece: ``dtype``, and how many elements of the parameter one entry stands for."""
+
+    dtype: torch.dtype
+    numel_per_entry: int = 1
+
+    def length(self, numel: int) -> int:
+        """Return the entries for ``numel`` elements."""
+        return -(-numel // self.numel_per_entry)
+
+
+class MasterCode(Protocol):
+    """Keeps fp32 masters as bf16 parameters (``hi``, in the unit) and ``fields``."""
+
+    fields: tuple[Field, ...]
+
+    def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+        """Return the masters, (numel,) fp32, in ``rows.master``; overwrites ``gradient`` and ``work``."""
+
+    def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
+        """Write ``rows.master`` to ``hi`` and ``fields``; overwrites ``master``, ``gradient`` and ``work``."""
+
+    def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
+        """Write to ``fields`` what ``hi``, which stays as it is, lacks of ``rows.master``, to the nearest."""
+
+    def clear(self, fields: Sequence[torch.Tensor]) -> None:
+        """Make the parameter its own master: it lacks nothing."""
+
+
+class MomentCode(Protocol):
+    """Keeps one moment as ``fields``; ``is_raw`` says that the field is the moment itself."""
+
+    fields: tuple[Field, ...]
+    is_raw: bool
+
+    def decode(self, fields: Sequence[torch.Tensor], out: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+        """Return the moments: (numel,), in ``out`` (or the raw field). ``out``, ``work``: whole rows of scratch."""
+
+    def encode(
+        self, values: torch.Tensor, fields: Sequence[torch.Tensor], work: torch.Tensor, dither: Dither, stream: int
+    ) -> None:
+        """Write the ``values`` that ``decode`` returned, updated since, to ``fields``; overwrites them."""
+
+
+# -- masters of bf16 parameters ----------------------------------------------------------------------------------------
+
+
+class Remainder:
+    """The other 16 bits, lossless: ``hi`` is torch's rounding, lo the master's low 16 bits, read as signed.
+
+    So master_bits = (hi << 16) + lo, because torch rounds up where lo is negative. One remainder does not fit: a tie
+    above an even ``hi``, +0x8000, which reads as -0x8000. It is marked in the sign bits of the second of ``fields``, a
+    moment (fp32) that is never negative (design.md, section 9). Lossless but for a NaN, whose upper half becomes
+    the one NaN that torch rounds to.
+
+    Ties are as rare as one element in 65,536: they are looked for by the smallest lo of each 1,024 elements.
+    """
+
+    fields: tuple[Field, ...] = (Field(torch.int16),)
+
+    def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+        """Return the masters; clears the marks."""
+        master = _join(hi, fields[0], rows)
+        _where_ties_are(_undo_marks, fields[0], master.view(torch.int32), fields[1].view(torch.int32))
+        return master
+
+    def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
+        """Split the masters; the sign bits of the moment must be clear."""
+        _split(hi, fields[0], rows)
+        master = rows.master.view(torch.int32)[: hi.numel()]
+        _where_ties_are(_mark, fields[0], master, fields[1].view(torch.int32))
+
+    def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
+        """As ``encode``: ``hi`` is torch's rounding of the master already."""
+        self.encode(rows.gradient.view(torch.bfloat16)[: hi.numel()], fields, rows, _NO_DITHER)
+
+    def clear(self, fields: Sequence[torch.Tensor]) -> None:
+        """Zero the remainder and the marks."""
+        fields[0].zero_()
+        fields[1].view(torch.int32).bitwise_and_(0x7FFFFFFF)
+
+
+class MarkedRemainder:
+    """The other 16 bits, lossless, as ``Remainder``; the ties are marked in a bitmap, an eighth of a byte each."""
+
+    fields: tuple[Field, ...] = (Field(torch.int16), Field(torch.uint8, 8))
+
+    def __init__(self, kernels: ExactKernels | None = None) -> None:
+        self.kernels = kernels
+
+    def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+        """Return the masters."""
+        if self.kernels is not None and hi.is_cpu:
+            return _join_by(self.kernels, hi, fields, rows)
+        n = hi.numel()
+        bits = _join(hi, fields[0], rows).view(torch.int32)
+        nonzero = rows.gradient.view(torch.uint8)[: 8 * fields[1].numel()]  # a byte per element
+        words = nonzero.view(torch.int64)
+        words.copy_(fields[1])
+        words.mul_(0x0101010101010101).bitwise_and_(0x8040201008040201 - (1 << 64))  # byte i keeps bit i
+        work = rows.work.view(torch.int32)[:n]
+        work.copy_(nonzero[:n])
+        bits.add_(work.clamp_(max=1), alpha=1 << 16)
+        return rows.master[:n]
+
+    def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
+        """Split the masters."""
+        if self.kernels is not None and hi.is_cpu:
+            _split_by(self.kernels, hi, fields, rows)
+            return
+        n = hi.numel()
+        _split(hi, fields[0], rows)
+        marks = _is_marked(rows.master.view(torch.int32)[:n], out=rows.work.view(torch.int32)[:n])
+        ones = rows.gradient.view(torch.uint8)[: 8 * fields[1].numel()]
+        ones[n:].zero_()
+        ones[:n].copy_(marks)
+        words = ones.view(torch.int64)
+        words.mul_(0x0102040810204080).bitwise_right_shift_(56)  # the lowest bit of byte i becomes bit 56 + i
+        fields[1].copy_(words)
+
+    def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
+        """As ``encode``: ``hi`` is torch's rounding of the master already."""
+        self.encode(rows.gradient.view(torch.bfloat16)[: hi.numel()], fields, rows, _NO_DITHER)
+
+    def clear(self, fields: Sequence[torch.Tensor]) -> None:
+        """Zero the remainder and the marks."""
+        fields[0].zero_()
+        fields[1].zero_()
+
+
+def _join_by(kernels: ExactKernels, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+    """Return the masters, by ``kernels``; ``fields``: the remainder, and where its ties are marked."""
+    master = rows.master[: hi.numel()]
+    lo, marks = fields
+    kernels.join(hi.data_ptr(), lo.data_ptr(), marks.data_ptr(), master.data_ptr(), hi.numel())
+    return master
+
+
+def _split_by(kernels: ExactKernels, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
+    """Split the masters in ``rows.master`` by ``kernels``."""
+    lo, marks = fields
+    addresses = (rows.master.data_ptr(), hi.data_ptr(), lo.data_ptr(), marks.data_ptr())
+    kernels.split(*addresses, hi.numel(), kernels.nan)
+
+
+def _join(hi: torch.Tensor, lo: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return the fp32 whose bits are (hi << 16) + lo, in ``rows.master``; overwrites ``work``."""
+    n = hi.numel()
+    master, work = rows.master[:n], rows.work.view(torch.int32)[:n]
+    master.copy_(hi)
+    work.copy_(lo)
+    master.view(torch.int32).add_(work)
+    return master
+
+
+def _split(hi: torch.Tensor, lo: torch.Tensor, rows: Rows) -> None:
+    """Split ``rows.master`` into torch's rounding of it and its low 16 bits."""
+    master = rows.master[: hi.numel()]
+    hi.copy_(master)
+    lo.copy_(master.view(torch.int32))
+
+
+def _is_marked(bits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return 1 where the low 16 bits of ``bits`` (int32) are a tie above an even upper half, else 0."""
+    return torch.bitwise_and(bits, 0x1FFFF, out=out).eq_(_TIE)
+
+
+def _undo_marks(bits: torch.Tensor, marks: torch.Tensor) -> None:
+    bits.sub_(marks >> 31, alpha=1 << 16)  # -1 where marked
+    marks.bitwise_and_(0x7FFFFFFF)
+
+
+def _mark(bits: torch.Tensor, marks: torch.Tensor) -> None:
+    marks.bitwise_or_(_is_marked(bits) << 31)
+
+
+def _where_ties_are(
+    change: Callable[[torch.Tensor, torch.Tensor], None], lo: torch.Tensor, bits: torch.Tensor, marks: torch.Tensor
+) -> None:
+    """Call ``change(bits, marks)`` for all rows of 1,024 elements in which some ``lo`` is a tie."""
+    whole = lo.numel() // _ROW_NUMEL * _ROW_NUMEL
+    if whole < lo.numel():
+        change(bits[whole:], marks[whole:])
+    smallest = lo[:whole].view(-1, _ROW_NUMEL).amin(1)
+    for rows in torch.split(smallest.eq_(-_TIE).nonzero().flatten(), _MOST_ROWS):
+        if rows.numel():  # (rows, 1024) copies, changed and put back
+            bits_there, marks_there = (all_.view(-1, _ROW_NUMEL) for all_ in (bits[:whole], marks[:whole]))
+            some_bits, some_marks = bits_there.index_select(0, rows), marks_there.index_select(0, rows)
+            change(some_bits, some_marks)
+            bits_there.index_copy_(0, rows, some_bits)
+            marks_there.index_copy_(0, rows, some_marks)
+
+
+# -- moments -----------------------------------------------------------------------------------------------------------
+
+
+class RawMoment:
+    """The moment itself, in the dtype that the rule computes in."""
+
+    is_raw = True
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.fields: tuple[Field, ...] = (Field(dtype),)
+
+    def decode(self, fields: Sequence[torch.Tensor], out: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+        """Return the field."""
+        return fields[0]
+
+    def encode(
+        self, values: torch.Tensor, fields: Sequence[torch.Tensor], work: torch.Tensor, dither: Dither, stream: int
+    ) -> None:
+        """Nothing is left to do where ``values`` is the field."""
+        if values.data_ptr() != fields[0].data_ptr():
+            fields[0].copy_(values)
+
+
+class Bf16Moment:
+    """The upper half of the fp32, rounded by the dither: a running mean that changes by less still moves."""
+
+    fields: tuple[Field, ...] = (Field(torch.bfloat16),)
+    is_raw = False
+
+    def decode(self, fields: Sequence[torch.Tensor], out: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+        """Return the moments."""
+        return out[: fields[0].numel()].copy_(fields[0])
+
+    def encode(
+        self, values: torch.Tensor, fields: Sequence[torch.Tensor], work: torch.Tensor, dither: Dither, stream: int
+    ) -> None:
+        """Round to bf16."""
+        bits = values.view(torch.int32)
+        dither.add(bits, stream, bits=16, offset=0)
+        fields[0].view(torch.int16).copy_(bits.bitwise_right_shift_(16))

@@ -1,0 +1,260 @@
+"""Layouts: what of a parameter's state a format keeps, in which bytes, and how one tile of it is updated.
+
+A format is chosen by its word (``state=``), a layout follows from it, from the rule and from the parameter's dtype:
+
+- exact: fp32 moments and the bits of an fp32 master; fp32 and fp64 parameters keep their moments in their own dtype
+- bf16: bf16 moments, the master as above
+- compact: 8 bits a moment and 8 bits more for the master of a bf16 parameter
+
+fp64 parameters keep exact state under every format: who asks for fp64 asks for its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tiered.units import round_up
+from tiered.zero.formats.codes import Bf16Moment, Field, MarkedRemainder, MasterCode, MomentCode, RawMoment, Remainder
+from tiered.zero.formats.compact_codes import PositiveMoment8, Remainder8, SignedMoment8
+from tiered.zero.formats.tile_scratch import Rows, TileScratch
+from tiered.zero.kernels.adamw_kernel import AdamWKernel
+from tiered.zero.kernels.kernel_trial import tried_adamw_kernel, tried_compact_kernels, tried_exact_kernels
+from tiered.zero.optimizer.rules import AdamWRule, Hyperparameters, Moment, Rule
+
+__all__ = ["FORMATS", "KERNELS_PAY_NUMEL", "Layout", "Layouts", "Tile"]
+
+FORMATS = ("exact", "bf16", "compact")
+
+_FIELD_ALIGNMENT = 64  # bytes
+
+KERNELS_PAY_NUMEL = 1 << 29
+"""bf16 parameters from which exact state has kernels: AdamW's saves 1.9 of 3.7 ns of CPU time each and update: 1 s.
+
+They cost 0.9 s of CPU time per process, which 64 Mi would earn back soon, but also 40 MiB of numba's memory for good:
+with 352 Mi (test_bounded.py, which allows 128 MiB beyond the budget) there are 92 MiB already.
+"""
+
+
+class Layouts:
+    """The layouts of all parameters of one optimizer: ``word`` is the format's, one of FORMATS.
+
+    ``numel``: how many bf16 parameters will be updated; few are not worth compiling exact state's kernels for.
+    """
+
+    def __init__(self, word: str, rule: Rule, *, numel: int = 0) -> None:
+        assert word in FORMATS
+        self.word = word
+        self.rule = rule
+        self.numel = numel
+        self._layouts: dict[torch.dtype, Layout] = {}
+
+    def __repr__(self) -> str:
+        return f"Layouts({self.word!r}, {self.rule.name})"
+
+    def of(self, dtype: torch.dtype) -> Layout:
+        """Return the layout for parameters of ``dtype``; raises TypeError where there is none."""
+        if dtype not in self._layouts:
+            if dtype not in {torch.bfloat16, torch.float32, torch.float64}:
+                raise TypeError(
+                    f"expected parameters of bfloat16, float32 or float64, got {dtype}: pass param_dtype= to shard"
+                )
+            self._layouts[dtype] = self._make(dtype)
+        return self._layouts[dtype]
+
+    def _make(self, dtype: torch.dtype) -> Layout:
+        moments = tuple(self._moment_code(moment, dtype) for moment in self.rule.moments)
+        master: MasterCode | None = None
+        marks, kernel = None, None
+        if dtype == torch.bfloat16 and self.word == "compact":
+            master = Remainder8(tried_compact_kernels())
+        elif dtype == torch.bfloat16:
+            positive = [i for i, (m, code) in enumerate(zip(self.rule.moments, moments, strict=True)) if m.is_positive]
+            marks = next((i for i in positive if moments[i].is_raw), None)
+            pays = self.numel >= KERNELS_PAY_NUMEL
+            if marks is None:
+                master = MarkedRemainder(tried_exact_kernels() if pays else None)
+            else:
+                master = Remainder()
+                kernel = tried_adamw_kernel() if pays and isinstance(self.rule, AdamWRule) else None
+        return Layout(self.rule, dtype, master, moments, marks, kernel)
+
+    def _moment_code(self, moment: Moment, dtype: torch.dtype) -> MomentCode:
+        if dtype == torch.float64:
+            return RawMoment(torch.float64)
+        if self.word == "bf16":
+            return Bf16Moment()
+        if self.word == "compact":
+            kernels = tried_compact_kernels()
+            return PositiveMoment8(kernels) if moment.is_positive else SignedMoment8(kernels)
+        return RawMoment(torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The fields of a piece, one after the other, each on 64 bytes: those of the master, then those of each moment.
+
+    ``master`` is None where the parameter is its own master; ``marks`` is the moment in whose sign bits ties of the
+    master are marked; ``kernel`` updates most of a piece in one pass, tiles the rest.
+    """
+
+    rule: Rule
+    dtype: torch.dtype  # the parameter's
+    master: MasterCode | None
+    moments: tuple[MomentCode, ...]
+    marks: int | None
+    kernel: AdamWKernel | None = None
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The fields in their order."""
+        own = self.master.fields if self.master is not None else ()
+        return own + tuple(field for moment in self.moments for field in moment.fields)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a tile needs more scratch than a large one has."""
+        return self.dtype == torch.float64 or not all(moment.is_raw for moment in self.moments)
+
+    def tile_numel(self, scratch: TileScratch) -> int:
+        """Return the elements that one tile has in ``scratch``."""
+        return scratch.small_numel if self.is_small else scratch.numel
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a piece of ``numel`` elements, padding included."""
+        return sum(round_up(f.length(numel) * f.dtype.itemsize, _FIELD_ALIGNMENT) for f in self.fields)
+
+    def views(self, memory: torch.Tensor, offset: int, numel: int) -> list[torch.Tensor]:
+        """Return the fields of the piece of ``numel`` elements at ``offset`` of ``memory`` (uint8), as views of it."""
+        views: list[torch.Tensor] = []
+        for field in self.fields:
+            nbytes = field.length(numel) * field.dtype.itemsize
+            views.append(memory[offset : offset + nbytes].view(field.dtype))
+            offset += round_up(nbytes, _FIELD_ALIGNMENT)
+        return views
+
+    def update_by_kernel(
+        self,
+        views: Sequence[torch.Tensor],
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        factor: torch.Tensor | None,
+        hyper: Hyperparameters,
+        scratch: TileScratch,
+    ) -> int:
+        """Update the first elements in place, as many as the kernel can; return how many, a multiple of 1,024.
+
+        ``parameter``, ``gradient``, and ``views`` of the state, begin at the same element: (numel,).
+        """
+        if self.kernel is None or not parameter.is_cpu or gradient.dtype != self.dtype or not gradient.is_contiguous():
+            return 0
+        return self.kernel.update(parameter, gradient, views, factor, hyper, scratch.rows(small=False).work)
+
+    # -- one tile -------------------------------------------------------------------------------------------------
+
+    def tile(self, views: Sequence[torch.Tensor], start: int, stop: int) -> Tile:
+        """Return elements [start, stop) of a piece's ``views``; ``start`` is a multiple of 1,024."""
+        parts = [
+            view[start // field.numel_per_entry : field.length(stop)]
+            for field, view in zip(self.fields, views, strict=True)
+        ]
+        begin = len(self.master.fields) if self.master is not None else 0
+        own, moments = parts[:begin], []
+        for code in self.moments:
+            moments.append(parts[begin : begin + len(code.fields)])
+            begin += len(code.fields)
+        if self.marks is not None:
+            own.append(moments[self.marks][0])
+        return Tile(self, own, moments)
+
+
+class Tile:
+    """The state of a stretch of one parameter, in its bucket: ``own`` the master's fields, then each moment's."""
+
+    __slots__ = ("_layout", "moments", "own")
+
+    def __init__(self, layout: Layout, own: list[torch.Tensor], moments: list[list[torch.Tensor]]) -> None:
+        self._layout = layout
+        self.own = own
+        self.moments = moments
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        factor: torch.Tensor | None,
+        hyper: Hyperparameters,
+        scratch: TileScratch,
+    ) -> None:
+        """Do one update in place. ``parameter``, ``gradient``: (numel,); the dither must have been aimed."""
+        layout = self._layout
+        rows = self.rows(scratch)
+        master = self.decode_master(parameter, rows)
+        moments = self.decode_moments(rows)
+        scaled = _scaled(gradient, factor, rows, master.dtype)
+        layout.rule.update(master, scaled, moments, hyper, _work(rows, master))
+        self.encode_moments(moments, rows, scratch)
+        self.encode_master(parameter, rows, scratch)
+
+    def decode_master(self, parameter: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Return the master: (numel,), in scratch, or ``parameter`` where it is its own."""
+        code = self._layout.master
+        return parameter if code is None else code.decode(parameter, self.own, rows)
+
+    def encode_master(self, parameter: torch.Tensor, rows: Rows, scratch: TileScratch) -> None:
+        """Keep the master that lies in ``rows.master``, after the moments were kept."""
+        code = self._layout.master
+        if code is not None:
+            code.encode(parameter, self.own, rows, scratch.dither)
+
+    def attach_master(self, parameter: torch.Tensor, rows: Rows) -> None:
+        """Keep of the master that lies in ``rows.master`` what ``parameter``, which stays as it is, lacks."""
+        assert self._layout.master is not None
+        self._layout.master.attach(parameter, self.own, rows)
+
+    def clear_master(self) -> None:
+        """Make the parameter its own master."""
+        assert self._layout.master is not None
+        self._layout.master.clear(self.own)
+
+    def rows(self, scratch: TileScratch) -> Rows:
+        """Return the rows of ``scratch`` that a tile of this layout works in."""
+        return scratch.rows(small=self._layout.is_small)
+
+    def decode_moments(self, rows: Rows) -> list[torch.Tensor]:
+        """Return the moments: (numel,) each, in ``rows.spare`` unless they are kept as they are."""
+        nothing = rows.work[:0]
+        spare = (*rows.spare, nothing, nothing)
+        return [
+            code.decode(fields, row, rows.work)
+            for code, fields, row in zip(self._layout.moments, self.moments, spare, strict=False)
+        ]
+
+    def encode_moments(self, values: Sequence[torch.Tensor], rows: Rows, scratch: TileScratch) -> None:
+        """Keep ``values``, which lie where ``decode_moments`` returns them."""
+        for index, (code, fields) in enumerate(zip(self._layout.moments, self.moments, strict=True)):
+            code.encode(values[index], fields, rows.work, scratch.dither, index + 1)
+
+
+def _scaled(gradient: torch.Tensor, factor: torch.Tensor | None, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``gradient`` in ``dtype``, times ``factor``: itself, or a copy in scratch."""
+    if factor is None and gradient.dtype == dtype:
+        return gradient
+    result = _row(rows, 0 if dtype == torch.float64 else 1, dtype)[: gradient.numel()]
+    result.copy_(gradient)
+    return result if factor is None else result.mul_(factor)
+
+
+def _work(rows: Rows, master: torch.Tensor) -> torch.Tensor:
+    """Return a row of scratch like ``master``."""
+    return _row(rows, 1 if master.dtype == torch.float64 else 2, master.dtype)[: master.numel()]
+
+
+def _row(rows: Rows, index: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return row ``index`` of the scratch seen as rows of ``dtype``; a row of fp64 takes two of fp32."""
+    if dtype != torch.float64:
+        return (rows.master, rows.gradient, rows.work)[index]
+    numel = rows.master.numel()
+    return rows.master.as_strided((6 * numel,), (1,)).view(torch.float64)[index * numel : (index + 1) * numel]

@@ -1,0 +1,1 @@
+"""Gradients: where a unit's lie, when they are final, and what is done to all of them at once."""

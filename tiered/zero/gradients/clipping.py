@@ -1,0 +1,112 @@
+"""Clipping by the global norm of gradients, of which some are on NVMe: they are read one unit after the other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tiered.errors import UsageError
+from tiered.zero.parameters.parameter import GuardedGradient, TieredParameter, without_dispatch
+
+if TYPE_CHECKING:
+    from tiered.zero.parameters.unit import Unit
+
+__all__ = ["check_unused", "clip_grad_norm_"]
+
+_NUM_UNITS_AHEAD = 2  # one is being read while the other is waited for
+
+
+def clip_grad_norm_(
+    model: nn.Module | Iterable[torch.Tensor],
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Clip the global norm of the gradients of ``model``'s parameters; return it as a fp32 scalar.
+
+    The bits are those of ``torch.nn.utils.clip_grad_norm_`` over the fp32 gradients in the order of
+    ``model.parameters()``: a norm per whole parameter, then the norm of the norms, then
+    ``max_norm / (norm + 1e-6)`` clamped to 1. The factor is applied in fp32 by the next ``optimizer.step()``; the
+    gradients themselves are left as they are, and one that is clipped twice is multiplied with the product of both
+    factors. Streams gradients that are on NVMe. Blocks. Raises RuntimeError for a
+    non-finite norm when ``error_if_nonfinite``, UsageError under ``update="backward"``.
+    """
+    tensors = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
+    with torch.no_grad(), without_dispatch():
+        for unit in {tensor.segment.unit: None for tensor in tensors if isinstance(tensor, TieredParameter)}:
+            check_unused(unit, "tiered.clip_grad_norm_")
+            unit.gradients.reconcile()
+        clipped = [tensor for tensor in tensors if tensor.grad is not None]
+        norms = list(_norms(clipped, float(norm_type)))
+        if not norms:
+            return torch.tensor(0.0)
+        total = _vector_norm(torch.stack(norms), float(norm_type))
+        if error_if_nonfinite and not math.isfinite(total.item()):
+            raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}: not clipped")
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for tensor in clipped:
+            _scale(tensor, factor)
+            if isinstance(tensor, TieredParameter):
+                tensor.segment.unit.gradients.note_clipped()
+    return total
+
+
+def check_unused(unit: Unit, what: str) -> None:
+    """Raise UsageError where the optimizer uses gradients as they come, before ``what`` could see them."""
+    updater = unit.engine.updater
+    if updater is not None and updater.in_backward:
+        raise UsageError(
+            f'{what} under update="backward", where gradients are used up as they become final; expected'
+            ' tiered.AdamW(..., update="step")'
+        )
+
+
+def _norms(tensors: Sequence[torch.Tensor], norm_type: float) -> Iterator[torch.Tensor]:
+    """Yield the fp32 norm of each parameter's gradient; those of the next units are read ahead meanwhile."""
+    units = deque({tensor.segment.unit: None for tensor in tensors if isinstance(tensor, TieredParameter)})
+    for unit, group in itertools.groupby(tensors, _unit_of):
+        if unit is None:
+            for tensor in group:
+                assert tensor.grad is not None
+                yield _vector_norm(tensor.grad, norm_type)
+            continue
+        while units and units[0] is unit:
+            units.popleft()
+        unit.working_set.prefetch([each.gradients.key for each in itertools.islice(units, _NUM_UNITS_AHEAD)])
+        with unit.gradients.lent() as flat:
+            for tensor in group:
+                assert isinstance(tensor, TieredParameter)
+                view = tensor.segment.view(flat, tensor.segment.grad_offset)
+                factor = unit.gradients.factors.get(tensor.segment)
+                yield _vector_norm(view if factor is None else view.to(_accumulator(view.dtype)) * factor, norm_type)
+                del view  # lifetime: the bytes are lent
+
+
+def _unit_of(tensor: torch.Tensor) -> Unit | None:
+    return tensor.segment.unit if isinstance(tensor, TieredParameter) else None
+
+
+def _vector_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=_accumulator(tensor.dtype))
+    return norm
+
+
+def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> None:
+    if not isinstance(tensor, TieredParameter):
+        assert tensor.grad is not None and not isinstance(tensor.grad, GuardedGradient)
+        tensor.grad.mul_(factor.to(tensor.grad.dtype))
+        return
+    factors = tensor.segment.unit.gradients.factors
+    old = factors.get(tensor.segment)
+    factors[tensor.segment] = factor if old is None else old * factor
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

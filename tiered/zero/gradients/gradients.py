@@ -1,0 +1,330 @@
+"""The gradients of a unit: one flat buffer, a scratch key of the store, shown as the parameters' ``.grad``.
+
+Gradients stay in DRAM while the budget allows; under pressure they go to NVMe and ``.grad`` becomes a guard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiered.errors import UsageError
+from tiered.store.working_set import Lease
+from tiered.units import round_up
+from tiered.zero.gradients.taken_gradients import TakenGradients
+from tiered.zero.parameters.parameter import (
+    GuardedGradient,
+    UsedGradient,
+    guarded_gradient,
+    without_dispatch,
+)
+
+if TYPE_CHECKING:
+    from tiered.zero.parameters.unit import Segment, Unit
+
+__all__ = ["UnitGradients"]
+
+
+class UnitGradients:
+    """The gradients of one unit in one buffer, in the parameters' dtypes, each segment on 64 bytes.
+
+    Invariant: ``.grad`` of a parameter with a gradient is a view of the leased buffer, or a guard when the bytes are
+    the working set's. ``factors`` are the clip factors that the next update multiplies with, in fp32.
+
+    ``room`` is the name under which the schedule knows that the buffer will be leased, and the buffer's key but where
+    an earlier one still has it. While ``num_accumulating`` autograd adds to what ``.grad`` shows, after hooks of the
+    caller's that may use other units: until then it is not given back.
+    """
+
+    __slots__ = (
+        "_clipped_version", "_is_changed", "_num_leases", "_used", "factors", "key", "lease", "nbytes",
+        "num_accumulating", "room", "unit", "working_set",
+    )  # fmt: skip
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.working_set = unit.working_set
+        self.lease: Lease | None = None
+        self.key = ""  # "": there are no gradients
+        self.room = f"model/gradient/{unit.name}"
+        self.nbytes = self.lay_out()
+        self.factors: dict[Segment, torch.Tensor] = {}
+        self.num_accumulating = 0
+        self._num_leases = 0
+        self._clipped_version = 0  # of the leased buffer, when the factors were made for it
+        self._is_changed = False  # in place, since then
+        self._used: list[Segment] = []  # by an update in the backward, before the step that concludes it
+
+    def lay_out(self) -> int:
+        """Place the segments that are trainable or have a gradient; return the bytes their gradients take.
+
+        The places hold as long as the key: what is unfrozen meanwhile has none, and gets one by ``_make_place``.
+        """
+        offset = 0
+        with without_dispatch():
+            for segment in self.unit.segments:
+                segment.grad_offset = -1
+                if segment.parameter.requires_grad or segment.parameter.grad is not None:
+                    segment.grad_offset = offset
+                    offset = round_up(offset + segment.nbytes, 64)
+        return offset
+
+    def open(self) -> torch.Tensor:
+        """Lease the buffer and return it: (nbytes,) uint8; what is stored is swapped in and shown as ``.grad``."""
+        if self.lease is not None:
+            return self.lease.tensor
+        if self.key:
+            self.lease = self.working_set.lease(self.key, "rw")
+        else:
+            self.nbytes = self.lay_out()
+            key = self.room
+            if self.working_set.has(key):  # somebody still sees the bytes of an earlier lease, or they are being moved
+                self._num_leases += 1
+                key = f"model/gradient/.{self._num_leases}.{self.unit.name}"  # no unit's name begins with a dot
+            self.working_set.create(key, self.nbytes, scratch=True)
+            try:
+                self.lease = self.working_set.lease(key, "w")
+            except BaseException:
+                self.working_set.delete([key])
+                raise
+            self.key = key
+        self.unit.engine.residency.gradients_opened(self)
+        with without_dispatch():
+            for segment in self.unit.segments:
+                # What is no guard of ours is the caller's: reconcile takes note of it.
+                if segment.has_gradient and isinstance(segment.parameter.grad, GuardedGradient):
+                    segment.parameter.grad = segment.view(self.lease.tensor, segment.grad_offset)
+        self._clipped_version = self.lease.tensor._version
+        return self.lease.tensor
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[torch.Tensor]:
+        """Lend the buffer for reading, (nbytes,) uint8; what is stored is swapped in for as long, and stays stored."""
+        if self.lease is not None:
+            yield self.lease.tensor
+            return
+        lease = self.working_set.lease(self.key, "r")
+        try:
+            yield lease.tensor
+        finally:
+            lease.release()
+
+    def are_there(self) -> bool:
+        """Return whether there are any; where the caller has dropped all, as model.zero_grad() does, the bytes go."""
+        if not self.key or self.num_accumulating:
+            return bool(self.key)
+        with without_dispatch():
+            if any(segment.parameter.grad is not None for segment in self.unit.segments):
+                return True
+        self.drop()
+        return False
+
+    def recall(self, segment: Segment) -> None:
+        """Before autograd adds to the gradient of ``segment``: bring back what is stored, refuse what is clipped."""
+        if self.factors:
+            self._changed_by_hand()  # what the caller has dropped is not clipped any more
+        if self.factors:
+            raise UsageError(
+                f"unit {self.unit.name!r}: backward after tiered.clip_grad_norm_ and before optimizer.step(); expected"
+                " all micro-steps first, then the clipping, then the step"
+            )
+        self.num_accumulating += 1
+        if self.key:
+            self.open()
+            with without_dispatch():
+                gradient = segment.parameter.grad
+            if gradient is not None and not self._is_in_place(segment, gradient):
+                self.reconcile()  # order: before it is added to, it must not lie where another's gradient will
+
+    def adopt(self, segment: Segment) -> None:
+        """Take over what autograd has accumulated in ``.grad``: move it into the buffer unless it is there."""
+        self.num_accumulating = max(0, self.num_accumulating - 1)
+        with without_dispatch():
+            gradient = segment.parameter.grad
+        if gradient is None:  # a hook of the caller's has dropped it
+            segment.has_gradient = False
+        else:
+            self._adopt(segment, gradient)
+
+    def _adopt(self, segment: Segment, gradient: torch.Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"parameter {segment.name}: a {gradient.layout} gradient; expected a dense one:"
+                " build the embedding with sparse=False"
+            )
+        with without_dispatch():
+            self.open()
+            if segment.grad_offset < 0:
+                self._make_place()
+            view = segment.view(self.open(), segment.grad_offset)
+            if gradient.data_ptr() != view.data_ptr():
+                view.copy_(gradient.detach())
+                segment.parameter.grad = view
+        segment.has_gradient = True
+
+    def _make_place(self) -> None:
+        """Have a buffer with a place for whatever has a gradient now, and with the gradients of the one before."""
+        residency = self.unit.engine.residency
+        key, lease, nbytes = self.key, self.lease, self.nbytes
+        assert lease is not None
+        offsets = {segment: segment.grad_offset for segment in self.unit.segments}
+        residency.gradients_closed(self)  # order: or they might be stored away for the sake of the new ones
+        self.key, self.lease = "", None
+        try:
+            self.open()
+        except BaseException:
+            self.key, self.lease, self.nbytes = key, lease, nbytes
+            for segment, offset in offsets.items():
+                segment.grad_offset = offset
+            residency.gradients_opened(self)
+            raise
+        for segment, offset in offsets.items():
+            gradient = segment.parameter.grad
+            if segment.has_gradient and gradient is not None and offset >= 0:
+                view = segment.view(self.open(), segment.grad_offset)
+                view.copy_(segment.view(lease.tensor, offset))
+                if gradient.data_ptr() == lease.tensor.data_ptr() + offset:
+                    segment.parameter.grad = view
+        del gradient  # lifetime: it may be the last tensor on the old bytes
+        residency.discard(key, lease)
+
+    def _is_in_place(self, segment: Segment, gradient: torch.Tensor) -> bool:
+        """Return whether ``gradient`` is the view of the leased buffer that belongs to ``segment``."""
+        if self.lease is None or not segment.has_gradient:
+            return False
+        return gradient.data_ptr() == self.lease.tensor.data_ptr() + segment.grad_offset
+
+    def reconcile(self) -> None:
+        """Take note of what the caller did to ``.grad`` by hand: another tensor is taken over, None drops it.
+
+        Raises UsageError where gradients were clipped and then written in place.
+        """
+        self._note_changes()
+        if self._is_changed:
+            raise UsageError(
+                f"unit {self.unit.name!r}: gradients written in place between tiered.clip_grad_norm_, whose factor is"
+                " applied by the step, and optimizer.step(); expected changes before the clipping, or a new tensor as"
+                " .grad, which is taken as it is"
+            )
+        for segment, gradient in self._changed_by_hand():
+            self.factors.pop(segment, None)
+            self._adopt(segment, gradient)
+        self.note_clipped()
+
+    def check_used(self) -> None:
+        """Raise UsageError where the caller has put or dropped a gradient, which no backward can heed any more."""
+        with without_dispatch():
+            dropped = next((segment for segment in self._used if segment.parameter.grad is None), None)
+        if dropped is not None:
+            raise UsageError(
+                f"parameter {dropped.name}: .grad dropped between backward and optimizer.step() under"
+                ' update="backward", which has used it: the step cannot be skipped any more; expected step() once more,'
+                ' or tiered.AdamW(..., update="step")'
+            )
+        for segment, _ in self._changed_by_hand():
+            raise UsageError(
+                f'parameter {segment.name}: a gradient put into .grad by hand under update="backward", where gradients'
+                ' are used up as they become final; expected tiered.AdamW(..., update="step")'
+            )
+
+    def show_used(self) -> None:
+        """Let each ``.grad`` say again that the backward has used it; what the caller has put there goes."""
+        with without_dispatch():
+            for segment in self.unit.segments:
+                used = guarded_gradient(segment.shape, segment.dtype, UsedGradient) if segment in self._used else None
+                segment.parameter.grad = used
+
+    def note_clipped(self) -> None:
+        """The factors are for the gradients as they are now."""
+        if self.lease is not None:
+            self._clipped_version = self.lease.tensor._version
+
+    def _note_changes(self) -> None:
+        if self.factors and self.lease is not None and self.lease.tensor._version != self._clipped_version:
+            self._is_changed = True
+
+    def _changed_by_hand(self) -> list[tuple[Segment, torch.Tensor]]:
+        """Drop what the caller has dropped; return the tensors that the caller has put into ``.grad``.
+
+        None of them lies in the buffer: one gradient may have been put in the place of another.
+        """
+        changed: list[tuple[Segment, torch.Tensor]] = []
+        lease = self.lease
+        start = end = 0
+        if lease is not None:
+            start = lease.tensor.data_ptr()
+            end = start + lease.tensor.numel()
+        with without_dispatch():
+            for segment in self.unit.segments:
+                gradient = segment.parameter.grad
+                if gradient is None:
+                    segment.has_gradient = False
+                    self.factors.pop(segment, None)
+                elif not isinstance(gradient, GuardedGradient) and not self._is_in_place(segment, gradient):
+                    is_ours = gradient.layout is torch.strided and start <= gradient.data_ptr() < end
+                    changed.append((segment, gradient.detach().clone() if is_ours else gradient))
+        return changed
+
+    def store_away(self) -> bool:
+        """Give the buffer back to the working set and leave guards; return whether there was anything to give."""
+        if self.lease is None:
+            return False
+        self._note_changes()
+        for segment, gradient in self._changed_by_hand():
+            if segment.has_gradient:  # others have no bytes of ours
+                self.factors.pop(segment, None)
+                self._adopt(segment, gradient)
+        with without_dispatch():
+            for segment in self.unit.segments:
+                if segment.has_gradient:
+                    segment.parameter.grad = guarded_gradient(segment.shape, segment.dtype)
+        lease, self.lease = self.lease, None
+        self.unit.engine.residency.gradients_closed(self)
+        lease.release()
+        self.working_set.swap_out([self.key])
+        return True
+
+    def take(self, *, used: bool) -> TakenGradients:
+        """Hand the gradients over to an update; there are none here afterwards (see ``drop`` for ``.grad``)."""
+        assert self.key
+        offsets = {segment: segment.grad_offset for segment in self.unit.segments if segment.has_gradient}
+        taken = TakenGradients(self.working_set, self.key, self.lease, self.nbytes, offsets, dict(self.factors))
+        if self.lease is not None:
+            self.unit.engine.residency.gradients_closed(self)
+        self.key, self.lease = "", None
+        self.drop(used=used)
+        return taken
+
+    def drop(self, *, used: bool = False) -> None:
+        """Forget the gradients; bytes a caller still sees live as long as its view.
+
+        ``.grad`` of each becomes None, or with ``used`` a guard that says so.
+        """
+        self._used = [segment for segment in self.unit.segments if used and segment.has_gradient]
+        with without_dispatch():
+            for segment in self.unit.segments:
+                parameter = segment.parameter
+                if used and segment.has_gradient:
+                    parameter.grad = guarded_gradient(segment.shape, segment.dtype, UsedGradient)
+                elif not used or isinstance(parameter.grad, GuardedGradient):
+                    parameter.grad = None
+                segment.has_gradient = False
+        self.factors.clear()
+        self._is_changed = False
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            self.unit.engine.residency.gradients_closed(self)
+        if self.key:
+            self.unit.engine.residency.discard(self.key, lease)
+        self.key = ""
+
+    def zero(self) -> None:
+        """Fill the gradients with zeros and keep them (``zero_grad(set_to_none=False)``)."""
+        self.factors.clear()
+        self._is_changed = False
+        self.reconcile()
+        if self.key:
+            self.open().zero_()

@@ -1,0 +1,66 @@
+"""TakenGradients: the gradients of one unit from the hand-over to an update to their end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiered.store.working_set import Lease, WorkingSet
+
+if TYPE_CHECKING:
+    from tiered.zero.parameters.unit import Segment
+
+__all__ = ["TakenGradients"]
+
+
+class TakenGradients:
+    """The gradients of one unit that an update has taken over, with their clip factors. One owner at a time.
+
+    Segments lie at ``offsets`` of the bytes of ``key``, a scratch key that ``delete`` ends.
+    """
+
+    __slots__ = ("_working_set", "factors", "key", "lease", "nbytes", "offsets")
+
+    def __init__(
+        self,
+        working_set: WorkingSet,
+        key: str,
+        lease: Lease | None,
+        nbytes: int,
+        offsets: dict[Segment, int],
+        factors: dict[Segment, torch.Tensor],
+    ) -> None:
+        self._working_set = working_set
+        self.key = key
+        self.lease = lease
+        self.nbytes = nbytes
+        self.offsets = offsets
+        self.factors = factors
+
+    def open(self) -> None:
+        """Lease the bytes; what is stored is swapped in. Blocks."""
+        if self.lease is None:
+            self.lease = self._working_set.lease(self.key, "r")
+
+    def flat(self, segment: Segment) -> torch.Tensor:
+        """Return the (numel,) gradient of ``segment`` in memory order; the bytes must be leased."""
+        assert self.lease is not None
+        return segment.flat(self.lease.tensor, self.offsets[segment])
+
+    def store_away(self) -> bool:
+        """Give the bytes back to the working set, for now; return whether they were leased."""
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
+            self._working_set.swap_out([self.key])
+        return lease is not None
+
+    def delete(self) -> str:
+        """Forget the gradients; return the key when a caller still sees its bytes and it must be deleted later."""
+        lease, self.lease = self.lease, None
+        if lease is None:
+            self._working_set.delete([self.key])
+        elif not self._working_set.discard(lease):  # order: released first, they would be written for nothing
+            return self.key
+        return ""

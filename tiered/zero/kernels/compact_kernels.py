@@ -1,0 +1,154 @@
+"""Kernels of ``state="compact"``: what compact_codes.py does by torch operations, in one pass each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tiered.zero.kernels.kernel import Call, compile_kernel
+
+__all__ = ["CompactKernels", "compile_compact_kernels"]
+
+
+class CompactKernels(NamedTuple):
+    """The compiled kernels: each takes what the function of its name takes, addresses for pointers.
+
+    ``numbers, period, shift, is_random`` are those of ``Dither.numbers``.
+    """
+
+    fill_numbers: Call
+    decode_master: Call
+    encode_master: Call
+    decode_signed: Call
+    encode_signed: Call
+    decode_positive: Call
+    encode_positive: Call
+
+
+def compile_compact_kernels() -> CompactKernels:
+    """Compile all kernels; blocks for a second or two, and raises what ``compile_kernel`` does."""
+    named = {each.__name__.removeprefix("_"): compile_kernel(each, words) for each, words in _SIGNATURES.items()}
+    return CompactKernels(**named)
+
+
+# Below is what numba compiles.
+
+
+def _fill_numbers(numbers: Any, numel: int, seed: int, start: int, mask: int) -> None:
+    """Fill ``numbers`` with the hash of the positions ``start + i`` under ``mask``; as ``Dither`` does by torch."""
+    for i in range(numel):
+        number = np.uint32(np.uint32(np.uint32((start + i) & mask) * np.uint32(0x9E3779B1)) + seed)
+        number ^= number >> np.uint32(16)
+        number = np.uint32(number * np.uint32(0x7FEB352D))
+        number ^= number >> np.uint32(15)
+        number = np.uint32(number * np.uint32(0x846CA68B))
+        numbers[i] = number ^ (number >> np.uint32(16))
+
+
+def _decode_master(hi: Any, remainder: Any, master: Any, numel: int) -> None:
+    for i in range(numel):
+        master[i] = np.int32((np.int32(hi[i]) << np.int32(16)) + (np.int32(remainder[i]) << np.int32(8)))
+
+
+def _encode_master(
+    master: Any, hi: Any, remainder: Any, numel: int, numbers: Any, period: int, shift: int, is_random: int
+) -> None:
+    mask = np.uint32(0xFF) if is_random else np.uint32(0)
+    offset = np.uint32(0x8000) if is_random else np.uint32(0x8000 + 0x80)
+    for first in range(0, numel, 128):
+        place = first % period - first
+        for i in range(first, min(numel, first + 128)):
+            bits = master[i]
+            if np.int32(bits & np.int32(0x7FFFFFFF)) > np.int32(0x7F800000):
+                bits = np.int32(0x7FC00000)
+            rounded = np.uint32(np.uint32(bits) + (((numbers[i + place] >> shift) & mask) + offset))
+            hi[i] = np.int16(rounded >> np.uint32(16))
+            remainder[i] = np.int8((rounded >> np.uint32(8)) ^ np.uint32(0x80))
+
+
+def _decode_signed(code: Any, scale: Any, out: Any, numel: int) -> None:
+    for first in range(0, numel, 128):
+        unit = scale[first // 128] / np.float32(16129)
+        for i in range(first, min(numel, first + 128)):
+            value = np.float32(code[i])
+            out[i] = np.float32(value * abs(value)) * unit
+
+
+def _encode_signed(
+    values: Any, code: Any, scale: Any, numel: int, numbers: Any, period: int, shift: int, is_random: int
+) -> None:
+    """``values``: bits of fp32."""
+    mask = np.uint32(0x7FFF) if is_random else np.uint32(0)
+    offset = np.uint32(128 << 15) if is_random else np.uint32((128 << 15) + (1 << 14))
+    for first in range(0, numel, 128):
+        stop = min(numel, first + 128)
+        largest = np.int32(0)
+        for i in range(first, stop):
+            largest = max(largest, np.int32(values[i] & np.int32(0x7FFFFFFF)))
+        if largest >= np.int32(0x7F800000):
+            scale[first // 128] = np.float32(np.inf) if largest == np.int32(0x7F800000) else np.float32(np.nan)
+            for i in range(first, stop):
+                code[i] = np.int8(0)
+            continue
+        unit = np.int32(largest + np.int32(0)).view(np.float32)
+        scale[first // 128] = unit
+        factor = np.float32(np.float32(1) / max(unit, np.float32(1e-30))) * np.float32(16129)
+        place = first % period - first
+        for i in range(first, stop):
+            square = np.float32(np.int32(values[i] & np.int32(0x7FFFFFFF)).view(np.float32) * factor)
+            root = np.float32(math.sqrt(square))
+            signed = np.int32(root.view(np.int32) | (values[i] & np.int32(-0x80000000)))
+            shifted = np.float32(signed.view(np.float32) + np.float32(384))
+            number = ((numbers[i + place] >> shift) & mask) + offset
+            code[i] = np.int8(np.uint32(np.uint32(shifted.view(np.int32)) + number) >> np.uint32(15))
+
+
+def _decode_positive(code: Any, scale: Any, out: Any, numel: int) -> None:
+    """``scale``, ``out``: bits of fp32."""
+    for first in range(0, numel, 128):
+        smallest = np.int32(scale[first // 128] - np.int32(255 << 20))
+        for i in range(first, min(numel, first + 128)):
+            out[i] = max(np.int32((np.int32(code[i]) << np.int32(20)) + smallest), np.int32(0))
+
+
+def _encode_positive(
+    values: Any, code: Any, scale: Any, numel: int, numbers: Any, period: int, shift: int, is_random: int
+) -> None:
+    """``values``, ``scale``: bits of fp32. Values below zero, which no rule makes, are ordered as torch orders them."""
+    mask = np.uint32(0xFFFFF) if is_random else np.uint32(0)
+    offset = np.uint32(255 << 20) if is_random else np.uint32((255 << 20) + (1 << 19))
+    for first in range(0, numel, 128):
+        stop = min(numel, first + 128)
+        largest, least, magnitude = np.int32(-0x80000000), np.int32(0x7FFFFFFF), np.int32(0)
+        for i in range(first, stop):
+            largest = max(largest, values[i])
+            least = min(least, values[i])
+            magnitude = max(magnitude, np.int32(values[i] & np.int32(0x7FFFFFFF)))
+        if magnitude > np.int32(0x7F800000):
+            scale[first // 128] = np.int32(0x7FC00000)
+            for i in range(first, stop):
+                code[i] = np.uint8(255)
+            continue
+        if largest < 0:  # all are below zero, whose order is that of their bits the other way round
+            largest = np.int32(0) if least == np.int32(-0x80000000) or stop - first < 128 else least
+        scale[first // 128] = largest
+        place = first % period - first
+        for i in range(first, stop):
+            number = ((numbers[i + place] >> shift) & mask) + offset
+            steps = np.int32(np.uint32(np.uint32(values[i] - largest) + number)) >> np.int32(20)
+            code[i] = np.uint8(min(max(steps, np.int32(32)), np.int32(255)))
+
+
+_DITHER = "uint32* int64 uint32 uint32"
+_SIGNATURES: dict[Callable[..., None], str] = {
+    _fill_numbers: "uint32* int64 uint32 int64 int64",
+    _decode_master: "int16* int8* int32* int64",
+    _encode_master: f"int32* int16* int8* int64 {_DITHER}",
+    _decode_signed: "int8* float32* float32* int64",
+    _encode_signed: f"int32* int8* float32* int64 {_DITHER}",
+    _decode_positive: "uint8* int32* int32* int64",
+    _encode_positive: f"int32* uint8* int32* int64 {_DITHER}",
+}

@@ -1,0 +1,172 @@
+"""What of a sharded model rides along with a commit, and state_dict / load_state_dict of the model.
+
+The parameters themselves are keys of the store; here are the buffers, the description that a resumed store must agree
+with, and the random number generators.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import torch
+from torch import nn
+
+from tiered.errors import CapacityError, UsageError
+from tiered.store.store import Store
+from tiered.units import format_bytes
+from tiered.zero.frames import num_on_stack
+from tiered.zero.parameters.parameter import TieredParameter
+from tiered.zero.parameters.unit import Unit
+
+if TYPE_CHECKING:
+    from tiered.zero.engine import Engine
+
+__all__ = ["ModelState", "RandomState", "hook_state_dicts", "refuse_missing"]
+
+
+class ModelState:
+    """The model's buffers, by name, and the description of its units."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        self._model = model
+        self._description = {unit.name: [segment.descriptor() for segment in unit.segments] for unit in units}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the description and copies of all buffers, persistent or not."""
+        buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+        return {"units": self._description, "buffers": buffers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy the buffers back; raises UsageError with the differences when the state is another model's."""
+        self.compare(state)
+        with torch.no_grad():
+            for name, buffer in self._model.named_buffers():
+                buffer.copy_(state["buffers"][name])
+
+    def compare(self, state: Any) -> None:
+        """Raise UsageError with the differences between the committed model ``state`` and this one."""
+        differences = list(_differences(state["units"], self._description))
+        mine = {name: tuple(buffer.shape) for name, buffer in self._model.named_buffers()}
+        theirs = {name: tuple(buffer.shape) for name, buffer in state["buffers"].items()}
+        differences += [
+            f"buffer {name}: the store has {theirs.get(name, 'none')}, this model {mine.get(name, 'none')}"
+            for name in sorted({*mine, *theirs})
+            if mine.get(name) != theirs.get(name)
+        ]
+        if differences:
+            more = f"; and {len(differences) - 6} more" if len(differences) > 6 else ""
+            raise UsageError(
+                f"the store holds another model: {'; '.join(differences[:6])}{more}; expected the same model, the same"
+                " unit= and param_dtype=, or another directory"
+            )
+
+
+def refuse_missing(store: Store, keys: Iterable[str]) -> None:
+    """Raise UsageError for a store that lacks ``keys`` of what it has committed, as after `tiered verify --drop`."""
+    missing = [key for key in keys if key not in store]
+    if missing:
+        raise UsageError(
+            f"the store holds this model without {', '.join(map(repr, missing[:5]))}{', ...' * (len(missing) > 5)}: "
+            "dropped or deleted since it was trained; restore the directories from a copy, or start anew"
+        )
+
+
+def _differences(theirs: dict[str, list[dict[str, Any]]], mine: dict[str, list[dict[str, Any]]]) -> Any:
+    for unit in [*mine, *(name for name in theirs if name not in mine)]:
+        if unit not in theirs or unit not in mine:
+            yield f"unit {unit!r} is only in {'this model' if unit in mine else 'the store'}"
+            continue
+        left = {segment["name"]: segment for segment in theirs[unit]}
+        right = {segment["name"]: segment for segment in mine[unit]}
+        for name in [*right, *(name for name in left if name not in right)]:
+            if left.get(name) != right.get(name):
+                yield f"parameter {name}: the store has {_short(left.get(name))}, this model {_short(right.get(name))}"
+
+
+def _short(segment: dict[str, Any] | None) -> str:
+    return (
+        "none"
+        if segment is None
+        else f"{tuple(segment['shape'])} {segment['dtype']} strides {tuple(segment['strides'])}"
+    )
+
+
+class RandomState:
+    """The random number generators of torch (CPU and CUDA), numpy and python."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all states."""
+        name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": list(cuda),
+            "numpy": (str(name), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)),
+            "python": random.getstate(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set all generators to what ``state_dict`` returned."""
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["cuda"])
+        name, keys, position, has_gauss, gauss = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+        random.setstate(state["python"])
+
+
+def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
+    """Make ``state_dict`` copy and ``load_state_dict`` write parameters, of the model and of each of its modules."""
+
+    def begin_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if engine.num_exporting and num_on_stack(nn.Module.state_dict.__code__) == 1:
+            engine.num_exporting = 0  # one before this failed in the middle, in a hook of the caller's say
+        if engine.num_exporting == 0:
+            _check_room(module, engine)
+        engine.num_exporting += 1
+
+    def end_export(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        engine.num_exporting -= 1
+        if engine.num_exporting == 0:
+            engine.residency.park_all()
+
+    def begin_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError(
+                "load_state_dict(assign=True) would take the parameters out of the store; expected assign=False"
+            )
+        if torch.__future__.get_swap_module_params_on_conversion():
+            raise UsageError(
+                "load_state_dict() by swapping tensors would take the parameters out of the store; expected"
+                " torch.__future__.set_swap_module_params_on_conversion(False)"
+            )
+        if engine.num_loading == 0:
+            engine.check_idle("load_state_dict()")
+        engine.num_loading += 1
+
+    def end_load(module: nn.Module, incompatible: Any) -> None:
+        engine.num_loading -= 1
+        if engine.num_loading == 0:
+            engine.residency.park_all()
+
+    for module in model.modules():
+        module.register_state_dict_pre_hook(begin_export)  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(end_export)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(begin_load)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(end_load)  # type: ignore[no-untyped-call]
+
+
+def _check_room(module: nn.Module, engine: Engine) -> None:
+    engine.num_exporting = 0
+    engine.check_idle("state_dict()")
+    nbytes = sum(p.segment.nbytes for p in module.parameters() if isinstance(p, TieredParameter))
+    available = psutil.virtual_memory().available
+    if nbytes > available:
+        raise CapacityError(
+            f"state_dict() needs {format_bytes(nbytes)} of memory, {format_bytes(available)} are available; expected"
+            " room for all of it: call state_dict() of one unit at a time"
+        )

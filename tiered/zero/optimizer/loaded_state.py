@@ -1,0 +1,252 @@
+"""What ``load_state_dict`` was given, looked through before anything is replaced: a malformed dict changes nothing.
+
+What fits is optimizer_state.py's to write. Whether a master fits its parameter's bytes is looked at there too.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import numbers
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from tiered.errors import UsageError
+from tiered.zero.optimizer.rules import Rule
+from tiered.zero.parameters.unit import Segment
+
+__all__ = ["LoadedState", "StateDictReader"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+_LARGEST_STEP = 1 << 53
+"""Of a step count, which torch keeps as a float."""
+
+_TORCH_KEYS = {
+    "amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize", "nesterov",
+    "base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "swa_lr", "param_names",
+}  # fmt: skip
+"""What torch's optimizers and schedulers keep in a group beside an optimizer's own hyperparameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """``groups`` are whole param groups, the parameters in place; ``states`` has None for a fresh parameter."""
+
+    groups: list[dict[str, Any]]
+    states: dict[Segment, Mapping[str, Any] | None]
+
+
+class StateDictReader:
+    """Reads state dicts for an optimizer called ``title``: of ``rule``, over ``groups``, with these ``defaults``.
+
+    ``segments`` has the segment of each parameter. Raises UsageError that names the first thing that is not as it
+    should be; reads tensors, writes nothing. One thread at a time.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        rule: Rule,
+        *,
+        groups: Sequence[dict[str, Any]],
+        defaults: Mapping[str, Any],
+        segments: Mapping[torch.Tensor, Segment],
+    ) -> None:
+        self._title = title
+        self._rule = rule
+        self._groups = groups
+        self._defaults = defaults
+        self._segments = segments
+
+    def read(self, state_dict: object) -> LoadedState:
+        """Return what ``state_dict`` says; its tensors are the caller's still, other values copies."""
+        whole = self._mapping("the state dict", state_dict)
+        self._need("the state dict", whole, ("state", "param_groups"))
+        given = self._sequence("'param_groups'", whole["param_groups"])
+        if len(given) != len(self._groups):
+            self._refuse("'param_groups'", f"{len(self._groups)} groups", f"{len(given)}")
+        groups, owners = [], {}
+        for number, (mine, theirs) in enumerate(zip(self._groups, given, strict=True)):
+            group, ids = self._group(f"'param_groups'[{number}]", mine, theirs)
+            for key, parameter in zip(ids, mine["params"], strict=True):
+                if key in owners:
+                    self._refuse(f"'param_groups'[{number}]['params']", "each id once", f"{_short(key)} twice")
+                owners[key] = self._segments[parameter]
+            groups.append(group)
+        states = self._mapping("'state'", whole["state"])
+        for key in states:
+            if key not in owners:
+                self._refuse("'state'", "ids that a param group names", f"{_short(key)}")
+        return LoadedState(groups, {owner: self._state(key, states, owner) for key, owner in owners.items()})
+
+    # -- groups ---------------------------------------------------------------------------------------------------
+
+    def _group(self, where: str, mine: dict[str, Any], theirs: object) -> tuple[dict[str, Any], Sequence[Hashable]]:
+        group = dict(self._mapping(where, theirs))
+        self._need(where, group, ("params",))
+        ids = self._sequence(f"{where}['params']", group["params"])
+        if len(ids) != len(mine["params"]):
+            self._refuse(f"{where}['params']", f"{len(mine['params'])} parameters", f"{len(ids)}")
+        for key in ids:
+            if not isinstance(key, Hashable) or isinstance(key, torch.Tensor):
+                self._refuse(f"{where}['params']", "ids", _short(key))
+        del group["params"]
+        known = {*self._defaults, *mine, *_TORCH_KEYS}
+        for name in group:
+            if name not in known:
+                close = difflib.get_close_matches(str(name), sorted(known), 1)
+                hint = f", did it mean {close[0]!r}" if close else ""
+                self._refuse(where, "hyperparameters that this optimizer has", f"{_short(name)}{hint}")
+        for name in (name for name, value in self._defaults.items() if isinstance(value, bool)):
+            group.setdefault(name, False)  # older versions of torch lack some
+        self.check_values(where, group)
+        group = {name: copy.deepcopy(value) for name, value in group.items()}
+        group["params"] = mine["params"]
+        if "param_names" in mine:
+            group.setdefault("param_names", mine["param_names"])
+        return group, ids
+
+    def check_values(self, where: str, group: dict[str, Any]) -> None:
+        """Raise UsageError unless ``group`` has all hyperparameters, with values that the rule can use."""
+        self._need(where, group, self._defaults)
+        for name in self._defaults:
+            _CHECKS.get(name, _anything)(self, f"{where}[{name!r}]", group[name])
+        self._check_together(where, group)
+        self._rule.freeze(group)
+
+    def _check_together(self, where: str, group: dict[str, Any]) -> None:
+        if group.get("amsgrad"):
+            self._refuse(f"{where}['amsgrad']", "False: it keeps no maxima", _short(group["amsgrad"]))
+        is_adam = self._rule.name == "AdamW" and not group.get("decoupled_weight_decay", True)
+        if is_adam and group["weight_decay"]:
+            self._refuse(f"{where}['decoupled_weight_decay']", "True, as AdamW decays", "False, as Adam does")
+        if group.get("nesterov") and "dampening" in group and (group["dampening"] != 0 or group["momentum"] <= 0):
+            found = f"momentum {group['momentum']}, dampening {group['dampening']}"
+            self._refuse(f"{where}['nesterov']", "a momentum and no dampening", found)
+
+    def number(self, where: str, value: object) -> None:
+        """Refuse anything but a number that is not below zero, or a tensor of one."""
+        if isinstance(value, torch.Tensor) and _is_plain(value) and value.numel() == 1:
+            value = value.item()
+        if not _is_real(value) or not value >= 0:  # type: ignore[operator]
+            self._refuse(where, "a number >= 0", _short(value))
+
+    def any_number(self, where: str, value: object) -> None:
+        """Refuse anything but a finite number."""
+        if not _is_real(value) or not -torch.inf < value < torch.inf:  # type: ignore[operator]
+            self._refuse(where, "a finite number", _short(value))
+
+    def betas(self, where: str, value: object) -> None:
+        """Refuse anything but two numbers in [0, 1)."""
+        pair = value if isinstance(value, list | tuple) else ()
+        if len(pair) != 2 or not all(_is_real(beta) and 0 <= beta < 1 for beta in pair):
+            self._refuse(where, "two numbers in [0, 1)", _short(value))
+
+    def switch(self, where: str, value: object) -> None:
+        """Refuse anything but True and False."""
+        if not isinstance(value, bool):
+            self._refuse(where, "True or False", _short(value))
+
+    # -- states ---------------------------------------------------------------------------------------------------
+
+    def _state(self, key: Hashable, states: Mapping[Any, Any], owner: Segment) -> Mapping[str, Any] | None:
+        """Return the state of ``owner``, None where there is none: torch keeps none before the first update."""
+        where = f"'state'[{_short(key)}], parameter {owner.name}"
+        if key not in states:
+            return None
+        state = self._mapping(where, states[key])
+        names = [moment.name for moment in self._rule.moments]
+        for name, value in state.items():
+            if name not in (*names, "step", "master") and value is not None:
+                known = ", ".join(map(repr, ("step", *names)))
+                self._refuse(where, f"{known} and, for bf16 parameters, 'master'", _short(name))
+        given = {name: value for name, value in state.items() if value is not None}
+        if not given:
+            return None
+        if "step" in given:
+            self._step(f"{where}: 'step'", given["step"])
+        self._need(where, given, names if "step" in given or self._rule.name != "AdamW" else (*names, "step"))
+        for moment in self._rule.moments:
+            self._tensor(f"{where}: {moment.name!r}", given[moment.name], owner)
+            if moment.is_positive and bool((given[moment.name] < 0).any()):
+                self._refuse(f"{where}: {moment.name!r}", "no element below zero", "some")
+        if "master" in given:
+            self._tensor(f"{where}: 'master'", given["master"], owner)
+        return given
+
+    def _step(self, where: str, value: object) -> None:
+        if isinstance(value, torch.Tensor) and _is_plain(value) and value.numel() == 1:
+            value = value.item()
+        if not _is_real(value) or not (0 <= value <= _LARGEST_STEP and value == int(value)):  # type: ignore[operator,call-overload]
+            self._refuse(where, "a whole number >= 0", _short(value))
+
+    def _tensor(self, where: str, value: object, owner: Segment) -> None:
+        if not isinstance(value, torch.Tensor) or not _is_plain(value) or value.dtype not in _DTYPES:
+            self._refuse(where, "a dense tensor of floats", _short(value))
+        if value.shape != owner.shape:
+            self._refuse(where, f"the parameter's shape {owner.shape}", f"{tuple(value.shape)}")
+
+    # -- any ------------------------------------------------------------------------------------------------------
+
+    def _mapping(self, where: str, value: object) -> Mapping[Any, Any]:
+        if not isinstance(value, Mapping):
+            self._refuse(where, "a dict", _short(value))
+        return value
+
+    def _sequence(self, where: str, value: object) -> Sequence[Any]:
+        if not isinstance(value, list | tuple):
+            self._refuse(where, "a list", _short(value))
+        return value
+
+    def _need(self, where: str, found: Mapping[Any, Any], names: Sequence[str] | Mapping[str, Any]) -> None:
+        missing = [name for name in names if name not in found]
+        if missing:
+            self._refuse(where, f"{', '.join(map(repr, missing))}", f"only {_short(list(found))}")
+
+    def _refuse(self, where: str, expected: str, got: str) -> NoReturn:
+        raise UsageError(
+            f"{self._title}.load_state_dict: {where}: expected {expected}, got {got}; nothing was changed. Load what"
+            " state_dict() returned, of this optimizer or torch's own, over the same parameters in the same groups"
+        )
+
+
+def _anything(reader: StateDictReader, where: str, value: object) -> None:
+    """Take a hyperparameter as it is."""
+
+
+_CHECKS: dict[str, Callable[[StateDictReader, str, object], None]] = {
+    "lr": StateDictReader.number,
+    "eps": StateDictReader.number,
+    "weight_decay": StateDictReader.number,
+    "momentum": StateDictReader.number,
+    "dampening": StateDictReader.any_number,
+    "betas": StateDictReader.betas,
+    "maximize": StateDictReader.switch,
+    "nesterov": StateDictReader.switch,
+}
+
+
+def _is_real(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and value == value
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether a tensor has numbers that can be read."""
+    return value.layout is torch.strided and not value.is_meta and not value.is_quantized and not value.is_complex()
+
+
+def _short(value: object) -> str:
+    """Return what a message has of ``value``, which may be anything."""
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)} ({value.layout}, on {value.device})"
+    if value is None or isinstance(value, bool | float | str) or (isinstance(value, int) and abs(value) < 1 << 64):
+        text = repr(value)
+    elif isinstance(value, list | tuple) and len(value) <= 20:
+        text = f"{type(value).__name__} of {', '.join(map(_short, value)) or 'nothing'}"
+    else:
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 120 else f"{text[:100]} ... {text[-16:]}"

@@ -1,0 +1,243 @@
+"""The optimizer's state as it lies in the store: buckets per unit, created, read out and replaced.
+
+Where each element is and how it gets there; when it is updated is the optimizer's business, the bytes layout.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tiered.errors import UsageError
+from tiered.store.lease import Mode
+from tiered.store.store import Store
+from tiered.zero.formats.codec import Bucket, Piece, divide
+from tiered.zero.formats.layout import Layouts, Tile
+from tiered.zero.formats.tile_scratch import TileScratch
+from tiered.zero.model_state import refuse_missing
+from tiered.zero.optimizer.masters import master_key, master_offsets, masters_nbytes
+from tiered.zero.optimizer.plain import PlainSegment, PlainUnit
+from tiered.zero.parameters.unit import Segment, Unit
+
+__all__ = ["OptimizerState", "StateUnit"]
+
+StateUnit = Unit | PlainUnit
+
+_CHECKED_NUMEL = 1 << 18
+"""Elements that are looked at together before they are loaded: 3 MiB of temporaries."""
+
+
+class OptimizerState:
+    """The buckets of every unit. ``steps`` counts the updates of each segment that has state.
+
+    ``scratch`` is lent by the update pipeline, which runs at other times. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        units: Sequence[StateUnit],
+        managed: Collection[Segment],
+        layouts: Layouts,
+        *,
+        bucket_numel: int,
+        scratch: TileScratch,
+    ) -> None:
+        self.bucket_numel = bucket_numel
+        self.buckets: dict[StateUnit, list[Bucket]] = {}
+        self.steps: dict[Segment, int] = {}
+        self._store = store
+        self._layouts = layouts
+        self._names = [moment.name for moment in layouts.rule.moments]
+        self._parameter_nbytes = sum(unit.nbytes for unit in units if isinstance(unit, Unit))
+        self._scratch = scratch
+        for unit in units:
+            segments = [segment for segment in unit.segments if segment in managed]
+            self.buckets[unit] = divide(f"model/state/{unit.name}", segments, bucket_numel, layouts)
+            self.steps |= dict.fromkeys(segments, 0)
+
+    def __repr__(self) -> str:
+        return f"OptimizerState({len(self.steps)} parameters, {self.nbytes} B)"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.nbytes for buckets in self.buckets.values() for bucket in buckets)
+
+    def adopt(self) -> None:
+        """Use the buckets that the store holds already; reserve what the second extent sets will take.
+
+        Raises UsageError where the store lacks one.
+        """
+        refuse_missing(self._store, (bucket.key for buckets in self.buckets.values() for bucket in buckets))
+        self._store.reserve_space(self._parameter_nbytes + self.nbytes)
+
+    def create(self) -> None:
+        """Write every bucket: moments of zero, the masters that ``shard`` has left, which are deleted."""
+        units = [unit for unit in self.buckets if master_key(unit.name) in self._store]
+        masters = sum(masters_nbytes(unit.segments) for unit in units)
+        if self._store.durable:  # two sets of all, but for the masters, whose space becomes the state's
+            self._store.reserve_space(self._parameter_nbytes + 2 * self.nbytes - masters)
+        else:
+            self._store.reserve_space(max(0, self.nbytes - masters), scratch=True)
+        for unit, buckets in self.buckets.items():
+            self._create(unit, buckets)
+
+    def _create(self, unit: StateUnit, buckets: Sequence[Bucket]) -> None:
+        working_set = self._store.working_set
+        key = master_key(unit.name)
+        masters = working_set.lease(key, "r") if key in self._store else None
+        offsets = master_offsets(unit.segments) if masters is not None else {}
+        for bucket in buckets:
+            working_set.create(bucket.key, bucket.nbytes)
+            lease = working_set.lease(bucket.key, "w")
+            try:
+                lease.tensor.zero_()
+                if masters is not None:
+                    self._attach_masters(bucket, lease.tensor, masters.tensor.view(torch.float32), offsets)
+            finally:
+                lease.release()
+            working_set.swap_out([bucket.key])
+        if masters is not None:
+            masters.release()
+            working_set.delete([key])
+
+    def _attach_masters(
+        self, bucket: Bucket, state: torch.Tensor, masters: torch.Tensor, offsets: dict[Segment, int]
+    ) -> None:
+        for piece in bucket.pieces:
+            if piece.segment in offsets:
+                start = offsets[piece.segment] + piece.start
+                for tile, first, last in self._tiles(piece, state):
+                    self._attach(tile, masters[start + first : start + last], None)
+
+    def _tiles(self, piece: Piece, state: torch.Tensor) -> Iterator[tuple[Tile, int, int]]:
+        """Yield the tiles of ``piece`` and their bounds in elements of it; ``state`` is the bucket's bytes."""
+        views = piece.views(state)
+        numel = piece.layout.tile_numel(self._scratch)
+        for start in range(0, piece.numel, numel):
+            stop = min(start + numel, piece.numel)
+            yield piece.layout.tile(views, start, stop), start, stop
+
+    def _attach(self, tile: Tile, master: torch.Tensor, hi: torch.Tensor | None) -> None:
+        """Keep of ``master`` (fp32) what ``hi``, the parameter, lacks; None: torch's rounding of the master."""
+        rows = tile.rows(self._scratch)
+        rows.master[: master.numel()].copy_(master)
+        if hi is None:
+            hi = rows.gradient.view(torch.bfloat16)[: master.numel()].copy_(master)
+        tile.attach_master(hi, rows)
+
+    # -- one parameter --------------------------------------------------------------------------------------------
+
+    def gather(self, segment: Segment) -> dict[str, torch.Tensor]:
+        """Return step, the rule's moments and, for bf16, master: copies with the parameter's shape and strides."""
+        dtype = torch.float64 if segment.dtype == torch.float64 else torch.float32
+        layout = self._layouts.of(segment.dtype)
+        names = self._names + (["master"] if layout.master is not None else [])
+        flats = {name: torch.empty(segment.numel, dtype=dtype) for name in names}
+        with self._readable(segment) as hi:
+            for tile, start, stop in self._stretches(segment, "r"):
+                rows = tile.rows(self._scratch)
+                for name, value in zip(self._names, tile.decode_moments(rows), strict=True):
+                    flats[name][start:stop].copy_(value)
+                if layout.marks is not None:  # lifetime: the copy, not what was leased for reading, loses its marks
+                    tile.own[-1] = flats[self._names[layout.marks]][start:stop]
+                if layout.master is not None:
+                    master = flats["master"][start:stop].copy_(tile.decode_master(hi[start:stop], rows))
+                    master.masked_fill_(hi[start:stop].isnan(), torch.nan)  # a NaN moment has any sign, mark or not
+                tile = value = None  # type: ignore[assignment]  # lifetime: the lease ends before the next
+        shaped = {name: flat.as_strided(segment.shape, segment.strides) for name, flat in flats.items()}
+        return {"step": torch.tensor(float(self.steps[segment])), **shaped}
+
+    def check_master(self, segment: Segment, state: Mapping[str, Any] | None) -> None:
+        """Raise UsageError for a master in ``state`` that the parameter, as it is now, is not the rounding of."""
+        if not state or "master" not in state or self._layouts.of(segment.dtype).master is None:
+            return
+        master = _in_memory_order(segment, state["master"])
+        with self._readable(segment) as hi:
+            for start in range(0, segment.numel, _CHECKED_NUMEL):
+                mine, theirs = hi[start : start + _CHECKED_NUMEL], master[start : start + _CHECKED_NUMEL].float()
+                lo = theirs.view(torch.int32) - (mine.view(torch.int16).to(torch.int32) << 16)
+                fits = (lo.abs_() <= 1 << 15).logical_or_(mine.isnan().logical_and_(theirs.isnan()))
+                if not fits.all():
+                    raise UsageError(
+                        f"load_state_dict: the masters given for parameter {segment.name} are not those of its values;"
+                        " nothing was changed. Load the model's state first, then the optimizer's"
+                    )
+                mine = None  # type: ignore[assignment]  # lifetime: nothing may see the leased bytes at the end
+
+    def scatter(self, segment: Segment, state: Mapping[str, Any] | None) -> None:
+        """Replace the state by what ``gather`` returned, or by that of a fresh parameter (None).
+
+        A state without step counts, as torch's SGD has it, is that of a parameter updated once where it has moments.
+        """
+        flats = {
+            name: _in_memory_order(segment, state[name])
+            for name in (*self._names, "master")
+            if state and state.get(name) is not None
+        }
+        self.steps[segment] = int(float(state["step"])) if state and "step" in state else int(bool(flats))
+        layout = self._layouts.of(segment.dtype)
+        self._scratch.dither.aim_at_nearest()
+        with self._readable(segment) as hi:
+            for tile, start, stop in self._stretches(segment, "rw"):
+                rows = tile.rows(self._scratch)
+                values = tile.decode_moments(rows)  # only to be overwritten
+                for name, value in zip(self._names, values, strict=True):
+                    value.copy_(flats[name][start:stop]) if name in flats else value.zero_()
+                for value, moment in zip(values, self._layouts.rule.moments, strict=True):
+                    if moment.is_positive:
+                        value.abs_()  # the sign of a zero or a NaN would be a mark
+                tile.encode_moments(values, rows, self._scratch)
+                if layout.master is not None:
+                    master = flats["master"][start:stop] if "master" in flats else hi[start:stop].float()
+                    self._attach(tile, master, hi[start:stop])
+                tile = value = values = None  # type: ignore[assignment]  # lifetime: as above
+
+    def set_master(self, segment: Segment, source: torch.Tensor | None) -> None:
+        """The caller has replaced the values of ``segment``: its master becomes ``source``, or those values."""
+        if segment.dtype != torch.bfloat16 or segment not in self.steps:
+            return
+        master = None
+        if source is not None and source.dtype in {torch.float32, torch.float64} and source.shape == segment.shape:
+            master = _in_memory_order(segment, source.float())
+        for tile, start, stop in self._stretches(segment, "rw"):
+            tile.clear_master()
+            if master is not None:
+                self._attach(tile, master[start:stop], None)
+            tile = None  # type: ignore[assignment]  # lifetime: as above
+
+    def _stretches(self, segment: Segment, mode: Mode) -> Iterator[tuple[Tile, int, int]]:
+        """Yield the tiles of ``segment``'s state and their bounds in elements of it, leased in ``mode`` meanwhile."""
+        for bucket in self.buckets[segment.unit]:
+            for piece in bucket.pieces:
+                if piece.segment is segment:
+                    lease = self._store.working_set.lease(bucket.key, mode)
+                    try:
+                        for tile, start, stop in self._tiles(piece, lease.tensor):
+                            yield tile, piece.start + start, piece.start + stop
+                            del tile  # lifetime: nothing may see the leased bytes when the lease ends
+                    finally:
+                        lease.release()
+
+    @contextlib.contextmanager
+    def _readable(self, segment: Segment) -> Iterator[torch.Tensor]:
+        """Lease the parameter's values: (numel,) in memory order."""
+        if isinstance(segment, PlainSegment):
+            yield segment.memory()
+            return
+        lease = self._store.working_set.lease(segment.unit.key, "r")
+        try:
+            yield segment.flat(lease.tensor)
+        finally:
+            lease.release()
+
+
+def _in_memory_order(segment: Segment, value: torch.Tensor) -> torch.Tensor:
+    """Return ``value``'s elements in the order in which ``segment`` keeps them: (numel,)."""
+    ordered = torch.empty_strided(segment.shape, segment.strides, dtype=value.dtype)
+    ordered.copy_(value)
+    return ordered.as_strided((segment.numel,), (1,))

@@ -1,0 +1,390 @@
+"""StreamingOptimizer: a ``torch.optim.Optimizer`` whose state lives in a store, for sharded parameters and plain ones.
+
+The arithmetic is rules.py's business, how state is laid out codec.py's, how it streams update.py's; the optimizers that
+users make are in optimizer.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from tiered.errors import UsageError
+from tiered.store.registry import taking_apart
+from tiered.store.store import Store
+from tiered.zero.budget import bucket_numel_for, tile_numel_for
+from tiered.zero.engine import Engine
+from tiered.zero.formats.layout import FORMATS, Layouts
+from tiered.zero.optimizer.committed_optimizer import bucket_numel_of, compare, groups_of, steps_of
+from tiered.zero.optimizer.loaded_state import StateDictReader
+from tiered.zero.optimizer.optimizer_state import OptimizerState, StateUnit
+from tiered.zero.optimizer.plain import PlainUnit
+from tiered.zero.optimizer.rules import Hyperparameters, Rule
+from tiered.zero.optimizer.unit_update import UnitUpdate
+from tiered.zero.optimizer.update import PlainSupply, Source, UpdatePipeline
+from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
+from tiered.zero.parameters.unit import Segment, Unit
+
+__all__ = ["StreamingOptimizer"]
+
+_UPDATES = ("auto", "step", "backward")
+
+
+class StreamingOptimizer(Optimizer):
+    """What all optimizers of ``tiered`` share: they stream their state through a store and update by a ``rule``.
+
+    ``params``: parameters or groups as for any torch optimizer, sharded by ``tiered.shard`` or plain; plain ones need
+    ``store``. ``defaults``: the hyperparameters of groups that do not name them. ``update="step"`` hands all
+    updates over in ``step()``, to run behind the next forward; ``update="backward"`` each as soon as its gradients are
+    final, and ``step()`` only concludes. "auto" is "step", which is right for every loop: an optimizer cannot know
+    whether the loop will clip or accumulate.
+    ``state`` is the word for the format that state is kept in.
+
+    A store that already holds this optimizer's state is adopted: call ``store.resume()``. Not thread-safe. Raises
+    UsageError for unknown words or a store that holds another optimizer, CapacityError when the device has no room for
+    the state.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        rule: Rule,
+        *,
+        update: str,
+        state: str,
+        store: Store | None,
+    ) -> None:
+        self.rule = rule
+        self._one_of("update", update, _UPDATES)
+        self._one_of("state", state, FORMATS)
+        self.in_backward = update == "backward"
+        self.format = state
+        self._segments: dict[torch.Tensor, Segment] = {}
+        self._known: set[Segment] = set()
+        self._hypers: dict[Segment, dict[str, Any]] = {}
+        self._engines: list[Engine] = []
+        self._plain: PlainUnit | None = None
+        self._is_attached = False
+        self._pipeline: UpdatePipeline
+        self._state: OptimizerState
+        super().__init__(params, defaults)
+        self._store = self._find_store(store)
+        self._attach()
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()} over {len(self._segments)} parameters in {self._store!r}"
+
+    @property
+    def _title(self) -> str:
+        """Return the optimizer's public name, for messages."""
+        return f"tiered.{self.rule.name}"
+
+    def _one_of(self, name: str, value: str, known: tuple[str, ...]) -> None:
+        if value not in known:
+            raise UsageError(f"{self._title}({name}={value!r}); expected one of {', '.join(map(repr, known))}")
+
+    # -- the parts ------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's optimizers do; only while the optimizer is being made."""
+        if self._is_attached:
+            raise UsageError(f"add_param_group after construction; expected all groups when {self._title} is made")
+        with without_dispatch():
+            super().add_param_group(param_group)
+
+    def _find_store(self, store: Store | None) -> Store:
+        stores: list[Store] = [] if store is None else [store]
+        for parameter in self._parameters():
+            if isinstance(parameter, TieredParameter):
+                engine = parameter.segment.unit.engine
+                if not isinstance(engine, Engine):
+                    raise UsageError(
+                        f"{self._title} on parameters made by construct; expected tiered.shard(model, ...) first"
+                    )
+                if engine not in self._engines:
+                    self._engines.append(engine)
+                    stores.append(engine.store)
+        if not stores:
+            raise UsageError(f"{self._title} on plain parameters; expected store= to keep the optimizer state in")
+        if any(other is not stores[0] for other in stores):
+            raise UsageError(f"{self._title} over several stores; expected one: make one optimizer per store")
+        if len(self._engines) > 1 or any(engine.updater is not None for engine in self._engines):
+            raise UsageError(
+                f"a second {self._title} for one sharded model; expected one optimizer with several param groups"
+            )
+        return stores[0]
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def _attach(self) -> None:
+        """Lay the state out, create it or adopt it, and enter the store's list of what is committed."""
+        named = {
+            id(p): name
+            for group in self.param_groups
+            for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
+        }
+        plain = [p for p in self._parameters() if not isinstance(p, TieredParameter)]
+        if plain and self.in_backward:
+            raise UsageError(
+                'update="backward" on plain parameters; expected sharded ones: call tiered.shard, or update="step"'
+            )
+        if plain:
+            self._plain = PlainUnit([(named.get(id(p), f"plain.{i}"), p) for i, p in enumerate(plain)])
+            self._segments |= {segment.parameter: segment for segment in self._plain.segments}
+        for parameter in self._parameters():
+            if isinstance(parameter, TieredParameter):
+                self._segments[parameter] = parameter.segment
+        self._known = set(self._segments.values())
+        committed = self._store.registered_state("tiered.optimizer") if self._store.durable else None
+        units: list[StateUnit] = [unit for engine in self._engines for unit in engine.units]
+        units += [self._plain] if self._plain is not None else []
+        managed = {segment for parameter, segment in self._segments.items() if _requires_grad(parameter)}
+        numel = bucket_numel_for(sum(s.numel for s in unit.segments if s in managed) for unit in units)
+        if committed is not None:
+            with taking_apart("tiered.optimizer", by=self._title):
+                numel = bucket_numel_of(committed)
+        self._pipeline = UpdatePipeline(self._store.working_set, tile_numel_for(numel, [list(managed)]))
+        try:
+            scratch = self._pipeline.scratch
+            num_halves = sum(segment.numel for segment in managed if segment.dtype == torch.bfloat16)
+            layouts = Layouts(self.format, self.rule, numel=num_halves)
+            self._state = OptimizerState(self._store, units, managed, layouts, bucket_numel=numel, scratch=scratch)
+            if committed is None:
+                self._state.create()
+            else:
+                with taking_apart("tiered.optimizer", by=self._title):
+                    compare(committed, self._description())
+                self._state.adopt()
+        except BaseException:
+            self._pipeline.close()
+            raise
+        self._store.add_guard(self._guard)
+        self._store.register("tiered.optimizer", _Registered(self))
+        self._is_attached = True
+        for engine in self._engines:
+            engine.updater = self
+            engine.write_listeners.append(self._state.set_master)
+            engine.set_state_keys(
+                {unit: self._state.buckets[unit] for unit in engine.units}, in_backward=self.in_backward
+            )
+
+    # -- stepping -------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do one optimizer step; returns what ``closure`` returned.
+
+        Takes ownership of the gradients (``.grad`` is None afterwards) and freezes the hyperparameters. Sharded
+        parameters are updated behind it, while the next forward runs; whoever looks at them waits for that. What goes
+        wrong there is raised by the next call. Plain parameters are updated when it returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            if self.in_backward:
+                self._check_unchanged()
+            for engine in self._engines:
+                engine.step()
+            if self._plain is not None:
+                self._step_plain(self._plain)
+        self._frozen = None
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, or zero those that there are: after ``step`` there are none of sharded parameters."""
+        for engine in self._engines:
+            engine.zero_grad(set_to_none=set_to_none)
+        for segment in self._plain.segments if self._plain is not None else ():
+            gradient = segment.parameter.grad
+            if set_to_none or gradient is None:
+                segment.parameter.grad = None
+            else:
+                gradient.detach_().zero_()
+
+    _frozen: list[dict[str, Any]] | None = None
+
+    def begin(self) -> None:
+        """Freeze the hyperparameters of the step that begins now."""
+        self._frozen = [self.rule.freeze(group) for group in self.param_groups]
+        self._hypers = {
+            self._segments[parameter]: frozen
+            for group, frozen in zip(self.param_groups, self._frozen, strict=True)
+            for parameter in group["params"]
+        }
+
+    def _check_unchanged(self) -> None:
+        if self._frozen is not None and self._frozen != [self.rule.freeze(group) for group in self.param_groups]:
+            raise UsageError(
+                'hyperparameters changed between backward and step() under update="backward", which has used the old'
+                ' ones; expected changes after step(), or update="step"'
+            )
+
+    def update(self, unit: Unit) -> None:
+        """Hand over the update of those parameters of ``unit`` that have a gradient, and the gradients.
+
+        Hyperparameters and step counts are those of now. Blocks in a backward while too much is pending.
+        """
+        gradients = unit.gradients
+        managed = [s for s in unit.segments if s.has_gradient and s in self._known]
+        for segment in managed:
+            self._is_trained(segment)
+        if not managed:
+            gradients.drop(used=self.in_backward)
+            return
+        engine = unit.engine
+        limit = engine.pending_bytes if self.in_backward else sys.maxsize
+        buckets = [b for b in self._state.buckets[unit] if not {p.segment for p in b.pieces}.isdisjoint(managed)]
+        # Order: promised before the wait, in which the parameters would be evicted as done with.
+        state_keys = [bucket.key for bucket in buckets]
+        if self.in_backward:  # the gradients stay leased from here on
+            engine.schedule.hand_over([unit.key, *state_keys], unrecorded=[gradients.key])
+        else:
+            engine.schedule.hand_over([unit.key, gradients.key, *state_keys])
+        try:
+            engine.worker.make_room(unit, unit.nbytes + gradients.nbytes, limit)
+            engine.check_updates()
+        except BaseException:
+            engine.schedule.take_back([unit.key, gradients.key, *state_keys])
+            raise
+        hypers = {segment: self._next_hyper(segment) for segment in managed}
+        taken = gradients.take(used=self.in_backward)
+        engine.worker.submit(UnitUpdate(unit, buckets, hypers, taken, self._pipeline))
+
+    def _step_plain(self, unit: PlainUnit) -> None:
+        for engine in self._engines:
+            engine.finish_updates()  # order: the pipeline serves one thread at a time
+        self.begin()
+        sources: dict[Segment, Source] = {
+            segment: Source(segment.memory(), segment.gradient(), None, self._next_hyper(segment))
+            for segment in unit.segments
+            if segment.parameter.grad is not None and self._is_trained(segment)
+        }
+        due = [b for b in self._state.buckets[unit] if any(piece.segment in sources for piece in b.pieces)]
+        self._pipeline.run(due, PlainSupply(self._store.working_set, sources), lambda _: None)
+
+    def _is_trained(self, segment: Segment) -> bool:
+        """Return True; raises UsageError for a parameter that has a gradient and no state."""
+        if segment not in self._state.steps:
+            raise UsageError(
+                f"parameter {segment.name} has a gradient but was frozen when {self._title} was made; expected"
+                " requires_grad=True then: make the optimizer first and freeze after"
+            )
+        return True
+
+    def _next_hyper(self, segment: Segment) -> Hyperparameters:
+        """Count one more update of ``segment`` and return the hyperparameters for it."""
+        self._state.steps[segment] += 1
+        return Hyperparameters(self._state.steps[segment], self._hypers[segment])
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch's own has it, plus ``master`` for bf16 parameters; the caller's memory.
+
+        Streams the buckets. Raises UsageError between backward and step.
+        """
+        self._check_idle("optimizer.state_dict()")
+        result = super().state_dict()
+        index = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                segment = self._segments[parameter]
+                if self._state.steps.get(segment):
+                    result["state"][index] = self._state.gather(segment)
+                index += 1
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` (this one's, or torch's own) returned. Streams the buckets.
+
+        Raises UsageError, with nothing changed, between backward and step and for a dict that is not such a one or
+        does not fit: other groups, shapes, names or values; masters that are not those of the parameters as they are.
+        """
+        self._check_idle("optimizer.load_state_dict()")
+        state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = state_dict if (replaced := hook(self, state_dict)) is None else replaced
+        with torch.no_grad():
+            with without_dispatch():
+                loaded = self._reader().read(state_dict)
+            states = {segment: state for segment, state in loaded.states.items() if segment in self._state.steps}
+            for segment, state in states.items():
+                self._state.check_master(segment, state)
+            self.param_groups = loaded.groups
+            for segment, state in states.items():
+                self._state.scatter(segment, state)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _reader(self) -> StateDictReader:
+        return StateDictReader(
+            self._title, self.rule, groups=self.param_groups, defaults=self.defaults, segments=self._segments
+        )
+
+    def _check_idle(self, what: str) -> None:
+        for engine in self._engines:
+            engine.check_idle(what)
+
+    # -- what is committed ----------------------------------------------------------------------------------------
+
+    def _guard(self, word: str) -> None:
+        if word == "close":
+            self._pipeline.close()
+        if word in {"rollback", "resume"}:
+            self._frozen = None
+
+    def _description(self) -> dict[str, Any]:
+        names = {parameter: segment.name for parameter, segment in self._segments.items()}
+        return {
+            "class": self.rule.name + ("" if self.rule.moments else " without momentum"),
+            "state": self.format,
+            "bucket_numel": self._state.bucket_numel,
+            "groups": [[names[p] for p in group["params"]] for group in self.param_groups],
+            "managed": [segment.name for segment in self._state.steps],
+        }
+
+    def committed_state(self) -> dict[str, Any]:
+        """Return what a commit must keep beside the buckets: step counts and hyperparameters."""
+        hyper = [{k: v for k, v in group.items() if k not in {"params", "param_names"}} for group in self.param_groups]
+        return {
+            **self._description(),
+            "steps": {s.name: n for s, n in self._state.steps.items()},
+            "hyperparameters": hyper,
+        }
+
+    def load_committed_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``committed_state`` returned; raises UsageError with a diff when it is another optimizer's."""
+        compare(state, self._description())
+        steps = steps_of(state, [segment.name for segment in self._state.steps])
+        groups = groups_of(state, self.param_groups, self._reader())
+        self._state.steps = dict(zip(self._state.steps, steps, strict=True))
+        for mine, group in zip(self.param_groups, groups, strict=True):
+            mine.update(group)
+
+
+class _Registered:
+    """The optimizer as the store sees it: small state that rides along with a commit."""
+
+    def __init__(self, optimizer: StreamingOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step counts and hyperparameters."""
+        return self._optimizer.committed_state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them back."""
+        self._optimizer.load_committed_state(state)
+
+
+def _requires_grad(parameter: torch.Tensor) -> bool:
+    with without_dispatch():
+        return parameter.requires_grad

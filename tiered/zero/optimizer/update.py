@@ -1,0 +1,122 @@
+"""The streaming update: bucket by bucket, state read ahead | updated in place | written behind.
+
+The pipeline moves keys and calls the kernel; which parameters, with which hyperparameters, is the optimizer's say, and
+in which thread it runs update_worker.py's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from tiered.store.working_set import Lease, WorkingSet
+from tiered.zero.formats.codec import Bucket, update_piece
+from tiered.zero.formats.tile_scratch import TileScratch
+from tiered.zero.optimizer.rules import Hyperparameters
+
+if TYPE_CHECKING:
+    from tiered.zero.parameters.unit import Segment
+
+__all__ = ["PlainSupply", "Source", "Supply", "UpdatePipeline"]
+
+_READ_AHEAD = 2
+"""Buckets on their way in while one is updated: with the one being updated, the 3 buckets of the smallest budget."""
+
+
+class Source(NamedTuple):
+    """What one parameter contributes to an update: (numel,) each, in memory order."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    factor: torch.Tensor | None  # () fp32 clip factor
+    hyper: Hyperparameters
+
+
+class Supply(Protocol):
+    """Where the parameters and gradients of an update come from."""
+
+    def open(self, key: str) -> Lease:
+        """Lease the bucket ``key`` for writing, and whatever ``source`` gives views of; blocks."""
+
+    def read_ahead(self, keys: Sequence[str]) -> None:
+        """Ask for the buckets ``keys``, which come next; a hint."""
+
+    def source(self, segment: Segment) -> Source | None:
+        """Return what ``segment`` contributes, None when it is not to be updated; valid until the next ``open``."""
+
+
+class PlainSupply:
+    """Parameters and gradients in ordinary memory."""
+
+    def __init__(self, working_set: WorkingSet, sources: Mapping[Segment, Source]) -> None:
+        self._working_set = working_set
+        self._sources = sources
+
+    def open(self, key: str) -> Lease:
+        """Lease the bucket ``key`` for writing; blocks."""
+        return self._working_set.lease(key, "rw")
+
+    def read_ahead(self, keys: Sequence[str]) -> None:
+        """Ask for the buckets ``keys``."""
+        self._working_set.prefetch(keys)
+
+    def source(self, segment: Segment) -> Source | None:
+        """Return what ``segment`` contributes."""
+        return self._sources.get(segment)
+
+
+class UpdatePipeline:
+    """Updates the buckets of one unit after another in a bounded piece of DRAM; one thread at a time.
+
+    Holds tile scratch from the working set, counted in its budget, until ``close``.
+    """
+
+    def __init__(self, working_set: WorkingSet, tile_numel: int) -> None:
+        self._working_set = working_set
+        self._buffer = working_set.reserve(TileScratch.nbytes(tile_numel))
+        memory = torch.frombuffer(self._buffer.memory, dtype=torch.uint8)
+        self.scratch = TileScratch(memory, tile_numel)
+        self._is_open = True
+
+    def run(self, buckets: Sequence[Bucket], supply: Supply, use: Callable[[str], None]) -> None:
+        """Update in place every piece of ``buckets`` that ``supply`` has a source for; blocks.
+
+        Each bucket has at least one. ``use(key)`` is told of each as it comes up, and may raise to end the run between
+        two buckets. New state is on its way to the device when this returns.
+        """
+        keys = [bucket.key for bucket in buckets]
+        for index, bucket in enumerate(buckets):
+            supply.read_ahead(keys[index : index + 1 + _READ_AHEAD])
+            self._update(bucket, supply, use)
+            self._working_set.swap_out([bucket.key])
+
+    def _update(self, bucket: Bucket, supply: Supply, use: Callable[[str], None]) -> None:
+        lease = supply.open(bucket.key)
+        try:
+            begun_s = time.monotonic()
+            use(bucket.key)  # order: once it is leased, or what is read ahead would push it out as just used
+            for piece in bucket.pieces:
+                source = supply.source(piece.segment)
+                if source is not None:
+                    update_piece(
+                        piece,
+                        source.parameter,
+                        source.gradient,
+                        lease.tensor,
+                        source.hyper,
+                        source.factor,
+                        self.scratch,
+                    )
+            self._working_set.recorder.worked("update bucket", bucket.key, begun_s)
+        finally:
+            lease.release()
+
+    def close(self) -> None:
+        """Give the scratch back. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self.scratch.release()
+            self._working_set.unreserve(self._buffer)

@@ -1,0 +1,372 @@
+"""The update worker: a thread that owns the update of the units handed to it, while the main thread goes on.
+
+A hand-over carries all that an update needs. The worker touches nothing of the engine's, and the main thread touches
+nothing of a unit that it handed over before it has waited for it. To the store the worker is a finisher.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Set
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiered.bytes.endings import at_exit
+from tiered.store.recorder import Wait
+from tiered.store.working_set import WorkingSet
+from tiered.zero.parameters.parameter import without_dispatch
+
+if TYPE_CHECKING:
+    from tiered.zero.optimizer.unit_update import UnitUpdate
+    from tiered.zero.parameters.unit import Unit
+
+__all__ = ["UpdateWorker"]
+
+_log = logging.getLogger("tiered")
+
+_LOOK_AGAIN_S = 0.01  # short against any swap, long against the price of looking
+_STAND_BACK_S = 0.1  # long enough for somebody who waits for memory to take what was given up
+
+
+class _CancelledError(Exception):
+    """Ends an update that nobody wants any more, between two buckets or while it waits for memory."""
+
+
+class UpdateWorker:
+    """Runs unit updates in the order in which they were handed over, but those that are waited for first.
+
+    The invariant: *a unit's update is queued, running, or not pending*; a failure ends all of them and is kept in
+    ``failure``. The thread "tiered-update" lives as long as there is something to do. The last of that may be a
+    conclusion, the seal of a commit: *no update is handed over before it*, and none that it waits for is dropped.
+
+    While the worker waits for memory that only the main thread can give back, it shows its need: whoever waits for the
+    worker serves it (``give``), and whoever waits for memory waits for the worker first, or makes it yield.
+    """
+
+    def __init__(self, working_set: WorkingSet) -> None:
+        self.failure: BaseException | None = None
+        self.abandon: Callable[[str], None] = lambda reason: None  # what to do with the reason for a failure
+        self.give: Callable[[int], bool] = lambda nbytes: False  # the main thread's way to give memory back
+        self.on_use: Callable[[str], None] = lambda key: None
+        self._working_set = working_set
+        self.forget()
+        at_exit(self, UpdateWorker.cancel)
+
+    def forget(self) -> None:
+        """Forget everything: also for a forked child, where none of the parent's threads run."""
+        self._condition = threading.Condition(threading.Lock())
+        self._queue: OrderedDict[Unit, UnitUpdate] = OrderedDict()
+        self._running: UnitUpdate | None = None
+        self._conclusion: Callable[[BaseException | None], None] | None = None
+        self._what_failed = ""
+        self._thread: threading.Thread | None = None  # None once it has seen that nothing is left to do
+        self._last_thread: threading.Thread | None = None
+        self._leftovers: list[str] = []
+        self._need = 0  # bytes that the running update waits for
+        self._is_refused = False  # the main thread waits for it and has nothing to give
+        self._must_yield = False
+        self._is_cancelled = False
+        self._num_waiting = 0  # threads that wait for an update
+
+    def __repr__(self) -> str:
+        return f"UpdateWorker({self._running!r}, {len(self._queue)} queued)"
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an update or a conclusion is pending."""
+        return self._is_updating or self._conclusion is not None  # order: a conclusion is the last to go
+
+    @property
+    def _is_updating(self) -> bool:
+        return bool(self._queue) or self._running is not None  # order: an update runs before it leaves the queue
+
+    def is_this_thread(self) -> bool:
+        """Whether the caller is the worker's thread."""
+        return self._last_thread is threading.current_thread()
+
+    # -- the main thread ------------------------------------------------------------------------------------------
+
+    def make_room(self, unit: Unit, nbytes: int, limit_bytes: int) -> None:
+        """Wait until ``nbytes`` more may be pending: until the sum is within the limit, or nothing is pending.
+
+        And until a commit that waits for what is pending has been sealed: it is not to contain what comes next.
+        """
+
+        def is_over() -> bool:
+            pending = [*self._queue.values()] + ([self._running] if self._running is not None else [])
+            return not pending or nbytes + sum(update.nbytes for update in pending) <= limit_bytes
+
+        self.wait_for(unit)
+        self._wait(is_over, unit.name)
+        if self._conclusion is not None:
+            self.wait_for_all()
+
+    def submit(self, update: UnitUpdate) -> None:
+        """Hand ``update`` over; does not block. Its unit has none pending."""
+        with self._condition:
+            assert update.unit not in self._queue and self._conclusion is None
+            self._queue[update.unit] = update
+            if self._thread is None:
+                # Not a daemon: the interpreter waits for it. It ends when there is nothing left to do.
+                self._thread = self._last_thread = threading.Thread(target=self._run, name="tiered-update")
+                self._thread.start()
+
+    def wait_for(self, unit: Unit) -> None:
+        """Wait for the update of ``unit``, if one is pending; it goes first. Ends at once after a failure."""
+        with self._condition:
+            if unit in self._queue:
+                self._queue.move_to_end(unit, last=False)
+        self._wait(lambda: unit not in self._queue and not self._is_running(unit), unit.name)
+
+    def wait_for_all(self) -> None:
+        """Wait until nothing is pending and the thread has ended. Ends early after a failure."""
+        self._wait(lambda: not self._is_updating, "")
+        self._wait(lambda: not self.is_busy, "", Wait.COMMIT)
+        thread = self._last_thread
+        if thread is not None and not self.is_busy:
+            thread.join()  # it has nothing left to do
+
+    def finish(self, key: str) -> None:
+        """A caller is about to use ``key`` through the store: wait for all, if it may be one of a pending update."""
+        if self.is_busy and key.startswith("model/"):
+            self.wait_for_all()
+
+    def finish_all(self) -> None:
+        """Wait until nothing is pending, and raise what it failed of."""
+        self.wait_for_all()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what has failed since the last call, if anything; the step is abandoned."""
+        error, self.failure = self.failure, None
+        if error is not None:
+            self.abandon(f"{self._what_failed}: {error}")
+            raise error
+
+    def pending_keys(self) -> Set[str]:
+        """Return the keys of the updates that are pending."""
+        with self._condition:
+            pending = [*self._queue.values()] + ([self._running] if self._running is not None else [])
+        return {key for update in pending for key in update.keys}
+
+    def when_done(self, conclude: Callable[[BaseException | None], None]) -> bool:
+        """Have the worker's thread call ``conclude`` when no update is pending any more, with what one failed of."""
+        with self._condition:
+            if not self._is_updating:
+                return False
+            assert self._conclusion is None
+            self._conclusion = conclude
+            return True
+
+    def cancel(self) -> None:
+        """Drop what is queued, end what runs at its next bucket, and forget a failure.
+
+        What a commit waits for is finished before.
+        """
+        if self._conclusion is not None:
+            self.wait_for_all()
+        with self._condition:
+            queued = list(self._queue.values())
+            self._queue.clear()
+            self._is_cancelled = True
+            self._condition.notify_all()
+        try:
+            self._drop(queued)
+            self.failure = None
+            self._wait(lambda: self._running is None, "")
+            self.wait_for_all()
+        except BaseException:  # an interrupt: updates go on being dropped, so no step may begin
+            self.abandon("what was pending was being dropped, and that was interrupted")
+            raise
+        self.failure = None
+        self._is_cancelled = False
+
+    def serve(self) -> None:
+        """Give the worker the memory that it waits for, if it does."""
+        need = self._need
+        if need:
+            self.give(need)
+
+    def take_leftovers(self) -> list[str]:
+        """Return the gradients' keys that are to be deleted once nobody sees their bytes."""
+        with self._condition:
+            leftovers, self._leftovers = self._leftovers, []
+        return leftovers
+
+    def _is_running(self, unit: Unit) -> bool:
+        running = self._running
+        return running is not None and running.unit is unit
+
+    def _wait(self, is_over: Callable[[], bool], subject: str, reason: Wait = Wait.UPDATE) -> None:
+        with self._condition:
+            if is_over():
+                return
+            begun_s = time.monotonic()
+            self._num_waiting += 1
+            self._condition.notify_all()
+            try:
+                while not is_over() and self.failure is None:
+                    self._wait_once()
+            finally:
+                self._num_waiting -= 1
+                self._working_set.recorder.waited(reason, subject, begun_s)
+
+    def _wait_once(self) -> None:
+        """Wait for a change, under the lock; meanwhile the worker gets what memory there is to give."""
+        need = self._need
+        if need and not self._is_refused:
+            self._condition.release()  # order: giving back takes the store's lock and starts writes
+            try:
+                has_given = self.give(need)
+            finally:
+                self._condition.acquire()
+            self._is_refused = not has_given and bool(self._need)
+            self._condition.notify_all()
+            if has_given:
+                return
+        self._condition.wait(_LOOK_AGAIN_S if need else None)
+
+    # -- who waits for memory -------------------------------------------------------------------------------------
+
+    def wait_for_progress(self) -> bool:
+        """For a caller that waits for memory: wait a moment for the running update, which will free some.
+
+        Returns False when it cannot help: nothing runs, or it waits for memory itself.
+        """
+        with self._condition:
+            if not self._is_updating or self._need:
+                return False
+            self._condition.wait(_LOOK_AGAIN_S)
+            return True
+
+    def make_yield(self) -> bool:
+        """For a caller that waits for memory and has none to give: let the running update give up its leases.
+
+        Returns False when it has none.
+        """
+        with self._condition:
+            if self._running is None or not self._need or not self._running.has_leases:
+                return False
+            self._must_yield = True
+            self._condition.notify_all()
+            self._condition.wait(_LOOK_AGAIN_S)
+            return True
+
+    def release_gradients(self) -> bool:
+        """Give the working set the gradients of the last queued update that still leases them."""
+        with self._condition:  # order: the worker must not take the update up meanwhile
+            return any(update.gradients.store_away() for update in reversed(self._queue.values()))
+
+    def starve(self, nbytes: int) -> bool:
+        """In the worker's thread, when there is no room: show the need, and look again soon."""
+        if self.release_gradients():
+            return True
+        with self._condition:
+            self._need = nbytes
+            self._is_refused = False
+            self._condition.notify_all()
+            self._condition.wait_for(
+                lambda: self._must_yield or self._is_refused or self._is_cancelled, timeout=_LOOK_AGAIN_S
+            )
+            is_refused, must_yield, self._must_yield = self._is_refused, self._must_yield, False
+            running = self._running
+        if must_yield and running is not None:
+            running.give_up_leases()
+            with self._condition:  # who asked for them takes the memory before the update looks again
+                self._condition.notify_all()
+                self._condition.wait_for(lambda: self._num_waiting or self._is_cancelled, timeout=_STAND_BACK_S)
+        self._need = 0
+        if self._is_cancelled:
+            raise _CancelledError
+        return not is_refused
+
+    # -- the worker's thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with torch.no_grad(), without_dispatch():
+            while (job := self._next()) is not None:
+                self._done(job())
+
+    def _next(self) -> Callable[[], BaseException | None] | None:
+        with self._condition:
+            if self._queue:
+                self._running = next(iter(self._queue.values()))
+                self._queue.popitem(last=False)
+                return functools.partial(self._update, self._running)
+            if self._conclusion is not None:
+                return functools.partial(self._conclude, self._conclusion)
+            self._thread = None
+            self._condition.notify_all()
+            return None
+
+    def _conclude(self, conclusion: Callable[[BaseException | None], None]) -> BaseException | None:
+        try:
+            conclusion(None)
+        except BaseException as error:  # whatever it is, the main thread must hear of it
+            return error
+        return None
+
+    def _update(self, update: UnitUpdate) -> BaseException | None:
+        begun_s = time.monotonic()
+        failure: BaseException | None = None
+        for action in (functools.partial(update.run, self._use), functools.partial(self._end, update)):
+            try:
+                action()
+            except _CancelledError:
+                pass
+            except BaseException as error:  # whatever it is, the main thread must hear of it
+                traceback.clear_frames(error.__traceback__)  # lifetime: their locals are views of leased bytes
+                failure = failure or error
+        self._working_set.recorder.worked("update", update.unit.name, begun_s)
+        if failure is not None:
+            failure.add_note(f"while unit {update.unit.name!r} was updated")
+        return failure
+
+    def _use(self, key: str) -> None:
+        if self._is_cancelled:
+            raise _CancelledError
+        self.on_use(key)
+        with self._condition:
+            self._condition.notify_all()  # a sign of progress
+
+    def _done(self, error: BaseException | None) -> None:
+        """What ran has ended, well or not: so has a conclusion that ran, or that will not run any more."""
+        dropped: list[UnitUpdate] = []
+        with self._condition:
+            conclusion, is_update = self._conclusion, self._running is not None
+            self._running = None
+            self._must_yield = False
+            if error is not None:
+                dropped = list(self._queue.values())
+                self._queue.clear()
+                if is_update and conclusion is not None:
+                    conclusion(error)  # order: before the failure is seen, and nothing is pending
+                self._what_failed = "an update failed" if is_update else "its commit failed"
+                self.failure = error
+            if error is not None or not is_update:
+                self._conclusion = None
+            self._condition.notify_all()
+        self._drop(dropped)
+
+    def _drop(self, updates: Iterable[UnitUpdate]) -> None:
+        """End updates that will not run. One whose gradients cannot be deleted now leaves them for later."""
+        for update in updates:
+            try:
+                self._end(update)
+            except Exception as error:  # order: the others must be ended, and what is being told of goes before
+                # Lifetime: a log may be kept, and the update must not: it has leases.
+                _log.warning("%s was dropped, its gradients are deleted later: %s", repr(update), str(error))
+                with self._condition:
+                    self._leftovers.append(update.gradients.key)
+
+    def _end(self, update: UnitUpdate) -> None:
+        key = update.end()
+        if key:
+            with self._condition:
+                self._leftovers.append(key)

@@ -1,0 +1,55 @@
+"""Who may touch which parameter when: every operation on a sharded parameter asks here first."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from tiered.errors import UsageError
+from tiered.zero.gradients.backward import in_graph_task
+
+if TYPE_CHECKING:
+    from tiered.zero.engine import Engine
+    from tiered.zero.parameters.unit import Segment
+
+__all__ = ["check_access"]
+
+_NOT_NOW = (
+    "expected inside a forward or backward of the model: use `with tiered.unsharded(module):` between steps, "
+    "or model.state_dict() for a copy of everything"
+)
+
+
+def check_access(engine: Engine, segment: Segment, name: str, *, is_write: bool) -> None:
+    """Raise UsageError unless the operation ``name`` may read, or write, ``segment``'s parameter now."""
+    what = f"parameter {segment.name}: {name}"
+    if os.getpid() != engine.pid:
+        raise UsageError(
+            f"{what} in a forked process; expected in the process that opened the store: pass the worker plain tensors"
+        )
+    engine.check_usable(what)
+    is_unsharded = engine.is_unsharded(segment)
+    if is_write:
+        if is_unsharded or engine.num_loading:
+            return
+        raise UsageError(
+            f"{what} writes a sharded parameter; expected inside `with tiered.unsharded(module):` between steps,"
+            " or by the optimizer"
+        )
+    if is_unsharded or engine.num_exporting or engine.num_loading:
+        return
+    in_task = in_graph_task()
+    if in_task:
+        engine.backward.seen()
+    if segment.unit in engine.backward.done:
+        raise UsageError(f'{what} after its unit was updated in this backward; expected before: use update="step"')
+    if engine.backward.has_updated:
+        raise UsageError(f"{what} between backward and optimizer.step(); {_NOT_NOW}")
+    if not (engine.calls or in_task or engine.is_between):
+        raise UsageError(f"{what} outside a forward or backward; {_hint(name)}{_NOT_NOW}")
+
+
+def _hint(name: str) -> str:
+    if name in {"to", "float", "half", "double", "bfloat16", "cuda", "type"}:
+        return "to change dtype or device pass param_dtype= or device= to tiered.shard; "
+    return ""

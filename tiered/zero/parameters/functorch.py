@@ -1,0 +1,71 @@
+"""The guard at torch.func's door: vmap, grad, vjp, jvp, jacrev, jacfwd, hessian, linearize and functionalize.
+
+They wrap their arguments in C++ without asking ``__torch_function__``; operations on the wrapped parameter then pass
+tiered by, with nobody to lease its unit. So the three functions that wrap are replaced, in the two torch modules that
+call them, by ones that first look for a TieredParameter. Nothing changes for other tensors, and nothing before
+the first ``construct`` or ``shard``.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
+from torch._C._functorch import TransformType, get_interpreter_stack
+
+from tiered.errors import UsageError
+from tiered.zero.parameters.parameter import TieredParameter
+
+__all__ = ["check_no_transform", "guard_functorch"]
+
+_DOORS: tuple[tuple[Any, str], ...] = (
+    (torch._functorch.vmap, "_add_batch_dim"),  # vmap, and what is built on it
+    (torch._functorch.eager_transforms, "_wrap_for_grad"),  # grad, vjp, jvp, and what is built on them
+    (torch._functorch.eager_transforms, "_wrap_functional_tensor"),  # functionalize
+)
+_lock = threading.Lock()
+_is_guarded = False
+
+
+def guard_functorch() -> None:
+    """Have torch.func refuse tiered parameters from now on, by UsageError. Idempotent, thread-safe."""
+    global _is_guarded
+    with _lock:
+        if not _is_guarded:
+            _is_guarded = True
+            for module, name in _DOORS:
+                setattr(module, name, _guarded(getattr(module, name)))
+
+
+def check_no_transform(what: str) -> None:
+    """Raise UsageError inside a transform that wraps every tensor made in it, buffers of ours too: all but vmap."""
+    if any(interpreter.key() != TransformType.Vmap for interpreter in get_interpreter_stack() or ()):
+        raise UsageError(
+            f"{what} inside torch.func (grad, vjp, jvp, functionalize, ...); expected over a model in memory: one built"
+            " afresh with model.state_dict() loaded"
+        )
+
+
+def _guarded(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(wrap)
+    def guarded(tensor: Any, *args: Any) -> Any:
+        if isinstance(tensor, TieredParameter):
+            _check(tensor)
+        return wrap(tensor, *args)
+
+    return guarded
+
+
+def _check(parameter: TieredParameter) -> None:
+    """Raise UsageError unless the parameter's bytes stay where they are for as long as a block lasts."""
+    segment = parameter.segment
+    if not segment.unit.engine.is_unsharded(segment):
+        raise UsageError(
+            f"parameter {segment.name}: refused torch.func (vmap, grad, vjp, jvp, jacrev, jacfwd, hessian, linearize,"
+            " functionalize) over a sharded parameter, whose values it would take past the store; expected inside"
+            " `with tiered.unsharded(module):` between steps, or over the copies of model.state_dict()"
+        )

@@ -1,0 +1,298 @@
+"""TieredParameter: a parameter that faults in like a page, and refuses to be touched at the wrong time.
+
+An ``nn.Parameter`` keeps its identity and changes its class. Its values live in the store; each operation that touches
+them leases the owning unit first. Metadata (shape, dtype, grad, hooks) passes through untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from tiered.errors import UsageError
+from tiered.zero.parameters.placeholder import placeholder
+
+if TYPE_CHECKING:
+    from tiered.zero.parameters.unit import Segment
+
+__all__ = [
+    "GuardedGradient",
+    "TieredParameter",
+    "UsedGradient",
+    "guarded_gradient",
+    "is_write",
+    "without_dispatch",
+]
+
+without_dispatch = torch._C.DisableTorchFunctionSubclass
+"""Context manager: inside it a TieredParameter is a plain tensor."""
+
+
+def _functions(names: str) -> set[Any]:
+    found: set[Any] = set()
+    for name in names.split():
+        member = getattr(torch.Tensor, name, None)
+        if member is None:
+            continue
+        found |= {member} if callable(member) else {member.__get__, member.__set__}
+        found |= {member.__delete__} if name == "grad" else set()
+        if callable(getattr(torch, name, None)):
+            found.add(getattr(torch, name))
+    return found
+
+
+_METADATA = _functions(
+    "shape dtype device layout ndim requires_grad grad is_leaf grad_fn _version output_nr _backward_hooks "
+    "_post_accumulate_grad_hooks name names retains_grad is_sparse is_sparse_csr is_quantized is_meta is_cuda is_cpu "
+    "is_xpu is_mps is_mkldnn is_nested is_xla is_ipu is_vulkan is_mtia is_maia itemsize nbytes _grad _cdata "
+    "size dim numel nelement element_size is_floating_point is_complex is_signed is_inference is_conj is_neg "
+    "requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad get_device is_same_size __len__ "
+    "__hash__ type_as_is has_names dense_dim sparse_dim"
+)
+_METADATA.add(torch._has_compatible_shallow_copy_type)  # asked by model.to()
+_LAYOUT = _functions("stride is_contiguous storage_offset dim_order is_non_overlapping_and_dense")
+_SET_REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_AS_STRIDED = {  # to the position of its storage_offset
+    torch.Tensor.as_strided: 3, torch.as_strided: 3, torch.as_strided_copy: 3,
+    torch.Tensor.as_strided_scatter: 4, torch.as_strided_scatter: 4,
+}  # fmt: skip
+_REQUIRES_GRAD = {_SET_REQUIRES_GRAD, torch.Tensor.requires_grad_}
+_FORBIDDEN: dict[Any, str] = {
+    torch.Tensor.__reduce_ex__: "pickling of a sharded parameter; save model.state_dict(), or commit the store",
+    torch.Tensor.share_memory_: "share_memory_() of a sharded parameter; its bytes belong to the store",
+}
+_CASTS = {
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.double: torch.float64,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
+}
+
+
+class TieredParameter(nn.Parameter):
+    """A parameter whose values live in a store; made by ``construct`` and ``shard``, never directly.
+
+    ``segment`` says where the values are. Shape, dtype, ``requires_grad`` and ``grad`` are the true ones at any time.
+    Inside a forward or backward of the model, and inside ``tiered.unsharded``, it behaves as any parameter; elsewhere
+    touching the values raises UsageError.
+    """
+
+    segment: Segment
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with without_dispatch():
+                result = func(*args, **kwargs)
+            if func in _REQUIRES_GRAD:
+                args[0].segment.unit.engine.require_gradient(args[0])
+            return result
+        parameters = list(_find(args)) + list(_find(kwargs.values()))
+        if not parameters:  # another subclass brought us here
+            with without_dispatch():
+                return func(*args, **kwargs)
+        first = parameters[0]
+        if func in _LAYOUT:
+            return func(first.segment.layout(), *args[1:], **kwargs)
+        if func is torch.Tensor.__repr__:
+            return _describe(first)
+        if func in _FORBIDDEN:
+            raise UsageError(f"parameter {first.segment.name}: refused {_FORBIDDEN[func]}")
+        if _is_no_op(func, args, kwargs):
+            return first
+        if func in _BACKWARDS and _is_about_places(args, kwargs):
+            return _run_from_edges(func, args, kwargs)
+        with ExitStack() as stack:
+            for parameter in parameters:
+                stack.enter_context(parameter.segment.unit.engine.access(parameter.segment, func, args, kwargs))
+            with without_dispatch():
+                if func == _GET_DATA:  # shares the version counter, so that a write through it is noticed
+                    return args[0].detach()
+                if func == _SET_DATA:  # the bytes stay the store's own
+                    return first.segment.unit.engine.assign(first.segment, args[1])
+                if func in _AS_STRIDED:
+                    args, kwargs = _in_buffer(_AS_STRIDED[func], args, kwargs)
+                if torch._C._current_graph_task_id() != -1:
+                    args, kwargs = _frozen_as_tensors(args), _frozen_as_tensors(kwargs)
+                result = func(*args, **kwargs)
+                if func is torch.Tensor.detach and first.segment.unit.engine.num_exporting:
+                    return result.clone()  # state_dict(): the caller's own
+                return result
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return _describe(self)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self.segment.unit.engine.copy(self.segment)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(f"parameter {self.segment.name}: refused {_FORBIDDEN[torch.Tensor.__reduce_ex__]}")
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise UsageError(
+            f"parameter {self.segment.name}: refused set_(), map_(), as_subclass() or swap_tensors(), which torch does"
+            " not report; expected copy_() inside `with tiered.unsharded(module):`, or detach() for an ordinary tensor;"
+            " a module whose constructor needs them is built outside `with tiered.construct(store):`"
+        )
+
+    set_ = map_ = map2_ = as_subclass = _refuse
+    _use_count = _refuse  # all that torch.utils.swap_tensors asks before it swaps
+
+
+_BACKWARDS = {torch.autograd.backward, torch.autograd.grad}
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class GuardedGradient(torch.Tensor):
+    """What ``parameter.grad`` is while the gradient's bytes are on NVMe: the true shape and dtype, and an error."""
+
+    _where = "on NVMe"
+    _reason = (
+        "is on NVMe because the DRAM budget has no room for it beside what comes next: use tiered.clip_grad_norm_ and"
+        " tiered.GradScaler (they stream), or give the store a larger dram="
+    )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA:
+            with without_dispatch():
+                return func(*args, **(kwargs or {}))
+        raise UsageError(f"{getattr(func, '__name__', func)} on a gradient that {cls._reason}")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        with without_dispatch():
+            return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, {self._where})"
+
+
+class UsedGradient(GuardedGradient):
+    """What ``parameter.grad`` is from the update in a backward to the step that concludes it."""
+
+    _where = "used up"
+    _reason = (
+        'was used up in the backward under update="backward"; clipping, scaling and looking at gradients expect'
+        ' tiered.AdamW(..., update="step")'
+    )
+
+
+def guarded_gradient(
+    shape: tuple[int, ...], dtype: torch.dtype, kind: type[GuardedGradient] = GuardedGradient
+) -> GuardedGradient:
+    """Return a gradient that may be assigned to a parameter of this shape and dtype and refuses every use."""
+    return placeholder(shape, dtype).as_subclass(kind)
+
+
+def is_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether ``func`` would write to a TieredParameter among its arguments."""
+    if any(True for _ in _find((kwargs.get("out"),))) or func == _SET_DATA:
+        return True
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    if not in_place or name in {"__index__", "__int__", "__invert__"}:
+        return False
+    target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+    return any(True for _ in _find((target,)))
+
+
+def _find(values: Any) -> Iterator[TieredParameter]:
+    """Yield the tiered parameters in ``values``, looking into lists, tuples and dicts."""
+    for value in values:
+        if isinstance(value, TieredParameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _find(value)
+        elif isinstance(value, dict):
+            yield from _find(value.values())
+
+
+def _in_buffer(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an as_strided with a ``storage_offset`` from the start of the unit's buffer.
+
+    The caller counts from the start of the parameter, which is where its own storage would begin. ``place`` is that of
+    the offset among the arguments; left out it is the tensor's own already.
+    """
+    target = args[0] if args else kwargs.get("input")
+    if not isinstance(target, TieredParameter):
+        return args, kwargs
+    start = target.storage_offset()
+    if len(args) > place and args[place] is not None:
+        return (*args[:place], args[place] + start, *args[place + 1 :]), kwargs
+    if kwargs.get("storage_offset") is not None:
+        return args, kwargs | {"storage_offset": kwargs["storage_offset"] + start}
+    return args, kwargs
+
+
+def _frozen_as_tensors(value: Any) -> Any:
+    """Return ``value`` with each parameter that has no gradient as a tensor on its bytes.
+
+    A checkpoint that recomputes keeps the saved tensors that require no gradient as the very objects they are: the
+    parameter would be swapped out under it.
+    """
+    if isinstance(value, TieredParameter):
+        return value if value.requires_grad else value.detach()
+    if type(value) in (list, tuple):
+        return type(value)(_frozen_as_tensors(item) for item in value)
+    if type(value) is dict:
+        return {key: _frozen_as_tensors(item) for key, item in value.items()}
+    return value
+
+
+def _is_about_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether parameters say where a backward ends, and no more: torch needs no values of them for that."""
+    inputs = [*args[1:2], kwargs.get("inputs")]
+    num_others = sum(1 for _ in _find((args[:1], args[2:], [v for k, v in kwargs.items() if k != "inputs"])))
+    with without_dispatch():
+        is_refused = any(not parameter.requires_grad for parameter in _find(inputs))
+    return not num_others and not is_refused and not kwargs.get("materialize_grads")
+
+
+def _run_from_edges(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a backward that was given parameters with their places in the graph instead.
+
+    The parameters would be in use, and their units leased, as long as it runs; and what it recomputes needs dispatch.
+    """
+
+    def edges(values: Any) -> Any:
+        with without_dispatch():
+            return tuple(get_gradient_edge(v) if isinstance(v, TieredParameter) else v for v in values)
+
+    if len(args) > 1:
+        return func(args[0], edges(args[1]), *args[2:], **kwargs)
+    return func(*args, **kwargs | {"inputs": edges(kwargs["inputs"])})
+
+
+def _is_no_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether ``func`` would hand back its first argument itself, as in ``model.to(...)`` without a change."""
+    target = args[0] if args else None
+    if not isinstance(target, TieredParameter):
+        return False
+    if func == _SET_DATA:
+        return args[1] is target
+    if func in _CASTS:
+        return target.dtype == _CASTS[func]
+    if func is torch.Tensor.cpu:
+        return target.device.type == "cpu"
+    if func is not torch.Tensor.to or any(isinstance(arg, torch.Tensor) for arg in args[1:]) or kwargs.get("copy"):
+        return False
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
+    return device in (None, target.device) and dtype in (None, target.dtype) and memory_format is None
+
+
+def _describe(parameter: TieredParameter) -> str:
+    with without_dispatch():
+        return (
+            f"TieredParameter({parameter.segment.name!r}, shape={tuple(parameter.shape)}, dtype={parameter.dtype},"
+            f" requires_grad={parameter.requires_grad}, {parameter.segment.unit.describe()})"
+        )
