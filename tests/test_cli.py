@@ -13,11 +13,11 @@ import pytest
 import tiered
 from tiered import cli
 from tiered.cli import main
+from tiered.console.interruption import Interruption
 from tiered.errors import CapacityError, UsageError
 from tiered.store.opening import CATALOG_NBYTES
 from tiered.train.config import RunConfig, RunDials
 from tiered.train.data import Corpus
-from tiered.train.interruption import Interruption
 from tiered.train.plan import Plan
 from tiered.train.progress import StepRecord, open_display
 from tiered.units import format_bytes, parse_bytes, parse_count, spell_bytes, spell_count

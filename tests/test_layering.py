@@ -20,6 +20,7 @@ FLOORS = {
     "ranks": 3,
     "zero": 4,
     "cli": 5,
+    "console": 5,
     "doctor": 5,
     "train": 5,
     "measure": 5,

@@ -18,9 +18,9 @@ import typer
 from typer.exceptions import TyperException
 
 from tiered import __version__
+from tiered.console.interruption import INTERRUPTED
+from tiered.console.outlet import lasting_streams
 from tiered.errors import TieredError
-from tiered.train.interruption import INTERRUPTED
-from tiered.train.outlet import lasting_streams
 from tiered.units import parse_bytes, parse_count
 
 __all__ = ["app", "main"]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from tiered.console.report_file import check_writable
 from tiered.doctor.card import machine_card
 from tiered.doctor.compute import compute_checks, group_checks, kernel_checks
 from tiered.doctor.directory import directory_checks, drive_checks
@@ -14,7 +15,6 @@ from tiered.doctor.examination import examine
 from tiered.doctor.finding import Check
 from tiered.doctor.machine import machine_checks
 from tiered.doctor.report import Report
-from tiered.train.report_file import check_writable
 
 __all__ = ["doctor", "examined"]
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiered.bytes.device.profile import write_profile
+from tiered.console.interruption import INTERRUPTED, Interruption
+from tiered.console.question import confirm
+from tiered.console.report_file import check_writable
 from tiered.doctor.card import DirectoryCard, machine_card
 from tiered.errors import TieredError, UsageError
 from tiered.measure.display import BenchDisplay
@@ -20,9 +23,6 @@ from tiered.measure.settings import FULL, QUICK, Settings
 from tiered.measure.suite import Suite, profile_of
 from tiered.measure.together import measure_together
 from tiered.measure.verdict import verdict_of
-from tiered.train.interruption import INTERRUPTED, Interruption
-from tiered.train.question import confirm
-from tiered.train.report_file import check_writable
 from tiered.units import format_bytes
 
 __all__ = ["BenchRequest", "bench", "confirm_writes"]

@@ -20,7 +20,7 @@ from tiered.store.catalog import Catalog, SqliteCatalog
 from tiered.store.directory import CATALOG_NAME, Directories, scratch_directories
 from tiered.store.row import Root
 from tiered.store.simulated_catalog import SimulatedCatalog
-from tiered.store.state import encode
+from tiered.store.state_text import encode
 from tiered.units import MiB, format_bytes, parse_bytes
 
 __all__ = ["ENGINES", "MIN_DRAM_NBYTES", "Parts", "dram_budget", "empty_root", "open_parts"]

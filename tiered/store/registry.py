@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from tiered.errors import CorruptionError, UsageError
-from tiered.store.state import decode, encode
+from tiered.store.state_text import decode, encode
 
 __all__ = ["Registry", "Stateful", "committed_state", "encode_user_state", "taking_apart"]
 

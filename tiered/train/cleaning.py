@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from tiered.console.question import confirm
+from tiered.console.report_file import check_writable, write_report
 from tiered.errors import UsageError
 from tiered.store.leftovers import Leftovers
 from tiered.train.found import holds_any_file
-from tiered.train.question import confirm
-from tiered.train.report_file import check_writable, write_report
 from tiered.units import format_bytes
 
 __all__ = ["clean"]

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import tiered
+from tiered.console.question import confirm
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.catalog import Root, Row, SqliteCatalog
 from tiered.store.directory import CATALOG_NAME, Directories, fsync_directory, owned_files
 from tiered.store.registry import committed_state
-from tiered.store.state import encode
-from tiered.train.question import confirm
+from tiered.store.state_text import encode
 from tiered.units import MiB, format_bytes
 
 __all__ = ["FoundRun", "check", "describe", "find_run", "holds_any_file", "holds_store", "remove_store"]

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tiered
+from tiered.console.interruption import Interruption
+from tiered.console.question import confirm
+from tiered.console.report_file import check_writable, write_report
 from tiered.errors import UsageError
 from tiered.train.config import RunConfig, RunDials, committed_step
 from tiered.train.data import Corpus, Loader
 from tiered.train.found import FoundRun, find_run, holds_any_file, holds_store, remove_store
-from tiered.train.interruption import Interruption
 from tiered.train.loop import Job, ResumeHint
 from tiered.train.plan import Plan
-from tiered.train.question import confirm
-from tiered.train.report_file import check_writable, write_report
 from tiered.train.summary import Outcome
 from tiered.units import MiB, spell_bytes, spell_count
 

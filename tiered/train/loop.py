@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 import tiered
+from tiered.console.interruption import Interruption
 from tiered.errors import TieredError, UsageError
 from tiered.train.data import Loader
-from tiered.train.interruption import Interruption
 from tiered.train.model import GPT
 from tiered.train.plan import Plan
 from tiered.train.progress import Display, StepRecord, open_display

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tiered.console.report_file import write_report
 from tiered.store.recorder import CALLER, Span
-from tiered.train.report_file import write_report
 
 __all__ = ["CAPACITY", "trace_events", "write_timeline"]
 

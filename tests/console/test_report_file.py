@@ -11,8 +11,8 @@ import tiered
 from tests.store.test_leftovers import plant
 from tests.train.test_loop import TINY
 from tiered.cli import main
+from tiered.console.report_file import check_writable
 from tiered.errors import UsageError
-from tiered.train.report_file import check_writable
 
 
 def test_gc_removes_nothing_before_its_report_can_be_written(

@@ -17,10 +17,10 @@ import tiered.train.cleaning
 import tiered.train.found
 from tests.train.test_loop import TINY
 from tiered.cli import main
+from tiered.console.interruption import Interruption
+from tiered.console.outlet import lasting_streams
 from tiered.train.data import Loader
 from tiered.train.found import find_run
-from tiered.train.interruption import Interruption
-from tiered.train.outlet import lasting_streams
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_closed_descriptors_are_not_given_to_a_stores_files(monkeypatch: pytest.
     monkeypatch.setattr(os, "fstat", fstat)
     monkeypatch.setattr(os, "open", lambda *_: 1)
     monkeypatch.setattr(os, "dup2", lambda old, new: opened.append(new))
-    from tiered.train import outlet
+    from tiered.console import outlet
 
     outlet._fill_descriptors()
     assert opened == [1]

@@ -1,0 +1,1 @@
+"""What every command needs of the terminal: interruption, questions, streams that may close, files for reports."""
