@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterable, Mapping
 
@@ -244,6 +245,42 @@ def test_who_needs_memory_notices_that_another_threads_tensor_has_died(working_s
     kept.clear()  # a finalizer cannot wake the waiter: it looks
     waiter.join(WAIT_S)
     working_set.unreserve(got[0])  # type: ignore[arg-type]
+
+
+def test_the_thread_that_all_others_wait_for_does_not_wait_for_them(working_set: WorkingSet) -> None:
+    working_set.create("kept", 12 * PAGE)
+    lease = working_set.lease("kept", "w")
+    view = lease.tensor[:1]
+    lease.release()
+    failures: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            working_set.reserve(8 * PAGE)
+        except CapacityError as error:
+            failures.append(error)
+
+    worker = threading.Thread(target=ask)
+    with working_set.waiting_for(worker):  # the view is this thread's, which does nothing but wait
+        worker.start()
+        worker.join(WAIT_S)
+    assert not worker.is_alive()
+    assert "48.0 KiB ('kept') kept alive by tensors made from past leases" in str(failures[0])
+    del view
+
+
+def test_what_lingers_in_a_cycle_of_references_is_collected_for_want_of_room(working_set: WorkingSet) -> None:
+    working_set.create("kept", 12 * PAGE)
+    lease = working_set.lease("kept", "w")
+    cycle: list[object] = [lease.tensor[:1]]
+    cycle.append(cycle)
+    lease.release()
+    del cycle
+    gc.disable()
+    try:
+        working_set.unreserve(working_set.reserve(8 * PAGE))
+    finally:
+        gc.enable()
 
 
 def test_reserved_bytes_count_and_come_back(working_set: WorkingSet) -> None:

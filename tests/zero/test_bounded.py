@@ -108,6 +108,25 @@ def test_a_page_below_the_smallest_budget_is_refused_with_the_number(name: str, 
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
+def test_views_of_weights_that_are_kept_over_steps_are_told_by_their_unit_at_once(update: str, tmp_path: Path) -> None:
+    case, recipe = layers_case(*SHAPES["equal_units"]), Recipe()
+    nbytes = smallest_budget(case, recipe, update, tmp_path / "probe")
+    kept: list[Tensor] = []
+    with debug_store(tmp_path / "store", nbytes) as store:
+        session = start(case, recipe, store, update)
+        store.commit()
+        keep = lambda layer, args: kept.append(layer.weight.detach()[0])  # noqa: E731
+        hooks = [layer.register_forward_pre_hook(keep) for layer in session.model.layers]
+        with pytest.raises(CapacityError, match=r"'model/parameters/layers\.\d'.*kept alive by tensors made from past"):
+            session.run()
+        kept.clear()
+        for hook in hooks:
+            hook.remove()
+        store.rollback()
+        session.run_step(0)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
 def test_the_same_budget_serves_commits_and_a_resumed_run(update: str, tmp_path: Path) -> None:
     case, recipe = CASES["gpt"], Recipe(param_dtype=torch.bfloat16)
     nbytes = smallest_budget(case, recipe, update, tmp_path / "probe")

@@ -107,11 +107,14 @@ class Record:
 class Residence:
     """An entry's bytes in DRAM and who uses them. ``entry`` is None once they were replaced under living tensors."""
 
-    __slots__ = ("aliases", "buffer", "claims", "entry", "is_leaving", "open_readers", "open_writers", "writers")
+    __slots__ = (
+        "aliases", "buffer", "claims", "entry", "is_leaving", "name", "open_readers", "open_writers", "writers"
+    )  # fmt: skip
 
-    def __init__(self, buffer: Buffer, entry: Entry | None) -> None:
+    def __init__(self, buffer: Buffer, entry: Entry) -> None:
         self.buffer = buffer
-        self.entry = entry
+        self.entry: Entry | None = entry
+        self.name = entry.name
         self.aliases = 0  # leases that have not ended
         self.writers = 0  # of these, the ones that may write
         self.open_readers = 0  # leases that were not released
@@ -122,6 +125,11 @@ class Residence:
     @property
     def is_idle(self) -> bool:
         return not self.aliases and not self.claims
+
+    @property
+    def is_lingering(self) -> bool:
+        """Whether every lease was released, and tensors made from one are alive."""
+        return bool(self.aliases) and not self.open_readers and not self.open_writers
 
 
 class Alias:

@@ -81,7 +81,7 @@ class Residents:
         self.clean_bytes = 0  # of their buffers: what evicting them all would free
         self.dirty_bytes = 0
         self.resident_bytes = 0
-        self.orphan_bytes = 0
+        self.orphans: set[Residence] = set()  # replaced or deleted under living tensors
         self.num_evictions = 0
         self.num_arriving = 0  # swap ins in flight
         self.num_claims = 0  # callers that are about to use, or copy, what is in DRAM
@@ -97,6 +97,11 @@ class Residents:
         self._entries = entries
 
     # Below: buffers
+
+    @property
+    def orphan_bytes(self) -> int:
+        """Bytes that were replaced or deleted under living tensors."""
+        return sum(residence.buffer.nbytes for residence in self.orphans)
 
     def take_nowait(self, nbytes: int) -> Buffer | None:
         """Lease a buffer, evicting clean entries as needed; None when the rest is in use, or worth to be kept."""
@@ -168,7 +173,7 @@ class Residents:
         if residence.is_idle:
             self.give_back(residence.buffer)
         else:
-            self.orphan_bytes += residence.buffer.nbytes
+            self.orphans.add(residence)
 
     def withdraw(self, entry: Entry) -> None:
         """Take the entry out of the queues: it is about to be used, written or dropped."""
@@ -256,7 +261,7 @@ class Residents:
         if residence.entry is not None:
             self.offer(residence.entry)
         elif residence.is_idle:
-            self.orphan_bytes -= residence.buffer.nbytes
+            self.orphans.discard(residence)
             self.give_back(residence.buffer)
 
     def claim(self, residence: Residence) -> Residence:

@@ -5,15 +5,17 @@ It decides when write-back starts; what is written is write_back.py's choice, wh
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from tiered.bytes.arena import Buffer
 from tiered.errors import CapacityError, TieredError
 from tiered.store.deadline import Deadline
-from tiered.store.entry import Entry, Residency
+from tiered.store.entry import Entry, Residence, Residency
 from tiered.store.recorder import Recorder, Wait
 from tiered.store.records import Records
 from tiered.store.residents import Residents, this_thread
@@ -49,6 +51,7 @@ class Room:
         self.write_back = WriteBack(condition, residents, records, space, recorder)
         self.reclaimers: list[Callable[[int], bool]] = []
         self.num_waiting = 0  # callers that wait for memory: prefetches stand back
+        self.waits_for: dict[int, threading.Thread] = {}  # by number: who does not go on, and give back, before whom
         self._residents = residents
         self._records = records
         self._space = space
@@ -143,7 +146,7 @@ class Room:
                 raise self._space.explain(error, self._records.superseded()) from error
 
     def _reclaim(self, needed: int, deadline: Deadline) -> None:
-        """Nothing is in flight: ask the reclaimers, then wait for other threads' leases, then give up."""
+        """Nothing is in flight: ask the reclaimers, then wait for other threads' leases, then collect, then give up."""
         deadline.check()
         with self._condition:
             self.num_waiting += 1
@@ -158,10 +161,17 @@ class Room:
             self._residents.drain()
             if self._has_room(needed) or self._is_moving() or self._residents.dirty:
                 return
-            if any(thread != this_thread() for thread in self._residents.users):
+            me, my_number = threading.current_thread(), this_thread()
+            if any(user != my_number and self.waits_for.get(user) is not me for user in self._residents.users):
                 self._wait(deadline, 0)
                 return
-            raise CapacityError(self._explain(needed))
+            num_used, is_hopeless = self._residents.users.total(), not self._lingering()
+        if not is_hopeless:
+            gc.collect()  # what lingers may do so in a cycle of references, such as an exception's
+        with self._condition:
+            self._residents.drain()
+            if is_hopeless or self._residents.users.total() == num_used:
+                raise CapacityError(self._explain(needed))
 
     # Below: under the lock
 
@@ -230,13 +240,28 @@ class Room:
 
     def _explain(self, needed: int) -> str:
         resident = [entry for entry in self._records.entries.used() if entry.residence is not None]
-        leased = [entry for entry in resident if entry.residence is not None and entry.residence.aliases]
+        used = [entry.residence for entry in resident if entry.residence is not None and entry.residence.aliases]
+        leased = [residence for residence in used if not residence.is_lingering]
         held = sum(entry.nbytes for entry in resident if entry.held)
-        names = ", ".join(repr(entry.name) for entry in leased[:5]) + (", ..." if len(leased) > 5 else "")
+        reserved = sum(buffer.nbytes for buffer in self._reservations)
         return (
             f"no room for {format_bytes(needed)} in the DRAM budget of {format_bytes(self.budget_bytes)}: "
-            f"{format_bytes(sum(entry.nbytes for entry in leased))} are leased ({names or 'none'}), "
-            f"{format_bytes(held)} held, {format_bytes(self._residents.orphan_bytes)} kept alive by tensors of past "
-            f"leases, {format_bytes(sum(buffer.nbytes for buffer in self._reservations))} reserved; release leases, or "
-            "give a larger dram="
+            f"{_describe(leased)} leased, {_describe(self._lingering())} kept alive by tensors made from past leases, "
+            f"{format_bytes(held)} held, {format_bytes(reserved)} reserved; release leases, clone() what is kept, "
+            "or give a larger dram="
         )
+
+    def _lingering(self) -> list[Residence]:
+        """Return what only tensors of released leases keep in DRAM."""
+        entries = self._records.entries.used()
+        resident = [entry.residence for entry in entries if entry.residence is not None]
+        return [residence for residence in [*resident, *self._residents.orphans] if residence.is_lingering]
+
+
+def _describe(residences: Collection[Residence]) -> str:
+    """Return how many bytes, and the first names, most bytes first."""
+    nbytes = Counter[str]()
+    for residence in residences:
+        nbytes[residence.name] += residence.buffer.nbytes
+    names = ", ".join(repr(name) for name, _ in nbytes.most_common(5)) + (", ..." if len(nbytes) > 5 else "")
+    return format_bytes(nbytes.total()) + (f" ({names})" if names else "")

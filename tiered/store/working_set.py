@@ -6,12 +6,13 @@ memory in room.py, generations in records.py.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -26,7 +27,7 @@ from tiered.store.lease import Lease, tensor_over
 from tiered.store.need import Need
 from tiered.store.recorder import Recorder, Wait
 from tiered.store.records import Records
-from tiered.store.residents import EvictionPolicy, Residents
+from tiered.store.residents import EvictionPolicy, Residents, this_thread
 from tiered.store.room import Room
 from tiered.store.row import MAX_NUM_DIMS
 from tiered.store.space import Space
@@ -277,6 +278,19 @@ class WorkingSet:
         It runs in that caller's thread, may release leases, and returns whether it gave something back.
         """
         self.room.reclaimers.append(reclaim)
+
+    @contextlib.contextmanager
+    def waiting_for(self, thread: threading.Thread) -> Iterator[None]:
+        """Say that the calling thread gives nothing back in the block but what reclaimers asked it for.
+
+        It waits for ``thread``, whose own calls then fail with CapacityError where they would wait for it.
+        """
+        number = this_thread()
+        self.room.waits_for[number] = thread
+        try:
+            yield
+        finally:
+            self.room.waits_for.pop(number, None)
 
     def shortage(self, keys: Mapping[str, int], beside: int = 0) -> int:
         """Return how much of ``keys`` (key -> bytes) and ``beside`` finds no room, even once all else is evicted.

@@ -210,9 +210,11 @@ class UpdateWorker:
             begun_s = time.monotonic()
             self._num_waiting += 1
             self._condition.notify_all()
+            assert self._last_thread is not None
             try:
-                while not is_over() and self.failure is None:
-                    self._wait_once()
+                with self._working_set.waiting_for(self._last_thread):
+                    while not is_over() and self.failure is None:
+                        self._wait_once()
             finally:
                 self._num_waiting -= 1
                 self._working_set.recorder.waited(reason, subject, begun_s)
