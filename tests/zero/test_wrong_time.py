@@ -107,6 +107,27 @@ def test_writing_between_steps(touch: Callable[[nn.Parameter], Any], step_sessio
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+@pytest.mark.parametrize("call", ["state_dict", "load_state_dict"])
+def test_touching_after_a_state_dict_that_failed_in_the_middle(call: str, step_session: Session) -> None:
+    model = step_session.model
+    before = model.state_dict()
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = getattr(model.blocks[1], f"register_{call}_pre_hook")(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.load_state_dict(before) if call == "load_state_dict" else model.state_dict()
+    handle.remove()
+    for touch in (WRITES["fill"], READS["sum"]):
+        with pytest.raises(UsageError, match=NAME):
+            touch(model.get_parameter(NAME))
+    model.load_state_dict(before)
+    step_session.run_step(0)
+    with pytest.raises(UsageError, match=NAME):
+        WRITES["fill"](model.get_parameter(NAME))
+
+
 @pytest.mark.parametrize("touch", WRITES.values(), ids=WRITES)
 def test_writing_inside_a_forward(touch: Callable[[nn.Parameter], Any], step_session: Session) -> None:
     parameter = step_session.model.get_parameter(NAME)

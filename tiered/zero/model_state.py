@@ -144,8 +144,9 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
                 "load_state_dict() by swapping tensors would take the parameters out of the store; expected"
                 " torch.__future__.set_swap_module_params_on_conversion(False)"
             )
-        if engine.num_loading == 0:
+        if not prefix:  # the module that it was called on; one before this may have failed in the middle
             engine.check_idle("load_state_dict()")
+            engine.num_loading = 0
         engine.num_loading += 1
 
     def end_load(module: nn.Module, incompatible: Any) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from tiered.errors import UsageError
+from tiered.zero.frames import num_on_stack
 from tiered.zero.gradients.backward import in_graph_task
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ def check_access(engine: Engine, segment: Segment, name: str, *, is_write: bool)
             f"{what} in a forked process; expected in the process that opened the store: pass the worker plain tensors"
         )
     engine.check_usable(what)
+    _end_interrupted(engine)
     is_unsharded = engine.is_unsharded(segment)
     if is_write:
         if is_unsharded or engine.num_loading:
@@ -47,6 +51,14 @@ def check_access(engine: Engine, segment: Segment, name: str, *, is_write: bool)
         raise UsageError(f"{what} between backward and optimizer.step(); {_NOT_NOW}")
     if not (engine.calls or in_task or engine.is_between):
         raise UsageError(f"{what} outside a forward or backward; {_hint(name)}{_NOT_NOW}")
+
+
+def _end_interrupted(engine: Engine) -> None:
+    """End a state_dict() or load_state_dict() that an exception left in the middle: torch calls no hook for it."""
+    if engine.num_exporting and not num_on_stack(nn.Module.state_dict.__code__):
+        engine.num_exporting = 0
+    if engine.num_loading and not num_on_stack(nn.Module.load_state_dict.__code__):
+        engine.num_loading = 0
 
 
 def _hint(name: str) -> str:
