@@ -13,6 +13,7 @@ from tests.store.rig import WAIT_S, numbers, read_key, simulated_store, stored, 
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import (
     CapacityError,
+    DeadlineError,
     UsageError,
 )
 from tiered.store.store import Store
@@ -267,6 +268,38 @@ def test_the_thread_that_all_others_wait_for_does_not_wait_for_them(working_set:
     assert not worker.is_alive()
     assert "48.0 KiB ('kept') kept alive by tensors made from past leases" in str(failures[0])
     del view
+
+
+def test_waiting_for_another_threads_lease_has_an_end_that_says_who_has_the_memory() -> None:
+    with simulated_store(budget_nbytes=BUDGET, deadline_s=0.2) as store:
+        working_set = store.working_set
+        working_set.create("kept", 12 * PAGE)
+        lease = working_set.lease("kept", "w")
+        failures: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                working_set.reserve(8 * PAGE)
+            except DeadlineError as error:
+                failures.append(error)
+
+        asker = threading.Thread(target=ask)
+        asker.start()
+        asker.join(WAIT_S)
+        lease.release()
+        assert not asker.is_alive()
+        assert "Other threads did not give back" in str(failures[0])
+        assert "48.0 KiB ('kept') leased" in str(failures[0])
+
+
+def test_nobody_waits_for_what_another_thread_reserved_for_good(working_set: WorkingSet) -> None:
+    buffers: list[object] = []
+    thread = threading.Thread(target=lambda: buffers.append(working_set.reserve(12 * PAGE, is_lasting=True)))
+    thread.start()
+    thread.join()
+    with pytest.raises(CapacityError, match=r"48\.0 KiB reserved"):
+        working_set.reserve(8 * PAGE)
+    working_set.unreserve(buffers[0])  # type: ignore[arg-type]
 
 
 def test_what_lingers_in_a_cycle_of_references_is_collected_for_want_of_room(working_set: WorkingSet) -> None:

@@ -1,6 +1,7 @@
 """Saved activations that go through the store."""
 
 import gc
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -183,3 +184,31 @@ def test_generation_between_steps_saves_nothing(tmp_path: Path, swap_all: None) 
         with torch.no_grad():
             session.model(*batch_of_tokens(0))
         assert swapped_of(session).num_swapped == 0
+
+
+@pytest.mark.parametrize("is_lane", [False, True])
+def test_an_activation_without_room_stays_in_memory_whichever_thread_saves_it(is_lane: bool, tmp_path: Path) -> None:
+    """The optimizer's scratch was reserved by the main thread, which gives it back to nobody."""
+    torch.manual_seed(0)
+    batches = [torch.randn(4096, 64) for _ in range(2)]
+    with debug_store(tmp_path, 1 << 20, durable=False) as store:
+        model = tiered.shard(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), store, activations="swap")
+        optimizer = tiered.AdamW(model.parameters())
+
+        def step() -> None:
+            if is_lane:
+                loss = torch.stack(tiered.micro_batches(model, [(x,) for x in batches], loss=loss_of)).mean()
+            else:
+                loss = loss_of(model, batches[0])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).exp().square().mean()

@@ -12,6 +12,8 @@ __all__ = ["Deadline"]
 
 _log = logging.getLogger("tiered")
 
+_UNCHANGED = object()
+
 
 class Deadline:
     """The patience of one operation. Time counts from the last sign of progress."""
@@ -42,10 +44,10 @@ class Deadline:
         """Note a sign of progress: the time starts anew."""
         self._start_s, self._warned = time.monotonic(), False
 
-    def check(self, progress: object = None) -> float:
+    def check(self, progress: object = _UNCHANGED) -> float:
         """Raise DeadlineError when the time is over, warn when half of it is; return the time."""
         now = time.monotonic()
-        if progress != self._progress:
+        if progress is not _UNCHANGED and progress != self._progress:
             self._progress, self._start_s, self._warned = progress, now, False
         waited_s = now - self._start_s
         if waited_s >= self._limit_s:

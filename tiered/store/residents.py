@@ -18,7 +18,7 @@ from tiered.bytes.arena import Arena, Buffer
 from tiered.store.entry import Alias, Entry, Residence, Residency
 from tiered.store.table import Table
 
-__all__ = ["EvictionPolicy", "LeastRecentlyUsed", "Residents", "this_thread"]
+__all__ = ["EvictionPolicy", "LeastRecentlyUsed", "Residents", "be_thread", "this_thread"]
 
 
 class _Thread(threading.local):
@@ -36,6 +36,11 @@ _thread = _Thread()
 def this_thread() -> int:
     """Return the number of the calling thread; no other thread of this process ever has it."""
     return _thread.number
+
+
+def be_thread(number: int) -> None:
+    """Count what the calling thread leases as the thread's of that number, which does nothing while this one runs."""
+    _thread.number = number
 
 
 class EvictionPolicy(Protocol):

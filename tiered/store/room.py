@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from tiered.bytes.arena import Buffer
-from tiered.errors import CapacityError, TieredError
+from tiered.errors import CapacityError, DeadlineError, TieredError
 from tiered.store.deadline import Deadline
 from tiered.store.entry import Entry, Residence, Residency
 from tiered.store.recorder import Recorder, Wait
@@ -58,27 +58,31 @@ class Room:
         self._condition = condition
         self._deadline_s = deadline_s
         self._refuse = refuse
-        self._reservations: dict[Buffer, int] = {}  # and the thread that asked for it
+        self._reservations: dict[Buffer, int | None] = {}  # and the thread that will give it back soon, if one will
 
     # Below: without the lock
 
-    def reserve(self, nbytes: int) -> Buffer:
-        """Lease ``nbytes`` of the arena; blocks. Raises CapacityError, DeadlineError, DeviceError."""
+    def reserve(self, nbytes: int, *, is_lasting: bool = False) -> Buffer:
+        """Lease ``nbytes`` of the arena; blocks. Raises CapacityError, DeadlineError, DeviceError.
+
+        Nobody waits for one that ``is_lasting`` to be given back.
+        """
         deadline = Deadline(f"reservation of {format_bytes(nbytes)} of the DRAM budget", self._deadline_s)
         while True:
-            buffer = self.reserve_nowait(nbytes)
+            buffer = self.reserve_nowait(nbytes, is_lasting=is_lasting)
             if buffer is not None:
                 return buffer
             self.make(nbytes, deadline)
 
-    def reserve_nowait(self, nbytes: int) -> Buffer | None:
+    def reserve_nowait(self, nbytes: int, *, is_lasting: bool = False) -> Buffer | None:
         """Lease ``nbytes`` of the arena if evicting clean tensors is enough."""
         with self._condition:
             self._residents.drain()
             buffer = self._residents.take_nowait(self._space.round_up(nbytes))
             if buffer is not None:
-                self._reservations[buffer] = this_thread()
-                self._residents.users[this_thread()] += 1
+                self._reservations[buffer] = None if is_lasting else this_thread()
+                if not is_lasting:
+                    self._residents.users[this_thread()] += 1
             return buffer
 
     def unreserve(self, buffer: Buffer) -> None:
@@ -104,7 +108,7 @@ class Room:
             transfers, shortage = self.write_back.plan(self._residents.dirty, missing)
             is_waiting = not transfers and shortage is None and self._is_moving()
             if is_waiting:
-                self._wait(deadline, self._space.progress.num_blocks)
+                self._wait(deadline)
         start_all(transfers)
         if shortage is not None:
             self.grow(shortage)
@@ -147,8 +151,8 @@ class Room:
 
     def _reclaim(self, needed: int, deadline: Deadline) -> None:
         """Nothing is in flight: ask the reclaimers, then wait for other threads' leases, then collect, then give up."""
-        deadline.check()
         with self._condition:
+            self._check_patience(needed, deadline)
             self.num_waiting += 1
         try:
             if any(reclaim(needed) for reclaim in list(self.reclaimers)):
@@ -163,7 +167,7 @@ class Room:
                 return
             me, my_number = threading.current_thread(), this_thread()
             if any(user != my_number and self.waits_for.get(user) is not me for user in self._residents.users):
-                self._wait(deadline, 0)
+                self._wait(deadline)
                 return
             num_used, is_hopeless = self._residents.users.total(), not self._lingering()
         if not is_hopeless:
@@ -182,7 +186,9 @@ class Room:
 
     def take_over(self, buffer: Buffer) -> None:
         """What ``reserve`` returned becomes a key's bytes."""
-        self._residents.forget_user(self._reservations.pop(buffer))
+        thread = self._reservations.pop(buffer)
+        if thread is not None:
+            self._residents.forget_user(thread)
 
     def raise_failure(self) -> None:
         """Raise when no call can be served, or what a write-back failed of since the last call."""
@@ -228,12 +234,18 @@ class Room:
         moving = self._residents.num_arriving + self.write_back.num_writing
         return self._records.sealed is not None and not moving
 
-    def _wait(self, deadline: Deadline, num_blocks: int) -> None:
-        """Wait for a while; ``num_blocks`` changes as long as what is in flight comes closer to its end."""
+    def _check_patience(self, needed: int, deadline: Deadline) -> None:
+        try:
+            deadline.check()
+        except DeadlineError as error:
+            raise DeadlineError(f"{error}. Other threads did not give back: {self._explain(needed)}") from None
+
+    def _wait(self, deadline: Deadline) -> None:
+        """Wait for a while; the time starts anew as long as what is in flight comes closer to its end."""
         self.num_waiting += 1
         try:
             # The end of a lease is reported by a finalizer, which must not take the lock to notify: look again soon.
-            progress = (self._records.commit_progress(), num_blocks)
+            progress = (self._records.commit_progress(), self._space.progress.num_blocks)
             deadline.wait(self._condition, progress, at_most_s=_LOOK_AGAIN_S)
         finally:
             self.num_waiting -= 1

@@ -309,13 +309,14 @@ class WorkingSet:
         entry = self.records.entries.get(key)
         return entry is not None and entry.state in (Residency.CLEAN, Residency.DIRTY, Residency.DEPARTING)
 
-    def reserve(self, nbytes: int) -> Buffer:
+    def reserve(self, nbytes: int, *, is_lasting: bool = False) -> Buffer:
         """Lease ``nbytes`` of the arena for the caller's own use; blocks and evicts as a lease does.
 
-        Give it back with ``unreserve``. Raises CapacityError, DeadlineError, DeviceError.
+        Give it back with ``unreserve``. Who waits for memory does not wait for one that ``is_lasting``. Raises
+        CapacityError, DeadlineError, DeviceError.
         """
         self.check(writing=False)
-        return self.room.reserve(nbytes)
+        return self.room.reserve(nbytes, is_lasting=is_lasting)
 
     def unreserve(self, buffer: Buffer) -> None:
         """Give back what ``reserve`` returned; no tensor on it may be alive. Works after close as well."""

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tiered.store.residents import be_thread, this_thread
 from tiered.zero.microbatching.thread_state import Settings, ThreadState
 from tiered.zero.parameters.calls import CallStack
 
@@ -85,7 +86,8 @@ class Lane:
     def go_on(self, state: ThreadState) -> None:
         """Run until the next pause or the end; blocks. Called by the thread that has made the lane."""
         if self.thread is None:
-            self.thread = threading.Thread(target=self._run, args=(state,), name=f"tiered micro-batch {self.index}")
+            name = f"tiered micro-batch {self.index}"
+            self.thread = threading.Thread(target=self._run, args=(state, this_thread()), name=name)
             self.thread.start()
         else:
             self._go.release()
@@ -115,7 +117,8 @@ class Lane:
             except KeyboardInterrupt:
                 continue  # order: nothing of ours may run on when the caller goes on
 
-    def _run(self, state: ThreadState) -> None:
+    def _run(self, state: ThreadState, number: int) -> None:
+        be_thread(number)  # order: before anything is leased; who waits for memory must not wait for who waits for it
         work, self._work = self._work, None
         assert work is not None
         try:

@@ -76,7 +76,7 @@ class UpdatePipeline:
 
     def __init__(self, working_set: WorkingSet, tile_numel: int) -> None:
         self._working_set = working_set
-        self._buffer = working_set.reserve(TileScratch.nbytes(tile_numel))
+        self._buffer = working_set.reserve(TileScratch.nbytes(tile_numel), is_lasting=True)
         memory = torch.frombuffer(self._buffer.memory, dtype=torch.uint8)
         self.scratch = TileScratch(memory, tile_numel)
         self._is_open = True
