@@ -14,6 +14,10 @@ from tiered.tiers.trace import Trace
 __all__ = ["NextUsePolicy", "NoRooms", "Rooms", "Schedule"]
 
 
+_MOST_KEYS = 64
+"""Of a window, however small: so many uses take longer than a read, and all are looked at again at each use."""
+
+
 class NextUsePolicy:
     """Evict the key whose next use is farthest away (Belady's rule, on the predicted order).
 
@@ -159,10 +163,9 @@ class Schedule:
         soon: dict[str, int] = {}
         rooms = self._rooms.due()
         left, left_learnt = self.window_bytes, self._learnt_window_bytes
+        least_nbytes = self.window_bytes // _MOST_KEYS
         for key in self.trace.upcoming():
             nbytes = self._nbytes.get(key)
-            if key in near:
-                continue
             if nbytes is None:
                 near.add(key)
                 given_back = self._rooms.given_back(key)
@@ -180,7 +183,7 @@ class Schedule:
             else:
                 if left >= 0:
                     soon[key] = nbytes
-                left -= nbytes
+                left -= max(nbytes, least_nbytes)
                 if left < -self.window_bytes:
                     break
                 near.add(key)

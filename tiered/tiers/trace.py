@@ -5,10 +5,10 @@ Pure bookkeeping: no bytes, no budget. What to do with the order is schedule.py'
 
 from __future__ import annotations
 
+import itertools
 import threading
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 
 __all__ = ["Trace"]
 
@@ -37,6 +37,8 @@ class Trace:
         self._positions: dict[str, list[int]] = {}
         self._recorded: list[str] = []
         self._cursor = 0
+        self._next_uses: list[int] | None = None  # see _upcoming; None: not known
+        self._next_uses_from = 0  # the cursor that they belong to
         self._promised: dict[str, int] = {}  # in order -> number of the promise
         self._to_record: list[str] = []  # promised since this thread's last use
         self._num_promises = 0
@@ -94,17 +96,15 @@ class Trace:
             self._rewind()
 
     def upcoming(self) -> Iterator[str]:
-        """Yield the keys promised and expected from now on, soonest first, through one whole step.
-
-        Promised ones once, the others as often as they are used.
-        """
+        """Yield the keys promised and expected from now on, soonest first, each once."""
         with self._lock:
-            expected, cursor, border, promised = self._expected, self._cursor, self._first_waiting(), {**self._promised}
-        yield from islice(promised, _NUM_FIRST)
-        yield from (key for key in islice(expected, cursor, border) if key not in promised)
-        yield from islice(promised, _NUM_FIRST, None)
-        yield from (key for key in islice(expected, border, None) if key not in promised)
-        yield from (key for key in islice(expected, cursor) if key not in promised)
+            expected, promised, uses = self._expected, {**self._promised}, [*self._upcoming()]
+            num_before, num_expected = bisect_left(uses, self._first_waiting()), len(expected)
+        later = (expected[at % num_expected] for at in uses)  # order: one iterator, of which the border takes a part
+        yield from itertools.islice(promised, _NUM_FIRST)
+        yield from (key for key in itertools.islice(later, num_before) if key not in promised)
+        yield from itertools.islice(promised, _NUM_FIRST, None)
+        yield from (key for key in later if key not in promised)
 
     def distance(self, key: str) -> int:
         """Return after how many uses ``key`` is expected again; more than a whole step for a key never seen."""
@@ -166,8 +166,23 @@ class Trace:
             return len(self._expected)
         if first <= self._num_recorded:
             return self._cursor
-        later = range(self._cursor, len(self._expected))
-        return next((at for at in later if self._expected[at] in self._promised), len(self._expected))
+        this_step = itertools.takewhile(lambda at: at < len(self._expected), self._upcoming())
+        return next((at for at in this_step if self._expected[at] in self._promised), len(self._expected))
+
+    def _upcoming(self) -> list[int]:
+        """Return the position of each expected key's next use, in order; those of the next step behind this step's.
+
+        It follows the cursor: a loop over one key, a thousand times, costs each use no look at the others.
+        """
+        if self._next_uses is None or self._cursor < self._next_uses_from:
+            self._next_uses = [positions[0] for positions in self._positions.values()]
+        uses, num_expected = self._next_uses, len(self._expected)
+        while uses and uses[0] < self._cursor:
+            positions = self._positions[self._expected[uses.pop(0)]]
+            index = bisect_left(positions, self._cursor)
+            insort(uses, positions[index] if index < len(positions) else positions[0] + num_expected)
+        self._next_uses_from = self._cursor
+        return uses
 
     def _promise(self, key: str) -> None:
         self._num_promises += 1
@@ -206,6 +221,7 @@ class Trace:
 
     def _expect(self, uses: Sequence[str]) -> None:
         self._border = None
+        self._next_uses = None
         self._expected = list(uses)
         self._positions = {}
         for position, key in enumerate(self._expected):

@@ -140,9 +140,11 @@ class Residency:
         Whoever waits for memory would have them, too, but one by one, and what is read ahead would not. With
         ``pending`` those that wait for an update are given back as well.
         """
-        idle = self._idle_gradients()
-        if not idle and not pending:
+        if not self._gradients and not pending:
             return
+        if self._working_set.shortage(soon, self.due()) == 0:
+            return  # order: before all that is open is looked through, which would cost a thousand units a square
+        idle = self._idle_gradients()
         while (idle or pending) and self._working_set.shortage(soon, self.due()) > 0:
             if idle:
                 idle.pop().store_away()
