@@ -132,6 +132,14 @@ def test_a_constructed_model_is_not_used_before_shard(store: tiered.Store) -> No
         model(*CASES["gpt"].batch(0))
 
 
+def test_a_parameter_made_of_another_that_stays_in_the_model(store: tiered.Store) -> None:
+    with tiered.construct(store):
+        model = nn.Linear(4, 4)
+        model.other = nn.Parameter(model.weight)
+    with pytest.raises(UsageError, match="weight and other are two that share memory"):
+        tiered.shard(model, store)
+
+
 def test_a_closed_store(tmp_path: Path) -> None:
     with debug_store(tmp_path, durable=False) as store:
         pass

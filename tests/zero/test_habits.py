@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import tiered
 from tests.models import CASES, GPT, Case
@@ -66,6 +67,35 @@ def test_bits_of_an_ordinary_model_that_is_sharded_later(param_dtype: torch.dtyp
         optimizer = tiered.AdamW(model.parameters(), **Recipe().adamw)
         losses = losses_of(model, optimizer, case, range(4), SEED + 1)
     assert all(map(torch.equal, losses, reference_of("tied_head", param_dtype).losses))
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated in favor of:FutureWarning")
+def test_construct_follows_parametrizations(tmp_path: Path) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(SEED)
+        return nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(8, 8)),
+            parametrizations.spectral_norm(nn.Linear(8, 8)),
+            parametrizations.orthogonal(nn.Linear(8, 8)),
+            nn.utils.weight_norm(nn.Linear(8, 8)),
+            nn.utils.spectral_norm(nn.Linear(8, 8)),
+        )
+
+    plain, batches = build(), [torch.randn(2, 8) for _ in range(3)]
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    with debug_store(tmp_path, durable=False) as store:
+        with tiered.construct(store):
+            model = build()
+        model = tiered.shard(model, store)
+        ours = tiered.AdamW(model.parameters())
+        for batch in batches:
+            for each, optimizer in ((plain, theirs), (model, ours)):
+                each(batch).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        expected, found = plain.state_dict(), model.state_dict()
+    assert list(found) == list(expected)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("seed", range(3))

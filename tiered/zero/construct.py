@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from tiered.errors import UsageError
 from tiered.store.store import Store
 from tiered.store.working_set import Lease
+from tiered.zero.frames import num_on_stack
 from tiered.zero.parameters.functorch import guard_functorch
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.placeholder import placeholder
@@ -40,6 +42,7 @@ class ConstructedParameter:
         self.segment = segment
         self.lease: Lease | None = None
         self.num_ops = 0
+        self.origin: weakref.ref[nn.Parameter] | None = None  # the parameter that nn.Parameter() made this one of
         segment.unit = self  # type: ignore[assignment]
 
     def describe(self) -> str:
@@ -70,7 +73,6 @@ class _Construction:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.is_open = True
-        self.num_exporting = 0  # never inside state_dict
         self.shown: dict[ConstructedParameter, None] = {}  # oldest first
         store.working_set.add_reclaimer(self._reclaim)
 
@@ -111,6 +113,23 @@ class _Construction:
             self._place(segment.name, copied)
         copied.__class__ = TieredParameter
         return copied
+
+    def detached(self, segment: Segment, result: torch.Tensor) -> torch.Tensor:
+        """``parameter.detach()``: for ``nn.Parameter(parameter)``, which parametrizations call, another parameter.
+
+        It has equal values, not the same memory; ``shard`` refuses both in one model.
+        """
+        if num_on_stack(nn.Parameter.__new__.__code__) == 0:
+            return result
+        copied = self.copy(segment)
+        constructed: Any = copied.segment.unit  # type: ignore[attr-defined]
+        constructed.origin = weakref.ref(segment.parameter)
+        return copied
+
+    def set(self, segment: Segment, source: torch.Tensor) -> None:
+        """``parameter.set_(source)`` in a constructor (parametrizations'): as ``parameter.data = source``."""
+        if source is not segment.parameter:
+            segment.parameter.data = source
 
     def _place(self, name: str, parameter: nn.Parameter) -> None:
         """Give ``parameter``, an ordinary tensor now, a key of its own, and show it there with the same values."""
@@ -170,20 +189,13 @@ def construct(store: Store) -> Iterator[None]:
     ``with tiered.construct(store): model = GPT(...)``, then ``tiered.shard(model, store)``. The constructor runs as it
     is; parameters may be read and written inside the block, in DRAM bounded by the store's budget. Parameters on the
     meta device and tensors that are not parameters stay as they are. Not thread-safe. Raises CapacityError when one
-    parameter is larger than the budget, UsageError for a module that replaces its own parameters.
+    parameter is larger than the budget.
     """
     guard_functorch()
     construction = _Construction(store)
     hook = register_module_parameter_registration_hook(construction.take)  # type: ignore[arg-type]
     try:
         yield
-    except RuntimeError as error:  # torch's, of a parameter made from one of ours
-        if TieredParameter.__name__ not in str(error):
-            raise
-        raise UsageError(
-            "a module makes a parameter from one that it has already, as torch.nn.utils.parametrizations do; expected"
-            " such modules to be built outside `with tiered.construct(store):`, in memory"
-        ) from error
     finally:
         hook.remove()
         construction.park_all()

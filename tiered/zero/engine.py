@@ -279,6 +279,14 @@ class Engine:
         with torch.no_grad():
             segment.parameter.copy_(value)
 
+    def detached(self, segment: Segment, result: torch.Tensor) -> torch.Tensor:
+        """``parameter.detach()``: inside state_dict() the caller's own."""
+        return result.clone() if self.num_exporting else result
+
+    def set(self, segment: Segment, source: torch.Tensor) -> None:
+        """``parameter.set_(source)``: raises UsageError."""
+        segment.parameter._refuse()  # type: ignore[attr-defined]
+
     def copy(self, segment: Segment) -> nn.Parameter:
         """``copy.deepcopy`` of a parameter: raises UsageError."""
         raise UsageError(

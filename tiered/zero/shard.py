@@ -167,8 +167,12 @@ def _refuse_shared_memory(segments: Sequence[Segment]) -> None:
     Columns of one matrix lie between each other, and do not overlap unless they begin at one place.
     """
     ranges = []
+    names = {segment.parameter: segment.name for segment in segments}
     for segment in segments:
         parameter = segment.parameter
+        origin = _origin(parameter)
+        if origin in names:
+            raise _shared_memory(names[origin], segment.name)
         if isinstance(parameter, TieredParameter) or parameter.is_meta or not parameter.numel():
             continue
         last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
@@ -178,10 +182,20 @@ def _refuse_shared_memory(segments: Sequence[Segment]) -> None:
     ranges.sort()
     for (before, end, is_dense, name), (start, _, is_other_dense, other) in itertools.pairwise(ranges):
         if start < end and (start == before or (is_dense and is_other_dense)):
-            raise UsageError(
-                f"parameters {name} and {other} are two that share memory; expected one that both modules name, as in"
-                " head.weight = emb.weight, or memory of its own for each"
-            )
+            raise _shared_memory(name, other)
+
+
+def _origin(parameter: nn.Parameter) -> nn.Parameter | None:
+    """Return the parameter that ``nn.Parameter()`` was given for this one while the model was constructed."""
+    constructed: Any = parameter.segment.unit if isinstance(parameter, TieredParameter) else None
+    return constructed.origin() if isinstance(constructed, ConstructedParameter) and constructed.origin else None
+
+
+def _shared_memory(name: str, other: str) -> UsageError:
+    return UsageError(
+        f"parameters {name} and {other} are two that share memory; expected one that both modules name, as in"
+        " head.weight = emb.weight, or memory of its own for each"
+    )
 
 
 def _segment(name: str, parameter: nn.Parameter, param_dtype: torch.dtype | None) -> Segment:

@@ -123,9 +123,7 @@ class TieredParameter(nn.Parameter):
                 if torch._C._current_graph_task_id() != -1:
                     args, kwargs = _frozen_as_tensors(args), _frozen_as_tensors(kwargs)
                 result = func(*args, **kwargs)
-                if func is torch.Tensor.detach and first.segment.unit.engine.num_exporting:
-                    return result.clone()  # state_dict(): the caller's own
-                return result
+                return first.segment.unit.engine.detached(first.segment, result) if func is _DETACH else result
 
     def __repr__(self) -> str:  # type: ignore[override]
         return _describe(self)
@@ -145,11 +143,19 @@ class TieredParameter(nn.Parameter):
             " a module whose constructor needs them is built outside `with tiered.construct(store):`"
         )
 
-    set_ = map_ = map2_ = as_subclass = _refuse
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, but for a constructor's ``parameter.set_(tensor)``."""
+        if len(args) != 1 or not isinstance(args[0], torch.Tensor) or kwargs:
+            self._refuse()
+        self.segment.unit.engine.set(self.segment, args[0])
+        return self
+
+    map_ = map2_ = as_subclass = _refuse
     _use_count = _refuse  # all that torch.utils.swap_tensors asks before it swaps
 
 
 _BACKWARDS = {torch.autograd.backward, torch.autograd.grad}
+_DETACH = torch.Tensor.detach
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
