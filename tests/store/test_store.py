@@ -209,6 +209,28 @@ def test_get_into_a_tensor_of_the_callers(store: Store, nbytes: int) -> None:
         store.get("a", out=torch.empty(5), device="meta")
 
 
+@pytest.mark.parametrize("nbytes", [400, 400_000, 6 * MiB])
+def test_a_backward_that_needs_what_a_get_has_overwritten_is_refused(store: Store, nbytes: int) -> None:
+    store["a"] = torch.full((nbytes // 4,), 7.0)
+    for is_resident in (True, False):
+        if not is_resident:
+            written(store)
+        out = torch.full((nbytes // 4,), 2.0)
+        weight = torch.ones(nbytes // 4, requires_grad=True)
+        loss = (weight * out).sum()
+        store.get("a", out=out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_tensor_of_inference_mode_is_overwritten_as_any_other(store: Store) -> None:
+    store["a"] = torch.full((5000,), 7.0)
+    with torch.inference_mode():
+        out = torch.empty(5000)
+        assert torch.equal(store.get("a", out=out), torch.full((5000,), 7.0))
+    assert torch.equal(store.get("a", out=out), torch.full((5000,), 7.0))
+
+
 def test_many_at_once(store: Store) -> None:
     values = {f"k{i}": numbers(300_000, i) for i in range(60)}  # more than the budget
     store.put_many(values)

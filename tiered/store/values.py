@@ -233,7 +233,10 @@ def _plain(key: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def _result(spec: Spec, key: str, out: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Return ``out``, or a new tensor of ``spec``. Raises TypeError or ValueError for an ``out`` that does not fit."""
+    """Return ``out``, about to be overwritten, or a new tensor of ``spec``.
+
+    Raises TypeError, ValueError or UsageError for an ``out`` that does not fit.
+    """
     if out is None and device.type == "cpu" and spec.nbytes >= _OWN_PAGES_NBYTES:
         return empty_aligned(spec.nbytes, 1)[0].view(spec.dtype).view(spec.shape)
     if out is None:
@@ -250,6 +253,9 @@ def _result(spec: Spec, key: str, out: torch.Tensor | None, device: torch.device
         raise ValueError(f"get({key!r}): out must be contiguous and not a lazy conjugate or negative")
     if out.requires_grad:
         raise UsageError(f"get({key!r}): out requires grad; pass out.detach()")
+    if not out.is_inference():  # which has no version
+        # Invariant: what autograd saved of it is known to be overwritten; torch sees none of the ways bytes come by.
+        torch.autograd.graph.increment_version(out)
     return out
 
 
