@@ -37,6 +37,15 @@ def rewrite_rows(disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch, change: C
     disk.transact("catalog", content._replace(body=body, digest=digest, rows=encoded))
 
 
+def test_a_dtype_of_a_newer_torch_is_not_called_damage(disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated_store(disk) as store:
+        store["a"] = numbers(6000)
+    rewrite_rows(disk, monkeypatch, lambda row, _: dataclasses.replace(row, dtype="float3_e1m1fn"))
+    with pytest.raises(CorruptionError, match=r"'float3_e1m1fn', this is torch .*; open the store with the") as caught:
+        simulated_store(disk)
+    assert "restore" not in str(caught.value) and "committed" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("change", "match", "key"),
     [

@@ -160,6 +160,20 @@ def test_what_is_no_plain_tensor_is_refused_with_a_reason(store: Store) -> None:
     assert "a" not in store
 
 
+@pytest.mark.parametrize("dtype", sorted(QUANTISED, key=str), ids=str)
+def test_bytes_that_are_viewed_as_quantised_are_refused_before_they_are_put(store: Store, dtype: torch.dtype) -> None:
+    for nbytes in (16, 8000):
+        value = numbers(nbytes).view(dtype)
+        assert not value.is_quantized
+        with pytest.raises(TypeError, match=rf"put of 'a'.*{dtype}.*view\(torch.uint8\)"):
+            store["a"] = value
+        with pytest.raises(TypeError, match=rf"put of 'b'.*{dtype}"):
+            store.put_many([("good", torch.ones(3)), ("b", value)])
+        with pytest.raises(TypeError, match=rf"create\('c'\): {dtype}"):
+            store.working_set.create("c", nbytes, dtype=dtype)
+    assert list(store) == ["good"]
+
+
 def test_a_tensor_of_255_dimensions_is_kept_as_any_other(store: Store) -> None:
     store["a"] = torch.ones([2] + [1] * 254)
     with pytest.raises(TypeError, match=r"create\('b'\).*256"):

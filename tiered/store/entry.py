@@ -18,13 +18,19 @@ from tiered.store.checksum import BLOCK_NBYTES, DIGEST_NBYTES, num_blocks
 from tiered.store.extents import Extent
 from tiered.store.row import Row
 
-__all__ = ["INLINE_NBYTES", "Alias", "Entry", "Record", "Residence", "Residency", "Spec"]
+__all__ = ["INLINE_NBYTES", "Alias", "Entry", "Record", "Residence", "Residency", "Spec", "is_kept"]
 
 INLINE_NBYTES = 1024
 """Tensors of at most this many bytes live in their catalog row; part of the disk format."""
 
-_QUANTISED = {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_KEPT = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)} - _QUANTISED
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _KEPT}
+
+
+def is_kept(dtype: torch.dtype | str) -> bool:
+    """Whether a store keeps tensors of ``dtype``, given as itself or by the name that catalog rows have."""
+    return dtype in _DTYPES if isinstance(dtype, str) else dtype in _KEPT
 
 
 class Residency(enum.Enum):
@@ -86,7 +92,7 @@ def _spec(dtype: torch.dtype, shape: tuple[int, ...]) -> Spec:
 
 @functools.lru_cache(maxsize=1024)
 def _spec_named(dtype_name: str, shape: tuple[int, ...]) -> Spec | None:
-    dtype = None if dtype_name in _QUANTISED else _DTYPES.get(dtype_name)
+    dtype = _DTYPES.get(dtype_name)
     return None if dtype is None else Spec(dtype, shape)
 
 

@@ -10,11 +10,12 @@ import struct
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import torch
 import xxhash
 
 from tiered.errors import CorruptionError
 from tiered.store.checksum import DIGEST_NBYTES, num_blocks
-from tiered.store.entry import Spec
+from tiered.store.entry import Spec, is_kept
 from tiered.store.row import (
     EXTENT_NBYTES,
     ROW_HEADER_NBYTES,
@@ -141,6 +142,13 @@ def _check(encoded: bytes, header: RootHeader, file: str) -> None:
     problem = row_problem(row) or place_problem(row, header)
     if problem is not None:
         raise corrupt(f"the row of {row.name!r} (key id {row.key_id}): {problem}", file, row.name)
+    if not is_kept(row.dtype):  # its digest is right: what a newer torch has may be unknown to this one
+        raise CorruptionError(
+            f"catalog {file}: the row of {row.name!r} (key id {row.key_id}) has a dtype that this torch does not know: "
+            f"{row.dtype!r}, this is torch {torch.__version__}; open the store with the torch that wrote it",
+            key=row.name,
+            file=file,
+        )
     try:
         Spec.of(row)
     except CorruptionError as error:

@@ -15,7 +15,7 @@ from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import aligned_memory, copy_flat, empty_aligned
 from tiered.errors import UsageError
 from tiered.store.arrival import Arrival, is_worthwhile
-from tiered.store.entry import INLINE_NBYTES, Residency, Spec
+from tiered.store.entry import INLINE_NBYTES, Residency, Spec, is_kept
 from tiered.store.get_batches import GetBatches
 from tiered.store.lease import ReadOnlyView
 from tiered.store.put_batches import PutBatches, Source
@@ -225,6 +225,8 @@ def _plain(key: str, value: torch.Tensor) -> torch.Tensor:
         problem = f"a tensor of layout {value.layout}; pass value.to_dense(), or its parts under keys of their own"
     elif value.is_quantized:
         problem = f"a quantised tensor ({value.dtype}); pass value.int_repr() and keep scale and zero point yourself"
+    elif not is_kept(value.dtype):  # bytes that were viewed so: no quantised tensor, and none can be made of them again
+        problem = f"a tensor of dtype {value.dtype}; pass value.view(torch.uint8)"
     elif value.dim() > MAX_NUM_DIMS:
         problem = f"{value.dim()} dimensions, of which a catalog row holds {MAX_NUM_DIMS}; pass value.flatten()"
     if problem:

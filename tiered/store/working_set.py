@@ -22,7 +22,7 @@ from tiered.errors import LeaseError, UsageError
 from tiered.stats import SwapStatistics, WorkingSetStatistics
 from tiered.store.deadline import Deadline
 from tiered.store.deferred_seal import DeferredSeal
-from tiered.store.entry import Alias, Entry, Residence, Residency, Spec
+from tiered.store.entry import Alias, Entry, Residence, Residency, Spec, is_kept
 from tiered.store.lease import Lease, tensor_over
 from tiered.store.need import Need
 from tiered.store.recorder import Recorder, Wait
@@ -94,6 +94,8 @@ class WorkingSet:
         spec = Spec(dtype, (nbytes // dtype.itemsize,) if shape is None else tuple(shape))
         if spec.nbytes != nbytes:
             raise ValueError(f"create({key!r}): expected {spec.nbytes} bytes for {spec.shape} of {dtype}, got {nbytes}")
+        if not is_kept(dtype):
+            raise TypeError(f"create({key!r}): {dtype} is no dtype of dense tensors; expected torch.uint8")
         if len(spec.shape) > MAX_NUM_DIMS:
             raise TypeError(f"create({key!r}): expected at most {MAX_NUM_DIMS} dimensions, got {len(spec.shape)}")
         self.check(writing=True)
