@@ -14,6 +14,8 @@ from tiered.errors import (
     LeaseError,
     UsageError,
 )
+from tiered.store.entry import Spec
+from tiered.store.store import Store
 from tiered.store.working_set import WorkingSet
 from tiered.units import KiB
 
@@ -116,6 +118,31 @@ def test_a_dropped_lease_is_a_released_one(working_set: WorkingSet) -> None:
     lease = working_set.lease("a", "rw")
     del lease
     assert working_set.lease("a", "rw").release()
+
+
+@pytest.mark.parametrize("mode", ["r", "rw", "w"])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_lease_that_fails_at_its_last_step_ends_once(
+    store: Store, working_set: WorkingSet, monkeypatch: pytest.MonkeyPatch, mode: str, is_kept: bool
+) -> None:
+    def fail(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
+        raise MemoryError
+
+    write_key(working_set, "a", 8 * KiB, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("tiered.store.working_set.tensor_over", fail)
+        with pytest.raises(MemoryError) as caught:
+            working_set.lease("a", mode)
+    if is_kept:  # as a debugger keeps it: its frames have a tensor on the bytes
+        write_key(working_set, "a", 8 * KiB, 2)
+        write_key(working_set, "b", 8 * KiB, 3)
+    del caught
+    store.commit()
+    assert read_key(working_set, "a") == (2 if is_kept else 1)
+    assert not working_set.residents.users
+    store["a"] = torch.ones(5)
+    store.close()
+    assert working_set.statistics().arena_bytes == 0
 
 
 def test_lingering_readers_keep_their_bytes_when_the_key_is_written(working_set: WorkingSet) -> None:

@@ -116,13 +116,18 @@ class WorkingSet:
         self.check(writing=mode != "r")
         alias, spec, old = self._obtain(key, mode, Deadline(f"lease of {key!r} for {mode!r}", self.deadline_s))
         buffer = alias.residence.buffer
+        flat: torch.Tensor | None = None
         try:
             if old is not None and mode == "rw":  # somebody still reads the old bytes: this lease has its own
                 ctypes.memmove(buffer.address, old.buffer.address, spec.nbytes)
             flat = buffer.alias(spec.nbytes, functools.partial(self.residents.report_end, alias))
             lease = Lease(self, key, mode, alias, tensor_over(flat, spec))
         except BaseException:
-            self.residents.report_end(alias)
+            if flat is None:
+                self.residents.report_end(alias)
+            else:  # its own end is reported, once: when no frame of this error has it any more
+                flat = None
+                self.released(alias)
             raise
         finally:
             if old is not None:
