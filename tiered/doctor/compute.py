@@ -59,7 +59,7 @@ def check_compute_device() -> Finding:
     """Add two numbers on the first CUDA device; each further one would take another second to set up."""
     name = "compute device"
     if torch.cuda.is_available():
-        total = float(torch.ones(2, device="cuda").sum())  # a float waits for the device
+        total = float(torch.ones(2, dtype=torch.float32, device="cuda").sum())  # a float waits for the device
         assert total == 2, total
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         devices = ", ".join(f"{each.name} with {format_bytes(each.total_memory)}" for each in properties)
@@ -80,7 +80,7 @@ def check_pinned_memory() -> Finding:
     name = "pinned memory"
     if not torch.cuda.is_available():
         return ok(MACHINE, name, "not there: without a compute device nothing needs it")
-    torch.ones(1, device="cuda")  # order: the registration needs CUDA's context
+    torch.ones(1, dtype=torch.float32, device="cuda")  # order: the registration needs CUDA's context
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
     arena = Arena(_TRIAL_NBYTES)
     buffer = arena.allocate_nowait(_TRIAL_NBYTES)
@@ -120,7 +120,7 @@ def check_process_groups() -> Finding:
             world_size=1,
             timeout=datetime.timedelta(seconds=_GROUP_DEADLINE_S),
         )
-        numbers = torch.ones(4)
+        numbers = torch.ones(4, dtype=torch.float32, device="cpu")
         torch.distributed.all_reduce(numbers)
         torch.distributed.destroy_process_group()
     except RuntimeError as error:  # what torch.distributed raises, DistError and its kin included

@@ -69,9 +69,11 @@ def measure_tensors(
     ``raw`` has a "read" and a "write" round to run between; they may raise. The caller removes the store.
     """
     keys = [f"tensor/{number}" for number in range(max(1, divide_up(total_nbytes, tensor_nbytes)))]
-    source = torch.empty(max(tensor_nbytes, min(_SOURCE_NBYTES, len(keys) * tensor_nbytes)), dtype=torch.uint8)
+    source = torch.empty(
+        max(tensor_nbytes, min(_SOURCE_NBYTES, len(keys) * tensor_nbytes)), dtype=torch.uint8, device="cpu"
+    )
     source.view(torch.int64).random_()
-    target = torch.ones(tensor_nbytes, dtype=torch.uint8)  # touched
+    target = torch.ones(tensor_nbytes, dtype=torch.uint8, device="cpu")  # touched
     dram = max(dram_nbytes, _MIN_DRAM_NBYTES)
     rates: dict[str, tuple[list[float], list[float]]] = {op: ([], []) for op in ("put", "get", "lease")}
 

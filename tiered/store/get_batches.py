@@ -140,7 +140,7 @@ class _GetBatch:
             seed = block_seed(space.store_uuid, row.key_id, 0, row.generation)
             if digest(buffer.memory[start : start + row.nbytes], seed) == expected:
                 spec = Spec.of(row)
-                copy = torch.empty(spec.shape, dtype=spec.dtype)
+                copy = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
                 ctypes.memmove(copy.data_ptr(), buffer.address + start, row.nbytes)
                 self._found[row.name] = copy
             else:

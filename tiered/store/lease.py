@@ -29,7 +29,7 @@ def tensor_over(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
 
     It is no view in autograd's sense: nothing but the storage itself keeps the bytes alive.
     """
-    tensor = torch.empty(0, dtype=spec.dtype)
+    tensor = torch.empty(0, dtype=spec.dtype, device="cpu")
     tensor.set_(flat.untyped_storage(), 0, spec.shape)  # type: ignore[call-overload]  # a storage is a source too
     return tensor
 
@@ -121,7 +121,7 @@ def _make_read_only(view: torch.Tensor, key: str) -> None:
 def _end_view(view: torch.Tensor, key: str) -> None:
     """Take the bytes away from the object that the caller's ``as`` name still refers to."""
     with torch._C.DisableTorchFunctionSubclass():
-        view.data = torch.empty(0, dtype=view.dtype)
+        view.data = torch.empty(0, dtype=view.dtype, device="cpu")
         view.grad = None
     view.__class__ = EndedView
     view.tiered_key = key  # type: ignore[attr-defined]

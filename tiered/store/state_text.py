@@ -230,7 +230,7 @@ def _decode_tensor(value: Any) -> torch.Tensor:
     if _UNREADABLE.fullmatch(name) or _numel(shape) * dtype.itemsize != len(content):
         raise ValueError(f"{len(content)} bytes for a tensor of {name} and shape {shape}")
     if not content:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).reshape(shape)
 
 

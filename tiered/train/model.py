@@ -111,7 +111,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy, in nats per byte, of ``targets`` after ``tokens``: int64, (batch, time)."""
-        x = self.emb(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.emb(tokens) + self.pos(torch.arange(tokens.shape[1], dtype=torch.int64, device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.ln(x)).float()  # (batch, time, VOCAB); a bf16 loss would move in steps of 0.02

@@ -123,7 +123,7 @@ class Weights:
                         f"parameter {module_name}.{name} is on the meta device; expected weights= for its values"
                     )
                 if id(parameter) not in replaced:
-                    blank = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+                    blank = torch.empty((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
                     replaced[id(parameter)] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
                 module._parameters[name] = replaced[id(parameter)]
 

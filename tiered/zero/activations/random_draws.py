@@ -62,7 +62,7 @@ def advance(states: RandomStates, num_draws: int) -> RandomStates:
         return states
     generator = torch.Generator()
     generator.set_state(states.torch)
-    words = torch.empty(min(num_draws, _PIECE), dtype=torch.int32)
+    words = torch.empty(min(num_draws, _PIECE), dtype=torch.int32, device="cpu")
     for begin in range(0, num_draws, _PIECE):
         words[: min(_PIECE, num_draws - begin)].random_(generator=generator)
     return states._replace(torch=generator.get_state())
@@ -89,7 +89,7 @@ def _candidates(start: RandomStates, end: RandomStates) -> Iterator[int]:
     num_before, wanted = _BLOCK - position, _first_word(end.torch)
     generator = torch.Generator()
     generator.set_state(advance(start, num_before).torch)
-    words = torch.empty(_PIECE, dtype=torch.int32)
+    words = torch.empty(_PIECE, dtype=torch.int32, device="cpu")
     for piece in range(_MAX_PIECES):
         words.random_(generator=generator)
         for block in (words[::_BLOCK] == wanted).nonzero().flatten().tolist():

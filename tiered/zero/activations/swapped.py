@@ -125,7 +125,7 @@ class SwappedActivations:
         if storage.data_ptr() % tensor.element_size():
             return None
         self.sweep()
-        content = torch.empty(0, dtype=torch.uint8)
+        content = torch.empty(0, dtype=torch.uint8, device="cpu")
         content.set_(storage, 0, (nbytes,))  # type: ignore[call-overload]  # a storage is a source too
         readable: Any = content.numpy()
         digest = xxhash.xxh3_64_intdigest(readable)

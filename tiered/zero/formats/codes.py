@@ -17,11 +17,13 @@ import torch
 from tiered.zero.formats.tile_scratch import Dither, Rows
 from tiered.zero.kernels.exact_kernels import ExactKernels
 
-__all__ = ["Bf16Moment", "Field", "MarkedRemainder", "MasterCode", "MomentCode", "RawMoment", "Remainder"]
+__all__ = ["NO_DITHER", "Bf16Moment", "Field", "MarkedRemainder", "MasterCode", "MomentCode", "RawMoment", "Remainder"]
 
 _TIE = 0x8000
 _ROW_NUMEL, _MOST_ROWS = 1024, 64  # looked through for ties, mended at once
-_NO_DITHER = Dither(torch.empty(0))  # for codes that lose nothing
+
+NO_DITHER = Dither(torch.empty(0, dtype=torch.float32, device="cpu"))
+"""For codes that lose nothing."""
 
 
 class Field(NamedTuple):
@@ -98,7 +100,7 @@ class Remainder:
 
     def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
         """As ``encode``: ``hi`` is torch's rounding of the master already."""
-        self.encode(rows.gradient.view(torch.bfloat16)[: hi.numel()], fields, rows, _NO_DITHER)
+        self.encode(rows.gradient.view(torch.bfloat16)[: hi.numel()], fields, rows, NO_DITHER)
 
     def clear(self, fields: Sequence[torch.Tensor]) -> None:
         """Zero the remainder and the marks."""
@@ -146,7 +148,7 @@ class MarkedRemainder:
 
     def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
         """As ``encode``: ``hi`` is torch's rounding of the master already."""
-        self.encode(rows.gradient.view(torch.bfloat16)[: hi.numel()], fields, rows, _NO_DITHER)
+        self.encode(rows.gradient.view(torch.bfloat16)[: hi.numel()], fields, rows, NO_DITHER)
 
     def clear(self, fields: Sequence[torch.Tensor]) -> None:
         """Zero the remainder and the marks."""

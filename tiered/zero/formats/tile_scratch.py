@@ -47,8 +47,9 @@ class TileScratch:
 
     def release(self) -> None:
         """Let go of the buffer; the scratch is of no use any more."""
-        self._large = self._small = torch.empty(0)
-        self.dither = Dither(torch.empty(0))
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._large = self._small = nothing
+        self.dither = Dither(nothing)
 
     def rows(self, *, small: bool) -> Rows:
         """Return the rows of a small tile (``small_numel`` elements) or of a large one (``numel``)."""
@@ -80,7 +81,7 @@ class Dither:
         self._is_hashed = False
         self._kinds: list[tuple[int, int] | None] = [None, None, None]
         if self.numel:
-            torch.arange(self.numel, out=self._position)
+            torch.arange(self.numel, dtype=torch.int64, device="cpu", out=self._position)
 
     @staticmethod
     def num_words(numel: int) -> int:

@@ -46,7 +46,7 @@ def clip_grad_norm_(
         clipped = [tensor for tensor in tensors if tensor.grad is not None]
         norms = list(_norms(clipped, float(norm_type)))
         if not norms:
-            return torch.tensor(0.0)
+            return torch.tensor(0.0, dtype=torch.float32, device="cpu")
         total = _vector_norm(torch.stack(norms), float(norm_type))
         if error_if_nonfinite and not math.isfinite(total.item()):
             raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}: not clipped")

@@ -35,7 +35,7 @@ def compile_exact_kernels() -> ExactKernels:
 
 def torch_nan() -> int:
     """Return what torch rounds a NaN of fp32 to on this machine, as signed 16 bits."""
-    return int(torch.full((1024,), torch.nan).bfloat16().view(torch.int16)[0])
+    return int(torch.full((1024,), torch.nan, dtype=torch.float32, device="cpu").bfloat16().view(torch.int16)[0])
 
 
 # Below is what numba compiles.

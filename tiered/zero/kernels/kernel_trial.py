@@ -13,9 +13,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from tiered.zero.formats.codes import MarkedRemainder, Remainder
+from tiered.zero.formats.codes import NO_DITHER, MarkedRemainder, MasterCode, MomentCode, Remainder
 from tiered.zero.formats.compact_codes import PositiveMoment8, Remainder8, SignedMoment8
-from tiered.zero.formats.tile_scratch import Dither, TileScratch
+from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.kernels.adamw_kernel import AdamWKernel, compile_adamw_kernel
 from tiered.zero.kernels.compact_kernels import CompactKernels, compile_compact_kernels
 from tiered.zero.kernels.exact_kernels import ExactKernels, compile_exact_kernels, torch_nan
@@ -116,14 +116,22 @@ def agree(made_by: Callable[[K | None], list[torch.Tensor]], kernels: K) -> bool
 def _numbers() -> torch.Tensor:
     """Return fp32 numbers of all sizes, NaN and infinity among them, and some blocks of what there is most of."""
     generator = torch.Generator().manual_seed(1)
-    bits = torch.randint(-(1 << 31), 1 << 31, (_TRIAL_NUMEL,), generator=generator).to(torch.int32)
-    likely = torch.randn(_TRIAL_NUMEL, generator=generator).mul_(1e-3)
-    return torch.where(torch.arange(_TRIAL_NUMEL) % 1024 < 512, likely, bits.view(torch.float32))
+    bits = torch.randint(-(1 << 31), 1 << 31, (_TRIAL_NUMEL,), dtype=torch.int64, device="cpu", generator=generator)
+    likely = torch.randn(_TRIAL_NUMEL, dtype=torch.float32, device="cpu", generator=generator).mul_(1e-3)
+    is_likely = torch.arange(_TRIAL_NUMEL, dtype=torch.int64, device="cpu") % 1024 < 512
+    return torch.where(is_likely, likely, bits.to(torch.int32).view(torch.float32))
 
 
 def _scratch() -> TileScratch:
-    numel = (_TRIAL_NUMEL // 1024 + 1) * 1024
-    return TileScratch(torch.empty(TileScratch.nbytes(numel) // 4), numel)
+    return _scratch_of((_TRIAL_NUMEL // 1024 + 1) * 1024)
+
+
+def _scratch_of(numel: int) -> TileScratch:
+    return TileScratch(torch.empty(TileScratch.nbytes(numel) // 4, dtype=torch.float32, device="cpu"), numel)
+
+
+def _fields_of(code: MasterCode | MomentCode) -> list[torch.Tensor]:
+    return [torch.empty(field.length(_TRIAL_NUMEL), dtype=field.dtype, device="cpu") for field in code.fields]
 
 
 def _compact_master(kernels: CompactKernels | None) -> list[torch.Tensor]:
@@ -131,8 +139,8 @@ def _compact_master(kernels: CompactKernels | None) -> list[torch.Tensor]:
     code, scratch = Remainder8(kernels), _scratch()
     scratch.dither.aim("master", 1, 3072)
     rows = scratch.rows(small=True)
-    hi = torch.empty(_TRIAL_NUMEL, dtype=torch.bfloat16)
-    fields = [torch.empty(field.length(_TRIAL_NUMEL), dtype=field.dtype) for field in code.fields]
+    hi = torch.empty(_TRIAL_NUMEL, dtype=torch.bfloat16, device="cpu")
+    fields = _fields_of(code)
     rows.master[:_TRIAL_NUMEL].copy_(_numbers())
     code.encode(hi, fields, rows, scratch.dither)
     decoded = code.decode(hi, fields, rows)
@@ -143,7 +151,7 @@ def _moment(name: str, code: SignedMoment8 | PositiveMoment8, values: torch.Tens
     scratch = _scratch()
     scratch.dither.aim(name, 1, 3072)
     rows = scratch.rows(small=True)
-    fields = [torch.empty(field.length(_TRIAL_NUMEL), dtype=field.dtype) for field in code.fields]
+    fields = _fields_of(code)
     row = rows.spare[0]
     row[:_TRIAL_NUMEL].copy_(values)
     code.encode(row[:_TRIAL_NUMEL], fields, rows.work, scratch.dither, 1)
@@ -157,9 +165,9 @@ def _exact_master(kernels: ExactKernels | None) -> list[torch.Tensor]:
     bits = _numbers().view(torch.int32)
     bits[:1024:3].bitwise_and_(~0xFFFF).bitwise_or_(0x8000)
     rows.master[:_TRIAL_NUMEL].copy_(bits.view(torch.float32))
-    hi = torch.empty(_TRIAL_NUMEL, dtype=torch.bfloat16)
-    fields = [torch.empty(field.length(_TRIAL_NUMEL), dtype=field.dtype) for field in code.fields]
-    code.encode(hi, fields, rows, Dither(torch.empty(0)))
+    hi = torch.empty(_TRIAL_NUMEL, dtype=torch.bfloat16, device="cpu")
+    fields = _fields_of(code)
+    code.encode(hi, fields, rows, NO_DITHER)
     return [hi.view(torch.int16), *fields, code.decode(hi, fields, rows).view(torch.int32)]
 
 
@@ -169,33 +177,35 @@ def _exact_adamw(kernel: AdamWKernel | None) -> list[torch.Tensor]:
 
     def numbers(scale: float) -> torch.Tensor:
         """Return likely numbers, others from 2**-60 to 2**8, subnormal ones and zeros: (4096,) fp32."""
-        found = torch.randn(4, 1024, generator=generator) * scale
-        found[1] = torch.ldexp(found[1] / scale, torch.randint(-60, 8, (1024,), generator=generator))
+        found = torch.randn(4, 1024, dtype=torch.float32, device="cpu", generator=generator) * scale
+        exponents = torch.randint(-60, 8, (1024,), dtype=torch.int64, device="cpu", generator=generator)
+        found[1] = torch.ldexp(found[1] / scale, exponents.float())
         found[2].view(torch.int32).bitwise_and_(-0x7F800001)
         found[3, ::2] = 0
         return found.reshape(-1)
 
-    rule, code, scratch = AdamWRule(), Remainder(), TileScratch(torch.empty(TileScratch.nbytes(4096) // 4), 4096)
+    rule, code, scratch = AdamWRule(), Remainder(), _scratch_of(4096)
     rows = scratch.rows(small=False)
     master = numbers(1e-2).view(torch.int32)
     master[::3] = (master[::3] & ~0xFFFF) | 0x8000
-    hi, moments = torch.empty(4096, dtype=torch.bfloat16), [numbers(1e-3), numbers(1e-6).abs_()]
-    state = [torch.empty(4096, dtype=torch.int16), *moments]
+    hi = torch.empty(4096, dtype=torch.bfloat16, device="cpu")
+    moments = [numbers(1e-3), numbers(1e-6).abs_()]
+    state = [torch.empty(4096, dtype=torch.int16, device="cpu"), *moments]
     rows.master.copy_(master.view(torch.float32))
-    code.encode(hi, [state[0], state[2]], rows, Dither(torch.empty(0)))
+    code.encode(hi, [state[0], state[2]], rows, NO_DITHER)
     plain = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "maximize": False}
     other = {"lr": 3e-2, "betas": (0.3, 0.5), "eps": 1e-6, "weight_decay": 0.0, "maximize": True}
     found: list[torch.Tensor] = []
     for step, values, factor in ((1, plain, None), (2, other, 0.37), (1000, plain, 0.11), (1001, other, None)):
         gradient, hyper = numbers(1e-2).bfloat16(), Hyperparameters(step, values)
-        scale = None if factor is None else torch.tensor(factor)
+        scale = None if factor is None else torch.tensor(factor, dtype=torch.float32, device="cpu")
         if kernel is None:
             joined = code.decode(hi, [state[0], state[2]], rows)
             scaled = gradient.float() if scale is None else gradient.float().mul_(scale)
             for i in range(0, 4096, 16):  # of more than 16 at a time torch's operation starts its threads
                 parts = [each[i : i + 16] for each in (joined, scaled, *moments)]
                 rule.update(parts[0], parts[1], parts[2:], hyper, rows.work)
-            code.encode(hi, [state[0], state[2]], rows, Dither(torch.empty(0)))
+            code.encode(hi, [state[0], state[2]], rows, NO_DITHER)
         else:
             kernel.update(hi, gradient, state, scale, hyper, rows.work)
         found += [each.clone() for each in (hi.view(torch.int16), state[0], *(m.view(torch.int32) for m in moments))]

@@ -57,7 +57,8 @@ def micro_batches(
     if not any(micro.requires_grad for micro in micros):
         return [micro.take() for micro in micros]
     with torch.enable_grad():
-        anchor = torch.empty(0, requires_grad=True)  # what makes the losses require gradients
+        # What makes the losses require gradients.
+        anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         return list(_Joined.apply(_Micros(engine, model, micros), anchor))  # type: ignore[no-untyped-call]
 
 

@@ -137,7 +137,7 @@ class OptimizerState:
         dtype = torch.float64 if segment.dtype == torch.float64 else torch.float32
         layout = self._layouts.of(segment.dtype)
         names = self._names + (["master"] if layout.master is not None else [])
-        flats = {name: torch.empty(segment.numel, dtype=dtype) for name in names}
+        flats = {name: torch.empty(segment.numel, dtype=dtype, device="cpu") for name in names}
         with self._readable(segment) as hi:
             for tile, start, stop in self._stretches(segment, "r"):
                 rows = tile.rows(self._scratch)
@@ -150,7 +150,8 @@ class OptimizerState:
                     master.masked_fill_(hi[start:stop].isnan(), torch.nan)  # a NaN moment has any sign, mark or not
                 tile = value = None  # type: ignore[assignment]  # lifetime: the lease ends before the next
         shaped = {name: flat.as_strided(segment.shape, segment.strides) for name, flat in flats.items()}
-        return {"step": torch.tensor(float(self.steps[segment])), **shaped}
+        step = torch.tensor(float(self.steps[segment]), dtype=torch.float32, device="cpu")
+        return {"step": step, **shaped}
 
     def check_master(self, segment: Segment, state: Mapping[str, Any] | None) -> None:
         """Raise UsageError for a master in ``state`` that the parameter, as it is now, is not the rounding of."""
@@ -238,6 +239,6 @@ class OptimizerState:
 
 def _in_memory_order(segment: Segment, value: torch.Tensor) -> torch.Tensor:
     """Return ``value``'s elements in the order in which ``segment`` keeps them: (numel,)."""
-    ordered = torch.empty_strided(segment.shape, segment.strides, dtype=value.dtype)
+    ordered = torch.empty_strided(segment.shape, segment.strides, dtype=value.dtype, device="cpu")
     ordered.copy_(value)
     return ordered.as_strided((segment.numel,), (1,))

@@ -33,7 +33,7 @@ class PlainSegment(Segment):
         if gradient.layout is not torch.strided:
             raise UsageError(f"parameter {self.name}: a {gradient.layout} gradient; expected a dense one")
         if gradient.stride() != self.strides:
-            ordered = torch.empty_strided(self.shape, self.strides, dtype=gradient.dtype)
+            ordered = torch.empty_strided(self.shape, self.strides, dtype=gradient.dtype, device="cpu")
             gradient = ordered.copy_(gradient)
         return gradient.detach().as_strided((self.numel,), (1,))
 

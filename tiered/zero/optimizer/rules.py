@@ -84,8 +84,9 @@ class AdamWRule:
         """Do one fused AdamW update; ``gradient`` is kept."""
         values = hyper.values
         beta1, beta2 = values["betas"]
+        step = torch.tensor(float(hyper.step), dtype=torch.float32, device="cpu")
         torch._fused_adamw_(
-            [parameter], [gradient], [moments[0]], [moments[1]], [], [torch.tensor(float(hyper.step))],
+            [parameter], [gradient], [moments[0]], [moments[1]], [], [step],
             lr=values["lr"], beta1=beta1, beta2=beta2, weight_decay=values["weight_decay"], eps=values["eps"],
             amsgrad=False, maximize=values["maximize"],
         )  # fmt: skip

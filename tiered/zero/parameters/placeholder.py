@@ -36,7 +36,7 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 @functools.cache
 def _blank(dtype: torch.dtype) -> torch.Tensor:
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    tensor = torch.full((), value, dtype=dtype)
+    tensor = torch.full((), value, dtype=dtype, device="cpu")
     storage = tensor.untyped_storage()
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     set_message = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
@@ -53,7 +53,7 @@ def _flag_offset() -> int | None:
 
     It follows the two flags that ``_set_throw_on_mutable_data_ptr`` sets; a storage of its own is the trial.
     """
-    tensor = torch.ones(())
+    tensor = torch.ones((), dtype=torch.float32, device="cpu")
     flags = _flags(tensor.untyped_storage())
     before = bytes(flags)
     torch._C._set_throw_on_mutable_data_ptr(tensor)

@@ -92,7 +92,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     strides = tensor.stride()
     for stride, size in sorted((s, n) for s, n in zip(strides, tensor.shape, strict=True) if n != 1):
         if stride != expected:
-            return torch.empty(tensor.shape, device="meta").stride()
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
         expected *= size
     return strides
 
