@@ -245,44 +245,6 @@ def test_a_tensor_of_inference_mode_is_overwritten_as_any_other(store: Store) ->
     assert torch.equal(store.get("a", out=out), torch.full((5000,), 7.0))
 
 
-def test_every_call_works_under_a_default_device(store: Store) -> None:
-    values = {f"k{i}": numbers(4000, i) for i in range(12)}
-    values |= {"inline": numbers(100), "empty": torch.empty(0), "large": numbers(3 * MiB), "streamed": numbers(6 * MiB)}
-    out, state = torch.empty(4000, dtype=torch.uint8), {"mean": torch.ones(3), "none": torch.empty(0)}
-
-    def assert_all_here() -> None:
-        for found in ({name: store[name] for name in values}, store.get_many(values)):
-            assert all(found[name].is_cpu and torch.equal(found[name], value) for name, value in values.items())
-
-    with torch.device("meta"):
-        store.put_many(values)
-        for name, value in values.items():
-            store[name] = value
-        assert_all_here()
-        written(store)
-        assert_all_here()
-        written(store)
-        store.prefetch(values)
-        assert torch.equal(store.get("k3", out=out), values["k3"])
-        assert torch.equal(store.get("k4", device="cpu"), values["k4"])
-        for name in ("k3", "inline", "empty", "large"):
-            with store.lease(name) as view:
-                assert torch.equal(view, values[name])
-            with store.lease(name, mode="rw") as view:
-                view.add_(0)
-            with store.lease(name, mode="w") as view:
-                view.copy_(values[name])
-        with pytest.raises(UsageError, match="has ended"):
-            view.sum()
-        if store.durable:
-            store.commit(state)
-            assert all(store.state[name].is_cpu and torch.equal(store.state[name], state[name]) for name in state)
-            store["k3"] = values["k4"]
-            store.rollback()
-        assert store.verify().is_clean
-    assert_all_here()
-
-
 def test_many_at_once(store: Store) -> None:
     values = {f"k{i}": numbers(300_000, i) for i in range(60)}  # more than the budget
     store.put_many(values)

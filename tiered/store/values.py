@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import aligned_memory, copy_flat, empty_aligned
@@ -18,6 +19,7 @@ from tiered.store.arrival import Arrival, is_worthwhile
 from tiered.store.entry import INLINE_NBYTES, Residency, Spec, is_kept
 from tiered.store.get_batches import GetBatches
 from tiered.store.lease import ReadOnlyView
+from tiered.store.modes import refuse_modes
 from tiered.store.put_batches import PutBatches, Source
 from tiered.store.row import MAX_NUM_DIMS, Row
 from tiered.store.streaming import DirectGet, Streams
@@ -96,6 +98,7 @@ class Values:
         self, key: str, *, out: torch.Tensor | None = None, device: torch.device | str | int | None = None
     ) -> torch.Tensor:
         """Return a copy of the tensor of ``key``: a new one, on ``device``, or ``out``. KeyError."""
+        refuse_modes("get", key)
         if out is not None and device is not None and torch.device(device) != out.device:
             raise ValueError(f"get({key!r}): out is on {out.device}, device={device!r}; give one of them")
         target = torch.device("cpu" if device is None else device) if out is None else out.device
@@ -130,6 +133,8 @@ class Values:
         found: dict[str, Any] = dict.fromkeys(keys)  # in order; filled in below
         names = list(found)
         self._working_set.check(writing=False)
+        for name in names[:1]:
+            refuse_modes("get_many", name)
         with self._condition:
             for name in names:
                 if name not in self._records:
@@ -213,12 +218,15 @@ class Values:
 
 
 def _plain(key: str, value: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` detached, resolved and contiguous. Raises TypeError for what a store cannot keep."""
+    """Return ``value`` detached, resolved and contiguous. Raises TypeError for what a store cannot keep, UsageError."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"put of {key!r}: expected a torch.Tensor, got {type(value).__name__}")
+    refuse_modes("put", key)
     problem = ""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         problem = f"the subclass {type(value).__name__}; pass value.as_subclass(torch.Tensor) if its bytes are all"
+    elif is_functorch_wrapped_tensor(value):
+        problem = "an argument inside torch.func; put what the transform returns"
     elif value.is_meta:
         problem = "a meta tensor, which has no bytes"
     elif value.layout is not torch.strided:

@@ -24,6 +24,7 @@ from tiered.store.deadline import Deadline
 from tiered.store.deferred_seal import DeferredSeal
 from tiered.store.entry import Alias, Entry, Residence, Residency, Spec, is_kept
 from tiered.store.lease import Lease, tensor_over
+from tiered.store.modes import refuse_modes
 from tiered.store.need import Need
 from tiered.store.recorder import Recorder, Wait
 from tiered.store.records import Records
@@ -114,6 +115,7 @@ class WorkingSet:
         if mode not in ("r", "w", "rw"):
             raise ValueError(f'lease of {key!r}: expected mode "r", "w" or "rw", got {mode!r}')
         self.check(writing=mode != "r")
+        refuse_modes("lease", key)
         alias, spec, old = self._obtain(key, mode, Deadline(f"lease of {key!r} for {mode!r}", self.deadline_s))
         buffer = alias.residence.buffer
         flat: torch.Tensor | None = None

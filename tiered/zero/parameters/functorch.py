@@ -15,9 +15,9 @@ from typing import Any
 
 import torch._functorch.eager_transforms
 import torch._functorch.vmap
-from torch._C._functorch import TransformType, get_interpreter_stack
 
 from tiered.errors import UsageError
+from tiered.store.modes import is_in_transform
 from tiered.zero.parameters.parameter import TieredParameter
 
 __all__ = ["check_no_transform", "guard_functorch"]
@@ -43,7 +43,7 @@ def guard_functorch() -> None:
 
 def check_no_transform(what: str) -> None:
     """Raise UsageError inside a transform that wraps every tensor made in it, buffers of ours too: all but vmap."""
-    if any(interpreter.key() != TransformType.Vmap for interpreter in get_interpreter_stack() or ()):
+    if is_in_transform():
         raise UsageError(
             f"{what} inside torch.func (grad, vjp, jvp, functionalize, ...); expected over a model in memory: one built"
             " afresh with model.state_dict() loaded"
