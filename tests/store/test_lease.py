@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.store.rig import stored
 from tiered.errors import LeaseError, UsageError
 from tiered.store.store import Store
 from tiered.units import KiB
@@ -150,6 +151,44 @@ def test_a_view_for_reading_refuses_to_be_written(two_tiers: Store, how: str) ->
         with pytest.raises(UsageError, match="through a lease for reading"):
             WRITES[how](view)
     gc.collect()  # the exception's frames referred to views
+    assert torch.equal(two_tiers["a"], torch.zeros(2000))
+
+
+def relu_(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu_(x)
+
+
+UNSEEN_WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "script": lambda view: torch.jit.script(relu_)(view),
+    "script of a view": lambda view: torch.jit.script(relu_)(view[500:]),
+    "trace": lambda view: torch.jit.trace(relu_, (torch.ones(2000),))(view),  # type: ignore[no-untyped-call]
+    "vmap": lambda view: torch.vmap(lambda x: x.abs_())(view),
+    "torch.Tensor": lambda view: torch.Tensor(view).abs_(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("how", UNSEEN_WRITES)
+def test_a_write_that_torch_tells_nobody_of_is_found_at_the_end_of_the_block(two_tiers: Store, how: str) -> None:
+    two_tiers["a"] = -torch.arange(2000.0)
+    stored(two_tiers.working_set, "a")
+    with pytest.raises(UsageError, match=r"'a' through a lease for reading was written.*has its old bytes again"):
+        with two_tiers.lease("a") as view:
+            UNSEEN_WRITES[how](view)
+    gc.collect()
+    with two_tiers.lease("a") as view:
+        assert torch.equal(view, -torch.arange(2000.0))
+    with pytest.raises(ZeroDivisionError) as caught, two_tiers.lease("a") as view:
+        UNSEEN_WRITES[how](view)
+        raise ZeroDivisionError
+    assert "old bytes again" in caught.value.__notes__[0]
+    assert torch.equal(two_tiers["a"], -torch.arange(2000.0))
+
+
+def test_a_write_that_nobody_can_take_back_is_said_to_stay(two_tiers: Store) -> None:
+    two_tiers["a"] = -torch.arange(2000.0)  # in DRAM only
+    with pytest.raises(UsageError, match="has the new bytes"), two_tiers.lease("a") as view:
+        torch.vmap(lambda x: x.relu_())(view)
     assert torch.equal(two_tiers["a"], torch.zeros(2000))
 
 

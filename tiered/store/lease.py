@@ -66,6 +66,11 @@ class Lease:
         """Drop the lease's own reference; return whether the lease has ended (no other tensor is alive). Idempotent."""
         return self._working_set.released(self.end())
 
+    def forget(self) -> bool:
+        """Have later leases of the key read its bytes anew; return False where only DRAM has them."""
+        with self._working_set.condition:
+            return self._working_set.residents.forget(self._alias)
+
     def end(self) -> Alias:
         """Drop the lease's own reference; return what the working set knows the lease by, for it alone."""
         self._tensor = None
@@ -79,7 +84,7 @@ class Lease:
 class LeaseBlock:
     """What ``Store.lease`` returns: a context manager around one lease."""
 
-    __slots__ = ("_key", "_lease", "_make_lease", "_mode", "_view")
+    __slots__ = ("_key", "_lease", "_make_lease", "_mode", "_version", "_view")
 
     def __init__(self, make_lease: Callable[[str, str], Lease], key: str, mode: Mode) -> None:
         self._make_lease = make_lease
@@ -87,6 +92,7 @@ class LeaseBlock:
         self._mode = mode
         self._lease: Lease | None = None
         self._view: torch.Tensor | None = None
+        self._version: int | None = None  # of an "r" view, as it was handed out
 
     def __enter__(self) -> torch.Tensor:
         if self._lease is not None:
@@ -94,6 +100,7 @@ class LeaseBlock:
         self._lease = self._make_lease(self._key, self._mode)
         view = self._lease.tensor
         if self._mode == "r":
+            self._version = None if view.is_inference() else view._version
             _make_read_only(view, self._key)
         self._view = view
         return view
@@ -103,13 +110,30 @@ class LeaseBlock:
     ) -> None:
         assert self._lease is not None and self._view is not None
         view, self._view = self._view, None
+        with torch._C.DisableTorchFunctionSubclass():
+            was_written = self._version is not None and self._version != view._version
         _end_view(view, self._key)
         del view
+        if was_written:
+            self._report_write(error)
         if not self._lease.release() and error is None:
             raise LeaseError(
                 f"the lease of {self._key!r} ended while tensors made from its view are alive: clone() what must "
                 "outlive the block; until they are gone their bytes count in the DRAM budget"
             )
+
+    def _report_write(self, error: BaseException | None) -> None:
+        """Raise UsageError for what has written past the view's own refusal; the next readers get the old bytes."""
+        assert self._lease is not None
+        state = "has its old bytes again" if self._lease.forget() else "has the new bytes, and so will a commit"
+        self._lease.release()
+        problem = (
+            f"the view of {self._key!r} through a lease for reading was written, by what torch tells nobody of"
+            f' (TorchScript, vmap, torch.Tensor(view)); the key {state}. Lease it with mode="rw", or clone() the view'
+        )
+        if error is None:
+            raise UsageError(problem)
+        error.add_note(problem)
 
 
 def _make_read_only(view: torch.Tensor, key: str) -> None:

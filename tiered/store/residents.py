@@ -249,6 +249,17 @@ class Residents:
         if self._is_closed:
             self.reap()
 
+    def forget(self, alias: Alias) -> bool:
+        """Drop the bytes that ``alias`` was granted for reading and that were written: those on the device are right.
+
+        Returns False, and drops nothing, where the device does not have them.
+        """
+        entry = alias.residence.entry
+        if entry is not None and entry.state is Residency.CLEAN:
+            self.drop(entry)
+            entry.state = Residency.STORED
+        return entry is None or entry.state is Residency.STORED
+
     def drain(self) -> None:
         """Note the leases that have ended since the last call."""
         while not self._ends.empty():
