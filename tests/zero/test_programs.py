@@ -101,8 +101,8 @@ class Net(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
 
-def batch(number: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number)).requires_grad_()
+def batch(number: int, num_rows: int = 3) -> Tensor:
+    return torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(number)).requires_grad_()
 
 
 def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, seen: list[Any]) -> None:
@@ -147,6 +147,70 @@ def test_parameters_that_functions_keep_are_themselves_in_backward(
         return Net(block)
 
     assert_same(through_tiered(tmp_path, build, plain_steps, update, word), in_memory(build, plain_steps))
+
+
+class Squares(nn.Module):
+    """Of which each saved tensor, with a batch of ``WIDTH`` rows, could be taken for another: weights are like them."""
+
+    def __init__(self, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.think, x, use_reentrant=False) if self.is_checkpointed else self.think(x)
+
+    def think(self, x: Tensor) -> Tensor:
+        y = x
+        for linear in self.linears:
+            y = linear(y)
+        return torch.tanh(y) * x
+
+
+def over_the_model(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(model, x, use_reentrant=False)
+    return y.square().mean()
+
+
+def over_the_loss(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = checkpoint(lambda x: (model(x) @ model[0].linears[0].weight).square().mean(), x, use_reentrant=False)
+    return loss
+
+
+def over_each_block(model: Any, x: Tensor) -> Tensor:
+    for block in model:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x.square().mean()
+
+
+def over_all_and_over_each(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = checkpoint(over_each_block, model, x, use_reentrant=False)
+    return loss
+
+
+@every_update
+@every_word
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("loss_of", [over_the_model, over_the_loss, over_each_block, over_all_and_over_each])
+@pytest.mark.usefixtures("swap_all")
+def test_a_checkpoint_that_the_training_loop_puts_around_a_model(
+    loss_of: Callable[[Any, Tensor], Tensor], is_nested: bool, word: str, update: str, tmp_path: Path
+) -> None:
+    """It knows saved tensors by their number, which counts weights too."""
+
+    def program(model: nn.Module, optimizer: torch.optim.Optimizer, seen: list[Any]) -> None:
+        for number in range(2):
+            x = batch(number, num_rows=WIDTH)
+            loss = loss_of(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach().clone())
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(Squares(is_nested) for _ in range(3)))
+
+    assert_same(through_tiered(tmp_path, build, program, update, word), in_memory(build, program))
 
 
 @every_word

@@ -163,8 +163,9 @@ class Activations:
             word = "recompute" if torch.is_autocast_enabled("cpu") else (self.planned or {}).get(unit, "keep")
         if word != "recompute" or not torch.is_grad_enabled() or in_graph_task() or self._local.recompute is not None:
             return False  # inside one that recomputes, the outer one does
-        pair = other_pair_in_force()  # a checkpoint of the caller's has the innermost one
-        return pair is not None and isinstance(getattr(pair[0], "__self__", None), SavedPair)
+        pair = other_pair_in_force()  # a checkpoint of the caller's inside has the innermost one, one outside the next
+        ours = None if pair is None else getattr(pair[0], "__self__", None)
+        return isinstance(ours, SavedPair) and not ours.is_in_checkpoint
 
     @contextmanager
     def recomputing(self, recompute: Recompute) -> Iterator[None]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from tiered.errors import UsageError
 from tiered.zero.parameters.parameter import without_dispatch
@@ -29,6 +30,11 @@ def other_pair_in_force() -> _Pair | None:
     """Return the pack and unpack hooks that are in force now, if any are."""
     pair: _Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return pair if pair and pair[0] is not None else None
+
+
+def _is_of_checkpoint(pair: _Pair | None) -> bool:
+    """Return whether ``pair`` is that of a non-reentrant checkpoint, in its forward or as it recomputes."""
+    return pair is not None and getattr(pair[0], "__module__", "") == checkpoint.__module__
 
 
 class SavedReference:
@@ -91,17 +97,22 @@ def check_unmodified(tensor: torch.Tensor, version: int) -> None:
 
 
 class SavedPair:
-    """One pair of saved-tensor hooks, entered once around the outermost call (see design.md, section 6)."""
+    """One pair of saved-tensor hooks, entered once around the outermost call (see design.md, section 6).
+
+    Invariant: a checkpoint that was in force before is told of every saved tensor, those of units included. It knows
+    them by their number, and where it recomputes, this pair may be one that was not there in its forward, or not above.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._outer: _Pair | None = None
+        self.is_in_checkpoint = False
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
 
     def enter(self) -> None:
         """Put the pair in force. Raises UsageError where torch has switched such hooks off."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self._outer = outer if outer and outer[0] is not None else None
+        self._outer = other_pair_in_force()
+        self.is_in_checkpoint = _is_of_checkpoint(self._outer)
         try:
             self._hooks.__enter__()
         except RuntimeError as error:
@@ -124,6 +135,8 @@ class SavedPair:
     def _pack(self, tensor: torch.Tensor) -> Any:
         unit = self._engine.residency.address_of(tensor)
         if unit is not None:
+            if self._outer is not None and self.is_in_checkpoint:
+                self._outer[0](tensor)  # it counts; what nobody holds it will not keep as it recomputes
             return SavedReference(unit, tensor)
         if self._outer is None:
             return self._engine.activations.pack(tensor)

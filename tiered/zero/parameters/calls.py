@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tiered.zero.activations.saved import SavedPair, other_pair_in_force
+from tiered.zero.activations.saved import SavedPair
 from tiered.zero.frames import stack
-from tiered.zero.gradients.backward import in_graph_task
 
 if TYPE_CHECKING:
     from tiered.zero.engine import Engine
@@ -141,14 +140,9 @@ class Calls:
         return SavedPair(self._engine) if self._needs_pair() else nullcontext()
 
     def _needs_pair(self) -> bool:
-        return self.stack.num_pairs == 0 and torch.is_grad_enabled() and not _is_recomputing()
+        return self.stack.num_pairs == 0 and torch.is_grad_enabled()
 
 
 def _num_under_way(module: nn.Module) -> int:
     """Return how many calls of ``module`` this thread is inside of."""
     return sum(frame.f_code in CALLERS and frame.f_locals.get(CALLERS[frame.f_code]) is module for frame in stack())
-
-
-def _is_recomputing() -> bool:
-    """Return whether a non-reentrant checkpoint recomputes: its own pair must see what it saves, weights included."""
-    return in_graph_task() and other_pair_in_force() is not None
