@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -211,6 +212,40 @@ def test_a_checkpoint_that_the_training_loop_puts_around_a_model(
         return nn.Sequential(*(Squares(is_nested) for _ in range(3)))
 
     assert_same(through_tiered(tmp_path, build, program, update, word), in_memory(build, program))
+
+
+PAIRS: dict[str, Callable[[], Any]] = {
+    "save_on_cpu": torch.autograd.graph.save_on_cpu,
+    "identity": lambda: saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    "nested": lambda: saved_tensors_hooks(
+        lambda tensor: {"all": [tensor, tensor.t()]}, lambda packed: packed["all"][0]
+    ),
+    "rounded": lambda: saved_tensors_hooks(lambda tensor: tensor.bfloat16(), lambda packed: packed.float()),
+}
+
+
+@every_update
+@every_word
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.usefixtures("swap_all")
+def test_saved_tensor_hooks_in_a_forward_may_hand_back_the_weights_they_see(
+    name: str, word: str, update: str, tmp_path: Path
+) -> None:
+    class Hooked(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with PAIRS[name]():
+                return super().forward(x)
+
+    class HookedNet(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with PAIRS[name]():
+                x = self.blocks[0](x)
+            return self.head(self.blocks[1](x)).square().mean()
+
+    def build() -> nn.Module:
+        return HookedNet(Hooked)
+
+    assert_same(through_tiered(tmp_path, build, plain_steps, update, word), in_memory(build, plain_steps))
 
 
 @every_word

@@ -22,7 +22,7 @@ from tiered.errors import UsageError
 from tiered.units import format_bytes
 from tiered.zero.activations.free_memory import free_memory
 from tiered.zero.activations.recompute import Recompute, RecomputedForward
-from tiered.zero.activations.saved import Kept, SavedPair, other_pair_in_force
+from tiered.zero.activations.saved import Kept, own_pair_in_force
 from tiered.zero.activations.swapped import SwappedActivations, SwappedTensor
 from tiered.zero.gradients.backward import in_graph_task
 from tiered.zero.parameters.outputs import tensors
@@ -163,9 +163,8 @@ class Activations:
             word = "recompute" if torch.is_autocast_enabled("cpu") else (self.planned or {}).get(unit, "keep")
         if word != "recompute" or not torch.is_grad_enabled() or in_graph_task() or self._local.recompute is not None:
             return False  # inside one that recomputes, the outer one does
-        pair = other_pair_in_force()  # a checkpoint of the caller's inside has the innermost one, one outside the next
-        ours = None if pair is None else getattr(pair[0], "__self__", None)
-        return isinstance(ours, SavedPair) and not ours.is_in_checkpoint
+        pair = own_pair_in_force()  # else a checkpoint of the caller's has the innermost one
+        return pair is not None and pair.may_recompute
 
     @contextmanager
     def recomputing(self, recompute: Recompute) -> Iterator[None]:

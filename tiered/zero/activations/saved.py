@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from tiered.errors import UsageError
@@ -20,7 +21,15 @@ if TYPE_CHECKING:
     from tiered.zero.engine import Engine
     from tiered.zero.parameters.unit import ReferenceToken, Unit
 
-__all__ = ["Kept", "SavedPair", "SavedReference", "check_unmodified", "other_pair_in_force"]
+__all__ = [
+    "Kept",
+    "SavedPair",
+    "SavedReference",
+    "check_unmodified",
+    "is_callers_pair_in_force",
+    "other_pair_in_force",
+    "own_pair_in_force",
+]
 
 
 _Pair = tuple[Callable[..., Any], Callable[..., Any]]
@@ -32,9 +41,25 @@ def other_pair_in_force() -> _Pair | None:
     return pair if pair and pair[0] is not None else None
 
 
-def _is_of_checkpoint(pair: _Pair | None) -> bool:
+def own_pair_in_force() -> SavedPair | None:
+    """Return the pair that is in force now if it is one of ours."""
+    return _own(other_pair_in_force())
+
+
+def is_callers_pair_in_force() -> bool:
+    """Return whether the pair that is in force now is the caller's own: neither ours nor a checkpoint's."""
+    pair = other_pair_in_force()
+    return pair is not None and _own(pair) is None and not _is_of_checkpoint(pair)
+
+
+def _own(pair: _Pair | None) -> SavedPair | None:
+    own = None if pair is None else getattr(pair[0], "__self__", None)
+    return own if isinstance(own, SavedPair) else None
+
+
+def _is_of_checkpoint(pair: _Pair) -> bool:
     """Return whether ``pair`` is that of a non-reentrant checkpoint, in its forward or as it recomputes."""
-    return pair is not None and getattr(pair[0], "__module__", "") == checkpoint.__module__
+    return getattr(pair[0], "__module__", "") == checkpoint.__module__
 
 
 class SavedReference:
@@ -97,22 +122,31 @@ def check_unmodified(tensor: torch.Tensor, version: int) -> None:
 
 
 class SavedPair:
-    """One pair of saved-tensor hooks, entered once around the outermost call (see design.md, section 6).
+    """One pair of saved-tensor hooks, entered around the outermost call (see design.md, section 6), and inside it above
+    each pair of the caller's.
 
-    Invariant: a checkpoint that was in force before is told of every saved tensor, those of units included. It knows
-    them by their number, and where it recomputes, this pair may be one that was not there in its forward, or not above.
+    The caller's own pairs are not told of weights when they were in force before the outermost call; those of inside
+    are, and what they hand back of a unit becomes a reference. Invariant: a checkpoint that was in force before is told
+    of every saved tensor. It knows them by their number, and where it recomputes, pairs of ours may be in force that
+    were not in its forward.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, is_outermost: bool = True) -> None:
         self._engine = engine
         self._outer: _Pair | None = None
-        self.is_in_checkpoint = False
+        self._is_outermost = is_outermost
+        self._is_in_checkpoint = False
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether a unit under this pair may run again on its own: no checkpoint or pair of the caller's is between."""
+        return self._is_outermost and not self._is_in_checkpoint
 
     def enter(self) -> None:
         """Put the pair in force. Raises UsageError where torch has switched such hooks off."""
         self._outer = other_pair_in_force()
-        self.is_in_checkpoint = _is_of_checkpoint(self._outer)
+        self._is_in_checkpoint = self._outer is not None and _is_of_checkpoint(self._outer)
         try:
             self._hooks.__enter__()
         except RuntimeError as error:
@@ -132,19 +166,24 @@ class SavedPair:
     def __exit__(self, *_: object) -> None:
         self.exit()
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor) -> _Packed:
         unit = self._engine.residency.address_of(tensor)
-        if unit is not None:
-            if self._outer is not None and self.is_in_checkpoint:
-                self._outer[0](tensor)  # it counts; what nobody holds it will not keep as it recomputes
-            return SavedReference(unit, tensor)
-        if self._outer is None:
-            return self._engine.activations.pack(tensor)
-        return _HandedOn(self._outer[1], self._outer[0](tensor))
+        outer = self._outer
+        if unit is None:
+            return self._engine.activations.pack(tensor) if outer is None else _HandedOn(outer[1], outer[0](tensor))
+        if outer is not None and not self._is_outermost:
+            return _HandedOnWeight(outer[1], tree_map_only(torch.Tensor, self._as_reference, outer[0](tensor)))
+        if outer is not None and self._is_in_checkpoint:
+            outer[0](tensor)  # it counts; what nobody holds it will not keep as it recomputes
+        return SavedReference(unit, tensor)
+
+    def _as_reference(self, tensor: torch.Tensor) -> torch.Tensor | SavedReference:
+        unit = self._engine.residency.address_of(tensor)
+        return tensor if unit is None else SavedReference(unit, tensor)
 
 
 class _HandedOn:
-    """What the outer pair made of a tensor that is not ours, and how to undo it."""
+    """What the outer pair made of a tensor, and how to undo it."""
 
     __slots__ = ("packed", "unpack")
 
@@ -155,6 +194,17 @@ class _HandedOn:
     def restore(self) -> torch.Tensor:
         """Return what the outer pair makes of it."""
         tensor: torch.Tensor = self.unpack(self.packed)
+        return tensor
+
+
+class _HandedOnWeight(_HandedOn):
+    """What the outer pair made of a tensor in a unit, with references to what of it lies there still."""
+
+    __slots__ = ()
+
+    def restore(self) -> torch.Tensor:
+        """Return what the outer pair makes of it, with the unit swapped in."""
+        tensor: torch.Tensor = self.unpack(tree_map_only(SavedReference, SavedReference.restore, self.packed))
         return tensor
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tiered.zero.activations.saved import SavedPair
+from tiered.zero.activations.saved import SavedPair, is_callers_pair_in_force
 from tiered.zero.frames import stack
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Call:
 
 
 class CallStack:
-    """The calls of one thread, the outermost first, and how many of them have entered a pair: 0 or 1."""
+    """The calls of one thread, the outermost first, and how many of them have entered a pair."""
 
     __slots__ = ("calls", "num_pairs", "thread")
 
@@ -52,8 +52,9 @@ class CallStack:
 class Calls:
     """The stack of calls, the outermost first: ``stack``; micro-batches that take turns have their own (``others``).
 
-    Invariant: at most one pair of hooks is in force, entered by the outermost call with gradients. (Only the innermost
-    pair is ever used: one per unit would switch non-reentrant checkpointing off.)
+    Invariant: one pair of hooks is entered by the outermost call with gradients, and one by each call and operation
+    that finds a pair of the caller's own above it. (Only the innermost pair is ever used: one per unit would switch
+    non-reentrant checkpointing off.)
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -92,9 +93,9 @@ class Calls:
         return call
 
     def enter_pair(self, call: Call) -> None:
-        """Put our pair of hooks in force for ``call`` unless it is already, or nothing is saved."""
+        """Put a pair of hooks in force for ``call`` unless one of ours is already, or nothing is saved."""
         if self._needs_pair():
-            pair = SavedPair(self._engine)
+            pair = self._pair()
             pair.enter()
             call.pair = pair
             self.stack.num_pairs += 1
@@ -137,10 +138,13 @@ class Calls:
 
     def pair_for_operation(self) -> AbstractContextManager[Any]:
         """Return the pair of hooks for an operation outside any call; inside one they are in force already."""
-        return SavedPair(self._engine) if self._needs_pair() else nullcontext()
+        return self._pair() if self._needs_pair() else nullcontext()
+
+    def _pair(self) -> SavedPair:
+        return SavedPair(self._engine, is_outermost=self.stack.num_pairs == 0)
 
     def _needs_pair(self) -> bool:
-        return self.stack.num_pairs == 0 and torch.is_grad_enabled()
+        return torch.is_grad_enabled() and (self.stack.num_pairs == 0 or is_callers_pair_in_force())
 
 
 def _num_under_way(module: nn.Module) -> int:
