@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -246,6 +246,29 @@ def test_saved_tensor_hooks_in_a_forward_may_hand_back_the_weights_they_see(
         return HookedNet(Hooked)
 
     assert_same(through_tiered(tmp_path, build, plain_steps, update, word), in_memory(build, plain_steps))
+
+
+@every_update
+def test_a_hook_on_several_gradients_may_be_put_before_the_forward(update: str, tmp_path: Path) -> None:
+    """It asks for the parameters' places in the graph, which need no values."""
+
+    def program(model: Any, optimizer: torch.optim.Optimizer, seen: list[Any]) -> None:
+        parameters = [block.weight for block in model.blocks]
+        hook = register_multi_grad_hook(parameters, lambda gradients: seen.extend(each.clone() for each in gradients))
+        plain_steps(model, optimizer, seen)
+        hook.remove()
+        plain_steps(model, optimizer, seen)
+
+    assert_same(through_tiered(tmp_path, Net, program, update), in_memory(Net, program))
+
+
+def test_a_view_of_a_whole_parameter_between_steps_has_no_values(tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        model: Any = tiered.shard(Net(), store)
+        view = model.head.weight.view_as(model.head.weight)
+        for use in (torch.Tensor.sum, torch.Tensor.tolist, torch.Tensor.data_ptr, lambda view: torch.stack([view])):
+            with pytest.raises(UsageError, match=r"head\.weight: view_as outside a forward"):
+                use(view)
 
 
 @every_word

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from tiered.errors import UsageError
 from tiered.zero.parameters.placeholder import placeholder
@@ -110,6 +111,8 @@ class TieredParameter(nn.Parameter):
             return first
         if func in _BACKWARDS and _is_about_places(args, kwargs):
             return _run_from_edges(func, args, kwargs)
+        if func is torch.Tensor.view_as and args[0] is args[-1] and (refusal := _refusal_of_values(first)):
+            return _ViewWithoutValues.of(first, refusal)
         with ExitStack() as stack:
             for parameter in parameters:
                 stack.enter_context(parameter.segment.unit.engine.access(parameter.segment, func, args, kwargs))
@@ -191,6 +194,42 @@ class UsedGradient(GuardedGradient):
         'was used up in the backward under update="backward"; clipping, scaling and looking at gradients expect'
         ' tiered.AdamW(..., update="step")'
     )
+
+
+class _ViewWithoutValues(torch.Tensor):
+    """What ``parameter.view_as(parameter)`` is where its values may not be read: its place in the graph, and an error.
+
+    torch makes one of each parameter that it hooks together with others, only to ask for its ``grad_fn``.
+    """
+
+    refusal: str
+
+    @classmethod
+    def of(cls, parameter: TieredParameter, refusal: str) -> _ViewWithoutValues:
+        """Return the view of ``parameter`` that raises UsageError(``refusal``) where values are asked for."""
+        with without_dispatch():
+            view = torch.Tensor.as_subclass(parameter, cls)
+        view.refusal = refusal
+        return view
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA:
+            with without_dispatch():
+                return func(*args, **(kwargs or {}))
+        raise UsageError(next(leaf.refusal for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)))
+
+
+def _refusal_of_values(parameter: TieredParameter) -> str:
+    """Return why the values of ``parameter`` may not be read now; "" where they may."""
+    engine = parameter.segment.unit.engine
+    try:
+        with engine.access(parameter.segment, torch.Tensor.view_as, (parameter, parameter), {}):
+            return ""
+    except UsageError as error:
+        return str(error)
 
 
 def guarded_gradient(
