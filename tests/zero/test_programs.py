@@ -271,6 +271,13 @@ def test_a_view_of_a_whole_parameter_between_steps_has_no_values(tmp_path: Path)
                 use(view)
 
 
+def test_a_term_of_the_weights_before_the_forward_is_refused_and_told_where_it_belongs(tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(Net(), store)
+        with pytest.raises(UsageError, match="or between the two, as for a term of the loss"):
+            sum(parameter.pow(2).sum() for parameter in model.parameters())
+
+
 @every_word
 def test_a_functional_call_is_computed_again_with_its_own_tensors(word: str, tmp_path: Path) -> None:
     assert_same(through_tiered(tmp_path, Net, meta_steps, "step", word), in_memory(Net, meta_steps))

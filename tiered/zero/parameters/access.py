@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["check_access"]
 
 _NOT_NOW = (
-    "expected inside a forward or backward of the model: use `with tiered.unsharded(module):` between steps, "
-    "or model.state_dict() for a copy of everything"
+    "expected inside a forward or backward of the model, or between the two, as for a term of the loss: use "
+    "`with tiered.unsharded(module):` between steps, or model.state_dict() for a copy of everything"
 )
 
 
