@@ -278,6 +278,30 @@ def test_a_term_of_the_weights_before_the_forward_is_refused_and_told_where_it_b
             sum(parameter.pow(2).sum() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_an_encoder_is_evaluated_to_the_bits_without_the_fast_path(is_padded: bool, tmp_path: Path) -> None:
+    """torch takes that path for plain parameters only."""
+
+    def build() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True)
+        return nn.Sequential(nn.TransformerEncoder(layer, 2), nn.MultiheadAttention(WIDTH, 2, batch_first=True))
+
+    def program(model: Any, optimizer: torch.optim.Optimizer, seen: list[Any]) -> None:
+        model.eval()
+        x = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+        padding = torch.arange(5) >= torch.tensor([[5], [3], [4], [5]]) if is_padded else None
+        with torch.no_grad():
+            y = model[0](x, src_key_padding_mask=padding)
+            seen += [y, model[1](y, y, y, key_padding_mask=padding)[0]]
+
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        expected = in_memory(build, program)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert_same(through_tiered(tmp_path, build, program), expected)
+
+
 @every_word
 def test_a_functional_call_is_computed_again_with_its_own_tensors(word: str, tmp_path: Path) -> None:
     assert_same(through_tiered(tmp_path, Net, meta_steps, "step", word), in_memory(Net, meta_steps))
