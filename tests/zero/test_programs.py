@@ -302,6 +302,65 @@ def test_an_encoder_is_evaluated_to_the_bits_without_the_fast_path(is_padded: bo
     assert_same(through_tiered(tmp_path, build, program), expected)
 
 
+class Attending(nn.Module):
+    """nn.MultiheadAttention asks whether query, key and value are one tensor, and goes another way where they are."""
+
+    def __init__(self, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(WIDTH, 2, batch_first=True) for _ in range(2))
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(3, -1, WIDTH)
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, x, x, use_reentrant=False) if self.is_checkpointed else layer(x, x, x))[0]
+        return x.float().square().mean()
+
+
+@every_update
+@pytest.mark.parametrize("word", [*WORDS, "auto"])
+@pytest.mark.parametrize("is_cast", [False, True])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.usefixtures("swap_all")
+def test_arguments_that_are_one_tensor_are_one_where_they_are_computed_again(
+    is_checkpointed: bool, is_cast: bool, word: str, update: str, tmp_path: Path
+) -> None:
+    def program(model: nn.Module, optimizer: torch.optim.Optimizer, seen: list[Any]) -> None:
+        for number in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                loss = model(batch(number, num_rows=6))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach().clone())
+
+    def build() -> nn.Module:
+        return Attending(is_checkpointed)
+
+    assert_same(through_tiered(tmp_path, build, program, update, word), in_memory(build, program))
+
+
+def test_a_checkpoint_of_a_plain_model_keeps_its_arguments_in_their_order(tmp_path: Path) -> None:
+    """Also beside a sharded model, which has it keep none of them twice."""
+
+    def gradients() -> list[Any]:
+        first, second = batch(0), batch(1)
+        given: list[Any] = []
+
+        def product(a: Tensor, power: int, b: Tensor, c: Tensor, *, bias: Tensor) -> Tensor:
+            given.append((a is c, a is b, power, bias is second))
+            return (a**power * b.sin() + c * bias).cos()
+
+        checkpoint(product, first, 3, second, first, use_reentrant=False, bias=second).sum().backward()
+        assert given == [(True, False, 3, True)] * 2
+        return [first.grad, second.grad]
+
+    expected = gradients()
+    with debug_store(tmp_path, durable=False) as store:
+        tiered.shard(Net(), store)
+        assert_same(gradients(), expected)
+
+
 @every_word
 def test_a_functional_call_is_computed_again_with_its_own_tensors(word: str, tmp_path: Path) -> None:
     assert_same(through_tiered(tmp_path, Net, meta_steps, "step", word), in_memory(Net, meta_steps))

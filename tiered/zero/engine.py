@@ -21,6 +21,7 @@ from tiered.tiers.placement import choose_held
 from tiered.tiers.schedule import NextUsePolicy, Schedule
 from tiered.tiers.trace import Trace
 from tiered.zero.activations.activations import Activations
+from tiered.zero.activations.repeated_inputs import keep_repeated_inputs
 from tiered.zero.budget import smallest_budget
 from tiered.zero.forks import forget_in_children
 from tiered.zero.gradients.backward import Backward, in_graph_task
@@ -99,6 +100,7 @@ class Engine:
         self._expect([*order, *reversed(order)], window_bytes)
         forget_in_children(self)
         guard_functorch()
+        keep_repeated_inputs()
 
     def __repr__(self) -> str:
         return f"Engine({len(self.units)} units, {self.residency!r}, depth {len(self.calls)})"
