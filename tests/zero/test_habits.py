@@ -259,6 +259,13 @@ def test_unsharded_reads_and_writes(tmp_path: Path) -> None:
     assert_same(ours, train(model, CASES["gpt"].batch, CASES["gpt"].loss, Recipe(num_steps=2)))
 
 
+def test_unsharded_and_accumulate_take_a_model_with_modules_that_were_added(tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(nn.Sequential(nn.Linear(4, 4)), store).append(nn.Linear(4, 4))
+        with tiered.unsharded(model), tiered.accumulate(model):
+            assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 def test_parameters_keep_identity_and_metadata(tmp_path: Path) -> None:
     torch.manual_seed(SEED)
     plain = CASES["odd_sizes"].build()

@@ -73,13 +73,13 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 
 
 def _units_of(module: nn.Module) -> list[Unit]:
-    units: dict[Unit, None] = {}
-    for parameter in module.parameters():
-        if not isinstance(parameter, TieredParameter) or not isinstance(parameter.segment.unit.engine, Engine):
-            raise UsageError(f"{type(module).__name__} is not sharded; expected a model that tiered.shard returned")
-        units[parameter.segment.unit] = None
-    if not units:
+    """Return the units of the parameters in ``module``; those that were added after ``shard`` are ordinary anyway."""
+    parameters = list(module.parameters())
+    units = dict.fromkeys(p.segment.unit for p in parameters if isinstance(p, TieredParameter))
+    if not parameters:
         raise UsageError(f"{type(module).__name__} has no parameters; expected a sharded module")
+    if not units or not all(isinstance(unit.engine, Engine) for unit in units):
+        raise UsageError(f"{type(module).__name__} is not sharded; expected a model that tiered.shard returned")
     return list(units)
 
 
