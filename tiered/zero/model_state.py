@@ -7,7 +7,7 @@ with, and the random number generators.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,44 +25,103 @@ from tiered.zero.parameters.unit import Unit
 if TYPE_CHECKING:
     from tiered.zero.engine import Engine
 
-__all__ = ["ModelState", "RandomState", "hook_state_dicts", "refuse_missing"]
+__all__ = ["ModelState", "RandomState", "check_added", "hook_state_dicts", "refuse_missing"]
+
+MAX_ADDED_NBYTES = 64 << 20
+"""What parameters added after ``shard`` may take: they are part of each commit's text, 4/3 of them, and of memory."""
 
 
 class ModelState:
-    """The model's buffers, by name, and the description of its units."""
+    """The description of a model's units, and what of it lies in ordinary memory, by name.
+
+    That is the buffers, by the names they had at ``shard``, and what was added to the model since, such as adapters:
+    parameters that are not sharded, and their buffers.
+    """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self._model = model
         self._description = {unit.name: [segment.descriptor() for segment in unit.segments] for unit in units}
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        for full, _ in model.named_buffers():
+            prefix, _, name = full.rpartition(".")
+            self._places[full] = (model.get_submodule(prefix), name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the description and copies of all buffers, persistent or not."""
-        buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
-        return {"units": self._description, "buffers": buffers}
+        """Return the description and copies of what is in ordinary memory, buffers persistent or not.
+
+        Raises CapacityError for more added parameters than a commit carries.
+        """
+        added = self._added()
+        check_added(tensor for tensor in added.values() if isinstance(tensor, nn.Parameter))
+        return {"units": self._description, "buffers": _copies(self._buffers()), "added": _copies(added)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy the buffers back; raises UsageError with the differences when the state is another model's."""
-        self.compare(state)
+        """Copy the values back; raises UsageError with the differences when the state is another model's."""
+        self.compare(state, with_added=True)
         with torch.no_grad():
-            for name, buffer in self._model.named_buffers():
-                buffer.copy_(state["buffers"][name])
+            for name, tensor in self._buffers().items():
+                tensor.copy_(state["buffers"][name])
+            for name, tensor in self._added().items():
+                tensor.copy_(state["added"][name])
 
-    def compare(self, state: Any) -> None:
-        """Raise UsageError with the differences between the committed model ``state`` and this one."""
+    def compare(self, state: Any, *, with_added: bool = False) -> None:
+        """Raise UsageError with the differences between the committed model ``state`` and this one.
+
+        ``with_added``: everything that is added to the model is there by now, and counts.
+        """
         differences = list(_differences(state["units"], self._description))
-        mine = {name: tuple(buffer.shape) for name, buffer in self._model.named_buffers()}
-        theirs = {name: tuple(buffer.shape) for name, buffer in state["buffers"].items()}
-        differences += [
-            f"buffer {name}: the store has {theirs.get(name, 'none')}, this model {mine.get(name, 'none')}"
-            for name in sorted({*mine, *theirs})
-            if mine.get(name) != theirs.get(name)
-        ]
+        differences += _different_tensors("buffer", _shapes(state["buffers"]), _shapes(self._buffers()))
+        if with_added:
+            theirs, mine = _shapes_and_dtypes(state.get("added", {})), _shapes_and_dtypes(self._added())
+            differences += _different_tensors("added after tiered.shard:", theirs, mine)
         if differences:
             more = f"; and {len(differences) - 6} more" if len(differences) > 6 else ""
             raise UsageError(
                 f"the store holds another model: {'; '.join(differences[:6])}{more}; expected the same model, the same"
                 " unit= and param_dtype=, or another directory"
             )
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        found = {name: module._buffers.get(attribute) for name, (module, attribute) in self._places.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
+
+    def _added(self) -> dict[str, torch.Tensor]:
+        known = {id(buffer) for buffer in self._buffers().values()}
+        added: dict[str, torch.Tensor] = {
+            name: parameter
+            for name, parameter in self._model.named_parameters()
+            if not isinstance(parameter, TieredParameter)
+        }
+        return added | {name: buffer for name, buffer in self._model.named_buffers() if id(buffer) not in known}
+
+
+def check_added(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise CapacityError for more parameters beside the sharded ones than should ride along with each commit."""
+    nbytes = sum(parameter.nbytes for parameter in parameters)
+    if nbytes > MAX_ADDED_NBYTES:
+        raise CapacityError(
+            f"parameters that are not sharded take {format_bytes(nbytes)} of each commit; expected at most"
+            f" {format_bytes(MAX_ADDED_NBYTES)}: add them to the model before tiered.shard, which moves them into the"
+            " store, or train with durable=False"
+        )
+
+
+def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: str(tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _shapes_and_dtypes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
+
+
+def _different_tensors(what: str, theirs: Mapping[str, str], mine: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted({*mine, *theirs}):
+        if mine.get(name) != theirs.get(name):
+            yield f"{what} {name}: the store has {theirs.get(name, 'none')}, this model {mine.get(name, 'none')}"
 
 
 def refuse_missing(store: Store, keys: Iterable[str]) -> None:

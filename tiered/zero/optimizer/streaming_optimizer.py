@@ -19,6 +19,7 @@ from tiered.store.store import Store
 from tiered.zero.budget import bucket_numel_for, tile_numel_for
 from tiered.zero.engine import Engine
 from tiered.zero.formats.layout import FORMATS, Layouts
+from tiered.zero.model_state import check_added
 from tiered.zero.optimizer.committed_optimizer import bucket_numel_of, compare, groups_of, steps_of
 from tiered.zero.optimizer.loaded_state import StateDictReader
 from tiered.zero.optimizer.optimizer_state import OptimizerState, StateUnit
@@ -135,6 +136,8 @@ class StreamingOptimizer(Optimizer):
             raise UsageError(
                 'update="backward" on plain parameters; expected sharded ones: call tiered.shard, or update="step"'
             )
+        if plain and self._engines and self._store.durable:
+            check_added(plain)
         if plain:
             self._plain = PlainUnit([(named.get(id(p), f"plain.{i}"), p) for i, p in enumerate(plain)])
             self._segments |= {segment.parameter: segment for segment in self._plain.segments}
