@@ -30,10 +30,10 @@ from tiered.zero.guard import obey
 from tiered.zero.microbatching.lanes import Lanes
 from tiered.zero.microbatching.streams import Foresight
 from tiered.zero.optimizer.update_worker import UpdateWorker
-from tiered.zero.parameters.access import check_access
+from tiered.zero.parameters.access import check_access, check_forward
 from tiered.zero.parameters.calls import Calls
 from tiered.zero.parameters.functorch import guard_functorch
-from tiered.zero.parameters.outputs import any_requires_grad, any_was_computed, own
+from tiered.zero.parameters.outputs import any_requires_grad, own
 from tiered.zero.parameters.parameter import is_write
 from tiered.zero.parameters.residency import Residency
 
@@ -86,7 +86,7 @@ class Engine:
         self.residency = Residency(self.working_set, self.units[0], self.worker)
         self.residency.distance = lambda key: self.schedule.trace.distance(key)
         self.backward = Backward(self)
-        self._model = weakref.ref(model)
+        self.model = weakref.ref(model)
         self.pid = os.getpid()
         self.calls = Calls(self)
         self.lanes: Lanes | None = None  # the micro-batches that take turns in a forward or backward now
@@ -174,6 +174,7 @@ class Engine:
     def check_between_steps(self, what: str) -> None:
         """Raise UsageError unless no forward, backward or step is under way; updates may be pending."""
         self.leave_abandoned()
+        self.leave_methods()
         self.backward.settle()
         self.check_usable(what)
         if self.calls or in_graph_task():
@@ -192,43 +193,43 @@ class Engine:
 
     def enter(self, module: nn.Module, unit: Unit | None) -> None:
         """A module call begins."""
-        if self.calls and module is self._model():
-            self.leave_abandoned(module)
         call = self.calls.begin(module, unit)
         if len(self.calls) == 1:
-            self._enter_outermost(type(module).__name__)
+            self.enter_outermost(module)
         self.calls.enter_pair(call)
         if unit is not None:
             unit.show()
 
-    def exit(self, module: nn.Module, output: Any, *, is_method: bool = False) -> Any:
-        """A module call ends, also by an exception; return the output with nothing of it in a unit's buffer.
-
-        ``is_method``: it was one of a method of the user's that is no forward.
-        """
+    def exit(self, module: nn.Module, output: Any) -> Any:
+        """A module call ends, also by an exception; return the output with nothing of it in a unit's buffer."""
         for call in self.calls.end(module):
-            self._leave(call.unit)
-        if self.calls or in_graph_task():
+            self.leave(call.unit)
+        if self.calls.are_in_forward or in_graph_task():
             return output
-        if torch.is_grad_enabled() and (any_was_computed if is_method else any_requires_grad)(output):
-            self.is_between = True
-            self.activations.end_forward()
+        if torch.is_grad_enabled() and any_requires_grad(output):
+            self.forward_ended()
         return own(output, self.residency.address_of)
+
+    def forward_ended(self) -> None:
+        """An outermost forward with gradients has ended."""
+        self.is_between = True
+        self.activations.end_forward(may_go_on=bool(self.calls.stack.methods))
+
+    def leave_methods(self) -> None:
+        """What belongs between steps comes: methods that are calls, with no forward inside, are none any more."""
+        for call in self.calls.leave_methods():
+            self.leave(call.unit)
 
     def leave_abandoned(self, beginning: nn.Module | None = None) -> None:
         """Leave calls that an interrupt has ended and no hook has seen; ``beginning`` is whose call begins now."""
         if not in_graph_task():
             for call in self.calls.abandoned(beginning):
-                self._leave(call.unit)
+                self.leave(call.unit)
 
-    def _enter_outermost(self, name: str) -> None:
-        if os.getpid() != self.pid:
-            raise UsageError(f"forward of {name} in a forked process; expected in the one that opened the store")
-        if torch._C._get_tracing_state() is not None:
-            raise UsageError(
-                f"torch.jit.trace of {name}, which is sharded: the trace would keep its parameters; expected a model"
-                " built afresh with model.state_dict() loaded"
-            )
+    def enter_outermost(self, module: nn.Module) -> None:
+        """The outermost call begins, of ``module``."""
+        name = type(module).__name__
+        check_forward(self, name)
         if in_graph_task():
             self.backward.seen()
             return
@@ -238,14 +239,15 @@ class Engine:
             self.abandon("a forward after a backward that had updated parameters, without optimizer.step()")
             self.check_usable(f"forward of {name}")
         is_under_way = self.lanes is not None and self.lanes.are_under_way
-        is_first = not (self.is_between or self.has_gradients() or is_under_way)
+        is_first = not (self.is_between or self.has_gradients() or is_under_way or self.calls.goes_on_with(module))
         self.activations.begin_forward(is_first=is_first)
         if is_first:
             self.forget_touches()
             self.schedule.trace.rewind()
             self.schedule.advance()
 
-    def _leave(self, unit: Unit | None) -> None:
+    def leave(self, unit: Unit | None) -> None:
+        """A call of the module of ``unit``, if it is one's, is over: park it unless it is used on."""
         if unit is None or unit in self.calls.units() or unit in self.residency.shielded or self.abandoned:
             return
         if self.lanes is not None:
@@ -312,6 +314,7 @@ class Engine:
         """The optimizer's step: hand over what has a gradient, or, under update="backward", conclude; no waiting."""
         assert self.updater is not None
         self.leave_abandoned()
+        self.leave_methods()
         self.backward.settle()
         self.check_usable("optimizer.step()")
         if self.calls or in_graph_task():

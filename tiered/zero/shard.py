@@ -28,7 +28,7 @@ from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
 from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, refuse_missing
 from tiered.zero.optimizer.masters import master_key, master_offsets, masters_nbytes
-from tiered.zero.parameters.calls import CALLERS
+from tiered.zero.parameters.methods import running
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.placeholder import placeholder
 from tiered.zero.parameters.unit import Segment, Unit
@@ -281,6 +281,8 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
 
 
 def _enter(engine: Engine, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any) -> None:
+    if engine.calls and module is engine.model():
+        engine.leave_abandoned(module)
     engine.enter(module, unit)
 
 
@@ -289,7 +291,7 @@ def _exit(engine: Engine, module: nn.Module, args: Any, kwargs: Any, output: Any
 
 
 def _wrap_methods(module: nn.Module, engine: Engine, unit: Unit | None) -> None:
-    """Let the methods that the user's class defines beside ``forward`` use parameters as a forward may."""
+    """Let the methods that the user's class defines beside ``forward`` touch parameters as a forward may."""
     for cls in type(module).__mro__:
         if cls.__module__.split(".")[0] == "torch" or not issubclass(cls, nn.Module):
             continue
@@ -304,13 +306,7 @@ def _wrap_methods(module: nn.Module, engine: Engine, unit: Unit | None) -> None:
 def _wrap(method: Callable[..., Any], module: nn.Module, engine: Engine, unit: Unit | None) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        output = None
-        engine.enter(module, unit)
-        try:
-            output = method(*args, **kwargs)
-        finally:
-            output = engine.exit(module, output, is_method=True)
-        return output
+        with running(engine, module, unit) as hand_out:
+            return hand_out(method(*args, **kwargs))
 
-    CALLERS[call.__code__] = "module"  # type: ignore[attr-defined]  # wraps() keeps the function a function
     return call

@@ -132,6 +132,7 @@ class Activations:
         self._ended: collections.deque[tuple[int, int]] = collections.deque()
         self._saved: collections.Counter[Unit] = collections.Counter()  # bytes, in the forward that is measured
         self._flop: collections.defaultdict[Unit, float] = collections.defaultdict(float)
+        self._has_measured = False
         self._has_warned = False
 
     # -- forwards ------------------------------------------------------------------------------------------------
@@ -191,9 +192,18 @@ class Activations:
         else:
             self.swapped.sweep()
 
-    def end_forward(self) -> None:
-        """An outermost forward with gradients has ended: the first one decides what "auto" means."""
-        if self.planned is not None or self.room_bytes is None:
+    def end_forward(self, *, may_go_on: bool) -> None:
+        """An outermost forward with gradients has ended: the first one decides what "auto" means.
+
+        ``may_go_on``: it is one of several in a method, which decide together, when that ends or their backward does.
+        """
+        self._has_measured = True
+        if not may_go_on:
+            self.decide()
+
+    def decide(self) -> None:
+        """Decide what "auto" means, once a forward was measured. Idempotent."""
+        if not self._has_measured or self.planned is not None or self.room_bytes is None:
             return
         units = [unit for unit in self._engine.units if self.words.get(unit) == "auto"]
         root = self._engine.units[0]

@@ -207,8 +207,10 @@ class Backward:
         engine = self._engine
         self._tasks.clear()
         self._is_running = False
-        if engine.calls or not self._clear_accumulated():
+        if engine.calls.are_in_forward or not self._clear_accumulated():
             return  # autograd.grad: nothing was accumulated
+        engine.leave_methods()
+        engine.activations.decide()
         engine.is_between = False
         if self._has_graphs:
             self._refuse_graphs()

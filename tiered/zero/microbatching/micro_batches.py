@@ -195,6 +195,7 @@ def _check(engine: Engine) -> None:
     """Raise UsageError or StepAbandonedError where no forward of several micro-batches can begin."""
     check_no_transform("tiered.micro_batches")
     engine.leave_abandoned()
+    engine.leave_methods()
     if engine.lanes is not None or engine.calls or in_graph_task():
         raise UsageError("tiered.micro_batches inside a forward or backward of the model; expected outside")
     engine.backward.settle()

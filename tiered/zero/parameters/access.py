@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from tiered.errors import UsageError
 from tiered.zero.frames import num_on_stack
 from tiered.zero.gradients.backward import in_graph_task
+from tiered.zero.parameters.methods import touched_by_method
 
 if TYPE_CHECKING:
     from tiered.zero.engine import Engine
     from tiered.zero.parameters.unit import Segment
 
-__all__ = ["check_access"]
+__all__ = ["check_access", "check_forward"]
 
 _NOT_NOW = (
     "expected inside a forward or backward of the model, or between the two, as for a term of the loss: use "
@@ -49,8 +51,21 @@ def check_access(engine: Engine, segment: Segment, name: str, *, is_write: bool)
         raise UsageError(f'{what} after its unit was updated in this backward; expected before: use update="step"')
     if engine.backward.has_updated:
         raise UsageError(f"{what} between backward and optimizer.step(); {_NOT_NOW}")
+    if engine.calls.stack.methods and not in_task:
+        touched_by_method(engine)
     if not (engine.calls or in_task or engine.is_between):
         raise UsageError(f"{what} outside a forward or backward; {_hint(name)}{_NOT_NOW}")
+
+
+def check_forward(engine: Engine, name: str) -> None:
+    """Raise UsageError where no forward of the module ``name`` can run."""
+    if os.getpid() != engine.pid:
+        raise UsageError(f"forward of {name} in a forked process; expected in the one that opened the store")
+    if torch._C._get_tracing_state() is not None:
+        raise UsageError(
+            f"torch.jit.trace of {name}, which is sharded: the trace would keep its parameters; expected a model"
+            " built afresh with model.state_dict() loaded"
+        )
 
 
 def _end_interrupted(engine: Engine) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,30 +20,49 @@ if TYPE_CHECKING:
     from tiered.zero.engine import Engine
     from tiered.zero.parameters.unit import Segment, Unit
 
-__all__ = ["CALLERS", "Call", "CallStack", "Calls"]
-
-CALLERS: dict[CodeType, str] = {nn.Module._call_impl.__code__: "self"}
-"""The functions whose frames are module calls, to the name of the module in them."""
+__all__ = ["Call", "CallStack", "Calls", "Method"]
 
 
 class Call:
     """One module call: its module, the module's unit if it is one, and the pair that was entered for it."""
 
-    __slots__ = ("module", "pair", "unit")
+    __slots__ = ("is_method", "module", "pair", "unit")
 
-    def __init__(self, module: nn.Module, unit: Unit | None) -> None:
+    def __init__(self, module: nn.Module, unit: Unit | None, *, is_method: bool = False) -> None:
         self.module = module
         self.unit = unit
+        self.is_method = is_method
         self.pair: SavedPair | None = None
 
 
-class CallStack:
-    """The calls of one thread, the outermost first, and how many of them have entered a pair."""
+class Method:
+    """A method of the user's that runs outside any forward: what it calls is what it would be without the method.
 
-    __slots__ = ("calls", "num_pairs", "thread")
+    It becomes a call, ``call``, with the first parameter that it touches itself, until it ends or something comes that
+    belongs between steps. Its pair of hooks is in force all the while: such pairs nest as blocks do.
+    """
+
+    __slots__ = ("call", "has_called", "module", "pair", "unit")
+
+    def __init__(self, module: nn.Module, unit: Unit | None, pair: SavedPair | None) -> None:
+        self.module = module
+        self.unit = unit
+        self.pair = pair
+        self.has_called = False  # a module, without gradients
+        self.call: Call | None = None
+
+
+class CallStack:
+    """The calls and methods of one thread, the outermost first, and how many of them have entered a pair.
+
+    Invariant: the calls that methods have become are the outermost ones.
+    """
+
+    __slots__ = ("calls", "methods", "num_pairs", "thread")
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.methods: list[Method] = []
         self.num_pairs = 0
         self.thread = 0  # of the outermost call
 
@@ -52,9 +70,9 @@ class CallStack:
 class Calls:
     """The stack of calls, the outermost first: ``stack``; micro-batches that take turns have their own (``others``).
 
-    Invariant: one pair of hooks is entered by the outermost call with gradients, and one by each call and operation
-    that finds a pair of the caller's own above it. (Only the innermost pair is ever used: one per unit would switch
-    non-reentrant checkpointing off.)
+    Invariant: one pair of hooks is entered by the outermost call or method with gradients, and one by each call and
+    operation that finds a pair of the caller's own above it. (Only the innermost pair is ever used: one per unit would
+    switch non-reentrant checkpointing off.)
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -64,6 +82,12 @@ class Calls:
 
     def __len__(self) -> int:
         return len(self.stack.calls)
+
+    @property
+    def are_in_forward(self) -> bool:
+        """Whether a module is being called, and not only methods."""
+        calls = self.stack.calls
+        return bool(calls) and not calls[-1].is_method
 
     def units(self) -> set[Unit | None]:
         """Return the units whose modules are being called, also by micro-batches that wait for their turn."""
@@ -84,9 +108,9 @@ class Calls:
         """Return the unit that is being called, if one is."""
         return next((call.unit for call in reversed(self.stack.calls) if call.unit is not None), None)
 
-    def begin(self, module: nn.Module, unit: Unit | None) -> Call:
+    def begin(self, module: nn.Module, unit: Unit | None, *, is_method: bool = False) -> Call:
         """A call begins."""
-        call = Call(module, unit)
+        call = Call(module, unit, is_method=is_method)
         if not self.stack.calls:
             self.stack.thread = threading.get_ident()
         self.stack.calls.append(call)
@@ -103,34 +127,77 @@ class Calls:
     def end(self, module: nn.Module) -> Iterator[Call]:
         """Yield the calls that end with that of ``module``, innermost first: those inside it were left by an error."""
         while self.stack.calls:
-            call = self.stack.calls.pop()
-            if call.pair is not None:
-                call.pair.exit()
-                self.stack.num_pairs -= 1
+            call = self._pop()
             yield call
             if call.module is module:
                 break
 
+    def _pop(self) -> Call:
+        call = self.stack.calls.pop()
+        if call.pair is not None:
+            call.pair.exit()
+            self.stack.num_pairs -= 1
+        return call
+
+    def begin_method(self, module: nn.Module, unit: Unit | None) -> Method:
+        """A method begins outside any forward."""
+        pair = self._pair() if self._needs_pair() else None
+        if pair is not None:
+            pair.enter()
+            self.stack.num_pairs += 1
+        method = Method(module, unit, pair)
+        self.stack.methods.append(method)
+        return method
+
+    def end_method(self, method: Method) -> list[Call]:
+        """Return the calls that end with ``method``: its own, and those inside it that were left by an error."""
+        ended = []
+        while method.call in self.stack.calls:
+            ended.append(self._pop())
+        self.stack.methods.remove(method)
+        if method.pair is not None:
+            method.pair.exit()
+            self.stack.num_pairs -= 1
+        return ended
+
+    def goes_on_with(self, module: nn.Module) -> bool:
+        """Return whether the forward of ``module`` goes on with what a method began without gradients."""
+        if not self.stack.methods or torch.is_grad_enabled():
+            return False
+        outermost = self.stack.methods[0]
+        has_begun, outermost.has_called = outermost.has_called, True
+        return has_begun and module is not outermost.module
+
+    def touching_method(self) -> Method | None:
+        """Return the innermost method if what is touched now is touched by it, and it is no call yet."""
+        methods = self.stack.methods
+        if not methods or self.are_in_forward or methods[-1].call in self.stack.calls:
+            return None
+        return methods[-1]
+
+    def leave_methods(self) -> Iterator[Call]:
+        """End and yield the calls that methods have become, if there are no others."""
+        while self.stack.calls and self.stack.calls[-1].is_method:
+            yield self._pop()
+
     def abandoned(self, beginning: nn.Module | None = None) -> Iterator[Call]:
         """End and yield the calls that are over without having ended, innermost first.
 
-        torch runs no hook for an exception that is no Exception, such as Ctrl-C. Whether the outermost call is still
-        under way the thread's frames tell; the innermost one of ``beginning`` is that of a call that begins now.
+        torch runs no hook for an exception that is no Exception, such as Ctrl-C. Whether the outermost call (but for
+        methods, which always end) is still under way the thread's frames tell; the innermost one of ``beginning`` is
+        that of a call that begins now.
         """
         stack = self.stack
-        if not stack.calls or stack.thread != threading.get_ident():
+        if not self.are_in_forward or stack.thread != threading.get_ident():
             return
-        outermost = stack.calls[0].module
+        outermost = next(call.module for call in stack.calls if not call.is_method)
         if _num_under_way(outermost) == (outermost is beginning):
             yield from self.end(outermost)
 
     def clear(self) -> None:
-        """Leave all calls: an interrupt left them that no hook saw."""
+        """Leave all calls: an interrupt left them that no hook saw, or methods go on without them."""
         while self.stack.calls:
-            pair = self.stack.calls.pop().pair
-            if pair is not None:
-                pair.exit()
-        self.stack.num_pairs = 0
+            self._pop()
 
     def forget(self) -> None:
         """In a forked child: the calls are the parent's."""
@@ -149,4 +216,5 @@ class Calls:
 
 def _num_under_way(module: nn.Module) -> int:
     """Return how many calls of ``module`` this thread is inside of."""
-    return sum(frame.f_code in CALLERS and frame.f_locals.get(CALLERS[frame.f_code]) is module for frame in stack())
+    code = nn.Module._call_impl.__code__
+    return sum(frame.f_code is code and frame.f_locals.get("self") is module for frame in stack())

@@ -1,0 +1,68 @@
+"""Methods of a sharded model beside ``forward``: what they do is what it would be without them.
+
+But they may touch parameters as a forward may: with the first one that a method touches itself it becomes a call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tiered.zero.gradients.backward import in_graph_task
+from tiered.zero.parameters.outputs import any_was_computed, own
+
+if TYPE_CHECKING:
+    from tiered.zero.engine import Engine
+    from tiered.zero.parameters.calls import Method
+    from tiered.zero.parameters.unit import Unit
+
+__all__ = ["running", "touched_by_method"]
+
+
+@contextmanager
+def running(engine: Engine, module: nn.Module, unit: Unit | None) -> Iterator[Callable[[Any], Any]]:
+    """A method of ``module`` runs; what it returns goes through the function that this gives.
+
+    In a forward or backward it is a call from its beginning.
+    """
+    calls = engine.calls
+    if calls and module is engine.model():
+        engine.leave_abandoned()
+    if calls.are_in_forward or in_graph_task():
+        engine.enter(module, unit)
+        try:
+            yield lambda output: output
+        finally:
+            for call in calls.end(module):
+                engine.leave(call.unit)
+        return
+    method = calls.begin_method(module, unit)
+    try:
+        yield functools.partial(_hand_out, engine, method)
+    finally:
+        for call in calls.end_method(method):
+            engine.leave(call.unit)
+        if not calls.stack.methods:
+            engine.activations.decide()
+
+
+def touched_by_method(engine: Engine) -> None:
+    """A parameter is about to be touched outside a forward or backward: a method that does that becomes a call."""
+    calls = engine.calls
+    method = calls.touching_method()
+    if method is not None:
+        method.call = calls.begin(method.module, method.unit, is_method=True)
+        if len(calls) == 1:
+            engine.enter_outermost(method.module)
+
+
+def _hand_out(engine: Engine, method: Method, output: Any) -> Any:
+    """Return the ``output`` of ``method`` with nothing of it in a unit's buffer."""
+    if method.call in engine.calls.stack.calls and torch.is_grad_enabled() and any_was_computed(output):
+        engine.forward_ended()
+    return own(output, engine.residency.address_of)
