@@ -596,19 +596,3 @@ def test_a_state_dict_that_failed_in_a_hook_is_over(tmp_path: Path) -> None:
         model.state_dict()
         with pytest.raises(UsageError, match="outside a forward"):
             model.head.weight.sum()
-
-
-@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
-def test_a_module_that_replaces_its_parameters_is_built_outside_construct(
-    norm: Callable[[nn.Module], nn.Module], tmp_path: Path
-) -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(norm(nn.Linear(WIDTH, WIDTH)), Mean())
-
-    with (
-        debug_store(tmp_path / "constructed", durable=False) as store,
-        pytest.raises(UsageError, match=r"built outside `with tiered\.construct"),
-        tiered.construct(store),
-    ):
-        build()
-    assert_same(through_tiered(tmp_path / "later", build, plain_steps), in_memory(build, plain_steps))
