@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
 from collections.abc import Callable
+from multiprocessing import resource_sharer
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
 import torch
 
-from tests.store.rig import stored
+from tests.store.rig import WAIT_S, stored
 from tiered.errors import LeaseError, UsageError
 from tiered.store.store import Store
 from tiered.units import KiB
@@ -190,6 +195,61 @@ def test_a_write_that_nobody_can_take_back_is_said_to_stay(two_tiers: Store) -> 
     with pytest.raises(UsageError, match="has the new bytes"), two_tiers.lease("a") as view:
         torch.vmap(lambda x: x.relu_())(view)
     assert torch.equal(two_tiers["a"], torch.zeros(2000))
+
+
+def test_keys_are_copied_from_a_view_for_reading(store: Store) -> None:
+    value = torch.arange(2000.0)
+    store["a"] = value
+    with store.lease("a") as view:
+        store["b"] = view
+        store["c"] = view[100:200]
+        store["inline"] = view[3]
+        store.put_many({f"k{i}": view.view(2, 1000)[i % 2] for i in range(20)})
+        store["a"] = view
+    with pytest.raises(UsageError, match="put of 'd': the lease of the given view has ended"):
+        store["d"] = view
+    expected = {"a": value, "b": value, "c": value[100:200], "inline": value[3], "k7": value[1000:]}
+    assert all(type(store[name]) is torch.Tensor and torch.equal(store[name], expected[name]) for name in expected)
+
+
+def test_copies_of_a_view_for_reading_are_ordinary_tensors(two_tiers: Store) -> None:
+    value, file = torch.arange(2000.0), io.BytesIO()
+    two_tiers["a"] = value
+    with two_tiers.lease("a") as view:
+        copies = [copy.deepcopy({"a": view})["a"], pickle.loads(pickle.dumps(view))]
+        copies.append(ForkingPickler.loads(ForkingPickler.dumps(view)))
+        torch.save(view, file)
+        assert f"{view[3]:.2f} {view[3]}" == "3.00 3.0"
+    resource_sharer.stop(WAIT_S)
+    file.seek(0)
+    copies.append(torch.load(file, weights_only=True))
+    for found in copies:
+        assert type(found) is torch.Tensor
+        assert torch.equal(found, value)
+        found.zero_()
+    assert torch.equal(two_tiers["a"], value)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by which torch makes jacrev
+def test_a_view_for_reading_may_be_closed_over_in_torch_func(two_tiers: Store) -> None:
+    two_tiers["a"] = torch.arange(2000.0)
+    ones = torch.ones(2000)
+    with two_tiers.lease("a") as view:
+
+        def total(x: torch.Tensor) -> torch.Tensor:
+            return (x * view).sum() + (x[:3] * view[:3].view(3)).sum()
+
+        found = [torch.func.grad(total)(ones), torch.func.jacrev(total)(ones)]
+        found += torch.func.vjp(total, ones)[1](ones[0])
+        found.append(torch.func.jvp(total, (ones,), (ones,))[1] + torch.zeros(2000))
+        many = torch.vmap(lambda x: x * view)(torch.ones(2, 2000))
+        own = torch.func.grad(lambda x: (x * x).sum())(view)
+        del total
+    gradient = torch.arange(2000.0)
+    assert torch.equal(own, 2 * gradient) and torch.equal(many[1], gradient)
+    gradient[:3] *= 2
+    assert all(torch.equal(each, gradient) for each in found[:3])
+    assert torch.equal(found[3], gradient.sum() + torch.zeros(2000))
 
 
 def test_a_view_for_reading_can_be_used_like_any_tensor(two_tiers: Store) -> None:

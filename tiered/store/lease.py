@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from tiered.bytes.arena import Buffer
 from tiered.errors import LeaseError, UsageError
@@ -19,7 +20,7 @@ from tiered.store.write_targets import flat_values, name_of, write_targets
 if TYPE_CHECKING:
     from tiered.store.working_set import WorkingSet
 
-__all__ = ["EndedView", "Lease", "LeaseBlock", "Mode", "ReadOnlyView", "tensor_over"]
+__all__ = ["EndedView", "Lease", "LeaseBlock", "Mode", "ReadOnlyView", "plain_of", "tensor_over"]
 
 Mode = Literal["r", "w", "rw"]
 
@@ -136,6 +137,12 @@ class LeaseBlock:
         error.add_note(problem)
 
 
+def plain_of(view: torch.Tensor) -> torch.Tensor:
+    """Return an ordinary tensor on the bytes of ``view``, for who only reads."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return view.detach()
+
+
 def _make_read_only(view: torch.Tensor, key: str) -> None:
     # Lifetime: the object changes its class; another object on the same bytes would keep them alive.
     view.__class__ = ReadOnlyView
@@ -197,6 +204,18 @@ class ReadOnlyView(torch.Tensor):
                 return result
             return _guard(result, views)
 
+    def __format__(self, spec: str) -> str:
+        return format(plain_of(self), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return an ordinary tensor of its own."""
+        memo[id(self)] = copied = plain_of(self).clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be pickled as an ordinary tensor: there is no lease where it is loaded."""
+        return plain_of(self).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch has no types for it
+
 
 def _refused(name: str) -> Callable[..., Any]:
     def refuse(view: Any, *args: Any, **kwargs: Any) -> Any:
@@ -227,6 +246,8 @@ def _guard(result: Any, views: list[ReadOnlyView]) -> Any:
     if isinstance(result, ReadOnlyView):
         return result
     if isinstance(result, torch.Tensor):
+        if is_functorch_wrapped_tensor(result):  # it has no bytes to be told by; a write through it shows at the end
+            return result
         for view in views:
             if result.layout is torch.strided and _address(result) == _address(view):
                 _make_read_only(result, view.__dict__.get("tiered_key", ""))

@@ -18,7 +18,7 @@ from tiered.errors import UsageError
 from tiered.store.arrival import Arrival, is_worthwhile
 from tiered.store.entry import INLINE_NBYTES, Residency, Spec, is_kept
 from tiered.store.get_batches import GetBatches
-from tiered.store.lease import ReadOnlyView
+from tiered.store.lease import EndedView, ReadOnlyView, plain_of
 from tiered.store.modes import refuse_modes
 from tiered.store.put_batches import PutBatches, Source
 from tiered.store.row import MAX_NUM_DIMS, Row
@@ -222,6 +222,10 @@ def _plain(key: str, value: torch.Tensor) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"put of {key!r}: expected a torch.Tensor, got {type(value).__name__}")
     refuse_modes("put", key)
+    if isinstance(value, EndedView):
+        raise UsageError(f"put of {key!r}: the lease of the given view has ended; lease it again, or clone() it before")
+    if isinstance(value, ReadOnlyView):
+        value = plain_of(value)
     problem = ""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         problem = f"the subclass {type(value).__name__}; pass value.as_subclass(torch.Tensor) if its bytes are all"
