@@ -65,7 +65,7 @@ class Rig:
 
         def run() -> None:
             with self.worker._condition:
-                self.worker._condition.wait_for(lambda: self.worker._num_waiting > 0 or is_over.is_set(), 30)
+                self.worker._condition.wait_for(lambda: bool(self.worker._waiting) or is_over.is_set(), 30)
             if not is_over.is_set():
                 action()
 

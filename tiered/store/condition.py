@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 __all__ = ["Condition"]
 
@@ -17,8 +18,21 @@ class Condition(threading.Condition):
 
     __slots__ = ("__enter__", "__exit__")
 
+    _waiters: deque[threading.Lock]  # the standard one's
+
     def __init__(self) -> None:
         lock = threading.Lock()
         super().__init__(lock)
         self.__enter__ = lock.__enter__  # type: ignore[method-assign]
         self.__exit__ = lock.__exit__  # type: ignore[method-assign]
+
+    def waiter(self) -> threading.Lock:
+        """Return, with the lock held, a lock that can be acquired from the next ``notify_all`` on.
+
+        To wait for that without the lock: ``wait`` gives the lock back and takes it again in lines of Python, and an
+        exception from a signal handler between them leaves its caller's block to release what it does not hold.
+        """
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        return waiter

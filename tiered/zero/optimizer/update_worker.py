@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tiered.bytes.endings import at_exit
+from tiered.errors import DeviceError
+from tiered.store.condition import Condition
 from tiered.store.recorder import Wait
 from tiered.store.working_set import WorkingSet
 from tiered.zero.parameters.parameter import without_dispatch
@@ -60,7 +62,7 @@ class UpdateWorker:
 
     def forget(self) -> None:
         """Forget everything: also for a forked child, where none of the parent's threads run."""
-        self._condition = threading.Condition(threading.Lock())
+        self._condition = Condition()
         self._queue: OrderedDict[Unit, UnitUpdate] = OrderedDict()
         self._running: UnitUpdate | None = None
         self._conclusion: Callable[[BaseException | None], None] | None = None
@@ -72,7 +74,7 @@ class UpdateWorker:
         self._is_refused = False  # the main thread waits for it and has nothing to give
         self._must_yield = False
         self._is_cancelled = False
-        self._num_waiting = 0  # threads that wait for an update
+        self._waiting: set[int] = set()  # threads that wait for an update
 
     def __repr__(self) -> str:
         return f"UpdateWorker({self._running!r}, {len(self._queue)} queued)"
@@ -99,7 +101,7 @@ class UpdateWorker:
         """
 
         def is_over() -> bool:
-            pending = [*self._queue.values()] + ([self._running] if self._running is not None else [])
+            pending = self._pending()
             return not pending or nbytes + sum(update.nbytes for update in pending) <= limit_bytes
 
         self.wait_for(unit)
@@ -108,14 +110,27 @@ class UpdateWorker:
             self.wait_for_all()
 
     def submit(self, update: UnitUpdate) -> None:
-        """Hand ``update`` over; does not block. Its unit has none pending."""
-        with self._condition:
-            assert update.unit not in self._queue and self._conclusion is None
-            self._queue[update.unit] = update
-            if self._thread is None:
-                # Not a daemon: the interpreter waits for it. It ends when there is nothing left to do.
-                self._thread = self._last_thread = threading.Thread(target=self._run, name="tiered-update")
-                self._thread.start()
+        """Hand ``update`` over; does not block. Its unit has none pending. DeviceError where there can be no thread."""
+        try:
+            with self._condition:
+                assert update.unit not in self._queue and self._conclusion is None
+                if self._thread is None:
+                    self._start_thread(update)  # order: nothing is queued that no thread will take
+                self._queue[update.unit] = update
+        except BaseException:
+            if update not in self._pending():
+                self._drop([update])
+            raise
+
+    def _start_thread(self, update: UnitUpdate) -> None:
+        """Under the lock, which keeps the thread from looking for work before there is some."""
+        thread = threading.Thread(target=self._run, name="tiered-update")  # no daemon: the interpreter waits for it
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads for this process, or the interpreter is ending
+            what = f"no thread for the update of unit {update.unit.name!r}: {error}"
+            raise DeviceError(f"{what}; expected room for one more (ulimit -u), then store.rollback()") from error
+        self._thread = self._last_thread = thread  # order: an interrupt before leaves a thread that ends by itself
 
     def wait_for(self, unit: Unit) -> None:
         """Wait for the update of ``unit``, if one is pending; it goes first. Ends at once after a failure."""
@@ -152,8 +167,7 @@ class UpdateWorker:
     def pending_keys(self) -> Set[str]:
         """Return the keys of the updates that are pending."""
         with self._condition:
-            pending = [*self._queue.values()] + ([self._running] if self._running is not None else [])
-        return {key for update in pending for key in update.keys}
+            return {key for update in self._pending() for key in update.keys}
 
     def when_done(self, conclude: Callable[[BaseException | None], None]) -> bool:
         """Have the worker's thread call ``conclude`` when no update is pending any more, with what one failed of."""
@@ -171,13 +185,13 @@ class UpdateWorker:
         """
         if self._conclusion is not None:
             self.wait_for_all()
-        with self._condition:
-            queued = list(self._queue.values())
-            self._queue.clear()
-            self._is_cancelled = True
-            self._condition.notify_all()
         try:
-            self._drop(queued)
+            self._is_cancelled = True
+            self._notify()
+            while self._queue:
+                with self._condition:
+                    dropped = [self._queue.popitem()[1]] if self._queue else []
+                self._drop(dropped)
             self.failure = None
             self._wait(lambda: self._running is None, "")
             self.wait_for_all()
@@ -199,6 +213,9 @@ class UpdateWorker:
             leftovers, self._leftovers = self._leftovers, []
         return leftovers
 
+    def _pending(self) -> list[UnitUpdate]:
+        return [*self._queue.values()] + ([self._running] if self._running is not None else [])
+
     def _is_running(self, unit: Unit) -> bool:
         running = self._running
         return running is not None and running.unit is unit
@@ -207,32 +224,34 @@ class UpdateWorker:
         with self._condition:
             if is_over():
                 return
-            begun_s = time.monotonic()
-            self._num_waiting += 1
-            self._condition.notify_all()
-            assert self._last_thread is not None
-            try:
-                with self._working_set.waiting_for(self._last_thread):
-                    while not is_over() and self.failure is None:
-                        self._wait_once()
-            finally:
-                self._num_waiting -= 1
-                self._working_set.recorder.waited(reason, subject, begun_s)
+            thread = self._last_thread
+        assert thread is not None
+        me, begun_s = threading.get_ident(), time.monotonic()
+        try:
+            self._waiting.add(me)
+            self._notify()
+            with self._working_set.waiting_for(thread):
+                while self._wait_once(is_over):
+                    pass
+        finally:
+            self._waiting.discard(me)
+            self._working_set.recorder.waited(reason, subject, begun_s)
 
-    def _wait_once(self) -> None:
-        """Wait for a change, under the lock; meanwhile the worker gets what memory there is to give."""
-        need = self._need
-        if need and not self._is_refused:
-            self._condition.release()  # order: giving back takes the store's lock and starts writes
-            try:
-                has_given = self.give(need)
-            finally:
-                self._condition.acquire()
+    def _wait_once(self, is_over: Callable[[], bool]) -> bool:
+        """Wait for a change, while the worker gets what memory there is to give; return whether to wait on."""
+        with self._condition:
+            if is_over() or self.failure is not None:
+                return False
+            need = self._need
+            waiter = None if need and not self._is_refused else self._condition.waiter()
+        if waiter is not None:
+            waiter.acquire(timeout=_LOOK_AGAIN_S if need else -1)
+            return True
+        has_given = self.give(need)  # order: without the lock, it takes the store's and starts writes
+        with self._condition:
             self._is_refused = not has_given and bool(self._need)
-            self._condition.notify_all()
-            if has_given:
-                return
-        self._condition.wait(_LOOK_AGAIN_S if need else None)
+        self._notify()
+        return True
 
     # -- who waits for memory -------------------------------------------------------------------------------------
 
@@ -244,8 +263,9 @@ class UpdateWorker:
         with self._condition:
             if not self._is_updating or self._need:
                 return False
-            self._condition.wait(_LOOK_AGAIN_S)
-            return True
+            waiter = self._condition.waiter()
+        waiter.acquire(timeout=_LOOK_AGAIN_S)
+        return True
 
     def make_yield(self) -> bool:
         """For a caller that waits for memory and has none to give: let the running update give up its leases.
@@ -257,8 +277,9 @@ class UpdateWorker:
                 return False
             self._must_yield = True
             self._condition.notify_all()
-            self._condition.wait(_LOOK_AGAIN_S)
-            return True
+            waiter = self._condition.waiter()
+        waiter.acquire(timeout=_LOOK_AGAIN_S)
+        return True
 
     def release_gradients(self) -> bool:
         """Give the working set the gradients of the last queued update that still leases them."""
@@ -282,7 +303,7 @@ class UpdateWorker:
             running.give_up_leases()
             with self._condition:  # who asked for them takes the memory before the update looks again
                 self._condition.notify_all()
-                self._condition.wait_for(lambda: self._num_waiting or self._is_cancelled, timeout=_STAND_BACK_S)
+                self._condition.wait_for(lambda: bool(self._waiting) or self._is_cancelled, timeout=_STAND_BACK_S)
         self._need = 0
         if self._is_cancelled:
             raise _CancelledError
@@ -291,8 +312,10 @@ class UpdateWorker:
     # -- the worker's thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        with self._condition:
+            is_mine = self._thread is threading.current_thread()  # or who started it was interrupted
         with torch.no_grad(), without_dispatch():
-            while (job := self._next()) is not None:
+            while is_mine and (job := self._next()) is not None:
                 self._done(job())
 
     def _next(self) -> Callable[[], BaseException | None] | None:
@@ -334,8 +357,11 @@ class UpdateWorker:
         if self._is_cancelled:
             raise _CancelledError
         self.on_use(key)
+        self._notify()  # a sign of progress
+
+    def _notify(self) -> None:
         with self._condition:
-            self._condition.notify_all()  # a sign of progress
+            self._condition.notify_all()
 
     def _done(self, error: BaseException | None) -> None:
         """What ran has ended, well or not: so has a conclusion that ran, or that will not run any more."""
