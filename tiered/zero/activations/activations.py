@@ -132,6 +132,7 @@ class Activations:
         self._ended: collections.deque[tuple[int, int]] = collections.deque()
         self._saved: collections.Counter[Unit] = collections.Counter()  # bytes, in the forward that is measured
         self._flop: collections.defaultdict[Unit, float] = collections.defaultdict(float)
+        self.refused: set[Unit] = set()  # "auto", and cannot run again
         self._has_measured = False
         self._has_warned = False
 
@@ -149,7 +150,8 @@ class Activations:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._recomputes(unit):
-                return recomputed(self._engine, *args, **kwargs)
+                may_keep = self.words.get(unit) == "auto"
+                return recomputed(self._engine, args, kwargs, may_keep=may_keep)
             output = forward(*args, **kwargs)
             if self.planned is None and self.words.get(unit) == "auto" and torch.is_grad_enabled():
                 self._flop[unit] += _forward_flop(unit, output)
@@ -161,7 +163,8 @@ class Activations:
         """Return whether a forward of ``unit`` that begins now is to run again in backward."""
         word = self.words.get(unit, "keep")
         if word == "auto":
-            word = "recompute" if torch.is_autocast_enabled("cpu") else (self.planned or {}).get(unit, "keep")
+            is_cast = torch.is_autocast_enabled("cpu") and unit not in self.refused
+            word = "recompute" if is_cast else (self.planned or {}).get(unit, "keep")
         if word != "recompute" or not torch.is_grad_enabled() or in_graph_task() or self._local.recompute is not None:
             return False  # inside one that recomputes, the outer one does
         pair = own_pair_in_force()  # else a checkpoint of the caller's has the innermost one
@@ -175,6 +178,15 @@ class Activations:
             yield
         finally:
             self._local.recompute = None
+
+    def cannot_recompute(self, unit: Unit, reason: str) -> None:
+        """The forward of ``unit``, which is "auto", cannot run again: from the next one on it keeps, or swaps."""
+        if unit in self.refused:
+            return
+        self.refused.add(unit)
+        if self.planned is not None and self.planned.get(unit) == "recompute":
+            self.planned[unit] = "swap"
+        _log.info('activations="auto": unit %r is not recomputed: %s', unit.name, reason)
 
     def touch(self, unit: Unit) -> None:
         """A parameter of ``unit`` is used in this thread."""
@@ -210,6 +222,9 @@ class Activations:
         flop = {unit: float("inf") if unit is root else self._flop[unit] for unit in units}
         words = choose({unit.name: Cost(self._saved[unit], flop[unit]) for unit in units}, self.room_bytes)
         self.planned = {unit: words[unit.name] for unit in units}
+        for unit in self.refused:
+            if self.planned.get(unit) == "recompute":
+                self.planned[unit] = "swap"
         if any(word != "keep" for word in words.values()):
             counts = collections.Counter(words.values())
             _log.info(

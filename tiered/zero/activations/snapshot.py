@@ -1,0 +1,304 @@
+"""snapshot: values as they are at one moment, to be built afresh later: containers, plain objects, generators.
+
+A list that has grown since, a key-value cache that was written to or a generator that has drawn is as it was.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import enum
+import logging
+import numbers
+import pathlib
+import random
+import types
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+__all__ = ["Snapshot", "build", "is_constant", "version_of"]
+
+_PLAIN: frozenset[type] = frozenset(
+    {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+)
+_CONSTANTS: tuple[type, ...] = (
+    *(*_PLAIN, torch.layout, torch.memory_format, np.generic, np.dtype, numbers.Number, enum.Enum, range, slice),
+    *(
+        pathlib.PurePath,
+        type,
+        types.ModuleType,
+        types.EllipsisType,
+        nn.Module,
+        nn.Parameter,
+        logging.Logger,
+        weakref.ref,
+    ),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+)
+"""What no forward changes, or what is looked after elsewhere: modules and their parameters."""
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+_OF_THE_PROCESS = (torch.default_generator, np.random.mtrand._rand, random._inst)
+"""The generators that RandomStates looks after."""
+
+_CONTAINERS = (collections.OrderedDict, collections.defaultdict, dict, list, collections.deque)
+
+_MOST_VALUES = 4096
+_MOST_LEVELS = 64
+"""Of one snapshot: what holds more is somebody's data, which is not copied for each forward."""
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether ``value`` stays as it is as long as it is the same object."""
+    if type(value) in _PLAIN or isinstance(value, _CONSTANTS):
+        return True
+    is_small_tuple = isinstance(value, tuple | frozenset) and len(value) <= _MOST_VALUES
+    return is_small_tuple and all(map(is_constant, value))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the count of writes in place to ``tensor``; 0 where torch counts none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Snapshot:
+    """Some values as they are when they are taken; ``build`` makes them afresh, one object where there was one.
+
+    It refers to no container and no object of the caller's: one may come to hold what the forward computes, which would
+    keep itself alive. Tensors are not copied but listed, each once, and given to ``build`` in their order; constants
+    and what cannot be copied stand for themselves. ``unknown`` tells the first of the latter: where, and its type.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.places: list[str] = []  # where each tensor was found first
+        self.unknown = ""
+        self._place = ""
+        self._taken: dict[int, Any] = {}
+        self._alive: list[Any] = []  # what ``_taken`` knows by its address
+        self._num_levels = 0
+
+    def take(self, value: Any, place: str) -> Any:
+        """Return what ``build`` is to make ``value`` from; ``place`` is what messages call it."""
+        self._place = place
+        return self._take(value)
+
+    def _take(self, value: Any) -> Any:
+        if type(value) in _PLAIN or isinstance(value, _CONSTANTS):
+            return value
+        if id(value) not in self._taken:
+            self._alive.append(value)
+            self._num_levels += 1
+            self._taken[id(value)] = self._take_new(value)
+            self._num_levels -= 1
+        return self._taken[id(value)]
+
+    def _take_new(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            self.places.append(self._place)
+            return _Place(len(self.tensors) - 1)
+        if isinstance(value, _GENERATORS):
+            return value if value in _OF_THE_PROCESS else _Generator(_copy_of(value))
+        if self._is_too_much(value) or not (isinstance(value, tuple | set) or _can_be_copied(value)):
+            if not isinstance(value, frozenset) and not callable(value):
+                self.unknown = self.unknown or f"{self._place}, of type {type(value).__name__}"
+            return value
+        if isinstance(value, set):
+            return _Set(type(value), tuple(value))
+        if isinstance(value, tuple):
+            items = [self._take(item) for item in value]
+            return value if all(map(_is, items, value)) else _Tuple(type(value), items)
+        return self._take_object(value)
+
+    def _is_too_much(self, value: Any) -> bool:
+        is_container = isinstance(value, (tuple, set, *_CONTAINERS))
+        num_more = len(value) if is_container else 0
+        return len(self._alive) > _MOST_VALUES or num_more > _MOST_VALUES or self._num_levels > _MOST_LEVELS
+
+    def _take_object(self, value: Any) -> _Object:
+        taken = self._taken[id(value)] = _Object(type(value))  # Order: what is in it may refer to it
+        if isinstance(value, dict):
+            pairs = collections.OrderedDict.items(value) if isinstance(value, _CONTAINERS[0]) else dict.items(value)
+            taken.items = [(key, self._take(item)) for key, item in pairs]
+        elif isinstance(value, _CONTAINERS):
+            taken.items = [self._take(item) for item in value]
+        if isinstance(value, collections.deque):
+            taken.option = value.maxlen
+        elif isinstance(value, collections.defaultdict):
+            taken.option = value.default_factory
+        taken.attributes = {name: self._take(item) for name, item in getattr(value, "__dict__", {}).items()}
+        taken.slots = {name: self._take(getattr(value, name)) for name in _slots(type(value)) if hasattr(value, name)}
+        if not isinstance(value, _CONTAINERS) and all(map(is_constant, _values(taken))):
+            with contextlib.suppress(TypeError):  # of a class that has no room for one
+                taken.original = weakref.ref(value)
+        return taken
+
+
+def build(taken: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
+    """Make afresh what ``Snapshot.take`` returned ``taken`` for; ``built``: what was made of the snapshot so far."""
+    if not isinstance(taken, _Taken):
+        return taken
+    if id(taken) not in built:
+        taken.build(tensors, built)
+    return built[id(taken)]
+
+
+class _Taken:
+    """What a value is made afresh from."""
+
+    __slots__ = ()
+
+    def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> None:
+        """Make it and note it in ``built``."""
+        raise NotImplementedError
+
+
+class _Place(_Taken):
+    """A tensor, by its place in the list."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> None:
+        built[id(self)] = tensors[self.index]
+
+
+class _Tuple(_Taken):
+    """A tuple, named or not."""
+
+    __slots__ = ("items", "kind")
+
+    def __init__(self, kind: type, items: list[Any]) -> None:
+        self.kind = kind
+        self.items = items
+
+    def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> None:
+        built[id(self)] = tuple.__new__(self.kind, [build(item, tensors, built) for item in self.items])
+
+
+class _Set(_Taken):
+    """A set, whose members stand for themselves."""
+
+    __slots__ = ("kind", "members")
+
+    def __init__(self, kind: type, members: tuple[Any, ...]) -> None:
+        self.kind = kind
+        self.members = members
+
+    def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> None:
+        built[id(self)] = self.kind(self.members)
+
+
+class _Generator(_Taken):
+    """A random number generator in a state that nobody else advances."""
+
+    __slots__ = ("generator",)
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> None:
+        built[id(self)] = _copy_of(self.generator)
+
+
+class _Object(_Taken):
+    """A dict, list or deque, or an object of a class written in Python, which both may be.
+
+    One that holds constants only is itself again as long as it holds them: it may be one of those that are compared by
+    identity, such as the mark for an argument that was not given.
+    """
+
+    __slots__ = ("attributes", "items", "kind", "option", "original", "slots")
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.items: list[Any] = []
+        self.option: Any = None
+        self.attributes: dict[str, Any] = {}
+        self.slots: dict[str, Any] = {}
+        self.original: weakref.ref[Any] | None = None
+
+    def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> None:
+        original = None if self.original is None else self.original()
+        if original is not None and self._is_held_by(original):
+            built[id(self)] = original
+            return
+        base: Any = next(
+            (base for base in (*_CONTAINERS, types.SimpleNamespace) if issubclass(self.kind, base)), object
+        )
+        made: Any = base.__new__(self.kind)
+        built[id(self)] = made  # Order: what is in it may refer to it
+        if base is collections.defaultdict:
+            made.default_factory = self.option
+        elif base is collections.deque:
+            collections.deque.__init__(made, (), self.option)
+        if issubclass(base, dict):
+            for key, item in self.items:
+                base.__setitem__(made, key, build(item, tensors, built))
+        elif issubclass(base, list | collections.deque):
+            base.extend(made, [build(item, tensors, built) for item in self.items])
+        if self.attributes:
+            made.__dict__.update({name: build(item, tensors, built) for name, item in self.attributes.items()})
+        for name, item in self.slots.items():
+            object.__setattr__(made, name, build(item, tensors, built))
+
+    def _is_held_by(self, value: Any) -> bool:
+        """Return whether ``value`` still has these attributes and slots."""
+        own = getattr(value, "__dict__", {})
+        is_same = own.keys() == self.attributes.keys() and all(own[name] is self.attributes[name] for name in own)
+        return is_same and all(getattr(value, name, self) is item for name, item in self.slots.items())
+
+
+def _values(taken: _Object) -> list[Any]:
+    return [*taken.attributes.values(), *taken.slots.values()]
+
+
+def _is(left: Any, right: Any) -> bool:
+    return left is right
+
+
+def _can_be_copied(value: Any) -> bool:
+    """Return whether ``value`` is a container or an object of a class that leaves copying, and its end, to python."""
+    kind = type(value)
+    if hasattr(kind, "__del__"):
+        return False
+    if isinstance(value, (*_CONTAINERS, types.SimpleNamespace)):
+        return True
+    if any(getattr(kind, name) is not getattr(object, name) for name in ("__reduce_ex__", "__reduce__")):
+        return False
+    if hasattr(kind, "__next__") or not (hasattr(value, "__dict__") or _slots(kind)):
+        return False
+    try:
+        object.__new__(kind)
+    except TypeError:  # written in C, or abstract
+        return False
+    return True
+
+
+def _slots(kind: type) -> list[str]:
+    """Return the names of the slots of a class's objects, as python knows them."""
+    found = []
+    for cls in kind.__mro__:
+        names = cls.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                is_private = name.startswith("__") and not name.endswith("__")
+                found.append(f"_{cls.__name__.lstrip('_')}{name}" if is_private else name)
+    return found
+
+
+def _copy_of(generator: Any) -> Any:
+    if not isinstance(generator, torch.Generator):
+        return copy.deepcopy(generator)
+    made = torch.Generator(generator.device)
+    made.set_state(generator.get_state())
+    return made
