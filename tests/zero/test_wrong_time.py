@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tiered
 from tests.models import CASES
 from tests.reference import Recipe
-from tests.zero.training import SEED, Session
+from tests.zero.training import SEED, Session, debug_store
 from tiered.errors import UsageError
 
 CASE = CASES["gpt"]
@@ -217,3 +219,41 @@ def test_hooks_see_the_true_values_or_our_error(hook: str, session: Session) -> 
 @pytest.mark.parametrize("hook", ["step_pre", "step_post"])
 def test_hooks_of_the_step_raise(hook: str, session: Session) -> None:
     assert values_seen_by(hook, session) == ["UsageError"]
+
+
+class ActNorm(nn.Module):
+    """Sets itself up by its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.is_set_up = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set_up:
+            self.shift.data.copy_(-x.detach().mean(0))
+            self.is_set_up = True
+        return x + self.shift
+
+
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_a_layer_that_writes_its_parameters_is_told_what_to_do(is_durable: bool, tmp_path: Path) -> None:
+    x = torch.randn(4, 8)
+    go_on = r"store\.rollback\(\) to go on" if is_durable else "start again in a new store"
+    for number, layer in enumerate((ActNorm(), nn.Embedding(4, 8, max_norm=0.1))):
+        with debug_store(tmp_path / str(number), durable=is_durable) as store:
+            model = tiered.shard(nn.Sequential(layer), store)
+            store.commit() if is_durable else None
+            with pytest.raises(UsageError, match=rf"max_norm=.*torch\.no_grad\(\): model\(batch\).*{go_on}"):
+                model(x if number == 0 else torch.arange(4))
+
+
+def test_a_layer_is_set_up_by_its_first_batch_between_steps(tmp_path: Path) -> None:
+    x, plain = torch.randn(4, 8), nn.Sequential(ActNorm())
+    expected = plain(x)
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(nn.Sequential(ActNorm()), store)
+        with tiered.unsharded(model), torch.no_grad():
+            model(x)
+        assert torch.equal(model(x), expected)
+        assert torch.equal(model.state_dict()["0.shift"], plain[0].shift)

@@ -208,9 +208,12 @@ class Unit:
         lease.release()
         if written:
             self.engine.abandon(f"parameter {written} was written in place outside tiered.unsharded")
+            go_on = "store.rollback() to go on" if self.engine.store.durable else "start again in a new store"
             raise UsageError(
-                f"parameter {written} was written in place during a forward or backward; expected reads only:"
-                " write inside `with tiered.unsharded(module):` between steps, then store.rollback() to go on"
+                f"parameter {written} was written in place during a forward or backward, as nn.Embedding(max_norm=) and"
+                " layers that set themselves up by their first batch do; expected reads only: write between steps,"
+                " inside `with tiered.unsharded(module):`, for the first batch `with tiered.unsharded(model),"
+                f" torch.no_grad(): model(batch)`, without max_norm=; {go_on}"
             )
         return True
 
