@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Kept",
+    "OwnPair",
     "SavedPair",
     "SavedReference",
     "check_unmodified",
@@ -49,7 +50,8 @@ def own_pair_in_force() -> SavedPair | None:
 def is_callers_pair_in_force() -> bool:
     """Return whether the pair that is in force now is the caller's own: neither ours nor a checkpoint's."""
     pair = other_pair_in_force()
-    return pair is not None and _own(pair) is None and not _is_of_checkpoint(pair)
+    is_own = pair is not None and isinstance(getattr(pair[0], "__self__", None), OwnPair)
+    return pair is not None and not is_own and not _is_of_checkpoint(pair)
 
 
 def _own(pair: _Pair | None) -> SavedPair | None:
@@ -121,7 +123,13 @@ def check_unmodified(tensor: torch.Tensor, version: int) -> None:
         )
 
 
-class SavedPair:
+class OwnPair:
+    """A pair of hooks of ours: its pack hook is a method."""
+
+    __slots__ = ()
+
+
+class SavedPair(OwnPair):
     """One pair of saved-tensor hooks, entered around the outermost call (see design.md, section 6), and inside it above
     each pair of the caller's.
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
 from tiered.errors import UsageError
-from tiered.zero.activations.saved import Kept, SavedReference, other_pair_in_force
+from tiered.zero.activations.saved import Kept, OwnPair, SavedReference, other_pair_in_force
 
 if TYPE_CHECKING:
     from tiered.zero.engine import Engine
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["UndecidedPair"]
 
 
-class UndecidedPair:
+class UndecidedPair(OwnPair):
     """A pair of hooks inside that of a checkpoint: what is saved is kept as well, until it is decided.
 
     ``may_keep``: whether there is a choice; ``below``: the pack hook that is in force around the checkpoint.
