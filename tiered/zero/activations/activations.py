@@ -110,6 +110,7 @@ class _Local(threading.local):
     """What each thread is inside of."""
 
     recompute: Recompute | None = None
+    is_again = False  # a second forward, with the modules as they were
 
 
 class Activations:
@@ -178,6 +179,20 @@ class Activations:
             yield
         finally:
             self._local.recompute = None
+
+    @property
+    def is_running_again(self) -> bool:
+        """Whether this thread runs a forward again: it must come to its end before others run."""
+        return self._local.is_again
+
+    @contextmanager
+    def running_again(self) -> Iterator[None]:
+        """Inside, this thread runs a forward again."""
+        before, self._local.is_again = self._local.is_again, True
+        try:
+            yield
+        finally:
+            self._local.is_again = before
 
     def cannot_recompute(self, unit: Unit, reason: str) -> None:
         """The forward of ``unit``, which is "auto", cannot run again: from the next one on it keeps, or swaps."""

@@ -175,7 +175,7 @@ class Recompute:
         kwargs = {name: build(value, tensors, built) for name, value in named.items()}
         engine.enter(recomputed.module, recomputed.unit)
         try:
-            with self._attributes.in_place(tensors, built), self._as_it_was():
+            with engine.activations.running_again(), self._attributes.in_place(tensors, built), self._as_it_was():
                 return recomputed.forward(*args, **kwargs)
         finally:  # also when checkpoint has all it needs, and says so by an exception
             engine.exit(recomputed.module, None)

@@ -188,7 +188,7 @@ class Lanes:
     def about_to_open(self, unit: Unit) -> None:
         """Pause the lane that asks, until it is its turn to open ``unit`` (or another lane has)."""
         lane = self.lane_here()
-        if lane is None:
+        if lane is None or self._engine.activations.is_running_again:
             return
         lane.check()
         if self._alone is not lane and self._streams.must_go_on(lane.index):
