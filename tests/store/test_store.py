@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
+import pickle
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -133,7 +137,9 @@ def test_out_may_have_any_stride_where_it_has_one_element(store: Store) -> None:
     assert store.get("none", out=torch.empty(0)[::2]).numel() == 0
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings(
+    "ignore:Sparse CSR tensor support", "ignore:torch.quantize_per_tensor", "ignore:.* nested tensors"
+)
 def test_what_is_no_plain_tensor_is_refused_with_a_reason(store: Store) -> None:
     class Subclass(torch.Tensor):
         pass
@@ -151,6 +157,8 @@ def test_what_is_no_plain_tensor_is_refused_with_a_reason(store: Store) -> None:
         (torch.ones([1] * 256), "256 dimensions"),
         (SubParameter(torch.ones(3)), "SubParameter"),
         (np.ones(3), "ndarray"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested.*unbind"),
+        (np.ones(3), "ndarray; torch.as_tensor"),
         ([1.0], "list"),
         (None, "NoneType"),
     ]
@@ -172,6 +180,20 @@ def test_bytes_that_are_viewed_as_quantised_are_refused_before_they_are_put(stor
         with pytest.raises(TypeError, match=rf"create\('c'\): {dtype}"):
             store.working_set.create("c", nbytes, dtype=dtype)
     assert list(store) == ["good"]
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_store_is_neither_copied_nor_pickled(store: Store, how: Callable[[object], object]) -> None:
+    with pytest.raises(UsageError, match="cannot be copied or pickled; pass worker processes plain tensors"):
+        how(store)
+
+
+def test_what_is_no_mapping_is_no_state_to_commit(two_tiers: Store) -> None:
+    for wrong in ("abc", [1], [("a", 1)], 5):
+        with pytest.raises(TypeError, match=r"commit: expected state as a mapping.*got (str|list|int)"):
+            two_tiers.commit(wrong)  # type: ignore[arg-type]
+    two_tiers.commit(MappingProxyType({"step": 1}))
+    assert two_tiers.state == {"step": 1}
 
 
 def test_a_tensor_of_255_dimensions_is_kept_as_any_other(store: Store) -> None:

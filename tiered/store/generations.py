@@ -73,7 +73,7 @@ class Generations:
         self._ask("commit")
         with self._turn:
             self._working_set.deferred_seal.settle()
-            user_text = self._user_text if state is None else encode_user_state(dict(state))
+            user_text = self._user_text if state is None else encode_user_state(state)
             text = self.registry.encode(user_text)
 
             def seal() -> int:

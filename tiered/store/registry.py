@@ -111,7 +111,7 @@ class Registry:
 
 
 def encode_user_state(state: object) -> str:
-    """Return the text of the state a caller commits. Raises TypeError for anything but a dict of encodable values."""
-    if not isinstance(state, dict):
-        raise TypeError(f"commit: expected the state as a dict, got {type(state).__name__}")
-    return encode(state, name="state")
+    """Return the text of the state a caller commits. Raises TypeError for what is no mapping, or cannot be encoded."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f'commit: expected state as a mapping such as {{"step": 3}}, got {type(state).__name__}')
+    return encode(dict(state), name="state")

@@ -251,6 +251,11 @@ class Room:
             self.num_waiting -= 1
 
     def _explain(self, needed: int) -> str:
+        if needed > self.budget_bytes:
+            return (
+                f"no room for {format_bytes(needed)} in the DRAM budget of {format_bytes(self.budget_bytes)}, even when"
+                f" nothing else is in it; give dram= of {needed:,} bytes or more. Put and get need no such room"
+            )
         resident = [entry for entry in self._records.entries.used() if entry.residence is not None]
         used = [entry.residence for entry in resident if entry.residence is not None and entry.residence.aliases]
         leased = [residence for residence in used if not residence.is_lingering]

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -203,6 +203,13 @@ class Store(MutableMapping[str, torch.Tensor]):
 
     __eq__ = object.__eq__  # identity, not what a Mapping compares
     __hash__ = object.__hash__
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse copy and pickle."""
+        raise UsageError(
+            f"{self!r} cannot be copied or pickled; pass worker processes plain tensors, or open a store of their own"
+            " there"
+        )
 
     def get_many(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return copies of the tensors of ``keys``, in their order, read ahead. KeyError before anything is read."""

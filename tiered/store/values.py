@@ -220,7 +220,10 @@ class Values:
 def _plain(key: str, value: torch.Tensor) -> torch.Tensor:
     """Return ``value`` detached, resolved and contiguous. Raises TypeError for what a store cannot keep, UsageError."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"put of {key!r}: expected a torch.Tensor, got {type(value).__name__}")
+        raise TypeError(
+            f"put of {key!r}: expected a torch.Tensor, got {type(value).__name__}; torch.as_tensor(value) makes one of"
+            " an array, a list or a number"
+        )
     refuse_modes("put", key)
     if isinstance(value, EndedView):
         raise UsageError(f"put of {key!r}: the lease of the given view has ended; lease it again, or clone() it before")
@@ -229,6 +232,8 @@ def _plain(key: str, value: torch.Tensor) -> torch.Tensor:
     problem = ""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         problem = f"the subclass {type(value).__name__}; pass value.as_subclass(torch.Tensor) if its bytes are all"
+    elif value.is_nested:
+        problem = "a nested tensor; pass its parts, value.unbind(), under keys of their own"
     elif is_functorch_wrapped_tensor(value):
         problem = "an argument inside torch.func; put what the transform returns"
     elif value.is_meta:
