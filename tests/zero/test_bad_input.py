@@ -87,6 +87,22 @@ def test_bad_arguments_of_adamw(
     tiered.AdamW(model.parameters())  # and nothing of the refused one is left
 
 
+@pytest.mark.parametrize("optimizer", [tiered.AdamW, tiered.SGD, tiered.Lion])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("way")
+def test_a_backward_through_plain_parameters_as_they_were_before_a_step_is_refused(
+    store: tiered.Store, optimizer: Any, dtype: torch.dtype
+) -> None:
+    parameters = [nn.Parameter(torch.ones(2000, dtype=dtype)) for _ in range(2)]
+    made = optimizer(parameters, lr=0.1, state="compact", store=store)
+    loss = parameters[0].square().sum()
+    loss.backward(retain_graph=True)
+    made.step()
+    assert parameters[1]._version == 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_optimizers_on_the_wrong_parameters(store: tiered.Store, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="store="):
         tiered.AdamW(GPT().parameters())

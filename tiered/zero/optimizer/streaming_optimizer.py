@@ -271,6 +271,8 @@ class StreamingOptimizer(Optimizer):
             if segment.parameter.grad is not None and self._is_trained(segment)
         }
         due = [b for b in self._state.buckets[unit] if any(piece.segment in sources for piece in b.pieces)]
+        # Autograd sees neither what kernels write nor torch's fused updates.
+        torch.autograd.graph.increment_version([segment.parameter for segment in sources])
         self._pipeline.run(due, PlainSupply(self._store.working_set, sources), lambda _: None)
 
     def _is_trained(self, segment: Segment) -> bool:
