@@ -28,6 +28,7 @@ from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
 from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, refuse_missing
 from tiered.zero.optimizer.masters import master_key, master_offsets, masters_nbytes
+from tiered.zero.parameters.eager import eager, stay_eager
 from tiered.zero.parameters.methods import running
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.placeholder import placeholder
@@ -272,6 +273,7 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
         unit = unit_of.get(module)
         module.register_forward_pre_hook(functools.partial(_enter, engine, unit), prepend=True, with_kwargs=True)
         module.register_forward_hook(functools.partial(_exit, engine), with_kwargs=True, always_call=True)
+        stay_eager(module)
         _wrap_methods(module, engine, unit)
         if unit is not None and module is not model and engine.activations.may_recompute(unit):
             engine.activations.wrap(unit, module)
@@ -309,4 +311,4 @@ def _wrap(method: Callable[..., Any], module: nn.Module, engine: Engine, unit: U
         with running(engine, module, unit) as hand_out:
             return hand_out(method(*args, **kwargs))
 
-    return call
+    return eager(call)
