@@ -1,18 +1,20 @@
 """Units whose forward runs again in backward, to the same bits."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tiered
 from tests.models import CASES, GPT, Block, Case, Vectors, batch_of_images, batch_of_tokens, batch_of_vectors
 from tests.reference import Recipe
 from tests.zero.saved_tensors import WORDS
-from tests.zero.training import assert_same, debug_store, reference, start
+from tests.zero.training import assert_same, debug_store, reference, smallest_budget, start
 
 
 def num_forwards(model: nn.Module) -> list[int]:
@@ -187,3 +189,12 @@ def test_a_checkpoint_of_frozen_parameters(activations: str, tmp_path: Path) -> 
     case, recipe = Case(build, batch_of_tokens), Recipe(num_steps=2)
     with debug_store(tmp_path, durable=False) as store:
         assert_same(start(case, recipe, store, "backward", activations=activations).run(), reference(case, recipe))
+
+
+def test_a_checkpoint_over_a_whole_model_takes_no_larger_budget(tmp_path: Path) -> None:
+    """What it computes again holds the weights of one unit at a time, as the forward does."""
+    gpt, recipe = Case(lambda: GPT(12), batch_of_tokens), Recipe(num_steps=1)
+    case = replace(gpt, loss=lambda model, batch: checkpoint(model, *batch, use_reentrant=False))
+    nbytes = smallest_budget(gpt, recipe, "backward", tmp_path / "probe")
+    with debug_store(tmp_path / "store", nbytes, durable=False) as store:
+        assert_same(start(case, recipe, store, "backward").run(), reference(case, recipe))
