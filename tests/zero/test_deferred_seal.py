@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -300,3 +301,30 @@ def test_a_writer_at_the_call_is_refused_and_nothing_is_pending(update: str) -> 
         assert not is_pending(r.store)
         r.device.open()
         assert r.store.commit({"step": 2}, wait=False) == 1
+
+
+@every_update
+def test_tensors_that_somebody_lists_while_they_are_updated_keep_no_commit_from_its_seal(update: str) -> None:
+    """As those do who count living tensors between steps."""
+    seen: list[torch.Tensor] = []
+    with rig(update) as r:
+        r.session.run_step(0)
+        r.store.commit({"step": 1})
+        use = r.worker.on_use
+
+        def look(key: str) -> None:
+            if not seen and key.startswith("model/state/blocks.1/"):
+                seen.extend(found for found in gc.get_objects() if type(found) is torch.Tensor)
+                seen.append(r.worker._running._lease.tensor)  # type: ignore[union-attr]
+            use(key)
+
+        r.worker.on_use = look
+        r.session.run_step(1)
+        r.store.commit({"step": 2}, wait=False)
+        r.store.wait_for_commit()
+        assert seen and r.store.generation == 2
+        r.worker.on_use = use
+        r.session.run_step(2)
+        r.store.commit({"step": 3}, wait=False)
+        seen.clear()
+        assert_same(r.session.collect(), expected(3))

@@ -63,9 +63,12 @@ class Lease:
         """The buffer that has the bytes; for who holds the lease."""
         return self._alias.residence.buffer
 
-    def release(self) -> bool:
-        """Drop the lease's own reference; return whether the lease has ended (no other tensor is alive). Idempotent."""
-        return self._working_set.released(self.end())
+    def release(self, *, is_written: bool = False) -> bool:
+        """Drop the lease's own reference; return whether the lease has ended (no other tensor is alive). Idempotent.
+
+        ``is_written``: its holder knows that nobody writes by what is still alive, so that nothing waits for its end.
+        """
+        return self._working_set.released(self.end(), is_written=is_written)
 
     def forget(self) -> bool:
         """Have later leases of the key read its bytes anew; return False where only DRAM has them."""

@@ -236,12 +236,16 @@ class Residents:
         self.users[alias.thread] += 1
         return alias
 
-    def release(self, alias: Alias) -> None:
-        """The lease was released; it lingers until its last tensor has died."""
+    def release(self, alias: Alias, *, is_written: bool = False) -> None:
+        """The lease was released; it lingers until its last tensor has died, as a reader if it ``is_written``."""
         if not alias.is_released:
             alias.is_released = True
             alias.residence.open_writers -= alias.is_writer
             alias.residence.open_readers -= not alias.is_writer
+            if is_written:
+                alias.residence.writers -= alias.is_writer
+                alias.is_writer = False
+                self.settle(alias.residence)
 
     def report_end(self, alias: Alias) -> None:
         """The last tensor of a lease has died. For finalizers: any thread, any lock held, inside a collection."""

@@ -137,12 +137,12 @@ class WorkingSet:
         self.room.pump()
         return lease
 
-    def released(self, alias: Alias) -> bool:
+    def released(self, alias: Alias, *, is_written: bool = False) -> bool:
         """Note that a lease was released; return whether its last tensor has died. Works after close as well."""
         if self._pid != os.getpid():
             return True  # in a forked child there is nothing to give back
         with self.condition:
-            self.residents.release(alias)
+            self.residents.release(alias, is_written=is_written)
             self.residents.drain()
             has_ended = alias.has_ended
         self.room.pump()

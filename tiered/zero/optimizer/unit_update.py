@@ -92,7 +92,7 @@ class UnitUpdate:
         """Let go of parameters and gradients while a bucket is waited for; return whether there were any."""
         lease, self._lease = self._lease, None
         if lease is not None:
-            lease.release()
+            lease.release(is_written=True)
             self.unit.working_set.swap_out([self.unit.key])
         return self.gradients.store_away() or lease is not None
 
@@ -102,6 +102,6 @@ class UnitUpdate:
             self._schedule.trace.kept(key)
         lease, self._lease = self._lease, None
         if lease is not None:
-            lease.release()
+            lease.release(is_written=True)
             self.unit.working_set.swap_out([self.unit.key])
         return self.gradients.delete()

@@ -112,7 +112,7 @@ class UpdatePipeline:
                     )
             self._working_set.recorder.worked("update bucket", bucket.key, begun_s)
         finally:
-            lease.release()
+            lease.release(is_written=True)  # whoever found a view of it in gc.get_objects() does not write
 
     def close(self) -> None:
         """Give the scratch back. Idempotent."""
