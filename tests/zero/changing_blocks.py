@@ -273,10 +273,13 @@ class Drawing(Block):
         self.torch_rng = torch.Generator().manual_seed(1)
         self.numpy_rng = np.random.default_rng(2)
         self.python_rng = random.Random(3)
+        self.systems_rng = random.SystemRandom()
+        self.table = np.zeros(2)
 
     def forward(self, x: Tensor, rng: torch.Generator) -> Tensor:
         own = torch.rand((), generator=self.torch_rng) * float(self.numpy_rng.random()) * self.python_rng.random()
-        return self.mix(x) * own * torch.rand((), generator=rng)
+        self.table += 0.25
+        return self.mix(x) * own * torch.rand((), generator=rng) * float(self.table[0])
 
     @staticmethod
     def stack(blocks: Any, x: Tensor) -> Tensor:
@@ -347,6 +350,17 @@ class Averaged(Block):
         return self.mix(x - self.means["x"])
 
 
+class CountingOn(Block):
+    """A count that cannot be turned back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = itertools.count(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x) / next(self.count)
+
+
 class Iterating(Block):
     def forward(self, parts: Iterator[Tensor]) -> Tensor:
         return self.mix(sum(parts, torch.zeros(())))
@@ -365,19 +379,6 @@ class Alternating(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mix(x) if next(self.calls) % 2 else self.mix(torch.cat([x, x]))[: len(x)]
-
-
-class Outer(Block):
-    """A unit with units in it, and with a list that it reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(Block() for _ in range(2))
-        self.register_buffer("scale", torch.full((), 1.5))
-        self.scales = [0.5]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Block.stack(self.inner, self.mix(x) * self.scale * self.scales[0])
 
 
 RIGHT = [Appending, AppendingToDeque, AppendingToObject, Popping, Writing, WritingToDataclass, Attending]

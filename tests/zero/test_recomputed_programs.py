@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tiered
@@ -21,15 +22,15 @@ from tests.zero.changing_blocks import (
     Averaging,
     Block,
     Counting,
+    CountingOn,
     InPlace,
     InPlaceByName,
     Iterating,
     Normed,
-    Outer,
     Remembering,
     case_of,
     runs,
-)  # fmt: skip
+)
 from tests.zero.saved_tensors import engine_of
 from tests.zero.test_activations import autocast_loss
 from tests.zero.training import assert_same, debug_store, reference, start
@@ -114,6 +115,7 @@ REFUSED = {
     InPlace: r"wrote argument 0 in place",
     InPlaceByName: r"wrote argument 'pair' in place",
     Averaged: r"wrote blocks\.0\.means in place",
+    CountingOn: r"blocks\.0\.count, of type count, cannot be copied",
     Iterating: r"argument 0, of type generator, cannot be copied",
 }
 
@@ -167,6 +169,19 @@ def test_an_attribute_that_is_written_in_place_before_the_backward_is_refused(tm
 
 
 # -- micro-batches that take turns ---------------------------------------------------------------------------------
+
+
+class Outer(Block):
+    """A unit with units in it, and with a list that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(Block() for _ in range(2))
+        self.register_buffer("scale", torch.full((), 1.5))
+        self.scales = [0.5]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Block.stack(self.inner, self.mix(x) * self.scale * self.scales[0])
 
 
 def test_micro_batches_leave_the_attributes_as_they_were(tmp_path: Path) -> None:

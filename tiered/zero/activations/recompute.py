@@ -54,15 +54,15 @@ class RecomputedForward:
         snapshot = Snapshot()
         taken = [snapshot.take(value, f"argument {index}") for index, value in enumerate(args)]
         named = {name: snapshot.take(value, f"argument {name!r}") for name, value in kwargs.items()}
-        if snapshot.unknown:
-            reason = f"{snapshot.unknown}, cannot be copied for a second forward"
+        tensors, places, unknown = list(snapshot.tensors), list(snapshot.places), snapshot.unknown
+        attributes = Attributes(self.by_name, self._known, snapshot)
+        self._known = attributes.known
+        if unknown or snapshot.iterator:
+            reason = f"{unknown or snapshot.iterator}, cannot be copied for a second forward"
             if not may_keep:
                 raise self.refusal(reason)
             engine.activations.cannot_recompute(self.unit, reason)
             return self.forward(*args, **kwargs)
-        tensors, places = list(snapshot.tensors), list(snapshot.places)
-        attributes = Attributes(self.by_name, self._known, snapshot)
-        self._known = attributes.known
         recompute = Recompute(self, engine, (args, kwargs), (taken, named), attributes, places, may_keep=may_keep)
         return checkpoint(recompute, *tensors, use_reentrant=False)
 

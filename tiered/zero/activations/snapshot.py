@@ -5,17 +5,19 @@ A list that has grown since, a key-value cache that was written to or a generato
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import copy
 import enum
+import io
 import logging
 import numbers
 import pathlib
 import random
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,7 @@ _CONSTANTS: tuple[type, ...] = (
 """What no forward changes, or what is looked after elsewhere: modules and their parameters."""
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+_ARRAYS = (np.ndarray, array.array, bytearray)
 _OF_THE_PROCESS = (torch.default_generator, np.random.mtrand._rand, random._inst)
 """The generators that RandomStates looks after."""
 
@@ -51,6 +54,7 @@ _CONTAINERS = (collections.OrderedDict, collections.defaultdict, dict, list, col
 
 _MOST_VALUES = 4096
 _MOST_LEVELS = 64
+_MOST_NBYTES = 1 << 20  # of one array
 """Of one snapshot: what holds more is somebody's data, which is not copied for each forward."""
 
 
@@ -72,13 +76,15 @@ class Snapshot:
 
     It refers to no container and no object of the caller's: one may come to hold what the forward computes, which would
     keep itself alive. Tensors are not copied but listed, each once, and given to ``build`` in their order; constants
-    and what cannot be copied stand for themselves. ``unknown`` tells the first of the latter: where, and its type.
+    and what cannot be copied stand for themselves. ``unknown`` tells the first of the latter: where, and its type;
+    ``iterator`` the first that each use changes.
     """
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.places: list[str] = []  # where each tensor was found first
         self.unknown = ""
+        self.iterator = ""
         self._place = ""
         self._taken: dict[int, Any] = {}
         self._alive: list[Any] = []  # what ``_taken`` knows by its address
@@ -104,18 +110,27 @@ class Snapshot:
             self.tensors.append(value)
             self.places.append(self._place)
             return _Place(len(self.tensors) - 1)
-        if isinstance(value, _GENERATORS):
-            return value if value in _OF_THE_PROCESS else _Generator(_copy_of(value))
+        if isinstance(value, _GENERATORS) and value not in _OF_THE_PROCESS:
+            with contextlib.suppress(NotImplementedError):  # the system's generator has no state
+                return _Copied(_copy_of(value))
+        if isinstance(value, _ARRAYS) and _nbytes(value) <= _MOST_NBYTES:
+            return _Copied(_copy_of(value))
         if self._is_too_much(value) or not (isinstance(value, tuple | set) or _can_be_copied(value)):
-            if not isinstance(value, frozenset) and not callable(value):
-                self.unknown = self.unknown or f"{self._place}, of type {type(value).__name__}"
-            return value
+            return self._leave(value)
         if isinstance(value, set):
             return _Set(type(value), tuple(value))
         if isinstance(value, tuple):
             items = [self._take(item) for item in value]
             return value if all(map(_is, items, value)) else _Tuple(type(value), items)
         return self._take_object(value)
+
+    def _leave(self, value: Any) -> Any:
+        what = f"{self._place}, of type {type(value).__name__}"
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            self.iterator = self.iterator or what
+        if not isinstance(value, (frozenset, *_GENERATORS)) and not callable(value):
+            self.unknown = self.unknown or what
+        return value
 
     def _is_too_much(self, value: Any) -> bool:
         is_container = isinstance(value, (tuple, set, *_CONTAINERS))
@@ -198,16 +213,16 @@ class _Set(_Taken):
         built[id(self)] = self.kind(self.members)
 
 
-class _Generator(_Taken):
-    """A random number generator in a state that nobody else advances."""
+class _Copied(_Taken):
+    """An array, or a random number generator in a state that nobody else advances."""
 
-    __slots__ = ("generator",)
+    __slots__ = ("value",)
 
-    def __init__(self, generator: Any) -> None:
-        self.generator = generator
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> None:
-        built[id(self)] = _copy_of(self.generator)
+        built[id(self)] = _copy_of(self.value)
 
 
 class _Object(_Taken):
@@ -296,9 +311,14 @@ def _slots(kind: type) -> list[str]:
     return found
 
 
-def _copy_of(generator: Any) -> Any:
-    if not isinstance(generator, torch.Generator):
-        return copy.deepcopy(generator)
-    made = torch.Generator(generator.device)
-    made.set_state(generator.get_state())
+def _nbytes(array_like: Any) -> int:
+    found: int = array_like.nbytes if isinstance(array_like, np.ndarray) else memoryview(array_like).nbytes
+    return found
+
+
+def _copy_of(value: Any) -> Any:
+    if not isinstance(value, torch.Generator):
+        return copy.deepcopy(value)
+    made = torch.Generator(value.device)
+    made.set_state(value.get_state())
     return made
