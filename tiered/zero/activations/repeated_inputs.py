@@ -2,8 +2,8 @@
 
 torch saves each argument by itself. With saved-tensor hooks in force each comes back as an object of its own, and a
 forward that asks ``query is key``, as attention does, goes another way than before. So the function in which torch
-keeps the arguments is replaced by one that keeps each of them once. Nothing changes where none is given twice, and
-nothing before the first ``construct`` or ``shard``.
+keeps the arguments is replaced by one that keeps each of them once. Nothing changes where none is given twice, nothing
+before the first ``construct`` or ``shard``, and nothing with a torch that has no such function.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ def keep_repeated_inputs() -> None:
     """Have non-reentrant checkpoints keep the identity of their arguments from now on. Idempotent, thread-safe."""
     global _is_kept
     with _lock:
-        if not _is_kept:
-            _is_kept = True
-            setattr(torch.utils.checkpoint, _NAME, _keeping(getattr(torch.utils.checkpoint, _NAME)))
+        generator = getattr(torch.utils.checkpoint, _NAME, None)
+        if not _is_kept and generator is not None:
+            setattr(torch.utils.checkpoint, _NAME, _keeping(generator))
+        _is_kept = True
 
 
 def _keeping(generator: Callable[..., Any]) -> Callable[..., Any]:
