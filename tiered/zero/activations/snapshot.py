@@ -12,7 +12,6 @@ import copy
 import enum
 import io
 import logging
-import numbers
 import pathlib
 import random
 import types
@@ -26,23 +25,11 @@ from torch import nn
 
 __all__ = ["Snapshot", "build", "is_constant", "version_of"]
 
-_PLAIN: frozenset[type] = frozenset(
-    {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
-)
-_CONSTANTS: tuple[type, ...] = (
-    *(*_PLAIN, torch.layout, torch.memory_format, np.generic, np.dtype, numbers.Number, enum.Enum, range, slice),
-    *(
-        pathlib.PurePath,
-        type,
-        types.ModuleType,
-        types.EllipsisType,
-        nn.Module,
-        nn.Parameter,
-        logging.Logger,
-        weakref.ref,
-    ),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
-)
+_PLAIN: frozenset[type] = frozenset({int, float, complex, bool, str, bytes, type(None), torch.Size})
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, nn.Module, nn.Parameter)
+_OF_PYTHON = (range, slice, enum.Enum, pathlib.PurePath, logging.Logger, weakref.ref, type, types.ModuleType)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_CONSTANTS = (*_PLAIN, *_OF_TORCH, *_OF_PYTHON, *_FUNCTIONS, types.EllipsisType, np.generic, np.dtype)
 """What no forward changes, or what is looked after elsewhere: modules and their parameters."""
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
@@ -96,7 +83,8 @@ class Snapshot:
         return self._take(value)
 
     def _take(self, value: Any) -> Any:
-        if type(value) in _PLAIN or isinstance(value, _CONSTANTS):
+        kind = type(value)
+        if kind in _PLAIN or (kind is not torch.Tensor and isinstance(value, _CONSTANTS)):
             return value
         if id(value) not in self._taken:
             self._alive.append(value)
@@ -113,7 +101,7 @@ class Snapshot:
         if isinstance(value, _GENERATORS) and value not in _OF_THE_PROCESS:
             with contextlib.suppress(NotImplementedError):  # the system's generator has no state
                 return _Copied(_copy_of(value))
-        if isinstance(value, _ARRAYS) and _nbytes(value) <= _MOST_NBYTES:
+        if isinstance(value, _ARRAYS) and _is_small(value):
             return _Copied(_copy_of(value))
         if self._is_too_much(value) or not (isinstance(value, tuple | set) or _can_be_copied(value)):
             return self._leave(value)
@@ -141,14 +129,14 @@ class Snapshot:
         taken = self._taken[id(value)] = _Object(type(value))  # Order: what is in it may refer to it
         if isinstance(value, dict):
             pairs = collections.OrderedDict.items(value) if isinstance(value, _CONTAINERS[0]) else dict.items(value)
-            taken.items = [(key, self._take(item)) for key, item in pairs]
+            taken.items = [(key, self._take(item)) for key, item in list(pairs)]  # another thread may add to it
         elif isinstance(value, _CONTAINERS):
-            taken.items = [self._take(item) for item in value]
+            taken.items = [self._take(item) for item in list(value)]
         if isinstance(value, collections.deque):
             taken.option = value.maxlen
         elif isinstance(value, collections.defaultdict):
             taken.option = value.default_factory
-        taken.attributes = {name: self._take(item) for name, item in getattr(value, "__dict__", {}).items()}
+        taken.attributes = {name: self._take(item) for name, item in dict(getattr(value, "__dict__", {})).items()}
         taken.slots = {name: self._take(getattr(value, name)) for name in _slots(type(value)) if hasattr(value, name)}
         if not isinstance(value, _CONTAINERS) and all(map(is_constant, _values(taken))):
             with contextlib.suppress(TypeError):  # of a class that has no room for one
@@ -311,9 +299,11 @@ def _slots(kind: type) -> list[str]:
     return found
 
 
-def _nbytes(array_like: Any) -> int:
-    found: int = array_like.nbytes if isinstance(array_like, np.ndarray) else memoryview(array_like).nbytes
-    return found
+def _is_small(value: Any) -> bool:
+    """Return whether an array is one of numbers, and few."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes <= _MOST_NBYTES and not value.dtype.hasobject
+    return memoryview(value).nbytes <= _MOST_NBYTES
 
 
 def _copy_of(value: Any) -> Any:
