@@ -119,6 +119,7 @@ class Activations:
     With "auto" a unit keeps as long as all that is kept fits into ``room_bytes`` of ordinary memory; the first forward
     with gradients measures what each unit saves, and ``choose`` decides from then on; what would exceed the room even
     so is swapped as it comes. A unit that runs under autocast recomputes: its saved casts are as large as its weights.
+    One whose forward cannot run again (``refused``) is kept, or swapped where it would be recomputed for want of room.
     """
 
     def __init__(self, engine: Engine) -> None:
