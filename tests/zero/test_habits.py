@@ -22,6 +22,7 @@ from tests.zero.training import (
     reference_of,
     start,
 )
+from tiered.errors import UsageError
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 UPDATES = ("step", "backward")
@@ -55,6 +56,59 @@ def test_bits_of_a_model_built_on_meta_with_weights(param_dtype: torch.dtype | N
         optimizer = tiered.AdamW(model.parameters(), **Recipe().adamw)
         losses = losses_of(model, optimizer, case, range(4), SEED + 1)
     assert all(map(torch.equal, losses, reference_of("gpt", param_dtype).losses))
+
+
+class Buffered(nn.Module):
+    """Buffers of both kinds, one with two names, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(4, affine=False)
+        self.turned, self.single = nn.Parameter(torch.rand(5, 4).t()), nn.Parameter(torch.rand(1))
+        self.register_buffer("frequencies", torch.rand(4), persistent=False)
+        self.first.register_buffer("same", self.frequencies)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x * self.frequencies).to(self.first.weight.dtype)
+        x = self.second(self.first(x).sin()) @ self.turned @ self.turned.t() * self.single
+        return self.norm(x.float()).square().mean()
+
+
+@every_dtype
+def test_a_model_on_meta_goes_on_with_what_the_store_has_committed(
+    param_dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    case = Case(Buffered, lambda step: (torch.randn(3, 4, generator=torch.Generator().manual_seed(step)),))
+
+    def run(directory: Path, *steps: range) -> list[Tensor]:
+        losses = []
+        for life, part in enumerate(steps):
+            torch.manual_seed(SEED)
+            with debug_store(directory) as store, torch.device("meta") if life else torch.device("cpu"):
+                model = Buffered()
+                with torch.device("cpu"):
+                    model = tiered.shard(model, store, param_dtype=param_dtype)
+                    optimizer = tiered.AdamW(model.parameters(), lr=0.1)
+                    store.resume()
+                    losses += losses_of(model, optimizer, case, part, SEED)
+                    store.commit()
+                    assert model.second.weight is model.first.weight
+                    assert model.first.same is model.frequencies
+                    found = [*losses, *model.state_dict().values(), model.frequencies]
+        return found
+
+    assert all(map(torch.equal, run(tmp_path / "two", range(2), range(2, 5)), run(tmp_path / "one", range(5))))
+
+
+def test_a_buffer_on_meta_that_nothing_gives_says_what_does(tmp_path: Path) -> None:
+    weights = Buffered().state_dict()
+    with torch.device("meta"):
+        model = Buffered()
+    with debug_store(tmp_path, durable=False) as store:
+        with pytest.raises(UsageError, match=r"buffer frequencies is on the meta device.*tiered\.construct"):
+            tiered.shard(model, store, weights=weights)
 
 
 @every_dtype

@@ -71,14 +71,16 @@ def shard(
     "auto"; a word for all, a mapping from unit names, or a function (name, module) -> word; see ``Activations``.
     ``stage`` is 1, 2 or 3; on one rank they are the same.
 
-    A store that already holds this model is adopted as it is: its values stay, and ``store.resume()`` must come before
-    the first forward. Parameters keep their objects, names, shapes and ``requires_grad``. Blocks while bytes move.
+    A store that already holds this model is adopted as it is: its values stay, a model built on the meta device needs
+    no ``weights``, and ``store.resume()`` must come before the first forward. Parameters keep their objects, names,
+    shapes and ``requires_grad``. Blocks while bytes move.
 
     Raises CapacityError for a budget that is too small (with the smallest one that works) or too little device space,
     UsageError for a store that holds another model (with the differences), TypeError for parameters it cannot keep.
     """
     _check(model, store, stage=stage, param_dtype=param_dtype, device=device)
-    source = Weights(model, weights)
+    committed = store.registered_state("tiered.model") if store.durable else None
+    source = Weights(model, weights, is_committed=committed is not None)
     modules = divide_into_units(model, unit)
     words = words_of(activations, {"root": model, **modules})
     units = _make_units(model, modules, store, param_dtype)
@@ -87,7 +89,6 @@ def shard(
     if hold == "auto" and "swap" in words.values():  # a byte of activations saves more than one of optimizer state
         held, window = share_out_as_asked(units, budget_bytes, min(held, sum(unit.nbytes for unit in units)))
     state = ModelState(model, units)
-    committed = store.registered_state("tiered.model") if store.durable else None
     if committed is not None:
         with taking_apart("tiered.model", by="model"):
             state.compare(committed)

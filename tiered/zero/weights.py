@@ -24,13 +24,16 @@ __all__ = ["Weights"]
 class Weights:
     """Initial values by parameter name. With a source, every parameter and persistent buffer must be in it.
 
-    Parameters on the meta device are replaced by empty ones on the CPU (new objects, ties kept): they need a source.
+    Parameters on the meta device are replaced by empty ones on the CPU (new objects, ties kept): they need a source, or
+    a store that has the values, ``is_committed``, and gives those of buffers when it is resumed.
     """
 
     def __init__(
         self,
         model: nn.Module,
         source: Mapping[str, torch.Tensor] | str | Path | Sequence[str | Path] | None,
+        *,
+        is_committed: bool = False,
     ) -> None:
         self._mapping: Mapping[str, torch.Tensor] | None = source if isinstance(source, Mapping) else None
         self._files: dict[str, Any] = {}
@@ -43,7 +46,9 @@ class Weights:
         if self._has_source:
             self._check(model)
             self._load_buffers(model)
-        self._leave_meta(model)
+        if is_committed:
+            _leave_buffers_on_meta(model)
+        self._leave_meta(model, is_committed=is_committed)
 
     def is_cast(self, segment: Segment) -> bool:
         """Return whether ``segment``'s values lose bits on their way into the unit, so that it needs a master."""
@@ -107,25 +112,47 @@ class Weights:
             value = self._get(name).to(buffer.dtype).clone()
             parent._buffers[name.rpartition(".")[2]] = value
 
-    def _leave_meta(self, model: nn.Module) -> None:
+    def _leave_meta(self, model: nn.Module, *, is_committed: bool) -> None:
         replaced: dict[int, nn.Parameter] = {}
         for module_name, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     raise UsageError(
-                        f"buffer {module_name}.{name} is on the meta device; expected its values: build it on the CPU"
+                        f"buffer {_full(module_name, name)} is on the meta device, and weights= have no values for it;"
+                        " expected them: build the model (or load it, by from_pretrained) inside"
+                        " `with tiered.construct(store):` instead of on the meta device, or assign the buffer"
                     )
             for name, parameter in module._parameters.items():
                 if parameter is None or not parameter.is_meta:
                     continue
-                if not self._has_source:
+                if not self._has_source and not is_committed:
                     raise UsageError(
-                        f"parameter {module_name}.{name} is on the meta device; expected weights= for its values"
+                        f"parameter {_full(module_name, name)} is on the meta device; expected weights= for its values,"
+                        " or a store that has committed this model"
                     )
                 if id(parameter) not in replaced:
-                    blank = torch.empty((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
-                    replaced[id(parameter)] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
+                    replaced[id(parameter)] = nn.Parameter(_blank(parameter), requires_grad=parameter.requires_grad)
                 module._parameters[name] = replaced[id(parameter)]
+
+
+def _blank(parameter: nn.Parameter) -> torch.Tensor:
+    """Return an empty tensor like ``parameter`` that takes no memory, or none until it is touched."""
+    if parameter.numel() > 1 and parameter.is_contiguous():
+        return torch.empty((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
+
+
+def _leave_buffers_on_meta(model: nn.Module) -> None:
+    """Put buffers of zeros into the place of those on the meta device; ties are kept."""
+    replaced: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = replaced.setdefault(id(buffer), torch.zeros_like(buffer, device="cpu"))
+
+
+def _full(module_name: str, name: str) -> str:
+    return f"{module_name}.{name}" if module_name else name
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -133,7 +160,7 @@ def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{module_name}.{name}" if module_name else name] = buffer
+                found[_full(module_name, name)] = buffer
     return found
 
 
