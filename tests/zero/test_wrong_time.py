@@ -257,3 +257,33 @@ def test_a_layer_is_set_up_by_its_first_batch_between_steps(tmp_path: Path) -> N
             model(x)
         assert torch.equal(model(x), expected)
         assert torch.equal(model.state_dict()["0.shift"], plain[0].shift)
+
+
+class Signs(torch.optim.Optimizer):
+    """An optimizer of the user's own."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            with torch.no_grad():
+                parameter.sub_(parameter.grad.sign(), alpha=0.1)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    r"torch\.optim\.AdamW": lambda parameters: torch.optim.AdamW(parameters),
+    r"torch\.optim\.Adafactor": lambda parameters: torch.optim.Adafactor(parameters),
+    r"torch\.optim\.SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
+    r"test_wrong_time\.Signs": lambda parameters: Signs(parameters, {}),
+}
+
+
+@pytest.mark.parametrize("title", OPTIMIZERS)
+def test_an_optimizer_that_is_not_tiereds_is_told_which_are(title: str, tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(CASE.build(), store)
+        optimizer = OPTIMIZERS[title](model.parameters())
+        before = model.state_dict()
+        model(*CASE.batch(0)).backward()
+        with pytest.raises(UsageError, match=rf"{title}, which keeps .* expected tiered\.AdamW\(model"):
+            optimizer.step()
+        model.zero_grad()
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
-from tiered.zero.frames import num_on_stack
+from tiered.zero.frames import num_on_stack, stack
 from tiered.zero.gradients.backward import in_graph_task
 from tiered.zero.parameters.methods import touched_by_method
 
@@ -38,6 +38,7 @@ def check_access(engine: Engine, segment: Segment, name: str, *, is_write: bool)
     if is_write:
         if is_unsharded or engine.num_loading:
             return
+        _refuse_strangers(what)
         raise UsageError(
             f"{what} writes a sharded parameter; expected inside `with tiered.unsharded(module):` between steps,"
             " or by the optimizer"
@@ -54,6 +55,7 @@ def check_access(engine: Engine, segment: Segment, name: str, *, is_write: bool)
     if engine.calls.stack.methods and not in_task:
         touched_by_method(engine)
     if not (engine.calls or in_task or engine.is_between):
+        _refuse_strangers(what)
         raise UsageError(f"{what} outside a forward or backward; {_hint(name)}{_NOT_NOW}")
 
 
@@ -74,6 +76,21 @@ def _end_interrupted(engine: Engine) -> None:
         engine.num_exporting = 0
     if engine.num_loading and not num_on_stack(nn.Module.load_state_dict.__code__):
         engine.num_loading = 0
+
+
+def _refuse_strangers(what: str) -> None:
+    """Raise UsageError where it is the step of another optimizer than tiered's that does ``what``."""
+    step = (frame.f_locals.get("self") for frame in stack() if frame.f_code.co_name == "step")
+    optimizer = next((each for each in step if isinstance(each, torch.optim.Optimizer)), None)
+    kinds = [] if optimizer is None else [(kind.__module__, kind.__qualname__) for kind in type(optimizer).__mro__]
+    if not kinds or any(module.partition(".")[0] == "tiered" for module, _ in kinds):
+        return
+    module, name = kinds[0]
+    title = f"{'torch.optim' if module.startswith('torch.optim.') else module}.{name}"
+    raise UsageError(
+        f"{what}, by the step of {title}, which keeps its state in memory and cannot update a sharded model; expected"
+        " tiered.AdamW(model.parameters(), ...), tiered.SGD or tiered.Lion"
+    )
 
 
 def _hint(name: str) -> str:
