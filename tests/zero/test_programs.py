@@ -504,6 +504,26 @@ def test_parameters_that_share_memory_are_refused(is_constructed: bool, tmp_path
                 tiered.shard(Tied(), store)
 
 
+def resize(embedding: nn.Embedding, num_rows: int) -> None:
+    """As transformers does it: the new weight's memory becomes the old one's, and the new module is dropped."""
+    larger = nn.Embedding(num_rows, embedding.embedding_dim)
+    larger.weight.data[: embedding.num_embeddings] = embedding.weight.data
+    embedding.weight.data = larger.weight.data
+    embedding.num_embeddings = num_rows
+
+
+def test_an_embedding_is_resized_outside_construct(tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        with tiered.construct(store):
+            embedding = nn.Embedding(4, WIDTH)
+            with pytest.raises(UsageError, match=r"resize_token_embeddings.*built outside `with tiered\.construct"):
+                resize(embedding, 6)
+        embedding = nn.Embedding(4, WIDTH)
+        resize(embedding, 6)
+        weight = embedding.weight.detach().clone()
+        assert torch.equal(tiered.shard(embedding, store).state_dict()["weight"], weight)
+
+
 def test_parameters_in_one_flat_tensor_are_taken(tmp_path: Path) -> None:
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))

@@ -97,7 +97,9 @@ class _Construction:
             if other is not old and lease is not None and lease.tensor.untyped_storage().data_ptr() == storage:
                 raise UsageError(
                     f"parameter {segment.name}: .data of {other.segment.name}, to share its memory; expected one"
-                    " parameter that both modules name, as in head.weight = emb.weight, or .data.clone()"
+                    " parameter that both modules name, as in head.weight = emb.weight, or .data.clone(); where it is"
+                    " somebody else's code that does so (resize_token_embeddings of transformers), call it on a model"
+                    " built outside `with tiered.construct(store):`, before tiered.shard"
                 )
         lease, old.lease = old.lease, None
         self.shown.pop(old)
