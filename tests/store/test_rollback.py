@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,46 @@ def test_resume_loads_and_compares_what_is_registered(disk: SimulatedDisk, caplo
         store.register("sampler", Counter())
         with pytest.raises(UsageError, match=r"missing 'sampler'; committed but not registered: 'loader'"):
             store.resume()
+
+
+def test_what_nobody_registers_stays_in_every_commit_until_it_is_dropped(disk: SimulatedDisk) -> None:
+    def committed(name: str) -> object:
+        with simulated_store(disk) as store:
+            return store.registered_state(name)
+
+    state = {"count": 4, "rates": [0.1, -0.0, 1e300], "seen": torch.arange(3)}
+
+    class Loader(Counter):
+        def state_dict(self) -> dict[str, Any]:
+            return state
+
+    with simulated_store(disk) as store:
+        store.register("scheduler", Counter(3))
+        store.register("loader", Loader())
+        store.commit({"step": 9})
+        text = store._generations.root.state
+    with simulated_store(disk) as store:  # another program's, which knows of neither
+        store["a"] = numbers(PAGE)
+    with simulated_store(disk) as store:
+        assert store.generation == 2 and store._generations.root.state == text
+        counter = Counter()
+        store.register("scheduler", counter)
+        assert store.resume() == {"step": 9} and counter.count == 3
+        counter.count = 5
+        store.commit()
+        with pytest.raises(UsageError, match="scheduler"):
+            store.drop_state("scheduler")
+        with pytest.raises(KeyError):
+            store.drop_state("sampler")
+        store.drop_state("loader")
+        store.rollback()
+        store["a"] = numbers(PAGE, 1)
+    loader: Any = committed("loader")
+    assert committed("scheduler") == {"count": 5} and loader["rates"] == state["rates"]
+    with simulated_store(disk) as store:
+        store.drop_state("loader")
+        store.commit()
+    assert committed("scheduler") == {"count": 5} and committed("loader") is None
 
 
 def test_registration_refuses_what_cannot_be_kept_and_taken_names(store: Store) -> None:

@@ -35,11 +35,11 @@ class Generations:
     def __init__(self, working_set: WorkingSet, catalog: Catalog | None, root: Root, finishers: Finishers) -> None:
         self.guards: list[Callable[[str], None]] = []
         self._finishers = finishers
-        self.registry = Registry()
         self._working_set = working_set
         self._records = working_set.records
         self._committer = None if catalog is None else Committer(working_set, catalog, root)
-        self._user_text = encode_user_state(committed_state(root.state)[0])
+        self._user_text = encode_user_state(committed_state(root.state)[0])  # order: it checks the text
+        self.registry = Registry(root.state)
         self._root = root
         self._turn = threading.RLock()  # reentrant: loading a state may ask for one of these again
         self._was_told = False  # the caller knows of the failure
@@ -122,6 +122,7 @@ class Generations:
             self.registry.check(registered, committer.root.generation)
             committer.roll_back()
             self._user_text = encode_user_state(user)
+            self.registry.carry(committer.root.state)
             self.registry.load(registered)
 
     def resume(self) -> dict[str, Any]:
@@ -137,8 +138,15 @@ class Generations:
             if self._records.has_changes:
                 committer.roll_back()
                 self._user_text = encode_user_state(user)
+                self.registry.carry(committer.root.state)
             self.registry.load(registered)
             return user
+
+    def drop_state(self, name: str) -> None:
+        """Leave what was committed under ``name`` out of the next commit."""
+        self._ready("drop_state")
+        with self._turn:
+            self.registry.drop(name)
 
     def finish(self, *, commit: bool) -> Exception | None:
         """The store closes: ask the guards, commit what changed if that is wanted; return why it did not happen."""

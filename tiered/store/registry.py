@@ -54,10 +54,33 @@ def _short(error: Exception) -> str:
 
 
 class Registry:
-    """Registered objects by name. Their methods are called without locks, in the order of registration."""
+    """Registered objects by name. Their methods are called without locks, in the order of registration.
 
-    def __init__(self) -> None:
+    The invariant: *what was committed under a name is in every later commit*, as it was where nobody has registered the
+    name in this process. Only ``drop`` ends that.
+    """
+
+    def __init__(self, text: str) -> None:
+        """``text`` is the last root's; ``committed_state`` can read it."""
         self._objects: dict[str, Stateful] = {}
+        self.carry(text)
+
+    def carry(self, text: str) -> None:
+        """Keep what the root's ``text`` has for names that nobody registers."""
+        self._carried: dict[str, str] = {
+            name: json.dumps(state, separators=(",", ":"))  # as ``encode`` wrote it
+            for name, state in json.loads(text).get("registered", {}).items()
+            if not name.startswith("$")
+        }
+
+    def drop(self, name: str) -> None:
+        """Carry ``name`` no further. Raises UsageError for a name that is registered, KeyError for an unknown one."""
+        if name in self._objects:
+            raise UsageError(
+                f"drop_state({name!r}): a {type(self._objects[name]).__name__} is registered under the name; expected a"
+                " store that was opened without registering it"
+            )
+        del self._carried[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._objects
@@ -78,11 +101,11 @@ class Registry:
         self._objects[name] = item
 
     def encode(self, user_text: str) -> str:
-        """Return the text of a commit: every registered object's state as it is now, and ``user_text``."""
-        parts = (
-            f"{json.dumps(name)}:{encode(item.state_dict(), name=f'{name}.state_dict()')}"
-            for name, item in self._objects.items()
-        )
+        """Return the text of a commit: every registered object's state, others' as committed, and ``user_text``."""
+        states = {name: text for name, text in self._carried.items() if name not in self._objects}
+        for name, item in self._objects.items():
+            states[name] = encode(item.state_dict(), name=f"{name}.state_dict()")
+        parts = (f"{json.dumps(name)}:{text}" for name, text in states.items())
         return f'{{"registered":{{{",".join(parts)}}},"state":{user_text}}}'
 
     def check(self, committed: Mapping[str, Any], generation: int) -> None:
@@ -97,8 +120,8 @@ class Registry:
             )
         if unclaimed:
             _log.warning(
-                "generation %d holds the state of %s, which nobody has registered: it is not loaded, and the next "
-                "commit drops it",
+                "generation %d holds the state of %s, which nobody has registered: it is not loaded, and commits keep "
+                "it as it is; store.drop_state(name) ends that",
                 generation,
                 ", ".join(map(repr, unclaimed)),
             )

@@ -295,6 +295,7 @@ class Store(MutableMapping[str, torch.Tensor]):
     def register(self, name: str, item: Stateful) -> None:
         """Make ``item.state_dict()`` part of every commit under ``name``; ``resume`` and ``rollback`` load it again.
 
+        What was committed under a name that nobody registers now stays in every commit as it is, until ``drop_state``.
         Raises TypeError when the state has something that cannot be kept, naming where; UsageError for a taken name.
         """
         self._refuse()
@@ -307,6 +308,13 @@ class Store(MutableMapping[str, torch.Tensor]):
     def registered_state(self, name: str) -> Any | None:
         """Return the state that the last commit has for ``name``; None where it has none."""
         return committed_state(self._generations.root.state)[1].get(name)
+
+    def drop_state(self, name: str) -> None:
+        """Leave the state that was committed under ``name`` out of the next commit; ``rollback`` brings it back.
+
+        Raises KeyError where there is none, UsageError where something is registered under the name.
+        """
+        self._generations.drop_state(name)
 
     def resume(self) -> dict[str, Any]:
         """Load the last committed generation into all that is registered; return its state, {} if there is none.
