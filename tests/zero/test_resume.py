@@ -142,6 +142,45 @@ def test_leaving_by_an_exception_loses_what_came_after_the_last_commit(tmp_path:
         assert_same(resumed.session.collect(), undisturbed(case, recipe))
 
 
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_steps_that_no_commit_covers_are_dropped_by_a_normal_exit(
+    update: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would be made twice: the state is that of an earlier step."""
+    case, recipe = CASES["gpt"], Recipe()
+    with debug_store(tmp_path) as store:
+        first = job(case, recipe, store, update)
+        first.run(2, wait=False)
+        first.session.run_step(2)
+        store["metrics"] = torch.ones(3)
+    assert "closed without a commit" in caplog.text and "store.commit(state)" in caplog.text
+    with debug_store(tmp_path) as store:
+        resumed = job(case, recipe, store, update)
+        assert resumed.step == 2 and "metrics" not in store
+        resumed.run(NUM_STEPS)
+        resumed.session.trained.losses[:0] = first.session.trained.losses[:2]
+        assert_same(resumed.session.collect(), undisturbed(case, recipe))
+
+
+def test_a_normal_exit_commits_steps_where_no_state_says_otherwise(tmp_path: Path) -> None:
+    case, recipe = CASES["gpt"], Recipe()
+    for num_steps in (1, 2):
+        with debug_store(tmp_path) as store:
+            session = start(case, recipe, store)
+            assert store.resume() == {}
+            session.run_step(num_steps - 1)
+            assert int(session.optimizer.state_dict()["state"][0]["step"]) == num_steps
+
+
+def test_a_put_is_committed_by_a_normal_exit_when_all_steps_are(tmp_path: Path) -> None:
+    case, recipe = CASES["gpt"], Recipe()
+    with debug_store(tmp_path) as store:
+        job(case, recipe, store).run(2, wait=False)
+        store["metrics"] = torch.ones(3)
+    with debug_store(tmp_path) as store:
+        assert store.state == {"step": 2} and torch.equal(store["metrics"], torch.ones(3))
+
+
 def test_training_before_resume_is_refused(tmp_path: Path) -> None:
     """A store that holds a run: going on without resume() would lose it."""
     case, recipe = CASES["gpt"], Recipe()

@@ -43,6 +43,7 @@ class Generations:
         self._root = root
         self._turn = threading.RLock()  # reentrant: loading a state may ask for one of these again
         self._was_told = False  # the caller knows of the failure
+        self.withheld_for = ""  # why a close must not commit, as a guard has said
 
     @property
     def root(self) -> Root:
@@ -159,7 +160,9 @@ class Generations:
                 self._committer.wait()
             if self._committer is not None and not self._was_told and failure is None:
                 self.refuse()
-                if commit and self._records.has_changes:
+                if commit and self.withheld_for:
+                    _log.warning("%s", self.withheld_for)
+                elif commit and self._records.has_changes:
                     self._committer.start(self.registry.encode(self._user_text), is_last=True)
                     self.wait()
         except Exception as error:  # whatever it is, the store closes
@@ -196,6 +199,8 @@ class Generations:
         """
         failure: Exception | None = None
         ends: list[Callable[[], None]] = [self._working_set.deferred_seal.settle]
+        if self._committer is not None:
+            ends.append(self._committer.wait)  # order: guards compare with what is committed
         for end in ends + [functools.partial(guard, "close") for guard in self.guards]:
             try:
                 end()

@@ -45,7 +45,8 @@ _DEADLINE_S = 60.0
 class Store(MutableMapping[str, torch.Tensor]):
     """Tensors on NVMe by name, with commits. All methods are thread-safe; a forked child must not use it.
 
-    ``with Store(...) as store:`` closes it: a normal exit commits what is complete, an exception does not.
+    ``with Store(...) as store:`` closes it: a normal exit commits what is complete, an exception does not. Training
+    steps are complete where their state is: once a state was committed, those that no commit covers are dropped.
     """
 
     device_memory: int | None  # the compute device's budget in bytes
@@ -332,6 +333,10 @@ class Store(MutableMapping[str, torch.Tensor]):
         """
         self._generations.guards.append(guard)
 
+    def withhold_changes(self, reason: str) -> None:
+        """For a guard at "close": have what changed since the last commit dropped, and the log say so and why."""
+        self._generations.withheld_for = reason
+
     def add_finisher(self, finisher: Finisher) -> None:
         """Have ``finisher`` asked, without locks, before a caller's own use of a key, and at each commit."""
         self._finishers.add(finisher)
@@ -374,6 +379,8 @@ class Store(MutableMapping[str, torch.Tensor]):
     def close(self) -> None:
         """Commit the tensors that changed, if any did, then give everything back; blocks. Idempotent.
 
+        Optimizer steps that came after the last ``commit(state)`` are not committed under its state: all changes since
+        then are dropped, and the log says so. Where no commit had a state, they are committed.
         Bytes under living tensors of leases follow when these die. Raises, once everything is given back, what kept the
         commit from happening: LeaseError, CapacityError, DeviceError.
         """

@@ -6,14 +6,15 @@ Each raises ValueError, TypeError or LookupError for what no optimizer writes; t
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tiered.errors import UsageError
+from tiered.store.store import Store
 from tiered.zero.formats.codec import PIECE_ALIGNMENT
 from tiered.zero.optimizer.loaded_state import StateDictReader
 
-__all__ = ["bucket_numel_of", "compare", "groups_of", "steps_of"]
+__all__ = ["bucket_numel_of", "compare", "groups_of", "steps_of", "withhold_steps"]
 
 
 def bucket_numel_of(committed: dict[str, Any]) -> int:
@@ -42,6 +43,23 @@ def groups_of(
             raise ValueError("parameters among the hyperparameters")
         reader.check_values(f"'hyperparameters'[{number}]", group)
     return found
+
+
+def withhold_steps(store: Store, title: str, steps: Mapping[str, int]) -> None:
+    """Keep a close from committing ``steps``, by parameter, under the user's state of earlier ones.
+
+    A run that resumed there would make them twice.
+    """
+    if not store.durable or not store.state:
+        return
+    committed = store.registered_state("tiered.optimizer")
+    counted = committed.get("steps") if isinstance(committed, dict) else None
+    known = counted if isinstance(counted, dict) else {}
+    if any(step != known.get(name, 0) for name, step in steps.items()):
+        store.withhold_changes(
+            f"{title} made steps that the state of generation {store.generation} does not cover, and they are dropped;"
+            " expected store.commit(state) after the last step"
+        )
 
 
 def compare(committed: Any, mine: dict[str, Any]) -> None:

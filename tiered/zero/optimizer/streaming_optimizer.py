@@ -20,7 +20,7 @@ from tiered.zero.budget import bucket_numel_for, tile_numel_for
 from tiered.zero.engine import Engine
 from tiered.zero.formats.layout import FORMATS, Layouts
 from tiered.zero.model_state import check_added
-from tiered.zero.optimizer.committed_optimizer import bucket_numel_of, compare, groups_of, steps_of
+from tiered.zero.optimizer.committed_optimizer import bucket_numel_of, compare, groups_of, steps_of, withhold_steps
 from tiered.zero.optimizer.loaded_state import StateDictReader
 from tiered.zero.optimizer.optimizer_state import OptimizerState, StateUnit
 from tiered.zero.optimizer.plain import PlainUnit
@@ -343,6 +343,7 @@ class StreamingOptimizer(Optimizer):
     def _guard(self, word: str) -> None:
         if word == "close":
             self._pipeline.close()
+            withhold_steps(self._store, self._title, {s.name: n for s, n in self._state.steps.items()})
         if word in {"rollback", "resume"}:
             self._frozen = None
 
