@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
+from tiered.bytes.inside import ServiceThread
 from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
 from tiered.store.catalog import Catalog
 from tiered.store.deadline import Deadline
@@ -84,7 +85,7 @@ class Committer:
     def _start_thread(self, handed: list[Sealed]) -> bool:
         """Start the thread that flushes what is ``handed`` over by the time it gets the lock; False: there is none."""
         # A thread of its own, not a daemon: the interpreter waits for it, and no call can interrupt it.
-        thread = threading.Thread(target=self._finish_handed, args=(handed,), name="tiered-commit")
+        thread = ServiceThread(target=self._finish_handed, args=(handed,), name="tiered-commit")
         try:
             thread.start()
         except RuntimeError:  # no more threads for this process, or the interpreter is ending
@@ -129,7 +130,7 @@ class Committer:
         with self._condition:
             while True:
                 self._working_set.residents.drain()
-                self._working_set.check(writing=True)
+                self._working_set.room.refuse()
                 self._refuse_writers("rollback", lingering=False)
                 busy = next((entry for entry in self._records.unsealed() if not entry.is_settled), None)
                 if busy is None:

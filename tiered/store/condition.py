@@ -1,9 +1,10 @@
-"""Condition: a lock to wait on that no interrupt leaves held."""
+"""Condition: a lock to wait on that no interrupt leaves held, and that knows whether the calling thread holds it."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
 __all__ = ["Condition"]
 
@@ -14,17 +15,23 @@ class Condition(threading.Condition):
     The standard one enters and leaves its lock in Python functions: an exception from a signal handler, such as Ctrl-C,
     that comes between the lock and the block leaves the lock held for ever. Here ``with`` finds the methods of the lock
     itself, in slots, and no line of Python lies between.
+
+    A signal handler or a finalizer may run in the middle of a block, in the thread that holds the lock. Entering there
+    does not block, but finds what the block left half done: whoever may be called so asks ``is_held_here`` first.
     """
 
-    __slots__ = ("__enter__", "__exit__")
+    __slots__ = ("__enter__", "__exit__", "is_held_here")
+
+    is_held_here: Callable[[], bool]
 
     _waiters: deque[threading.Lock]  # the standard one's
 
     def __init__(self) -> None:
-        lock = threading.Lock()
+        lock = threading.RLock()
         super().__init__(lock)
         self.__enter__ = lock.__enter__  # type: ignore[method-assign]
         self.__exit__ = lock.__exit__  # type: ignore[method-assign]
+        self.is_held_here = lock._is_owned  # type: ignore[attr-defined]
 
     def waiter(self) -> threading.Lock:
         """Return, with the lock held, a lock that can be acquired from the next ``notify_all`` on.

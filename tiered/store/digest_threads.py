@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.endings import at_exit
+from tiered.bytes.inside import HERE, ServiceThread
 from tiered.store.condition import Condition
 
 __all__ = ["WORTHWHILE_NBYTES", "DigestThreads"]
@@ -45,7 +46,7 @@ class DigestThreads:
 
     def submit(self, io_class: IOClass, job: Callable[[], object]) -> None:
         """Have ``job()`` called soon. It must not raise, and not wait for another job."""
-        with self._changed:
+        with HERE.inside, self._changed:
             is_taken = not self._is_closed and self._has_thread()
             if is_taken:
                 self._jobs[io_class].append(job)
@@ -67,7 +68,7 @@ class DigestThreads:
         """Whether there is a thread; starts one where all are busy and one more is allowed. Under the lock."""
         num_queued = sum(map(len, self._jobs))
         if self._num_idle <= num_queued and len(self._threads) < self._most:
-            thread = threading.Thread(target=self._run, name=f"tiered-digest-{len(self._threads)}")
+            thread = ServiceThread(target=self._run, name=f"tiered-digest-{len(self._threads)}")
             try:
                 thread.start()
             except RuntimeError:  # no more threads for this process, or the interpreter is ending

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from tiered.bytes.arena import Arena, Buffer
+from tiered.store.condition import Condition
 from tiered.store.entry import Alias, Entry, Residence, Residency
 from tiered.store.table import Table
 
@@ -77,7 +78,7 @@ class Residents:
     and that is not held is in ``dirty``; all others are in neither.
     """
 
-    def __init__(self, arena: Arena, condition: threading.Condition) -> None:
+    def __init__(self, arena: Arena, condition: Condition) -> None:
         self.arena = arena
         self.policy: EvictionPolicy = LeastRecentlyUsed()
         self.clean: OrderedDict[str, int] = OrderedDict()  # name -> bytes, least recently used first
@@ -316,7 +317,7 @@ class Residents:
         """After ``close``: give back what has ended since; without the lock."""
         # Lifetime: after close nobody drains any more, so finalizers do. Never blocking: whoever holds the lock may be
         # the very frame that a collection interrupted; it, or the next end, finds the queue.
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or self._condition.is_held_here():
             return
         while not self._ends.empty() and self._condition.acquire(blocking=False):
             try:

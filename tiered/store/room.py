@@ -57,7 +57,7 @@ class Room:
         self._space = space
         self._condition = condition
         self._deadline_s = deadline_s
-        self._refuse = refuse
+        self.refuse = refuse
         self._reservations: dict[Buffer, int | None] = {}  # and the thread that will give it back soon, if one will
 
     # Below: without the lock
@@ -192,7 +192,7 @@ class Room:
 
     def raise_failure(self) -> None:
         """Raise when no call can be served, or what a write-back failed of since the last call."""
-        self._refuse()
+        self.refuse()
         error, self.write_back.error = self.write_back.error, None
         if error is not None:
             raise error

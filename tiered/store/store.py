@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
@@ -29,6 +28,7 @@ from tiered.store.inventory import records_of, statistics_of
 from tiered.store.lease import Lease, LeaseBlock, Mode
 from tiered.store.opening import Parts, dram_budget, empty_root, open_parts
 from tiered.store.records import Records
+from tiered.store.reentry import Reentry
 from tiered.store.registry import Stateful, committed_state
 from tiered.store.residents import Residents
 from tiered.store.rows import Rows
@@ -44,6 +44,9 @@ _DEADLINE_S = 60.0
 
 class Store(MutableMapping[str, torch.Tensor]):
     """Tensors on NVMe by name, with commits. All methods are thread-safe; a forked child must not use it.
+
+    A signal handler, ``__del__`` or weakref callback may run in the middle of a call that its own thread makes, or in
+    one of tiered's threads: what it then asks of the store raises UsageError. Set a flag there, commit in the loop.
 
     ``with Store(...) as store:`` closes it: a normal exit commits what is complete, an exception does not. Training
     steps are complete where their state is: once a state was committed, those that no commit covers are dropped.
@@ -105,7 +108,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         self._pid = os.getpid()
         self._is_closed = False  # no call is served any more
         self._is_released = False  # everything was given back
-        self._closing = threading.Lock()
+        self._closing = Condition()
         try:
             self._connect(parts, deadline_s, is_read_only=mode == "r")
         except BaseException:
@@ -121,6 +124,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         if root.num_directories != len(parts.devices):
             raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
         condition = Condition()
+        self._reentry = Reentry(condition)
         space = Space(
             parts.devices,
             root.store_uuid,
@@ -138,6 +142,7 @@ class Store(MutableMapping[str, torch.Tensor]):
             condition,
             deadline_s=deadline_s,
             refuse=self._refuse,
+            reentry=self._reentry,
             is_read_only=is_read_only,
         )
         self._records = records
@@ -187,18 +192,18 @@ class Store(MutableMapping[str, torch.Tensor]):
         self.working_set.delete([self._finishers.settled(key) for key in self])
 
     def __contains__(self, key: object) -> bool:
-        self._refuse()
+        self._check()
         with self._condition:
             return isinstance(key, str) and key in self._records
 
     def __len__(self) -> int:
-        self._refuse()
+        self._check()
         with self._condition:
             return len(self._records)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over a snapshot of the names."""
-        self._refuse()
+        self._check()
         with self._condition:
             return iter(self._records.names())
 
@@ -282,7 +287,7 @@ class Store(MutableMapping[str, torch.Tensor]):
 
     def wait_for_commit(self) -> None:
         """Wait until what was committed is durable. Raises DeviceError when it is lost, DeadlineError."""
-        self._refuse()
+        self._check()
         self._generations.wait()
 
     def rollback(self) -> None:
@@ -299,7 +304,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         What was committed under a name that nobody registers now stays in every commit as it is, until ``drop_state``.
         Raises TypeError when the state has something that cannot be kept, naming where; UsageError for a taken name.
         """
-        self._refuse()
+        self._check()
         self._generations.registry.add(name, item)
 
     def registered(self, name: str) -> bool:
@@ -350,7 +355,7 @@ class Store(MutableMapping[str, torch.Tensor]):
 
     def verify(self) -> VerifyReport:
         """Read every block on the devices and check it; blocks. Damage is in the report. Raises DeviceError."""
-        self._refuse()
+        self._check()
         return self._streams.verify()
 
     def drop_damaged(self, keys: Iterable[str]) -> tuple[DroppedKey, ...]:
@@ -363,11 +368,12 @@ class Store(MutableMapping[str, torch.Tensor]):
 
     def records(self) -> list[Record]:
         """Return what is known of each key, in the order of creation. Touches no bytes."""
-        self._refuse()
+        self._check()
         return records_of(self.working_set)
 
     def statistics(self) -> StoreStatistics:
         """Return the counters of the store, its working set and its devices."""
+        self._reentry.refuse()
         return statistics_of(self.working_set, self._generations)
 
     def __repr__(self) -> str:
@@ -403,6 +409,9 @@ class Store(MutableMapping[str, torch.Tensor]):
     def _close(self, *, commit: bool) -> None:
         if self._pid != os.getpid():
             return  # nothing of it is the child's to close
+        self._reentry.refuse()
+        if self._closing.is_held_here():
+            raise UsageError("close() was called from within close(), which goes on; do not call it from what it calls")
         with self._closing:
             if self._is_released:
                 return
@@ -421,8 +430,13 @@ class Store(MutableMapping[str, torch.Tensor]):
             self._parts.arena.close()
         residents.reap()
 
+    def _check(self) -> None:
+        """Raise when this call, or any more calls, cannot be served."""
+        self._reentry.refuse()
+        self._refuse()
+
     def _refuse(self) -> None:
-        """Raise when no call can be served any more."""
+        """Raise when no call can be served any more; also under the lock."""
         if self._pid != os.getpid():
             raise UsageError(
                 f"the store belongs to process {self._pid} and cannot be used in its fork {os.getpid()}; pass worker "

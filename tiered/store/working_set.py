@@ -28,6 +28,7 @@ from tiered.store.modes import refuse_modes
 from tiered.store.need import Need
 from tiered.store.recorder import Recorder, Wait
 from tiered.store.records import Records
+from tiered.store.reentry import Reentry
 from tiered.store.residents import EvictionPolicy, Residents, this_thread
 from tiered.store.room import Room
 from tiered.store.row import MAX_NUM_DIMS
@@ -55,9 +56,10 @@ class WorkingSet:
         *,
         deadline_s: float,
         refuse: Callable[[], None],
+        reentry: Reentry,
         is_read_only: bool = False,
     ) -> None:
-        """``refuse`` raises when the store serves no more calls; the parts share ``condition``."""
+        """``refuse`` raises when no more calls are served, ``reentry`` refuses some; the parts share ``condition``."""
         self.budget_bytes = residents.arena.nbytes
         self.condition = condition
         self.residents = residents
@@ -71,6 +73,7 @@ class WorkingSet:
         self.streamed_in_bytes = 0
         self.streamed_out_bytes = 0
         self._refuse = refuse
+        self._reentry = reentry
         self._is_read_only = is_read_only
         self._pid = os.getpid()
         self._num_leases = 0
@@ -141,6 +144,10 @@ class WorkingSet:
         """Note that a lease was released; return whether its last tensor has died. Works after close as well."""
         if self._pid != os.getpid():
             return True  # in a forked child there is nothing to give back
+        try:
+            self._reentry.refuse()
+        except UsageError:
+            return True  # a finalizer inside of a call: the death of the tensor says the same, and is noted soon
         with self.condition:
             self.residents.release(alias, is_written=is_written)
             self.residents.drain()
@@ -363,7 +370,8 @@ class WorkingSet:
     # Below: replacing, for the rest of the store; the first two without the lock, the others under it
 
     def check(self, *, writing: bool) -> None:
-        """Raise when the store is closed, failed or forked, or read only where ``writing``."""
+        """Raise when the store is closed, failed or forked, or read only where ``writing``; not under the lock."""
+        self._reentry.refuse()
         self._refuse()
         if writing and self._is_read_only:
             raise UsageError('the store was opened with mode="r": nothing can be written; open it with mode="a"')

@@ -17,6 +17,7 @@ from aiofiles.os import wrap
 
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.in_flight import InFlight
+from tiered.bytes.inside import ServiceThread
 from tiered.errors import DeviceError, TieredError
 
 __all__ = ["AiofilesDevice"]
@@ -64,7 +65,7 @@ class AiofilesDevice(FileDevice):
                 self._loop.close()
 
     def _make_threads(self) -> Sequence[threading.Thread]:
-        return [threading.Thread(target=self._run, name="tiered-io-loop")]
+        return [ServiceThread(target=self._run, name="tiered-io-loop")]
 
     def _wake(self) -> None:
         with self._end_lock:  # order: never into a descriptor that was closed, and may be another file's by now

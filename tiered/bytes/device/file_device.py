@@ -23,6 +23,7 @@ from tiered.bytes.device.in_flight import InFlight
 from tiered.bytes.device.queue import IOQueue
 from tiered.bytes.device.turns import ShortTurns
 from tiered.bytes.endings import after_fork, at_exit
+from tiered.bytes.inside import HERE
 from tiered.errors import ClosedError, DeadlineError, DeviceError, UsageError
 
 __all__ = ["FileDevice"]
@@ -92,26 +93,29 @@ class FileDevice(Device):
         self._check_open()
         if nbytes % self.alignment:
             raise ValueError(f"{self.path(file)} cannot be {nbytes} bytes: not a multiple of {self.alignment}")
-        self._files.grow(file, nbytes)
+        with HERE.inside:
+            self._files.grow(file, nbytes)
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Queue ``operations``. Does not block."""
         if self._is_closed:  # order: before the lock, which a forked child may find held for ever
             self._check_open()
-        try:
-            with self._lock:
-                if self._is_closed:
-                    raise ClosedError(f"{self.name} is closed")
-                self._queue.put(operations)
-        finally:  # order: whatever strikes after the queue has them, they are seen
-            self._wake()
+        with HERE.inside:
+            try:
+                with self._lock:
+                    if self._is_closed:
+                        raise ClosedError(f"{self.name} is closed")
+                    self._queue.put(operations)
+            finally:  # order: whatever strikes after the queue has them, they are seen
+                self._wake()
 
     def flush(self) -> None:
         """Make completed writes, growth and new files durable; blocks."""
         self._check_open()
-        self._files.flush(self._fdatasync)
-        with self._lock:
-            self._num_flushes += 1
+        with HERE.inside:
+            self._files.flush(self._fdatasync)
+            with self._lock:
+                self._num_flushes += 1
 
     def free_bytes(self) -> int:
         """Return how many more bytes ``grow`` could allocate."""
@@ -133,7 +137,7 @@ class FileDevice(Device):
     def statistics(self) -> DeviceStatistics:
         """Return the counters."""
         self._check_process()
-        with self._lock:
+        with HERE.inside, self._lock:
             return DeviceStatistics(
                 read_bytes=self._read_bytes,
                 write_bytes=self._write_bytes,

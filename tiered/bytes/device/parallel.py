@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
+
+from tiered.bytes.inside import ServiceThread
 
 __all__ = ["in_parallel"]
 
@@ -22,10 +23,10 @@ def in_parallel(calls: Sequence[Callable[[], None]]) -> list[Exception]:
         except Exception as error:
             errors[index] = error
 
-    started: list[threading.Thread] = []
+    started: list[ServiceThread] = []
     try:
         for index in range(len(calls) - 1):
-            thread = threading.Thread(target=make, args=(index,), name=f"tiered-flush-{index}")
+            thread = ServiceThread(target=make, args=(index,), name=f"tiered-flush-{index}")
             try:
                 thread.start()
             except RuntimeError:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.in_flight import InFlight
+from tiered.bytes.inside import ServiceThread
 from tiered.errors import DeviceError, TieredError
 
 __all__ = ["ThreadsDevice"]
@@ -46,7 +47,7 @@ class ThreadsDevice(FileDevice):
     def _make_threads(self) -> Sequence[threading.Thread]:
         self._has_work = threading.Condition(self._lock)
         return [
-            threading.Thread(target=self._serve, args=(index,), name=f"tiered-io-{index}")
+            ServiceThread(target=self._serve, args=(index,), name=f"tiered-io-{index}")
             for index in range(self._num_threads)
         ]
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from tiered.bytes.device.adaptor import Adaptor
 from tiered.bytes.device.base import Device, DeviceStatistics, IOClass, Operation
 from tiered.bytes.endings import at_exit
+from tiered.bytes.inside import ServiceThread
 from tiered.errors import ClosedError, DeviceError, TieredError
 
 __all__ = ["Pace", "ThrottledDevice"]
@@ -101,7 +102,7 @@ class ThrottledDevice(Adaptor):
         self._condition = threading.Condition(threading.Lock())
         self._is_closed = False
         self._paces = [Pace(*limits) for _ in range(1 if is_half_duplex else 2)]  # one for both, or reads' and writes'
-        self._thread = threading.Thread(target=self._serve, name="tiered-throttle")
+        self._thread = ServiceThread(target=self._serve, name="tiered-throttle")
         at_exit(self, _stop_at_exit)  # Order: before the upstream's, which was added earlier and then still serves
         self._thread.start()
 

@@ -22,6 +22,7 @@ from tiered.bytes.device.in_flight import InFlight
 from tiered.bytes.device.pinning import address_of, pin
 from tiered.bytes.device.queue import CALM_NBYTES, IOQueue
 from tiered.bytes.device.ring import READ, READ_FIXED, WRITE, WRITE_FIXED, Ring
+from tiered.bytes.inside import ServiceThread
 from tiered.errors import DeadlineError, DeviceError, TieredError, UsageError
 from tiered.units import GiB, KiB, MiB
 
@@ -126,7 +127,7 @@ class UringDevice(FileDevice):
             self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         except OSError as error:
             raise translate(error, f"cannot open what wakes the I/O thread of {self.name}") from error
-        return [threading.Thread(target=self._run, name="tiered-io-ring")]
+        return [ServiceThread(target=self._run, name="tiered-io-ring")]
 
     def _wait_until_ready(self) -> None:
         self._is_ready.wait()
