@@ -260,3 +260,39 @@ def test_the_files_leave_the_catalog_room_to_commit_with(tmp_path: Path, monkeyp
         store.commit()
         store["another"] = torch.ones(2 * MiB, dtype=torch.uint8)
         store.commit()
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+def test_a_store_that_atexit_closes_says_that_it_is_too_late(tmp_path: Path, engine: str) -> None:
+    code = (
+        "import atexit, sys, torch, tiered\n"
+        "def end():\n"
+        "    try: store['x']\n"
+        "    except tiered.ClosedError as error: print(error)\n"
+        "    store.close()\n"
+        "atexit.register(end)\n"
+        f"store = tiered.Store(sys.argv[1], dram='8MiB', engine={engine!r})\n"
+        "store['x'] = torch.ones(10)\n"
+        "store.commit()\n"
+        "store['y'] = torch.ones(500_000)\n"
+    )
+    command = [sys.executable, "-c", code, os.fspath(tmp_path / "store")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "the process is ending" in found.stdout
+    assert "changes to 1 keys" in found.stderr and "since generation 1 are dropped" in found.stderr
+    assert "ClosedError: the process is ending" in found.stderr and "with tiered.Store" in found.stderr
+    with Store(tmp_path / "store", dram="8MiB") as store:
+        assert list(store) == ["x"]
+
+
+def test_a_committed_store_that_atexit_closes_is_closed_in_silence(tmp_path: Path) -> None:
+    code = (
+        "import atexit, sys, torch, tiered\n"
+        "store = tiered.Store(sys.argv[1], dram='8MiB')\n"
+        "atexit.register(store.close)\n"
+        "store['x'] = torch.ones(10)\n"
+        "store.commit()\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, os.fspath(tmp_path / "store")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")

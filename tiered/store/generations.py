@@ -168,10 +168,11 @@ class Generations:
         except Exception as error:  # whatever it is, the store closes
             failure = failure or error
         finally:
-            self._report_dropped()
+            self.report_dropped()
         return failure
 
-    def _report_dropped(self) -> None:
+    def report_dropped(self) -> bool:
+        """Log what changed and no commit has; whether there is any."""
         dropped = [*self._records.changed, *self._records.removed]
         if dropped and self._committer is not None:
             _log.warning(
@@ -180,6 +181,7 @@ class Generations:
                 format_bytes(sum(entry.nbytes for entry in dropped)),
                 self._records.generation,
             )
+        return bool(dropped) and self._committer is not None
 
     def _ready(self, operation: str) -> Committer:
         self._working_set.check(writing=operation != "resume")

@@ -108,6 +108,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         self._pid = os.getpid()
         self._is_closed = False  # no call is served any more
         self._is_released = False  # everything was given back
+        self._is_late = False  # the process ended first: the devices are closed, and nothing can be committed any more
         self._closing = Condition()
         try:
             self._connect(parts, deadline_s, is_read_only=mode == "r")
@@ -387,6 +388,7 @@ class Store(MutableMapping[str, torch.Tensor]):
 
         Optimizer steps that came after the last ``commit(state)`` are not committed under its state: all changes since
         then are dropped, and the log says so. Where no commit had a state, they are committed.
+        Call it before the process ends: an ``atexit`` function is too late, and gets ClosedError if anything changed.
         Bytes under living tensors of leases follow when these die. Raises, once everything is given back, what kept the
         commit from happening: LeaseError, CapacityError, DeviceError.
         """
@@ -416,6 +418,8 @@ class Store(MutableMapping[str, torch.Tensor]):
             if self._is_released:
                 return
             failure = None if self._is_closed else self._generations.finish(commit=commit)
+            if self._is_late and self._generations.report_dropped() and commit:
+                failure = _too_late()
             self._is_closed = True
             self.working_set.space.close()
             self._parts.close(self._close_arena)
@@ -443,10 +447,20 @@ class Store(MutableMapping[str, torch.Tensor]):
                 "processes plain tensors, or open a store of their own there"
             )
         if self._is_closed:
-            raise ClosedError("the store is closed")
+            raise _too_late() if self._is_late else ClosedError("the store is closed")
         self._generations.refuse()
 
 
 def _finish_at_exit(store: Store) -> None:
     if not store._is_closed and store._pid == os.getpid():
-        store._generations.finish_at_exit()
+        try:
+            store._generations.finish_at_exit()
+        finally:
+            store._is_closed = store._is_late = True
+
+
+def _too_late() -> ClosedError:
+    return ClosedError(
+        "the process is ending, and the threads that move a store's bytes have ended before any atexit function; close "
+        "the store before: with tiered.Store(...) as store, or try and finally around the program"
+    )
