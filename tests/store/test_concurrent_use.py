@@ -12,7 +12,7 @@ import torch
 
 from tests.store.rig import WAIT_S, GatedStore, numbers
 from tiered.bytes.arena import Arena
-from tiered.errors import LeaseError
+from tiered.errors import ClosedError, LeaseError
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
@@ -141,3 +141,47 @@ def test_what_is_being_verified_is_not_overwritten(commit: bool) -> None:
     assert torch.equal(store["b"], numbers(3 * PAGE, 2))
     assert store.statistics().used_bytes == 4 * PAGE
     gated.close()
+
+
+def test_what_comes_too_late_for_the_last_commit_is_refused(gated: GatedStore) -> None:
+    store = gated.store
+    store["a"] = numbers(12 * KiB)
+    gated.catalog.may_apply.clear()
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    assert gated.catalog.reached.wait(WAIT_S)  # it is sealed
+    late: list[Callable[[], object]] = [
+        lambda: store.__setitem__("b", numbers(12 * KiB)),
+        lambda: store.__setitem__("b", numbers(100)),
+        lambda: store.__setitem__("b", numbers(60 * KiB)),
+        lambda: store.put_many({"b": numbers(100), "c": numbers(100)}),
+        lambda: store.pop("a"),
+        lambda: store.lease("a", mode="rw").__enter__(),
+    ]
+    for write in late:
+        with pytest.raises(ClosedError, match="being closed"):
+            write()
+    assert torch.equal(store["a"], numbers(12 * KiB))
+    gated.catalog.may_apply.set()
+    closing.join()
+    gated.open()
+    assert list(gated.store) == ["a"]
+
+
+def test_what_comes_while_a_store_without_changes_is_closed_is_refused(gated: GatedStore) -> None:
+    store = gated.store
+    refused: list[str] = []
+
+    def close_devices() -> None:
+        with pytest.raises(ClosedError) as caught:
+            store["b"] = numbers(100)
+        refused.append(str(caught.value))
+        real()
+
+    generations = store._generations
+    real = generations.report_dropped
+    generations.report_dropped = close_devices  # type: ignore[method-assign, assignment]
+    store.close()
+    assert len(refused) == 1
+    gated.open()
+    assert not list(gated.store)

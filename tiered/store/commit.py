@@ -75,6 +75,7 @@ class Committer:
                     handed: list[Sealed] = []
                     has_thread = self._start_thread(handed)  # order: nothing is sealed if this is interrupted
                     handed.append(self._records.seal(state))
+                    self._working_set.is_ending |= is_last
                     break
             self._working_set.room.grow(Shortage(missing, scratch=False))
         self._working_set.recorder.worked("seal", f"generation {handed[0].generation}", begun_s)

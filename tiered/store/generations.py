@@ -162,14 +162,22 @@ class Generations:
                 self.refuse()
                 if commit and self.withheld_for:
                     _log.warning("%s", self.withheld_for)
-                elif commit and self._records.has_changes:
+                elif commit and not self._end_unchanged():
                     self._committer.start(self.registry.encode(self._user_text), is_last=True)
                     self.wait()
         except Exception as error:  # whatever it is, the store closes
             failure = failure or error
         finally:
+            with self._working_set.condition:
+                self._working_set.is_ending = True  # order: whoever changes something later is told that it is too late
             self.report_dropped()
         return failure
+
+    def _end_unchanged(self) -> bool:
+        """Take no more changes, unless there are some to commit; return whether that is so."""
+        with self._working_set.condition:
+            self._working_set.is_ending |= not self._records.has_changes
+            return self._working_set.is_ending
 
     def report_dropped(self) -> bool:
         """Log what changed and no commit has; whether there is any."""

@@ -18,7 +18,7 @@ import torch
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
-from tiered.errors import LeaseError, UsageError
+from tiered.errors import ClosedError, LeaseError, UsageError
 from tiered.stats import SwapStatistics, WorkingSetStatistics
 from tiered.store.deadline import Deadline
 from tiered.store.deferred_seal import DeferredSeal
@@ -70,6 +70,7 @@ class WorkingSet:
         self.room = Room(residents, records, space, condition, self.recorder, deadline_s=deadline_s, refuse=refuse)
         self.deferred_seal = DeferredSeal(records, condition, self._progress, deadline_s=deadline_s)
         self.swap_in = SwapIn(residents, records, space, condition, self.room)
+        self.is_ending = False  # set under the lock: what is written now would be in no commit any more
         self.streamed_in_bytes = 0
         self.streamed_out_bytes = 0
         self._refuse = refuse
@@ -182,6 +183,8 @@ class WorkingSet:
                 if mode != "r":
                     self.deferred_seal.settle_for(key)
                 with self.condition:
+                    if mode != "r":
+                        self._refuse_late()
                     entry, need, urgent = self._await_need(key, mode, deadline)
                     if mode != "r" and not entry.scratch and self.deferred_seal.is_closed:
                         continue  # deferred meanwhile, by another thread
@@ -389,11 +392,15 @@ class WorkingSet:
                 self.residents.drop(entry)
 
     def settled(self, key: str, operation: str) -> Entry | None:
-        """Return the entry of ``key``, if there is one, with nothing in flight and no open lease for writing."""
+        """Return the entry of ``key``, if there is one, with nothing in flight and no open lease for writing.
+
+        For who is about to change it: raises ClosedError once close() has taken what it commits.
+        """
         deadline = Deadline(f"{operation} of {key!r}", self.deadline_s)
         while True:
             self.residents.drain()
             self.room.raise_failure()
+            self._refuse_late()
             entry = self.records.entries.get(key)
             if entry is None:
                 return None
@@ -430,6 +437,10 @@ class WorkingSet:
 
     def _progress(self) -> object:
         return self._num_leases, self.room.write_back.num_landed, self.records.commit_progress()
+
+    def _refuse_late(self) -> None:
+        if self.is_ending:
+            raise ClosedError("the store is being closed: what it holds is committed, and nothing more can be written")
 
     def _find(self, key: str) -> Entry:
         self.residents.drain()
