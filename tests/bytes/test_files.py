@@ -1,8 +1,10 @@
 """Data files: growth that fails, flushes that fail, privacy, and traps laid in the directory."""
 
+import contextlib
 import errno
 import os
 import resource
+import shutil
 import stat
 import subprocess
 from pathlib import Path
@@ -186,3 +188,21 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     device = ThreadsDevice(tmp_path, num_threads=1)
     assert device.files() == {}
     device.close()
+
+
+@pytest.mark.parametrize("harm", ["replaced", "removed", "directory removed"])
+def test_a_file_that_is_no_longer_in_its_place_fails_the_flush(tmp_path: Path, harm: str) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir(mode=0o700)
+    with contextlib.closing(ThreadsDevice(directory)) as device:
+        device.grow(0, device.alignment)
+        device.flush()
+        if harm == "replaced":
+            shutil.copy(directory / "data-000", directory / "copy")
+            os.replace(directory / "copy", directory / "data-000")
+        elif harm == "removed":
+            (directory / "data-000").unlink()
+        else:
+            shutil.rmtree(directory)
+        with pytest.raises(DeviceError, match="data-000 failed"):
+            device.flush()

@@ -137,6 +137,9 @@ class DataFiles:
             what = self._directory
             try:
                 for number, file in sorted(self._files.items()):
+                    if number != SCRATCH:
+                        what = self.path(number)
+                        self._check_place(number, file)
                     if number != SCRATCH and file.is_dirty:
                         what = self.path(number)
                         try:
@@ -160,6 +163,13 @@ class DataFiles:
                     f"flush of {what} failed: {error.strerror}; what it holds is unknown, nothing more is written; "
                     f"reopen the store"
                 ) from error
+
+    def _check_place(self, number: int, file: DataFile) -> None:
+        """Raise OSError when the name is another file's by now, or nobody's: nobody would find what was written."""
+        there = os.stat(_file_name(number), dir_fd=self._descriptor, follow_symlinks=False)
+        here = os.fstat(file.fd)
+        if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
+            raise OSError(errno.ESTALE, "another file has been put in its place")
 
     def close(self) -> None:
         """Close all descriptors. Idempotent; never call it with I/O, growth or a flush in flight."""
