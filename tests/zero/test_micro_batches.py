@@ -1,5 +1,6 @@
 """Micro-batches that take turns at the units give the bits of ordinary accumulation, and read parameters once."""
 
+import copy
 import random
 from contextlib import nullcontext
 from dataclasses import replace
@@ -194,6 +195,23 @@ def test_bits_whatever_becomes_of_activations(activations: str, update: str, nam
         buffers = {name: id(buffer) for name, buffer in session.model.named_buffers()}
         assert_same(run(session), reference(KEEPING[name], recipe))
         assert {name: id(buffer) for name, buffer in session.model.named_buffers()} == buffers
+
+
+def test_lanes_compute_with_the_number_of_threads_that_the_caller_has_set(quick_path: Path) -> None:
+    torch.manual_seed(SEED)
+    batches = [(torch.randn(64, 4096),) for _ in range(4)]
+    model = nn.Sequential(nn.Linear(4096, 64), nn.Linear(64, 10))
+    alone = copy.deepcopy(model)
+    expected = [alone(*batch).square().mean() for batch in batches]
+    for loss in expected:
+        (loss / 4).backward()
+    with debug_store(quick_path, durable=False) as store:
+        sharded = tiered.shard(model, store)
+        losses = tiered.micro_batches(sharded, batches, loss=lambda model, batch: model(batch).square().mean())
+        torch.stack(losses).mean().backward()
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(losses, expected, strict=True))
+        gradients = zip(sharded.parameters(), alone.parameters(), strict=True)
+        assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in gradients)
 
 
 def test_autocast_around_the_call(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ class ThreadState:
         return self._context.copy().run(self._run, work)
 
     def _run(self, work: Callable[[], Any]) -> Any:
+        torch.get_num_threads()  # order: OpenMP counts per thread, and a new one has torch's count from this call on
         for device, is_enabled, dtype in self._autocast:
             torch.set_autocast_enabled(device, is_enabled)
             torch.set_autocast_dtype(device, dtype)
