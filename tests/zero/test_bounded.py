@@ -126,6 +126,13 @@ def test_views_of_weights_that_are_kept_over_steps_are_told_by_their_unit_at_onc
         session.run_step(0)
 
 
+def test_what_is_held_of_many_small_units_counts_in_whole_pages(tmp_path: Path) -> None:
+    case = layers_case(*[(16, 16)] * 48)
+    with debug_store(tmp_path, 320 * KiB, durable=False) as store:
+        session = start(case, Recipe(num_steps=2), store)
+        assert_same(session.run(), reference(case, session.recipe))
+
+
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_the_same_budget_serves_commits_and_a_resumed_run(update: str, tmp_path: Path) -> None:
     case, recipe = CASES["gpt"], Recipe(param_dtype=torch.bfloat16)

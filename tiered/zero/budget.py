@@ -27,6 +27,7 @@ __all__ = [
     "share_out_as_asked",
     "smallest_budget",
     "tile_numel_for",
+    "whole_pages",
 ]
 
 TILE_NUMEL = 1 << 20
@@ -36,6 +37,11 @@ _BUCKET_NUMEL = 1 << 22  # elements; 40 MiB of exact state: ten blocks in flight
 _BUCKETS_PER_UNIT = 8  # buckets shrink with the unit, so that small models run in small budgets
 _PAGE = 4096
 _LARGEST = Layouts("exact", AdamWRule())  # no other state is larger: who shards does not know the optimizer yet
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return the bytes of DRAM that a key of ``nbytes`` takes."""
+    return round_up(nbytes, _PAGE)
 
 
 def bucket_numel_for(num_trainable: Iterable[int]) -> int:
@@ -52,10 +58,10 @@ def smallest_budget(units: Sequence[Unit]) -> int:
     trainable, numel = _trainable(units)
     bucket = _largest_bucket(trainable, numel)
     sizes = [
-        round_up(unit.nbytes, _PAGE) + round_up(sum(round_up(s.nbytes, 64) for s in segments), _PAGE)
+        whole_pages(unit.nbytes) + whole_pages(sum(round_up(s.nbytes, 64) for s in segments))
         for unit, segments in zip(units, trainable, strict=True)
     ]
-    scratch = round_up(TileScratch.nbytes(tile_numel_for(numel, trainable)), _PAGE)
+    scratch = whole_pages(TileScratch.nbytes(tile_numel_for(numel, trainable)))
     return sizes[0] + sum(sorted(sizes[1:], reverse=True)[:2]) + 3 * bucket + scratch
 
 
@@ -75,8 +81,8 @@ def share_out(units: Sequence[Unit], budget_bytes: int, *, held: int | None = No
     trainable, numel = _trainable(units)
     buckets = 3 * _largest_bucket(trainable, numel)
     spare = budget_bytes - smallest_budget(units)
-    parameters = max(unit.nbytes for unit in units)
-    gradients = max(sum(segment.nbytes for segment in segments) for segments in trainable)
+    parameters = whole_pages(max(unit.nbytes for unit in units))
+    gradients = whole_pages(max(sum(segment.nbytes for segment in segments) for segments in trainable))
     if held is None:
         held = max(0, spare - buckets)
     return Shares(held, min(parameters + buckets, spare - held + max(gradients, parameters)))
@@ -114,7 +120,7 @@ def _trainable(units: Sequence[Unit]) -> tuple[list[list[Segment]], int]:
 def _largest_bucket(trainable: Iterable[Sequence[Segment]], numel: int) -> int:
     """Return the bytes of the largest bucket."""
     buckets = [bucket for segments in trainable for bucket in divide("", segments, numel, _LARGEST)]
-    return round_up(max((bucket.nbytes for bucket in buckets), default=0), _PAGE)
+    return whole_pages(max((bucket.nbytes for bucket in buckets), default=0))
 
 
 def tile_numel_for(bucket_numel: int, segments: Iterable[Sequence[Segment]]) -> int:

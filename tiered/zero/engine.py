@@ -22,7 +22,7 @@ from tiered.tiers.schedule import NextUsePolicy, Schedule
 from tiered.tiers.trace import Trace
 from tiered.zero.activations.activations import Activations
 from tiered.zero.activations.repeated_inputs import keep_repeated_inputs
-from tiered.zero.budget import smallest_budget
+from tiered.zero.budget import smallest_budget, whole_pages
 from tiered.zero.forks import forget_in_children
 from tiered.zero.gradients.backward import Backward, in_graph_task
 from tiered.zero.gradients.gradients import UnitGradients
@@ -363,7 +363,9 @@ class Engine:
         self._nbytes |= state
         spare = self.working_set.budget_bytes - smallest_budget(self.units) - self.held_bytes
         self.pending_bytes = max(0, spare) // 2  # the other half is for reading ahead
-        self.working_set.hold(choose_held({u.key: u.nbytes for u in self.units}, state, self.held_bytes))
+        parameters = {unit.key: whole_pages(unit.nbytes) for unit in self.units}
+        held_state = {key: whole_pages(nbytes) for key, nbytes in state.items()}
+        self.working_set.hold(choose_held(parameters, held_state, self.held_bytes))
         order = [unit.key for unit in self.units]
         if not in_backward:
             order += [key for unit in reversed(self.units) for key in (unit.key, unit.gradients.room)]

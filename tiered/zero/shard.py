@@ -22,7 +22,7 @@ from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
 from tiered.units import format_bytes
 from tiered.zero.activations.activations import ActivationRule, words_of
-from tiered.zero.budget import share_out_as_asked, smallest_budget
+from tiered.zero.budget import share_out_as_asked, smallest_budget, whole_pages
 from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
@@ -85,9 +85,10 @@ def shard(
     words = words_of(activations, {"root": model, **modules})
     units = _make_units(model, modules, store, param_dtype)
     budget_bytes = store.working_set.budget_bytes
+    sizes = {unit.key: whole_pages(unit.nbytes) for unit in units}
     held, window = share_out_as_asked(units, budget_bytes, hold)
     if hold == "auto" and "swap" in words.values():  # a byte of activations saves more than one of optimizer state
-        held, window = share_out_as_asked(units, budget_bytes, min(held, sum(unit.nbytes for unit in units)))
+        held, window = share_out_as_asked(units, budget_bytes, min(held, sum(sizes.values())))
     state = ModelState(model, units)
     if committed is not None:
         with taking_apart("tiered.model", by="model"):
@@ -96,7 +97,7 @@ def shard(
     _fill(store, units, source, adopt=committed is not None)
     engine = Engine(store, model, units, window_bytes=window)
     engine.held_bytes = held
-    store.working_set.hold(choose_held({u.key: u.nbytes for u in units}, {}, held))
+    store.working_set.hold(choose_held(sizes, {}, held))
     engine.must_resume = committed is not None
     spare = budget_bytes - smallest_budget(units) - held - window
     engine.activations.swapped.share_bytes = max(0, spare)
