@@ -616,3 +616,32 @@ def test_a_state_dict_that_failed_in_a_hook_is_over(tmp_path: Path) -> None:
         model.state_dict()
         with pytest.raises(UsageError, match="outside a forward"):
             model.head.weight.sum()
+
+
+ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "AdamW": ((1e-2, (0.8, 0.9), 1e-6, 0.1, False), {"fused": True, "capturable": False, "maximize": True}),
+    "SGD": ((1e-2, 0.9, 0.1, 0.2, False), {"fused": True, "foreach": None, "differentiable": False}),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_are_those_of_torch(name: str, tmp_path: Path) -> None:
+    theirs = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+    ours = nn.Parameter(theirs.detach().clone())
+    positional, switches = ARGUMENTS[name]
+    with debug_store(tmp_path, durable=False) as store:
+        in_torch = getattr(torch.optim, name)([theirs], *positional, **switches)
+        in_tiered = getattr(tiered, name)([ours], *positional, **switches, store=store)
+        for number in range(2):
+            theirs.grad, ours.grad = batch(number)[0].detach(), batch(number)[0].detach()
+            norm = nn.utils.clip_grad_norm_([theirs], 0.1, 2, True, None)
+            assert torch.equal(tiered.clip_grad_norm_([ours], 0.1, 2, True, None), norm)
+            in_torch.step()
+            in_tiered.step()
+            assert torch.equal(theirs, ours)
+
+
+@pytest.mark.parametrize("switch", ["amsgrad", "capturable", "differentiable"])
+def test_what_torch_has_and_tiered_lacks_is_refused_by_name(switch: str, tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store, pytest.raises(TypeError, match=f"{switch}=True"):
+        tiered.AdamW([nn.Parameter(torch.ones(3))], store=store, **{switch: True})

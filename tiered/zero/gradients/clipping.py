@@ -25,9 +25,9 @@ _NUM_UNITS_AHEAD = 2  # one is being read while the other is waited for
 def clip_grad_norm_(
     model: nn.Module | Iterable[torch.Tensor],
     max_norm: float,
-    *,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """Clip the global norm of the gradients of ``model``'s parameters; return it as a fp32 scalar.
 
@@ -35,8 +35,8 @@ def clip_grad_norm_(
     ``model.parameters()``: a norm per whole parameter, then the norm of the norms, then
     ``max_norm / (norm + 1e-6)`` clamped to 1. The factor is applied in fp32 by the next ``optimizer.step()``; the
     gradients themselves are left as they are, and one that is clipped twice is multiplied with the product of both
-    factors. Streams gradients that are on NVMe. Blocks. Raises RuntimeError for a
-    non-finite norm when ``error_if_nonfinite``, UsageError under ``update="backward"``.
+    factors. Streams gradients that are on NVMe; ``foreach`` is torch's and changes nothing. Blocks. Raises
+    RuntimeError for a non-finite norm when ``error_if_nonfinite``, UsageError under ``update="backward"``.
     """
     tensors = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
     with torch.no_grad(), without_dispatch():

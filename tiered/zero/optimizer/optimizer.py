@@ -32,9 +32,12 @@ class AdamW(StreamingOptimizer):
     The last two round by a hash of parameter, step and position: right on average, the same bits in every run, under
     any budget and after a resume. fp32 parameters are their own masters; fp64 ones keep exact state in any format.
 
+    ``foreach`` and ``fused`` are torch's and change nothing: the arithmetic is always that of ``fused=True``.
+    ``amsgrad``, ``capturable`` and ``differentiable`` can only be False.
+
     A store that already holds this optimizer's state is adopted: call ``store.resume()``. Not thread-safe. Raises
-    ValueError for hyperparameters out of range, UsageError for unknown words or a store that holds another optimizer,
-    CapacityError when the device has no room for the state.
+    ValueError for hyperparameters out of range, TypeError for a switch of torch's that this lacks, UsageError for
+    unknown words or a store that holds another optimizer, CapacityError when the device has no room for the state.
     """
 
     def __init__(
@@ -44,12 +47,18 @@ class AdamW(StreamingOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         update: str = "step",
         state: str = "exact",
         store: Store | None = None,
     ) -> None:
+        _need_false("AdamW", amsgrad=amsgrad, capturable=capturable, differentiable=differentiable)
         if not float(lr) >= 0 or not eps >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
                 f"expected lr, eps, weight_decay >= 0 and betas in [0, 1), got lr={lr}, eps={eps},"
@@ -63,8 +72,9 @@ class SGD(StreamingOptimizer):
     """Stochastic gradient descent with momentum, streaming its state through a store.
 
     The numbers are those of ``torch.optim.SGD(fused=True)`` on fp32 masters. ``params``, ``update``, ``state``,
-    ``store`` and errors as for ``tiered.AdamW``; bytes per bf16 parameter are 8.1, 6.1 and 4.0, without momentum 4.1,
-    4.1 and 3. Momentum in any group lays a buffer out for all; it cannot be given to a group later.
+    ``store``, torch's switches and errors as for ``tiered.AdamW``; bytes per bf16 parameter are 8.1, 6.1 and 4.0,
+    without momentum 4.1, 4.1 and 3. Momentum in any group lays a buffer out for all; it cannot be given to a group
+    later.
     """
 
     def __init__(
@@ -77,10 +87,14 @@ class SGD(StreamingOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
         update: str = "step",
         state: str = "exact",
         store: Store | None = None,
     ) -> None:
+        _need_false("SGD", differentiable=differentiable)
         if not float(lr) >= 0 or not momentum >= 0 or not weight_decay >= 0:
             raise ValueError(
                 f"expected lr, momentum, weight_decay >= 0, got lr={lr}, momentum={momentum},"
@@ -127,3 +141,9 @@ class Lion(StreamingOptimizer):
             )
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, LionRule(), update=update, state=state, store=store)
+
+
+def _need_false(name: str, **switches: bool) -> None:
+    for switch, value in switches.items():
+        if value:
+            raise TypeError(f"tiered.{name}({switch}={value!r}) is not supported; expected {switch}=False")
