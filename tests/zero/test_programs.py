@@ -645,3 +645,15 @@ def test_arguments_are_those_of_torch(name: str, tmp_path: Path) -> None:
 def test_what_torch_has_and_tiered_lacks_is_refused_by_name(switch: str, tmp_path: Path) -> None:
     with debug_store(tmp_path, durable=False) as store, pytest.raises(TypeError, match=f"{switch}=True"):
         tiered.AdamW([nn.Parameter(torch.ones(3))], store=store, **{switch: True})
+
+
+def test_the_profiler_records_shapes_without_complaint(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(nn.Linear(WIDTH, WIDTH), store)
+        optimizer = tiered.AdamW(model.parameters())
+        with profile:
+            model(batch(0)).sum().backward()
+            optimizer.step()
+    assert "RecordFunction" not in capfd.readouterr().err
+    assert any(event.key == "aten::addmm" for event in profile.key_averages())

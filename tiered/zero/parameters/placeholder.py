@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-__all__ = ["placeholder"]
+__all__ = ["placeholder", "unrecorded"]
 
 _log = logging.getLogger("tiered")
 
@@ -31,6 +33,20 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     once in the log) they give NaN, or 0 for integers.
     """
     return _blank(dtype).expand(shape)
+
+
+def unrecorded() -> AbstractContextManager[None]:
+    """Return a block that torch's profiler does not see: recording shapes it reads addresses, which raise here."""
+    return _unrecorded() if torch._C._autograd._profiler_enabled() else nullcontext()
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 @functools.cache

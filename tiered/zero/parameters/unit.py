@@ -20,7 +20,7 @@ from tiered.units import round_up
 from tiered.zero.gradients.backward import in_graph_task
 from tiered.zero.parameters.functorch import check_no_transform
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
-from tiered.zero.parameters.placeholder import placeholder
+from tiered.zero.parameters.placeholder import placeholder, unrecorded
 
 if TYPE_CHECKING:
     from tiered.zero.engine import Engine
@@ -185,7 +185,7 @@ class Unit:
         buffer = self.open(mode)
         if self.state is UnitState.SHOWN:
             return
-        with without_dispatch():
+        with without_dispatch(), unrecorded():
             for segment in self.segments:
                 segment.parameter.data = segment.view(buffer)
             self.versions = tuple(segment.parameter._version for segment in self.segments)
@@ -219,7 +219,7 @@ class Unit:
 
     def _hide(self, *, check: bool) -> str:
         written = ""
-        with without_dispatch():
+        with without_dispatch(), unrecorded():
             for segment, version in zip(self.segments, self.versions, strict=True):
                 if check and segment.parameter._version != version:
                     written = segment.name
