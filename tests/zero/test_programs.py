@@ -477,6 +477,35 @@ def test_a_plain_parameter_that_is_unfrozen_later_is_refused_like_a_sharded_one(
             optimizer.step()
 
 
+@pytest.mark.parametrize("fault", ["unfrozen", "written after clipping"])
+def test_a_step_that_is_refused_for_its_gradients_has_changed_nothing(fault: str, tmp_path: Path) -> None:
+    """A store without commits could not go back."""
+    with debug_store(tmp_path, durable=False) as store:
+        torch.manual_seed(3)
+        model = Net(Block)
+        last = model.blocks[-1]
+        last.requires_grad_(fault != "unfrozen")
+        model = tiered.shard(model, store)
+        optimizer = tiered.AdamW(model.parameters(), **ADAMW)
+        model(batch(0)).backward()
+        optimizer.step()
+        before = model.state_dict()
+        last.requires_grad_(True)
+        model(batch(1)).backward()
+        if fault != "unfrozen":
+            tiered.clip_grad_norm_(model.parameters(), 1e-3)
+            last.bias.grad.zero_()
+        with pytest.raises(UsageError, match=r"frozen when|written in place"):
+            optimizer.step()
+        optimizer.zero_grad()
+        last.requires_grad_(fault != "unfrozen")
+        after = model.state_dict()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        model(batch(1)).backward()
+        optimizer.step()
+        assert optimizer.state_dict()["state"][0]["step"] == 2
+
+
 def test_a_plain_parameter_keeps_the_order_of_its_elements(tmp_path: Path) -> None:
     with debug_store(tmp_path, durable=False) as store:
         convolution = nn.Conv2d(3, 4, 2)

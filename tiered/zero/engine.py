@@ -52,6 +52,9 @@ class Updater(Protocol):
     def begin(self) -> None:
         """Freeze the hyperparameters for one step."""
 
+    def check(self, unit: Unit) -> None:
+        """Raise UsageError where the unit has a gradient that cannot be used."""
+
     def update(self, unit: Unit) -> None:
         """Hand the update of the unit's parameters that have a gradient to the engine's worker, and the gradients."""
 
@@ -328,10 +331,12 @@ class Engine:
         if self.updater.in_backward:
             self.backward.check_used()
         due = [] if self.updater.in_backward else self.units
+        for unit in due:  # order: what is refused leaves the gradients, and nothing half done
+            unit.gradients.reconcile()
+            self.updater.check(unit)
         try:
             with self.schedule.hand_overs():
                 for unit in due:
-                    unit.gradients.reconcile()
                     if unit.gradients.key:
                         self.backward.update(unit)
         except BaseException as error:

@@ -194,6 +194,9 @@ class StreamingOptimizer(Optimizer):
         with torch.no_grad():
             if self.in_backward:
                 self._check_unchanged()
+            for segment in self._plain.segments if self._plain is not None else ():
+                if segment.parameter.grad is not None:
+                    self._check_trained(segment)
             for engine in self._engines:
                 engine.step()
             if self._plain is not None:
@@ -230,6 +233,12 @@ class StreamingOptimizer(Optimizer):
                 ' ones; expected changes after step(), or update="step"'
             )
 
+    def check(self, unit: Unit) -> None:
+        """Raise UsageError for a parameter of ``unit`` that has a gradient and no state."""
+        for segment in unit.segments:
+            if segment.has_gradient and segment in self._known:
+                self._check_trained(segment)
+
     def update(self, unit: Unit) -> None:
         """Hand over the update of those parameters of ``unit`` that have a gradient, and the gradients.
 
@@ -237,8 +246,7 @@ class StreamingOptimizer(Optimizer):
         """
         gradients = unit.gradients
         managed = [s for s in unit.segments if s.has_gradient and s in self._known]
-        for segment in managed:
-            self._is_trained(segment)
+        self.check(unit)
         if not managed:
             gradients.drop(used=self.in_backward)
             return
@@ -268,21 +276,19 @@ class StreamingOptimizer(Optimizer):
         sources: dict[Segment, Source] = {
             segment: Source(segment.memory(), segment.gradient(), None, self._next_hyper(segment))
             for segment in unit.segments
-            if segment.parameter.grad is not None and self._is_trained(segment)
+            if segment.parameter.grad is not None
         }
         due = [b for b in self._state.buckets[unit] if any(piece.segment in sources for piece in b.pieces)]
         # Autograd sees neither what kernels write nor torch's fused updates.
         torch.autograd.graph.increment_version([segment.parameter for segment in sources])
         self._pipeline.run(due, PlainSupply(self._store.working_set, sources), lambda _: None)
 
-    def _is_trained(self, segment: Segment) -> bool:
-        """Return True; raises UsageError for a parameter that has a gradient and no state."""
+    def _check_trained(self, segment: Segment) -> None:
         if segment not in self._state.steps:
             raise UsageError(
                 f"parameter {segment.name} has a gradient but was frozen when {self._title} was made; expected"
                 " requires_grad=True then: make the optimizer first and freeze after"
             )
-        return True
 
     def _next_hyper(self, segment: Segment) -> Hyperparameters:
         """Count one more update of ``segment`` and return the hyperparameters for it."""
