@@ -20,6 +20,14 @@ _log = logging.getLogger("tiered")
 
 _REASON = "the modules of a sharded model move their parameters in and out, and run as they are"
 
+_OWN = (
+    *("bytes", "store", "tiers", "zero.activations", "zero.engine", "zero.formats", "zero.gradients", "zero.kernels"),
+    *("zero.microbatching", "zero.optimizer", "zero.shard", "zero.unsharded", "zero.parameters.access"),
+    *("zero.parameters.calls", "zero.parameters.methods", "zero.parameters.outputs", "zero.parameters.parameter"),
+    *("zero.parameters.residency", "zero.parameters.unit"),
+)
+"""The modules that are not traced; those in ``parameters`` singly, for the guard of torch.func is there."""
+
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` as one that torch.compile does not look into, nor into what it calls."""
@@ -39,8 +47,12 @@ def stay_eager(module: nn.Module) -> None:
 
 @functools.cache
 def _skip_own_functions() -> None:
-    """Have torch.compile trace no function of tiered's, such as what autograd calls for what is saved."""
-    torch._dynamo.trace_rules.add("tiered")
+    """Have torch.compile trace no function that runs a model, such as those autograd calls for what is saved.
+
+    The guard of torch.func is traced: it stands before transforms of ordinary tensors as well.
+    """
+    for name in _OWN:
+        torch._dynamo.trace_rules.add(f"tiered.{name}")
 
 
 def _warn(module: nn.Module, *_: Any, **__: Any) -> None:
