@@ -56,7 +56,7 @@ def test_a_spread_round_goes_through_all_memory_and_another_through_as_much_as_i
         assert buffer is not None
         for is_spread, num_used in ((False, DEPTH), (True, 3 * DEPTH)):
             recording = Recording(device)
-            run_round(recording, buffer.memory, pattern(op, max_nbytes=4 * FILE), is_spread=is_spread)
+            run_round(recording, buffer.memory, pattern(op, max_nbytes=40 * FILE), is_spread=is_spread)
             places = [np.frombuffer(done.memory, dtype=np.uint8).ctypes.data for done in recording.operations]
             assert set(places) == {buffer.address + BLOCK * i for i in range(num_used)}
         arena.release(buffer)

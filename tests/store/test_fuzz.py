@@ -67,7 +67,7 @@ class Picky:
 
 
 def test_a_state_that_its_object_cannot_load_is_named() -> None:
-    registry = Registry()
+    registry = Registry("{}")
     registry.add("loader", Picky())
     with pytest.raises(UsageError, match=r"a Picky cannot load .* for 'loader': KeyError\('absent'\)"):
         registry.load({"loader": {}})
