@@ -36,6 +36,7 @@ from tests.zero.test_activations import autocast_loss
 from tests.zero.training import assert_same, debug_store, reference, start
 from tiered.errors import UsageError
 from tiered.zero.activations import activations
+from tiered.zero.activations.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -89,6 +90,23 @@ def test_what_a_block_keeps_is_there_once_after_the_backward(tmp_path: Path) -> 
             assert getattr(model.blocks[0], name) is kept
             assert kept == wanted if wanted is not None else len(kept) == 1
             model.zero_grad()
+
+
+def test_modules_whose_attributes_are_constants_are_not_looked_through_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as torch's own, with all that ``shard`` adds to them."""
+    places: list[str] = []
+    take = Snapshot.take
+    with debug_store(tmp_path, durable=False) as store:
+        layers = [nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)]
+        model = tiered.shard(nn.Sequential(*layers), store, activations="recompute")
+        for _ in range(2):
+            places.clear()
+            monkeypatch.setattr(Snapshot, "take", lambda self, value, at: places.append(at) or take(self, value, at))
+            model(torch.randn(2, 4, 16)).sum().backward()
+            model.zero_grad()
+    assert places == ["argument 0"] * 2
 
 
 def test_a_forward_without_a_backward_leaves_nothing(tmp_path: Path) -> None:

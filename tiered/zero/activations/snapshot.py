@@ -5,11 +5,13 @@ A list that has grown since, a key-value cache that was written to or a generato
 
 from __future__ import annotations
 
+import abc
 import array
 import collections
 import contextlib
 import copy
 import enum
+import functools
 import io
 import logging
 import pathlib
@@ -28,7 +30,7 @@ __all__ = ["Snapshot", "build", "is_constant", "version_of"]
 _PLAIN: frozenset[type] = frozenset({int, float, complex, bool, str, bytes, type(None), torch.Size})
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, nn.Module, nn.Parameter)
 _OF_PYTHON = (range, slice, enum.Enum, pathlib.PurePath, logging.Logger, weakref.ref, type, types.ModuleType)
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 _CONSTANTS = (*_PLAIN, *_OF_TORCH, *_OF_PYTHON, *_FUNCTIONS, types.EllipsisType, np.generic, np.dtype)
 """What no forward changes, or what is looked after elsewhere: modules and their parameters."""
 
@@ -153,14 +155,14 @@ def build(taken: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any]) ->
     return built[id(taken)]
 
 
-class _Taken:
+class _Taken(abc.ABC):
     """What a value is made afresh from."""
 
     __slots__ = ()
 
+    @abc.abstractmethod
     def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> None:
         """Make it and note it in ``built``."""
-        raise NotImplementedError
 
 
 class _Place(_Taken):
