@@ -223,6 +223,8 @@ CAMPAIGNS: dict[str, Campaign] = {
     "flips": Campaign("", 100_000, _batches("tests.store.flips")),
     "writes": Campaign("", 20_000, _batches("tests.store.silent")),
     "model": Campaign("", 20_000, _batches("tests.store.model")),
+    "threads": Campaign("", 10_000, _batches("tests.store.threads")),
+    "programs": Campaign("", 100_000, _batches("tests.zero.drawn.programs")),
     "fuzz": Campaign("", 400_000, _batches("tests.store.fuzz")),  # an hour on two cores
 }
 

@@ -31,10 +31,10 @@ import tiered
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.engines import open_device
 from tiered.bytes.device.throttled import ThrottledDevice
-from tiered.store import transfer
-from tiered.store.catalog import SqliteCatalog
-from tiered.store.opening import empty_root
-from tiered.store.recorder import CALLER
+from tiered.store.catalog.catalog import SqliteCatalog
+from tiered.store.lifetime.opening import empty_root
+from tiered.store.transfers import transfer
+from tiered.store.waiting.recorder import CALLER
 from tiered.train.bound import Bound, profiled_bandwidth
 from tiered.train.model import GPT, Shape
 from tiered.units import MiB, format_bytes, format_count, parse_bytes

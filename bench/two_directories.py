@@ -27,8 +27,8 @@ from tiered.bytes.arena import Arena
 from tiered.bytes.device.engines import open_device
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.bytes.device.throttled import ThrottledDevice
-from tiered.store.opening import empty_root
-from tiered.store.simulated_catalog import SimulatedCatalog
+from tiered.store.catalog.simulated_catalog import SimulatedCatalog
+from tiered.store.lifetime.opening import empty_root
 from tiered.store.store import Store
 from tiered.units import format_bytes, parse_bytes
 

@@ -73,16 +73,19 @@ def test_scale_runs_in_a_memory_limit(tmp_path: Path) -> None:
     assert 0 < result["rows"][0]["group_peak_bytes"] <= 1 << 30
 
 
-def test_compare_says_what_is_missing(tmp_path: Path) -> None:
-    result, output = run("compare", tmp_path, "--pairs", "1", "--deepspeed-python", "/nowhere/python")
+def test_compare_says_what_is_missing(tmp_path: Path, warm_python: WarmPython) -> None:
+    options = ("--pairs", "1", "--deepspeed-python", "/nowhere/python")
+    result, output = run(
+        "compare", tmp_path, *options, python=warm_python.executable, environment=warm_python.environment
+    )
     assert result["ratio"] is None
     assert "DeepSpeed is not there" in output
     assert "deepspeed==" in output
 
 
-def test_quality_runs_tiny(tmp_path: Path) -> None:
+def test_quality_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     curves = tmp_path / "curves.png"
-    command = [sys.executable, "bench/quality.py", "--tiny", "--plot", str(curves)]
+    command = [warm_python.executable, "bench/quality.py", "--tiny", "--plot", str(curves)]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
     result = json.loads(output.splitlines()[-1])
     assert (result["bench"], result["steps"]) == ("quality", 6)
@@ -103,13 +106,23 @@ def test_small_tensors_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_io_engine_runs_tiny(tmp_path: Path) -> None:
+def test_io_engine_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--rounds", "1", "--seconds", "0.05", "--file", "64MiB", "--blocks", "1MiB", "--opens", "5"]
-    command = [sys.executable, "bench/io_engine.py", str(tmp_path), *tiny, "--only", "engines,duplex,leaks"]
+    command = [warm_python.executable, "bench/io_engine.py", str(tmp_path), *tiny, "--only", "engines,duplex,leaks"]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
     result = json.loads(output.splitlines()[-1])
     assert result["bench"] == "io_engine"
     assert {row["engine"] for row in result["engines"]} == {"uring", "uring, memory registered", "threads"}
     assert all(row["gb_per_s"] > 0 for row in result["engines"] + result["duplex"])
     assert all(row["fds"] == row["threads"] == 0 for row in result["leaks"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_directories_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
+    tiny = ["--limit", "3GB", "--nbytes", "32MiB", "--rounds", "1", "--dram", "16MiB", "--store", str(tmp_path)]
+    command = [warm_python.executable, "bench/two_directories.py", *tiny]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
+    result = json.loads(output.splitlines()[-1])
+    assert result["bench"] == "two_directories"
+    assert min(result[kind] for kind in ("stream_put", "stream_get", "swap_out", "swap_in")) > 0
     assert not list(tmp_path.iterdir())

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 import tiered
+from tests.rigs.warm_python import WarmPython
 from tiered import cli
 from tiered.cli import main
 from tiered.console.interruption import Interruption
 from tiered.errors import CapacityError, UsageError
-from tiered.store.opening import CATALOG_NBYTES
+from tiered.store.lifetime.opening import CATALOG_NBYTES
 from tiered.train.config import RunConfig, RunDials
 from tiered.train.data import Corpus
 from tiered.train.plan import Plan
@@ -118,6 +119,13 @@ class TestRefusals:
         assert says in error
         assert error.count("\n") == 1
         assert not store.exists()
+
+    @pytest.mark.parametrize(("arguments", "says"), [([], "Missing command"), (["steal"], "No such command 'steal'")])
+    def test_what_is_missing_or_unknown_is_one_line(
+        self, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(arguments) == 2
+        assert capsys.readouterr().err == f"tiered: {says}; try --help\n"
 
     def test_an_unknown_command_is_answered_with_the_nearest_one(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["trian"]) == 2
@@ -263,9 +271,11 @@ class TestInterruption:
     """Ctrl-C is a request first, the end second."""
 
     @pytest.mark.parametrize("times", [1, 2])
-    def test_ctrl_c_in_a_process_of_its_own(self, tmp_path: Path, text: Path, times: int) -> None:
+    def test_ctrl_c_in_a_process_of_its_own(
+        self, times: int, tmp_path: Path, text: Path, warm_python: WarmPython
+    ) -> None:
         store = str(tmp_path / "run")
-        command = [sys.executable, "-m", "tiered.cli", "train", *TINY, "--data", str(text), "--store", store]
+        command = [warm_python.executable, "-m", "tiered.cli", "train", *TINY, "--data", str(text), "--store", store]
         root = Path(__file__).parents[1]
         with subprocess.Popen(
             [*command, "--steps", "100000"], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

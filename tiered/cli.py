@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return status
         except TyperException as error:
-            return _refuse(error.format_message(), "try --help")
+            return _refuse(error.format_message().rstrip("."), "try --help")
         except (TieredError, ValueError) as error:
             return _refuse(str(error), *getattr(error, "__notes__", ()))
         except OSError as error:

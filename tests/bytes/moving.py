@@ -1,14 +1,19 @@
 """Moving bytes through a device and waiting for all of it: what every test of a device does."""
 
+from __future__ import annotations
+
 import os
 import queue
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import Device, IOClass, Operation
+
+if TYPE_CHECKING:
+    from tiered.bytes.arena import Buffer  # which imports torch: not in the processes that tests of devices start
 
 WAIT_S = 30.0  # longer than anything here takes; a lost completion fails a test instead of hanging it
 

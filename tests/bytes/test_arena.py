@@ -24,7 +24,7 @@ def lease(arena: Arena, nbytes: int) -> Buffer:
     return buffer
 
 
-def nothing() -> None:
+def nothing(reference: object) -> None:
     pass
 
 
@@ -136,7 +136,7 @@ def lease_and_release(arena: Arena, sizes: list[int]) -> list[Buffer]:
 def test_an_alias_reports_the_death_of_its_last_view() -> None:
     arena, dead = Arena(1 * MiB), queue.SimpleQueue[str]()
     buffer = lease(arena, 4096)
-    tensor = buffer.alias(1000, lambda: dead.put("gone"))
+    tensor = buffer.alias(1000, lambda _: dead.put("gone"))
     assert tensor.dtype == torch.uint8 and tensor.shape == (1000,) and tensor.data_ptr() == buffer.address
     view = tensor.view(torch.float32)[10:20].view(2, 5)
     view.fill_(1.0)
@@ -153,7 +153,7 @@ def test_an_alias_reports_the_death_of_its_last_view() -> None:
 def test_two_aliases_of_one_buffer_have_storages_of_their_own() -> None:
     arena, dead = Arena(1 * MiB), queue.SimpleQueue[int]()
     buffer = lease(arena, 4096)
-    first, second = buffer.alias(4096, lambda: dead.put(1)), buffer.alias(4096, lambda: dead.put(2))
+    first, second = buffer.alias(4096, lambda _: dead.put(1)), buffer.alias(4096, lambda _: dead.put(2))
     del first
     assert dead.get_nowait() == 1 and buffer.is_aliased
     del second
@@ -165,7 +165,7 @@ def test_two_aliases_of_one_buffer_have_storages_of_their_own() -> None:
 def test_an_empty_buffer_and_an_empty_alias_work() -> None:
     arena, dead = Arena(1 * MiB), queue.SimpleQueue[str]()
     buffer = lease(arena, 0)
-    tensor = buffer.alias(0, lambda: dead.put("gone"))
+    tensor = buffer.alias(0, lambda _: dead.put("gone"))
     view = tensor.view(torch.bfloat16).view(0, 3)
     assert tensor.shape == (0,) and view.shape == (0, 3)
     del tensor

@@ -48,6 +48,31 @@ def test_a_forked_child_is_told() -> None:
     assert not told
 
 
+def test_a_child_that_is_forked_while_another_thread_registers_can_register_too() -> None:
+    code = (
+        "import os, signal, threading\n"
+        "from tests.bytes.test_endings import Item\n"
+        "from tiered.bytes import endings\n"
+        "item, found, register = Item('a'), [], threading._register_atexit\n"
+        "def fork():\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        signal.alarm(10)\n"
+        "        endings.at_exit(item, print)\n"
+        "        os._exit(7)\n"
+        "    found.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "def register_slowly(run):\n"
+        "    register(run)\n"
+        "    thread = threading.Thread(target=fork)\n"
+        "    thread.start()\n"
+        "    thread.join()\n"
+        "threading._register_atexit = register_slowly\n"
+        "endings.at_exit(item, print)\n"
+        "os._exit(found[0])\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 7
+
+
 def test_what_is_gone_leaves_nothing() -> None:
     lists = (endings._at_exit, endings._after_fork)
     gc.collect()

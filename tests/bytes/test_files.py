@@ -7,6 +7,7 @@ import resource
 import shutil
 import stat
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from tests.bytes.faulty import Errors, faulty
 from tests.bytes.moving import move
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import SCRATCH
+from tiered.bytes.device.direct import probe_direct
 from tiered.bytes.device.threads import ThreadsDevice
-from tiered.errors import CapacityError, DeviceError, UsageError
+from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, UsageError
 from tiered.units import KiB, MiB
 
 
@@ -71,6 +73,32 @@ def test_a_failed_flush_poisons_the_device(tmp_path: Path) -> None:
         with pytest.raises(DeviceError, match="earlier flush"):
             device.flush()
         assert device.num_syncs == 1
+
+
+def test_descriptors_are_not_closed_under_a_flush_of_another_thread(tmp_path: Path) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+    ended: list[str] = []
+
+    class Slow(ThreadsDevice):
+        def _fdatasync(self, fd: int) -> None:
+            has_begun.set()
+            assert may_end.wait(30)
+            os.fdatasync(fd)
+
+    device = Slow(tmp_path, deadline_s=0.1)
+    device.grow(0, 64 * KiB)
+    thread = threading.Thread(target=lambda: (device.flush(), ended.append("flush")))
+    thread.start()
+    assert has_begun.wait(30)
+    with pytest.raises(DeadlineError, match="growth or a flush"):
+        device.close()
+    may_end.set()
+    thread.join(30)
+    assert ended == ["flush"]
+    device.close()
+    for late in (device.flush, lambda: device.grow(0, MiB), lambda: device._files.grow(0, MiB)):
+        with pytest.raises(ClosedError):
+            late()
 
 
 def test_a_flush_syncs_only_what_changed(tmp_path: Path, buffer: Buffer) -> None:
@@ -206,3 +234,17 @@ def test_a_file_that_is_no_longer_in_its_place_fails_the_flush(tmp_path: Path, h
             shutil.rmtree(directory)
         with pytest.raises(DeviceError, match="data-000 failed"):
             device.flush()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_drive_is_read_without_direct_io_and_not_refused(tmp_path: Path, number: int) -> None:
+    def write(fd: int, memory: memoryview, offset: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    directory = os.open(tmp_path, os.O_RDONLY)
+    try:
+        probe = probe_direct(directory, lambda fd, memory, offset: os.preadv(fd, [memory], offset), write)
+    finally:
+        os.close(directory)
+    assert probe.refusal is not None
+    assert os.strerror(number) in probe.refusal or "statx" in probe.refusal or "refuses" in probe.refusal

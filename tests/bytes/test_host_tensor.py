@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tiered.bytes.arena import Arena
-from tiered.bytes.host_tensor import aligned_memory, copy_flat, empty_aligned, populate
+from tiered.bytes.host_tensor import aligned_memory, copy_contiguous, empty_aligned, populate
 from tiered.units import KiB, MiB
 
 
@@ -72,8 +72,8 @@ def test_copies_go_both_ways() -> None:
     buffer = arena.allocate_nowait(8192)
     assert buffer is not None
     source, target = torch.arange(250, dtype=torch.uint8), torch.zeros(250, dtype=torch.uint8)
-    copy_flat(buffer, source, to_buffer=True)
-    copy_flat(buffer, target, to_buffer=False)
+    copy_contiguous(buffer, source, to_buffer=True)
+    copy_contiguous(buffer, target, to_buffer=False)
     assert torch.equal(source, target)
     arena.release(buffer)
     arena.close()

@@ -8,13 +8,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.bytes.moving import exit_code_of_child
+from tests.rigs.warm_python import WarmPython
 from tiered.bytes.device.profile import PROFILE_NAME, load_profile
 from tiered.cli import main
 from tiered.doctor.card import directory_card, machine_card
@@ -47,7 +47,6 @@ TINY = Settings(
 )
 FEW = replace(TINY, rounds=1, tensor_nbytes=(), sustained_s=0.0, mixed_blocks=(), busy_blocks=())
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
-COMMAND = [sys.executable, "-m", "tiered.cli", "bench"]
 
 
 def huge_pages() -> str | None:
@@ -181,7 +180,7 @@ class TestTheEnd:
     def test_a_plot_that_cannot_be_drawn_takes_nothing_with_it(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        def draw(report: Report, file: Path) -> None:
+        def draw(report: Report) -> bytes:
             raise OSError(errno.ENOSPC, "scripted")
 
         request = BenchRequest((tmp_path,), json_file=tmp_path / "bench.json", plot_file=tmp_path / "bench.png")
@@ -190,6 +189,16 @@ class TestTheEnd:
         verdict = json.loads((tmp_path / "bench.json").read_text())["verdict"]
         assert load_profile(tmp_path) is not None
         assert capsys.readouterr().out.splitlines()[-1] == verdict
+
+    @pytest.mark.parametrize("option", ["json_file", "plot_file"])
+    def test_a_file_that_cannot_be_written_after_all_is_named(
+        self, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        request = BenchRequest((tmp_path,), **{option: Path("/dev/full")})  # type: ignore[arg-type]
+        report = self.report(tmp_path)
+        with pytest.raises(UsageError, match="cannot write /dev/full: No space left on device"):
+            _finish(report, request, lambda report: b"drawn")
+        assert capsys.readouterr().out.splitlines()[-1] == report.verdict
 
     def test_a_profile_that_cannot_be_kept_is_a_warning(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -209,7 +218,7 @@ class TestRefusals:
             (["--sustained", "-1"], "--sustained takes seconds"),
             (["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
             (["--plot", "/tmp"], "cannot write /tmp: it is a directory"),
-            (["--quick", "--yes", "--engine", "steam"], "engine='steam' is unknown"),
+            (["--quick", "--yes", "--engine", "steam"], "--engine must be one of auto, uring"),
         ],
     )
     def test_one_line_and_nothing_written(
@@ -274,11 +283,10 @@ class TestRefusals:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path, warm_python: WarmPython) -> None:
     before = huge_pages()
-    with subprocess.Popen(
-        [*COMMAND, str(tmp_path), "--quick", "--yes"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    command = [warm_python.executable, "-m", "tiered.cli", "bench", str(tmp_path), "--quick", "--yes"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("op  "):  # the points begin

@@ -107,8 +107,8 @@ def _without_data_flush() -> None:
 
 def _without_catalog_flush() -> None:
     """SQLite does not flush."""
-    import tiered.store.catalog as catalog
-    from tiered.store.sqlite_file import make_durable
+    import tiered.store.catalog.catalog as catalog
+    from tiered.store.catalog.sqlite_file import make_durable
 
     def make_fast(connection: object) -> None:
         make_durable(connection)  # type: ignore[arg-type]

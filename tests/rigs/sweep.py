@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-import tiered.store.opening
+import tiered.store.lifetime.opening
 import tiered.store.store
 from tests.rigs.job import contents, put_generation, violation
 from tests.rigs.room import Daemon
@@ -87,7 +87,7 @@ class Outcome:
 @contextmanager
 def short_deadlines(deadline_s: float = _DEADLINE_S) -> Iterator[None]:
     """Let stores that are opened in this block wait no longer than that."""
-    store, opening = tiered.store.store, tiered.store.opening
+    store, opening = tiered.store.store, tiered.store.lifetime.opening
     kept = store._DEADLINE_S
     store._DEADLINE_S = deadline_s
     opening.open_device = functools.partial(open_device, deadline_s=deadline_s)  # type: ignore[assignment]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.rigs.available import RIGS, off, refusal
+from tests.rigs.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[2]
 SKIPPED = f"""
@@ -21,9 +22,9 @@ def test_something_else():
 """
 
 
-def test_the_last_lines_name_each_rig_that_was_off(tmp_path: Path) -> None:
+def test_the_last_lines_name_each_rig_that_was_off(tmp_path: Path, warm_python: WarmPython) -> None:
     (tmp_path / "test_it.py").write_text(SKIPPED)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)]
+    command = [warm_python.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120).stdout
     lines = output.splitlines()
     assert lines[-2] == "rig off: a thing: nobody has one (2 tests skipped)"

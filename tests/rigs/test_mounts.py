@@ -11,7 +11,7 @@ from tests.rigs.available import needs
 from tests.rigs.room import Room, run
 from tests.store.rig import numbers
 from tiered.bytes.device.uring_probe import probe_uring
-from tiered.errors import DeviceError
+from tiered.errors import CapacityError, DeviceError
 from tiered.store.store import Store
 from tiered.units import MiB
 
@@ -92,3 +92,21 @@ def test_a_full_file_system_is_not_called_a_refusal_of_io_uring(a_room: Room) ->
     (mount / "balloon").write_bytes(bytes(64 << 10))
     refusal = probe_uring(mount)
     assert refusal is not None and "No space left" in refusal and "refused" not in refusal
+
+
+@needs("ext4 shutdown")
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+def test_a_full_file_system_can_be_read(engine: str, a_room: Room) -> None:
+    mount = a_room.directory / "mount"
+    mount.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=300k,mode=0755", "tmpfs", str(mount))
+    with Store(mount / "run", dram=DRAM, engine="threads") as store:
+        store["a"] = numbers(800)
+    with pytest.raises(OSError, match="No space left"), open(mount / "balloon", "wb", 0) as balloon:
+        while balloon.write(bytes(4096)):
+            pass
+    for mode in ("r", "a"):
+        with Store(mount / "run", dram=DRAM, engine=engine, mode=mode) as store:
+            assert torch.equal(store["a"], numbers(800))
+    with pytest.raises(CapacityError, match="free some space there"):
+        Store(mount / "new", dram=DRAM, engine=engine)

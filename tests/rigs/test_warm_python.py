@@ -70,6 +70,33 @@ def test_a_command_that_is_killed_takes_its_program_along(warm_python: WarmPytho
         assert process.stdout.read() == "", "the end comes once the program is gone"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_command_reaches_its_program(number: signal.Signals, warm_python: WarmPython) -> None:
+    code = (
+        "import signal, sys, time\n"
+        f"signal.signal({number:d}, lambda number, frame: sys.exit(number + 40))\n"
+        "print('here', flush=True); time.sleep(1000)"
+    )
+    with subprocess.Popen([warm_python.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.send_signal(number)
+        assert process.wait(timeout=60) == number + 40
+
+
+def test_the_names_of_a_program_are_there_until_its_last_function(warm_python: WarmPython) -> None:
+    code = (
+        "import atexit, weakref\n"
+        "class Item: pass\n"
+        "item = Item()\n"
+        "weakref.finalize(item, print, 'the item').atexit = False\n"
+        "atexit.register(print, 'the last function')\n"
+    )
+    for python in (warm_python.executable, sys.executable):
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
+        assert done.stdout.startswith("the last function\n") and not done.stderr
+
+
 @pytest.mark.parametrize("is_forked", [True, False])
 def test_with_its_environment_programs_of_a_program_are_forked(is_forked: bool, warm_python: WarmPython) -> None:
     code = (

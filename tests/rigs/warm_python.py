@@ -7,7 +7,6 @@ starts a program are not the program's, and OpenMP does not read its environment
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import selectors
@@ -15,9 +14,12 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+from bench.nursery import warm_up
 
 __all__ = ["WarmPython"]
 
@@ -27,15 +29,23 @@ _MOST_NBYTES = 1 << 17  # of a request: a command line and an environment
 _FOR_CHILDREN = "TIERED_TESTS_PYTHON"
 
 _COMMAND = """#!{python} -IS
-import json, os, signal, socket, sys
+import contextlib, json, os, signal, socket, sys
 end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 end.connect("/proc/self/fd/%d/socket" % os.open({directory!r}, os.O_PATH))
 request = {{"argv": sys.argv[1:], "cwd": os.getcwd(), "environ": dict(os.environ)}}
+handed_on = signal.SIGINT, signal.SIGTERM
+signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)  # order: until it is known to whom
 socket.send_fds(end, [json.dumps(request).encode()], [0, 1, 2])
-answer = end.recv(16)
-if not answer:
-    sys.exit("the warm Python has died")
-status = int(answer)
+def heard():
+    return int(end.recv(16) or sys.exit("the warm Python has died"))
+def hand_on(number, frame):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(program, number)
+program = heard()
+for number in handed_on:
+    signal.signal(number, hand_on)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, handed_on)
+status = heard()
 if status < 0:
     if status != -signal.SIGKILL:
         signal.signal(-status, signal.SIG_DFL)
@@ -49,8 +59,8 @@ class WarmPython:
 
     ``executable`` takes the command lines of a Python: a script, ``-m module`` or ``-c code``. The program gets the
     command's environment, directory and standard streams, and a process group of its own; its exit status is the
-    command's, and it is killed when the command is. With ``environment`` it, or a Python started as any, starts its own
-    programs (those that it starts by ``sys.executable``) in the same way.
+    command's. SIGINT and SIGTERM are handed on to it, and it is killed when the command is. With ``environment`` it,
+    or a Python started as any, starts its own programs (those that it starts by ``sys.executable``) in the same way.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -112,6 +122,7 @@ def _serve(listener: socket.socket) -> None:
                 for stream in streams:
                     os.close(stream)
                 program = _Program(pid, os.pidfd_open(pid), connection)
+                _say(connection, pid)
                 programs.add(program)
                 selector.register(program.pidfd, selectors.EVENT_READ, program)
                 selector.register(program.connection, selectors.EVENT_READ, program)
@@ -131,13 +142,17 @@ def _serve(listener: socket.socket) -> None:
 
 def _end(program: _Program, selector: selectors.BaseSelector) -> None:
     status = os.waitstatus_to_exitcode(os.waitpid(program.pid, 0)[1])
-    with contextlib.suppress(BrokenPipeError):
-        program.connection.send(str(status).encode())
+    _say(program.connection, status)
     selector.unregister(program.pidfd)
     with contextlib.suppress(KeyError):
         selector.unregister(program.connection)
     os.close(program.pidfd)
     program.connection.close()
+
+
+def _say(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the command was killed just now
+        connection.send(str(number).encode())
 
 
 def _kill(program: _Program) -> None:
@@ -163,7 +178,9 @@ def _run(first: str, *rest: str) -> None:
 
     if first == "-c":
         sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main  # lifetime: its names are there until after atexit
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
     elif first == "-m":
         sys.argv, sys.path[0] = list(rest), os.getcwd()
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -172,21 +189,6 @@ def _run(first: str, *rest: str) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
-def _be_warm(listener: socket.socket) -> None:
-    import gc
-
-    import tiered.cli
-    import tiered.train.launch  # noqa: F401  # and torch, of which nothing is run: its threads would not survive the fork
-
-    for late in ("torch._dynamo", "typer._adapters"):  # the first optimizer and the command line would, in every child
-        with contextlib.suppress(ModuleNotFoundError):  # what is their own may move
-            importlib.import_module(late)
-    if len(os.listdir("/proc/self/task")) > 1:
-        raise RuntimeError("importing has started threads, which no fork has")
-    gc.collect()
-    gc.freeze()
-    _serve(listener)
-
-
 if __name__ == "__main__":
-    _be_warm(socket.socket(fileno=int(sys.argv[1])))
+    warm_up()
+    _serve(socket.socket(fileno=int(sys.argv[1])))

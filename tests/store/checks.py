@@ -25,9 +25,9 @@ from tests.store.crashes import Campaign
 from tests.store.rig import WAIT_S, GatedStore, assert_holds, filled, numbers, simulated_store, stored
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CorruptionError, DeadlineError, DeviceError, TieredError, UsageError
-from tiered.store import deadline
-from tiered.store.directory import Directories
+from tiered.store.lifetime.directory import Directories
 from tiered.store.store import Store
+from tiered.store.waiting import deadline
 from tiered.units import KiB, MiB
 
 
@@ -223,7 +223,7 @@ def a_second_opener_is_refused(tmp_path: Path) -> None:
 def a_copy_of_the_descriptor_does_not_keep_the_lock(tmp_path: Path) -> None:
     """A child that was forked a moment ago has one, until it comes to close it."""
     directories = Directories.open([tmp_path])
-    copies = [os.dup(descriptor) for descriptor in directories._locks]
+    copies = [os.dup(lock._fd) for lock in directories._locks]
     directories.close()
     try:
         Directories.open([tmp_path]).close()
@@ -235,7 +235,7 @@ def a_copy_of_the_descriptor_does_not_keep_the_lock(tmp_path: Path) -> None:
 
 
 def every_directory_is_flushed_before_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiered.store.catalog import SqliteCatalog
+    from tiered.store.catalog.catalog import SqliteCatalog
 
     calls: list[str] = []
     sync, apply = os.fdatasync, SqliteCatalog.apply

@@ -19,8 +19,8 @@ import xxhash
 from tests.store.rig import Counter, numbers, simulated_store
 from tiered.bytes.device.simulated_disk import Moment, Policy, SimulatedDisk
 from tiered.errors import TieredError
-from tiered.store import device_space
-from tiered.store.extents import ExtentAllocator
+from tiered.store.space import device_space
+from tiered.store.space.extents import ExtentAllocator
 from tiered.store.store import Store
 from tiered.units import KiB
 

@@ -19,8 +19,8 @@ import torch
 from tests.store.rig import Counter, numbers
 from tiered.bytes.device.profile import PROFILE_NAME, Profile, write_profile
 from tiered.errors import CorruptionError
-from tiered.store.catalog import SqliteCatalog
-from tiered.store.directory import CATALOG_NAME
+from tiered.store.catalog.catalog import SqliteCatalog
+from tiered.store.lifetime.directory import CATALOG_NAME
 from tiered.store.store import Store
 from tiered.units import KiB
 

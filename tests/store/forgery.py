@@ -16,8 +16,8 @@ import xxhash
 
 from tests.store.flips import JOURNAL_NAME
 from tiered.bytes.device.profile import PROFILE_NAME
-from tiered.store import row as rows
-from tiered.store.directory import CATALOG_NAME
+from tiered.store.catalog import row as rows
+from tiered.store.lifetime.directory import CATALOG_NAME
 
 __all__ = ["KINDS", "Kind"]
 

@@ -24,8 +24,8 @@ from hypothesis.stateful import (
 from tests.store.rig import Counter, numbers, simulated_store
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import DeviceError, LeaseError, TieredError, UsageError
+from tiered.store.residency.working_set import Lease
 from tiered.store.store import Store
-from tiered.store.working_set import Lease
 from tiered.units import KiB, MiB
 
 _BATCH = 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import inspect
 import os
 import sqlite3
@@ -19,16 +20,19 @@ from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.files import DataFiles
 from tiered.bytes.device.in_flight import InFlight
 from tiered.errors import DeviceError
-from tiered.store import catalog as catalog_module
-from tiered.store import deadline, directory, row, rows
-from tiered.store.commit import Committer
-from tiered.store.deadline import Deadline
-from tiered.store.entry import Entry
-from tiered.store.records import Extents, Records, Sealed
-from tiered.store.simulated_catalog import SimulatedCatalog
-from tiered.store.space import Space
+from tiered.store.catalog import catalog as catalog_module
+from tiered.store.catalog import row, rows
+from tiered.store.catalog.simulated_catalog import SimulatedCatalog
+from tiered.store.generations.commit import Committer
+from tiered.store.generations.records import Extents, Records, Sealed
+from tiered.store.lifetime import directory, lock
+from tiered.store.lifetime.service import Service
+from tiered.store.residency.entry import Entry
+from tiered.store.space.space import Space
 from tiered.store.store import Store
-from tiered.store.transfer import Transfer
+from tiered.store.transfers.transfer import Transfer
+from tiered.store.waiting import deadline
+from tiered.store.waiting.deadline import Deadline
 
 Patch = pytest.MonkeyPatch
 Check = Callable[..., object]
@@ -311,13 +315,13 @@ def rows_are_not_counted(patch: Patch) -> None:
 
 @mutant(checks.a_second_opener_is_refused)
 def nobody_takes_the_lock(patch: Patch) -> None:
-    patch.setattr(directory, "_take", lambda descriptor, path, *, shared: None)
+    patch.setattr(lock, "_take", lambda descriptor, path, *, shared: None)
 
 
 @mutant(checks.a_copy_of_the_descriptor_does_not_keep_the_lock)
 def the_lock_is_left_to_the_last_descriptor(patch: Patch) -> None:
-    unlock = directory._unlock
-    patch.setattr(directory, "_unlock", lambda locks, *, release=True: unlock(locks, release=False))
+    flock = fcntl.flock
+    patch.setattr(fcntl, "flock", lambda fd, operation: None if operation == fcntl.LOCK_UN else flock(fd, operation))
 
 
 @mutant(checks.every_file_is_private)
@@ -327,7 +331,8 @@ def files_can_be_read_by_others(patch: Patch) -> None:
         os.fchmod(descriptor, 0o644)
         return descriptor
 
-    patch.setattr(directory, "create_private_file", create)
+    for module in (directory, lock):
+        patch.setattr(module, "create_private_file", create)
 
 
 @mutant(test_files.test_files_are_private_whatever_the_umask)
@@ -342,4 +347,4 @@ def the_umask_decides_on_directories(patch: Patch) -> None:
 
 @mutant(checks.a_fork_is_refused)
 def a_forked_child_is_served(patch: Patch) -> None:
-    patch.setattr(Store, "_refuse", lambda store: store._generations.refuse())
+    patch.setattr(Service, "refuse", lambda service: service.refuse_failed())

@@ -12,12 +12,12 @@ from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Device, DeviceStatistics, Operation
 from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
 from tiered.errors import TieredError
-from tiered.store.catalog import Catalog
-from tiered.store.opening import empty_root
-from tiered.store.row import Root, Row
-from tiered.store.simulated_catalog import SimulatedCatalog
+from tiered.store.catalog.catalog import Catalog
+from tiered.store.catalog.row import Root, Row
+from tiered.store.catalog.simulated_catalog import SimulatedCatalog
+from tiered.store.lifetime.opening import empty_root
+from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store
-from tiered.store.working_set import WorkingSet
 from tiered.units import KiB, MiB
 
 BUDGET_NBYTES = 128 * KiB

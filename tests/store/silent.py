@@ -25,9 +25,9 @@ from tiered.bytes.device.base import Device, Operation
 from tiered.bytes.device.faults import Fault, FaultKind, FaultsDevice
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CorruptionError
-from tiered.store.catalog import SqliteCatalog
-from tiered.store.directory import CATALOG_NAME, Directories
-from tiered.store.opening import Parts, empty_root
+from tiered.store.catalog.catalog import SqliteCatalog
+from tiered.store.lifetime.directory import CATALOG_NAME, Directories
+from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 

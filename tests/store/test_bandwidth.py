@@ -13,8 +13,8 @@ from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
 from tiered.bytes.device.profile import Profile, write_profile
 from tiered.bytes.device.throttled import ThrottledDevice
 from tiered.errors import ClosedError
-from tiered.store.bandwidth import BandwidthMeter, profiled_weights
-from tiered.store.extents import ExtentAllocator
+from tiered.store.space.bandwidth import BandwidthMeter, profiled_weights
+from tiered.store.space.extents import ExtentAllocator
 from tiered.units import KiB, MiB
 
 PROFILE = Profile(

@@ -13,9 +13,9 @@ from tests.store.catalogs import (
     row_of,
 )
 from tiered.errors import CorruptionError, UsageError
-from tiered.store.catalog import SqliteCatalog
-from tiered.store.checksum import BLOCK_NBYTES
-from tiered.store.row import encode_row
+from tiered.store.catalog.catalog import SqliteCatalog
+from tiered.store.catalog.row import encode_row
+from tiered.store.transfers.checksum import BLOCK_NBYTES
 
 
 @pytest.fixture

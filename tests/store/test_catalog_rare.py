@@ -15,13 +15,13 @@ import pytest
 from tests.store.catalogs import ROOT, UUID, SqliteHome, content_of, failing, inline_row, root_of, row_of
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CorruptionError, DeviceError, UsageError
-from tiered.store import row as row_module
-from tiered.store import rows as rows_module
-from tiered.store.identity import Identity
-from tiered.store.row import RootHeader, decode_root, encode_root, encode_row
-from tiered.store.rows import Rows
-from tiered.store.simulated_catalog import SimulatedCatalog
-from tiered.store.sqlite_file import connect, make_durable, translated
+from tiered.store.catalog import row as row_module
+from tiered.store.catalog import rows as rows_module
+from tiered.store.catalog.row import RootHeader, decode_root, encode_root, encode_row
+from tiered.store.catalog.rows import Rows
+from tiered.store.catalog.simulated_catalog import SimulatedCatalog
+from tiered.store.catalog.sqlite_file import connect, make_durable, translated
+from tiered.store.lifetime.identity import Identity
 
 
 class Passing:

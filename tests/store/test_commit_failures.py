@@ -33,11 +33,11 @@ from tiered.errors import (
     DeadlineError,
     DeviceError,
 )
-from tiered.store.catalog import SqliteCatalog
-from tiered.store.deadline import Deadline
-from tiered.store.directory import CATALOG_NAME, Directories
-from tiered.store.opening import Parts, empty_root
+from tiered.store.catalog.catalog import SqliteCatalog
+from tiered.store.lifetime.directory import CATALOG_NAME, Directories
+from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.store import Store
+from tiered.store.waiting.deadline import Deadline
 from tiered.units import KiB, MiB
 
 PAGE = 4 * KiB
@@ -101,6 +101,25 @@ def test_close_reports_a_failure_that_nobody_has_seen() -> None:
     with pytest.raises(DeviceError, match="generation 1 was not committed"):
         gated.store.close()
     gated.store.close()
+
+
+def test_close_reports_a_failure_that_only_another_thread_has_seen(gated: GatedStore) -> None:
+    gated.store["a"] = numbers(PAGE)
+    _fail_write(gated)
+    gated.store.commit(wait=False)
+    told: list[str] = []
+
+    def look() -> None:
+        with pytest.raises(DeviceError) as caught:
+            gated.store.wait_for_commit()
+        told.append(str(caught.value))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join(WAIT_S)
+    assert len(told) == 1
+    with pytest.raises(DeviceError, match="generation 1 was not committed"):
+        gated.store.close()
 
 
 def test_close_commits_what_a_write_ahead_of_need_failed_to_bring_to_the_device() -> None:
@@ -356,3 +375,15 @@ def test_a_closed_store_refuses_everything_but_close(store: Store) -> None:
     for call in calls:
         with pytest.raises(ClosedError):
             call()
+
+
+def test_a_directory_that_is_moved_while_it_is_open_loses_the_open_generation_only(tmp_path: Path) -> None:
+    with Store(tmp_path / "run", dram="8MiB") as store:
+        store["a"] = numbers(10_000)
+        store.commit({"step": 1})
+        (tmp_path / "run").rename(tmp_path / "moved")
+        store["a"] = numbers(10_000, 1)
+        with pytest.raises(DeviceError, match="was moved, or removed, while the store was open"):
+            store.commit({"step": 2})
+    with Store(tmp_path / "moved", dram="8MiB") as store:
+        assert store.state == {"step": 1} and torch.equal(store["a"], numbers(10_000))

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.store.rig import WAIT_S, GatedStore, numbers
+from tests.store.rig import WAIT_S, GatedStore, await_true, numbers, read_key, stored, write_key
 from tiered.bytes.arena import Arena
+from tiered.bytes.device.base import Operation
 from tiered.errors import ClosedError, LeaseError
 from tiered.store.store import Store
+from tiered.store.waiting.deadline import Deadline
 from tiered.units import KiB, MiB
 
 PAGE = 4 * KiB
@@ -143,6 +145,43 @@ def test_what_is_being_verified_is_not_overwritten(commit: bool) -> None:
     gated.close()
 
 
+def test_a_get_in_another_thread_keeps_nobody_from_writing(store: Store) -> None:
+    store["a"] = torch.zeros(6 * PAGE, dtype=torch.uint8)
+    is_over = threading.Event()
+    found: list[int] = []
+
+    def get() -> None:
+        while not is_over.is_set():
+            try:
+                found.append(int(store["a"].unique().numel()))
+            except LeaseError:  # it is being written
+                pass
+
+    thread = threading.Thread(target=get)
+    thread.start()
+    for value in range(50):
+        with store.lease("a", mode="rw") as view:
+            view.fill_(value)
+    is_over.set()
+    thread.join(WAIT_S)
+    assert set(found) <= {1}
+    assert int(store["a"].unique()) == 49
+
+
+def test_a_writer_copies_what_a_brief_lease_reads(gated: GatedStore) -> None:
+    working_set = gated.store.working_set
+    write_key(working_set, "a", PAGE, 1)
+    reading, _, _ = working_set.obtain("a", "r", Deadline("a get", WAIT_S), is_brief=True)
+    write_key_again = working_set.lease("a", "rw")
+    write_key_again.tensor.add_(1)
+    assert write_key_again.release()
+    assert set(reading.residence.buffer.memory[:PAGE]) == {1}
+    working_set.residents.report_end(reading)
+    assert working_set.released(reading)
+    assert read_key(working_set, "a") == 2
+    assert working_set.statistics().orphan_bytes == 0
+
+
 def test_what_comes_too_late_for_the_last_commit_is_refused(gated: GatedStore) -> None:
     store = gated.store
     store["a"] = numbers(12 * KiB)
@@ -168,6 +207,50 @@ def test_what_comes_too_late_for_the_last_commit_is_refused(gated: GatedStore) -
     assert list(gated.store) == ["a"]
 
 
+def test_closing_waits_for_a_commit_that_another_thread_has_sealed_meanwhile(gated: GatedStore) -> None:
+    store = gated.store
+    generations = store._generations
+    real = generations._end_unchanged
+
+    def commit_first() -> bool:
+        gated.device.hold = lambda operation: operation.is_write
+        assert store.commit({"n": 1}, wait=False) == 1
+        return real()
+
+    generations._end_unchanged = commit_first  # type: ignore[method-assign]
+    store["a"] = numbers(PAGE)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    await_true(lambda: store.working_set.is_ending)
+    assert store.generation == 0 and gated.device.has_held.wait(WAIT_S)
+    gated.device.open()
+    closing.join(WAIT_S)
+    gated.open()
+    assert gated.store.generation == 1
+    assert torch.equal(gated.store["a"], numbers(PAGE))
+
+
+@pytest.mark.parametrize("is_write", [True, False])
+def test_closing_leaves_memory_to_a_transfer_that_another_thread_is_about_to_begin(is_write: bool) -> None:
+    gated = GatedStore()
+    store, arena = gated.store, gated.store._parts.arena
+    leased: list[int] = []
+
+    def close_meanwhile(operation: Operation) -> None:
+        closing = threading.Thread(target=lambda: store._close(commit=False))
+        closing.start()
+        closing.join(WAIT_S)
+        leased.append(arena.leased_nbytes)
+
+    store["a"] = numbers(PAGE)
+    if not is_write:
+        stored(store.working_set, "a")
+    gated.device.fail = close_meanwhile
+    (store.working_set.swap_out if is_write else store.prefetch)(["a"])
+    assert leased == [PAGE]
+    assert arena.leased_nbytes == 0
+
+
 def test_what_comes_while_a_store_without_changes_is_closed_is_refused(gated: GatedStore) -> None:
     store = gated.store
     refused: list[str] = []
@@ -176,6 +259,8 @@ def test_what_comes_while_a_store_without_changes_is_closed_is_refused(gated: Ga
         with pytest.raises(ClosedError) as caught:
             store["b"] = numbers(100)
         refused.append(str(caught.value))
+        with pytest.raises(ClosedError, match="being closed"):
+            store.commit({"late": 1})
         real()
 
     generations = store._generations

@@ -11,9 +11,12 @@ import pytest
 
 from tiered.bytes.device.profile import PROFILE_NAME
 from tiered.errors import CorruptionError, DeviceError, UsageError
-from tiered.store import directory as directory_module
-from tiered.store.directory import CATALOG_NAME, Directories, create_private_file, scratch_directories
-from tiered.store.identity import Identity
+from tiered.store.lifetime import directory as directory_module
+from tiered.store.lifetime import lock as lock_module
+from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
+from tiered.store.lifetime.identity import Identity
+from tiered.store.lifetime.lock import Lock
+from tiered.store.lifetime.private_file import create_private_file
 
 
 def finish(directories):
@@ -249,7 +252,7 @@ def test_damaged_identity_is_corruption(tmp_path):
 
 
 def test_newer_identity_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("tiered.store.identity._FORMAT", 2)
+    monkeypatch.setattr("tiered.store.lifetime.identity._FORMAT", 2)
     make_store(tmp_path)
     monkeypatch.undo()
     refused([tmp_path], match="format version 2")
@@ -290,8 +293,12 @@ def test_creation_cut_short_anywhere_is_redone(tmp_path, monkeypatch):
 
         return call
 
-    for name in ("fsync_directory", "create_private_file"):
-        monkeypatch.setattr(directory_module, name, counted(getattr(directory_module, name)))
+    for module, name in (
+        (directory_module, "fsync_directory"),
+        (directory_module, "create_private_file"),
+        (lock_module, "create_private_file"),
+    ):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
     for name in ("rename", "unlink", "mkdir"):
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # the order is at stake here, and drives are slow
@@ -354,14 +361,14 @@ def test_a_file_system_error_is_a_device_error(tmp_path, monkeypatch):
 
 
 def test_what_another_process_does_before_the_lock_is_ours_counts(tmp_path, monkeypatch):
-    lock, made = directory_module._lock, []
+    made = []
 
     def lock_late(path, *, shared):
-        monkeypatch.setattr(directory_module, "_lock", lock)
+        monkeypatch.setattr(directory_module, "Lock", Lock)
         made.append(make_store(path))
-        return lock(path, shared=shared)
+        return Lock(path, shared=shared)
 
-    monkeypatch.setattr(directory_module, "_lock", lock_late)
+    monkeypatch.setattr(directory_module, "Lock", lock_late)
     with closing(Directories.open([tmp_path / "run"])) as directories:
         assert not directories.created and [directories.store_uuid] == made
 
@@ -369,7 +376,7 @@ def test_what_another_process_does_before_the_lock_is_ours_counts(tmp_path, monk
 def test_a_copy_of_the_descriptor_does_not_keep_the_lock(tmp_path):
     """A child that was forked a moment ago has one, until it comes to close it."""
     directories = Directories.open([tmp_path])
-    copies = [os.dup(fd) for fd in directories._locks]
+    copies = [os.dup(lock._fd) for lock in directories._locks]
     directories.close()
     Directories.open([tmp_path]).close()
     for fd in copies:
@@ -412,7 +419,7 @@ def test_close_is_idempotent_and_releases(tmp_path):
 
 HOLD = """
 import sys
-from tiered.store.directory import Directories
+from tiered.store.lifetime.directory import Directories
 held = Directories.open(sys.argv[1:])
 print("held", flush=True)
 sys.stdin.read()
@@ -443,7 +450,7 @@ def test_a_forked_child_does_not_hold_the_lock(tmp_path):
     if pid == 0:
         os.close(write_end)
         os.read(read_end, 1)  # lives on after the parent has closed the store
-        os._exit(0 if "closed" in repr(directories) else 1)
+        os._exit(0 if [lock._fd for lock in directories._locks] == [-1] else 1)
     try:
         refused([tmp_path], match=f"open in process {os.getpid()}")
         directories.close()

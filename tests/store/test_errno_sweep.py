@@ -21,7 +21,7 @@ from tiered.bytes.device.faults import Fault, FaultsDevice
 from tiered.bytes.device.files import translate
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CapacityError, DeviceError, TieredError
-from tiered.store.space import Space
+from tiered.store.space.space import Space
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 

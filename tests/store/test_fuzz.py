@@ -14,7 +14,7 @@ import pytest
 
 from tests.store import fuzz
 from tiered.errors import CorruptionError, UsageError
-from tiered.store.registry import Registry, committed_state
+from tiered.store.generations.registry import Registry, committed_state
 
 NUM_CASES = 800  # 20 s, of which the campaign has an hour
 

@@ -292,3 +292,12 @@ def test_a_view_for_reading_is_no_place_to_get_another_tensor_into(two_tiers: St
             two_tiers.get("b", out=view)
     gc.collect()
     assert torch.equal(two_tiers["a"], torch.zeros(2000))
+
+
+def test_a_block_says_what_has_become_of_it(store: Store) -> None:
+    store["a"] = torch.ones(3)
+    block = store.lease("a", mode="rw")
+    assert repr(block) == "LeaseBlock('a', 'rw', not entered)"
+    with block:
+        assert repr(block) == "LeaseBlock('a', 'rw', open)"
+    assert repr(block) == "LeaseBlock('a', 'rw', ended)"

@@ -14,9 +14,9 @@ from tiered.errors import (
     LeaseError,
     UsageError,
 )
-from tiered.store.entry import Spec
+from tiered.store.residency.entry import Spec
+from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store
-from tiered.store.working_set import WorkingSet
 from tiered.units import KiB
 
 PAGE = 4 * KiB
@@ -130,7 +130,7 @@ def test_a_lease_that_fails_at_its_last_step_ends_once(
 
     write_key(working_set, "a", 8 * KiB, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("tiered.store.working_set.tensor_over", fail)
+        patch.setattr("tiered.store.residency.working_set.tensor_over", fail)
         with pytest.raises(MemoryError) as caught:
             working_set.lease("a", mode)
     if is_kept:  # as a debugger keeps it: its frames have a tensor on the bytes

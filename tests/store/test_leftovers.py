@@ -6,19 +6,19 @@ import json
 import os
 import stat
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.rigs.warm_python import WarmPython
 from tests.store.rig import numbers
 from tiered.bytes.device.profile import PROFILE_NAME
 from tiered.cli import main
 from tiered.errors import CorruptionError, UsageError
-from tiered.store.directory import Directories
-from tiered.store.leftovers import Leftovers
+from tiered.store.lifetime.directory import Directories
+from tiered.store.lifetime.leftovers import Leftovers
 from tiered.store.store import Store
 from tiered.units import MiB
 
@@ -229,7 +229,7 @@ def test_what_a_killed_bench_was_measuring_goes(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_killed_process_leaves_what_gc_gives_back(run: Path) -> None:
+def test_a_killed_process_leaves_what_gc_gives_back(run: Path, warm_python: WarmPython) -> None:
     """Swapped bytes that no commit has, in files that grew for them."""
     code = (
         "import os, sys, signal, torch, tiered\n"
@@ -237,7 +237,7 @@ def test_a_killed_process_leaves_what_gc_gives_back(run: Path) -> None:
         "store['b'] = torch.ones(100 << 20, dtype=torch.uint8)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(run)], timeout=60).returncode == -9
+    assert subprocess.run([warm_python.executable, "-c", code, str(run)], timeout=60).returncode == -9
     assert (run / "data-000").stat().st_size > 100 * MiB
     assert main(["gc", str(run), "--yes"]) == 0
     assert (run / "data-000").stat().st_size == 5 * MiB

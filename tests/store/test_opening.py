@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +13,11 @@ import pytest
 import torch
 
 from tests.bytes.moving import exit_code_of_child
+from tests.rigs.warm_python import WarmPython
 from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store, written
 from tiered.bytes.device.files import DataFiles
 from tiered.errors import CapacityError, ClosedError, UsageError
-from tiered.store import opening
+from tiered.store.lifetime import opening
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
@@ -158,7 +158,9 @@ def test_fork_leaves_the_store_to_the_parent(tmp_path: Path) -> None:
         store.commit()
 
 
-def test_the_end_of_the_process_lets_a_sealed_generation_become_durable(tmp_path: Path) -> None:
+def test_the_end_of_the_process_lets_a_sealed_generation_become_durable(
+    tmp_path: Path, warm_python: WarmPython
+) -> None:
     script = f"""
 import torch
 from tiered.store.store import Store
@@ -170,13 +172,14 @@ store.commit({{"step": 1}}, wait=False)
 store["k3"] = torch.zeros(5000)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [warm_python.executable, "-c", script],
         capture_output=True,
         text=True,
         timeout=WAIT_S * 2,
         cwd=Path(__file__).parents[2],
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1)
+    assert "changes to 1 keys" in done.stderr and "since generation 1 are dropped" in done.stderr
     with Store(tmp_path / "run", dram="64MiB") as store:
         assert (store.generation, store.state) == (1, {"step": 1})
         assert all(torch.equal(store[f"k{i}"], torch.full((500_000,), float(i))) for i in range(20))
@@ -263,7 +266,9 @@ def test_the_files_leave_the_catalog_room_to_commit_with(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("engine", ["auto", "threads"])
-def test_a_store_that_atexit_closes_says_that_it_is_too_late(tmp_path: Path, engine: str) -> None:
+def test_a_store_that_atexit_closes_says_that_it_is_too_late(
+    engine: str, tmp_path: Path, warm_python: WarmPython
+) -> None:
     code = (
         "import atexit, sys, torch, tiered\n"
         "def end():\n"
@@ -276,7 +281,7 @@ def test_a_store_that_atexit_closes_says_that_it_is_too_late(tmp_path: Path, eng
         "store.commit()\n"
         "store['y'] = torch.ones(500_000)\n"
     )
-    command = [sys.executable, "-c", code, os.fspath(tmp_path / "store")]
+    command = [warm_python.executable, "-c", code, os.fspath(tmp_path / "store")]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "the process is ending" in found.stdout
     assert "changes to 1 keys" in found.stderr and "since generation 1 are dropped" in found.stderr
@@ -285,7 +290,7 @@ def test_a_store_that_atexit_closes_says_that_it_is_too_late(tmp_path: Path, eng
         assert list(store) == ["x"]
 
 
-def test_a_committed_store_that_atexit_closes_is_closed_in_silence(tmp_path: Path) -> None:
+def test_a_committed_store_that_atexit_closes_is_closed_in_silence(tmp_path: Path, warm_python: WarmPython) -> None:
     code = (
         "import atexit, sys, torch, tiered\n"
         "store = tiered.Store(sys.argv[1], dram='8MiB')\n"
@@ -293,6 +298,6 @@ def test_a_committed_store_that_atexit_closes_is_closed_in_silence(tmp_path: Pat
         "store['x'] = torch.ones(10)\n"
         "store.commit()\n"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code, os.fspath(tmp_path / "store")]
+    command = [warm_python.executable, "-c", code, os.fspath(tmp_path / "store")]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")

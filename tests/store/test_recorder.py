@@ -13,7 +13,7 @@ import torch
 import tiered
 from tests.store.rig import WAIT_S, GatedStore, simulated_store, stored, write_key
 from tiered.stats import MovedStatistics
-from tiered.store.recorder import CALLER, Recorder, Wait
+from tiered.store.waiting.recorder import CALLER, Recorder, Wait
 from tiered.units import KiB
 
 PAGE = 4 * KiB

@@ -16,7 +16,7 @@ from tests.store.rig import numbers, simulated_store
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.inside import ServiceThread
 from tiered.errors import UsageError
-from tiered.store.residents import LeastRecentlyUsed
+from tiered.store.residency.residents import LeastRecentlyUsed
 from tiered.store.store import Store
 from tiered.units import KiB
 

@@ -13,7 +13,7 @@ from tiered.errors import (
     DeadlineError,
     DeviceError,
 )
-from tiered.store.working_set import WorkingSet
+from tiered.store.residency.working_set import WorkingSet
 from tiered.units import KiB
 
 PAGE = 4 * KiB
@@ -40,6 +40,19 @@ def test_bytes_are_not_written_while_somebody_may_change_them(gated: GatedStore)
     lease.release()
     gated.store.working_set.swap_out(["a"])
     assert gated.device.events.count("write") == 1
+
+
+def test_a_key_that_is_named_twice_is_written_once(gated: GatedStore) -> None:
+    working_set = gated.store.working_set
+    write_key(working_set, "a", PAGE, 1)
+    gated.device.hold = lambda operation: True
+    working_set.swap_out(["a", "a"])
+    assert working_set.statistics().writing_bytes == PAGE
+    gated.device.open()
+    assert gated.device.events.count("write") == 1
+    assert working_set.statistics().writing_bytes == 0
+    stored(working_set, "a")
+    assert read_key(working_set, "a") == 1
 
 
 class _InOrder:

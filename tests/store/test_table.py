@@ -9,7 +9,7 @@ import torch
 
 from tests.store.rig import assert_holds, filled, numbers, simulated_store
 from tiered.bytes.device.memory import SimulatedDisk
-from tiered.store.row import decode_row
+from tiered.store.catalog.row import decode_row
 from tiered.store.store import Store
 
 
@@ -27,6 +27,8 @@ def test_looking_at_keys_makes_no_entries(disk: SimulatedDisk) -> None:
         assert [record.name for record in store.records()] == list(values)
         assert {record.residency for record in store.records()} == {"stored"}
         assert store.verify().is_clean
+        assert store.working_set.has("inline") and not store.working_set.has("nothing")  # without the lock
+        assert not store.working_set.is_resident("ordinary")
         assert num_used(store) == 0
         assert_holds(store, values)
 

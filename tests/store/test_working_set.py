@@ -16,8 +16,8 @@ from tiered.errors import (
     DeadlineError,
     UsageError,
 )
+from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store
-from tiered.store.working_set import WorkingSet
 from tiered.units import KiB
 
 PAGE = 4 * KiB
@@ -262,7 +262,7 @@ def test_the_thread_that_all_others_wait_for_does_not_wait_for_them(working_set:
             failures.append(error)
 
     worker = threading.Thread(target=ask)
-    with working_set.waiting_for(worker):  # the view is this thread's, which does nothing but wait
+    with working_set.room.waiting_for(worker):  # the view is this thread's, which does nothing but wait
         worker.start()
         worker.join(WAIT_S)
     assert not worker.is_alive()

@@ -1,6 +1,8 @@
 """The recorded order of use, with uses that another thread was promised; what is asked for ahead, beside what."""
 
+import itertools
 import random
+import tracemalloc
 from collections.abc import Mapping
 
 import pytest
@@ -126,6 +128,24 @@ def test_promised_keys_are_asked_for_in_the_order_of_use() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_small_keys_that_all_have_room_are_asked_for_again_when_an_eighth_of_them_was_used(has_room: bool) -> None:
+    order = [f"key {i}" for i in range(100)]
+    asked: list[list[str]] = []
+
+    def prefetch(wanted: Mapping[str, int]) -> int:
+        asked.append(list(wanted))
+        return len(wanted) if has_room else 0
+
+    schedule = Schedule(Trace(order), prefetch, dict.fromkeys(order, 1), window_bytes=64)
+    for key in order[:20]:
+        schedule.use(key)
+    seen = [0, 9, 18] if has_room else list(range(20))  # after how many uses, the first not counted
+    assert asked == [order[at + 1 : at + 65] for at in seen]
+    schedule.advance()  # and whenever somebody says so
+    assert asked[-1] == order[20:84]
+
+
 def test_a_key_is_asked_for_beside_what_is_leased_before_its_use() -> None:
     schedule, asked = schedule_of(["u", "v", "room v", "s", "w"], "uvsw", Rooms({"room v": 5}, 7), window_bytes=3)
     schedule.use("u")
@@ -212,6 +232,20 @@ def test_what_is_upcoming_is_each_key_once_in_the_order_of_its_next_use(seed: in
         if key != last and key in expected[cursor:]:
             cursor = expected.index(key, cursor) + 1
         last = key
+
+
+def test_a_look_at_what_comes_next_takes_no_copy_of_all_there_is() -> None:
+    names = [f"key {i}" for i in range(50_000)]
+    trace = Trace(names)
+    trace.promise(names)
+    next(trace.upcoming())
+    tracemalloc.start()
+    try:
+        assert list(itertools.islice(trace.upcoming(), 100)) == names[:100]
+        assert tracemalloc.get_traced_memory()[1] < 100_000  # a list of them all has 400,000 bytes
+    finally:
+        tracemalloc.stop()
+    assert list(trace.upcoming()) == names
 
 
 def test_no_key_is_looked_at_behind_one_that_is_not_expected() -> None:

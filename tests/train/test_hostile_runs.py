@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import tiered
-import tiered.store.generations
+import tiered.store.generations.generations
 import tiered.store.store
 import tiered.train.launch
 from tests.store.rig import simulated_store
@@ -29,7 +29,7 @@ from tiered.bytes.device.memory import SimulatedDisk
 from tiered.bytes.device.profile import Profile, write_profile
 from tiered.cli import main
 from tiered.errors import TieredError
-from tiered.store.registry import committed_state
+from tiered.store.generations.registry import committed_state
 from tiered.train.found import FoundRun, find_run
 from tiered.units import MiB
 
@@ -238,7 +238,7 @@ def test_a_commit_of_anybody_can_be_inspected(tmp_path: Path, capsys: pytest.Cap
 def disk() -> Iterator[SimulatedDisk]:
     """A store that an optimizer of one parameter has committed to, and something that is registered."""
     disk = SimulatedDisk(capacity_nbytes=4 * MiB, can_lose_power=False)
-    with simulated_store(disk) as store:
+    with simulated_store(disk, budget_nbytes=1 * MiB) as store:
         resumed(store)
         store.commit({"step": 1})
     yield disk
@@ -267,9 +267,9 @@ def test_whatever_was_committed_for_an_optimizer_it_goes_on_or_is_refused(
             return user, kept
 
         with monkeypatch.context() as patch:
-            for module in (tiered.store.store, tiered.store.generations):
+            for module in (tiered.store.store, tiered.store.generations.generations):
                 patch.setattr(module, "committed_state", changed)
-            store = simulated_store(disk)
+            store = simulated_store(disk, budget_nbytes=1 * MiB)
             start_s = time.monotonic()
             try:
                 resumed(store)
@@ -280,5 +280,5 @@ def test_whatever_was_committed_for_an_optimizer_it_goes_on_or_is_refused(
                 store.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)  # nothing of it is committed
             assert time.monotonic() - start_s < MOST_S
     assert 60 < num_refused < 100
-    with simulated_store(disk) as store:
+    with simulated_store(disk, budget_nbytes=1 * MiB) as store:
         resumed(store)

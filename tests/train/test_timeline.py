@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tiered.store.recorder import CALLER, Span
+from tiered.store.waiting.recorder import CALLER, Span
 from tiered.train.timeline import trace_events, write_timeline
 
 SPANS = [

@@ -11,6 +11,7 @@ from tests.reference import Recipe
 from tests.store.places import quick_directory
 from tests.zero.pending import Contents, contents, new_disk, pending
 from tests.zero.training import Session, debug_store, start
+from tiered.zero import budget
 from tiered.zero.activations import swapped
 from tiered.zero.formats import layout
 from tiered.zero.kernels.kernel_trial import adamw_trial, compact_trial, exact_trial
@@ -21,6 +22,14 @@ def quick_path() -> Iterator[Path]:
     """A directory for tests of many cases whose subject is bits, not the drive: in memory where that is offered."""
     with quick_directory() as path:
         yield path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def many_buckets() -> Iterator[None]:
+    """Give the units of small models as many buckets of state as large ones have, and as tight a smallest budget."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "LEAST_BUCKET_NUMEL", 1)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -219,3 +219,11 @@ def test_errors_are_exported() -> None:
     for name in ("TieredError", "UsageError", "CapacityError", "CorruptionError", "StepAbandonedError"):
         assert name in tiered.__all__
         assert issubclass(getattr(tiered, name), tiered.TieredError)
+
+
+def test_weights_under_other_names_are_refused_with_what_to_do(store: tiered.Store) -> None:
+    """As a checkpoint is that a loader converts, or one of a model with a tie that this one has lost."""
+    weights = {f"base.{name}": tensor for name, tensor in nn.Linear(4, 4).state_dict().items()}
+    with pytest.raises(UsageError, match=r"missing weight .*is it base\.weight.*tie what is one, pass a mapping with"):
+        tiered.shard(nn.Linear(4, 4), store, weights=weights)
+    tiered.shard(nn.Linear(4, 4), store, weights={name.removeprefix("base."): weights[name] for name in weights})

@@ -50,6 +50,11 @@ class Layers(nn.Module):
         return x.float().square().mean()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def many_buckets() -> None:
+    """Here buckets are as large as they are for users."""
+
+
 def layers_case(*shapes: tuple[int, int]) -> Case:
     return Case(
         lambda: Layers(*shapes),
@@ -60,12 +65,13 @@ def layers_case(*shapes: tuple[int, int]) -> Case:
 def formula(shapes: list[tuple[int, int]], param_dtype: torch.dtype | None) -> int:
     """Return section 2's smallest budget of ``Layers``: root + 2 largest units + 3 buckets + one tile of the update.
 
-    Buckets hold an eighth of the largest unit, rounded up to 1,024 elements; a tile needs three fp32 copies, or
-    six of at most 128 Ki elements and nine of 4,096, which a format that rounds works in.
+    Buckets hold an eighth of the largest unit, rounded up to 1,024 elements, but 16 Ki at least where a unit has as
+    many; a tile needs three fp32 copies, or six of at most 128 Ki elements and nine of 4,096, which a format that
+    rounds works in.
     """
     itemsize, state_itemsize = (2, 10) if param_dtype is not None else (4, 8)
     units = sorted((n * m for n, m in shapes), reverse=True)
-    bucket_numel = round_up(-(-units[0] // 8), 1024)
+    bucket_numel = min(units[0], max(1 << 14, round_up(-(-units[0] // 8), 1024)))
 
     def with_gradient(numel: int) -> int:
         return 2 * round_up(round_up(numel * itemsize, 64), PAGE)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered
-from tests.zero.test_programs import (
+from tests.zero.programs import (
     ADAMW,
     Block,
     Net,

@@ -58,7 +58,7 @@ class Kept:
     def update(self, gradient: Tensor, factor: Tensor | None = None, **changes: Any) -> None:
         """Update everything once."""
         self.step += 1
-        hyper = Hyperparameters(self.step, self.values | changes)
+        hyper = Hyperparameters(self.step, self.values | changes, begins=self.step == 1)
         for bucket, memory in zip(self.buckets, self.memory, strict=True):
             for piece in bucket.pieces:
                 update_piece(piece, self.parameter, gradient, memory, hyper, factor, self.scratch)

@@ -3,6 +3,7 @@
 Each gives the bits of plain PyTorch in memory.
 """
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 import tiered
 from tests.models import CASES, GPT, Case
@@ -338,3 +339,62 @@ def test_parameters_keep_identity_and_metadata(tmp_path: Path) -> None:
             assert (ours.numel(), ours.stride()) == (parameter.numel(), parameter.stride())
         assert list(model.state_dict()) == list(plain.state_dict())
         assert len(set(model.parameters())) == len(list(plain.parameters()))
+
+
+def test_a_state_dict_has_the_ties_of_the_model_and_nothing_of_the_one_before(tmp_path: Path) -> None:
+    """What saves a model asks which names share memory, and writes those once."""
+
+    def ties(state: dict[str, Tensor]) -> set[frozenset[str]]:
+        names: dict[int, set[str]] = {}
+        for name, tensor in state.items():
+            names.setdefault(tensor.untyped_storage().data_ptr(), set()).add(name)
+        return {frozenset(group) for group in names.values() if len(group) > 1}
+
+    torch.manual_seed(SEED)
+    plain = Buffered()
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(copy.deepcopy(plain), store)
+        first = model.state_dict()
+        assert ties(first) == ties(plain.state_dict()) == {frozenset({"first.weight", "second.weight"})}
+        first["first.weight"].zero_()
+        second = model.state_dict()
+    assert all(torch.equal(second[name], tensor) for name, tensor in plain.state_dict().items())
+
+
+class Plus(nn.Module):
+    """A parametrization: what adapters of stacked experts add to a weight."""
+
+    def __init__(self, added: Tensor) -> None:
+        super().__init__()
+        self.added = added
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.added
+
+
+class Parametrized(nn.Module):
+    """Its forward parametrizes a weight for the time of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.added = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.linear, "weight", Plus(self.added.square()))
+        y = self.linear(x)
+        parametrize.remove_parametrizations(self.linear, "weight", leave_parametrized=False)
+        return y.sin().mean()
+
+
+def test_a_forward_may_parametrize_a_weight_for_a_while(tmp_path: Path) -> None:
+    case = Case(Parametrized, lambda step: (torch.ones(3, 4) * step,))
+    torch.manual_seed(SEED)
+    plain = Parametrized()
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(copy.deepcopy(plain), store)
+        optimizers = torch.optim.AdamW(plain.parameters(), fused=True), tiered.AdamW(model.parameters())
+        expected, losses = (
+            losses_of(*pair, case, range(3), 0) for pair in zip((plain, model), optimizers, strict=True)
+        )
+        assert torch.equal(torch.stack(losses), torch.stack(expected))
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in plain.state_dict().items())

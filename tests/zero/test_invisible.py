@@ -159,6 +159,31 @@ def test_torch_clips_as_tiered_does(tmp_path: Path) -> None:
     assert all(torch.equal(collected.parameters[name], value) for name, value in expected.parameters.items())
 
 
+class Turned(nn.Module):
+    """A product of which torch asks whether its second factor requires a gradient, to choose how to compute it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2) @ self.weight.t()
+
+
+def test_inference_mode_has_the_bits_of_torch_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    torch.manual_seed(SEED)
+    plain, x = nn.Sequential(*(Turned() for _ in range(3))), torch.randn(3, 5, 5)
+    with torch.inference_mode():
+        expected = plain(x)
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(plain, store)
+        with torch.inference_mode():
+            assert torch.equal(model(x), expected)
+            with tiered.unsharded(model):
+                assert not any(parameter.is_inference() for parameter in model.parameters())
+        model(x).sum().backward()
+
+
 # -- the tie of section 9 ------------------------------------------------------------------------------------------
 
 TIE_BITS = 0x8000

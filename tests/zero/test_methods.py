@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tiered
-from tests.zero.test_programs import (
+from tests.zero.programs import (
     ADAMW,
     WIDTH,
     Net,

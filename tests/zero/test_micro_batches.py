@@ -29,7 +29,7 @@ from tests.zero.training import (
     smallest_budget,
     start,
 )
-from tiered.store.working_set import WorkingSet
+from tiered.store.residency.working_set import WorkingSet
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import tiered
 from tests.models import CASES, GPT, Case, batch_of_tokens, batch_of_vectors
@@ -54,6 +56,42 @@ def test_state_between_forwards_is_refused(what: str, match: str, tmp_path: Path
             tiered.micro_batches(model, [batch_of_tokens(0), batch_of_tokens(1)])
 
 
+class Alternating(nn.Module):
+    """Two visits to one block, which counts them, and goes by the count."""
+
+    def __init__(self, num_visits: int) -> None:
+        super().__init__()
+        self.block, self.between, self.num_visits = Counting(), nn.Linear(32, 32), num_visits
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        hidden = inputs.to(self.between.weight.dtype)
+        for _ in range(self.num_visits):
+            hidden = self.between(self.block(hidden))
+        return (hidden - targets).square().mean()
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.num_calls = nn.Linear(32, 32), 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.linear(inputs) if self.num_calls % 2 else -self.linear(inputs)
+
+
+def test_a_counter_that_others_raise_between_two_visits_is_refused(tmp_path: Path) -> None:
+    case = Case(partial(Alternating, 2), partial(batch_of_vectors, width=32), unit=(Counting, nn.Linear))
+    with debug_store(tmp_path, durable=False) as store:
+        model = start(case, Recipe(), store).model
+        with pytest.raises(tiered.UsageError, match="num_calls was set in the forward"):
+            tiered.micro_batches(model, [case.batch(0), case.batch(1)])
+    with debug_store(tmp_path, durable=False) as store:
+        model = start(Case(partial(Alternating, 1), case.batch, unit=case.unit), Recipe(), store).model
+        tiered.micro_batches(model, [case.batch(0), case.batch(1)])  # one visit: the order is that without turns
+        assert model.block.num_calls == 2
+
+
 def test_running_statistics_are_refused_in_training(tmp_path: Path) -> None:
     with debug_store(tmp_path, durable=False) as store:
         session = start(CASES["cnn"], Recipe(), store)
@@ -71,6 +109,51 @@ def test_fixed_statistics_are_welcome(tmp_path: Path) -> None:
         model = start(case, Recipe(), store).model
         losses = tiered.micro_batches(model, [torch.randn(3, 5)] * 2, loss=loss)
         assert torch.equal(*losses)
+
+
+class Outer(nn.Module):
+    """A unit with others inside, whose forward puts something in its place for a while."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.kept = what, "nothing"
+        self.inner = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        self.dropout = nn.Dropout(0.1 if "backward" in what else 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.change, x, use_reentrant=False) if "backward" in self.what else self.change(x)
+
+    def change(self, x: Tensor) -> Tensor:
+        if "parameters" in self.what:
+            changed = {name: parameter * 0.5 for name, parameter in self.inner.named_parameters()}
+            return self.dropout(functional_call(self.inner, changed, (x,))).tanh()
+        self.kept = "something"
+        try:
+            return self.inner(x).tanh() if self.kept == "something" else x
+        finally:
+            self.kept = "nothing"
+
+
+@pytest.mark.parametrize("what", ["parameters", "parameters in backward", "attribute"])
+def test_what_is_in_its_place_for_a_while_is_not_shown_to_others(what: str, tmp_path: Path) -> None:
+    """They would put it back as the module's own: parameters halved once more for each micro-batch, for good.
+
+    With dropout the first forwards run one after the other, and only the backwards take turns.
+    """
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    batches = [torch.randn(3, 5) for _ in range(3)]
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(nn.Sequential(Outer(what), Outer(what)), store, unit=(Outer, nn.Linear))
+        before = model.state_dict()
+        with pytest.raises(tiered.UsageError, match=r"[01]\..*in the forward, which others interrupt.*one after"):
+            torch.stack(tiered.micro_batches(model, batches, loss=loss)).mean().backward()
+        model.zero_grad()
+        after = model.state_dict()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        torch.stack(tiered.micro_batches(model, batches[:1], loss=loss)).mean().backward()
 
 
 class DrawsInBackward(torch.autograd.Function):

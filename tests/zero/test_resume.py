@@ -429,5 +429,5 @@ def test_a_run_that_lost_a_key_is_refused_with_its_name(key: str, run_directory:
 
 
 def test_something_registered_that_the_run_had_not_is_refused(run_directory: Path) -> None:
-    assert_refused(run_directory, GPT, Recipe(param_groups=by_decay, schedule=cosine), "scheduler")
+    assert_refused(run_directory, GPT, Recipe(param_groups=by_decay, schedule=cosine), "scheduler.*new after resume")
     assert_the_run_is_intact(run_directory)

@@ -17,7 +17,7 @@ from tests.reference import Recipe
 from tests.zero.saved_tensors import swapped_of, wide_vectors
 from tests.zero.training import assert_same, debug_store, reference, start
 from tiered.bytes.device.base import IOClass
-from tiered.store.swap_in import SwapIn
+from tiered.store.residency.swap_in import SwapIn
 
 
 class Watched(nn.Module):

@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-import linecache
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
+from tests.interrupts import interrupt_at
+from tests.store.test_reentry import no_hang
 from tests.zero.test_pipeline import Rig, assert_same, every_update, expected, rig
-from tiered.errors import DeviceError
-from tiered.zero.optimizer.update_worker import UpdateWorker
+from tiered.errors import DeviceError, UsageError
 
 Act = Callable[[Rig], object]
-
-
-@contextmanager
-def interrupt_in(*functions: str, number: int) -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt before line ``number`` of what ``functions`` of the worker, and its lock, run here.
-
-    Not before a ``with``: tracing shows the way out of its block as that line, too, where no signal is handled.
-    """
-    codes = {getattr(UpdateWorker, name).__code__ for name in functions}
-    locking = {value.__code__ for value in vars(threading.Condition).values() if hasattr(value, "__code__")}
-    seen: list[int] = []
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        is_locking = frame.f_code in locking and frame.f_back is not None and frame.f_back.f_code in codes
-        if frame.f_code not in codes and not is_locking:
-            return None
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and not line.lstrip().startswith("with "):
-            seen.append(frame.f_lineno)
-            if len(seen) == number:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield seen
-    finally:
-        sys.settrace(before)
 
 
 def _step(r: Rig) -> None:
@@ -62,33 +29,25 @@ def _roll_back(r: Rig) -> None:
     r.store.rollback()
 
 
-@pytest.mark.parametrize(
-    ("act", "functions"),
-    [
-        (_step, ("submit", "_start_thread")),
-        (_wait, ("wait_for_all", "_wait", "_wait_once")),
-        (_roll_back, ("cancel", "_drop", "_wait", "_wait_once")),
-    ],
-)
-def test_an_interrupt_anywhere_leaves_a_worker_that_goes_on_after_a_rollback(
-    act: Act, functions: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("act", [_step, _wait, _roll_back])
+def test_an_interrupt_anywhere_leaves_a_worker_that_goes_on_after_a_rollback(act: Act) -> None:
     with rig("step") as r:
         r.session.run_step(0)
         r.store.commit({"step": 1})
-        for number in range(1, 41):  # beyond, it is the same for the next unit
+        with interrupt_at() as places:
+            act(r)
+        for number in range(1, places.number, places.number // 8):
+            del r.session.trained.losses[1:]
+            r.store.rollback()
             try:
-                with interrupt_in(*functions, number=number) as seen:
+                with interrupt_at(number):
                     act(r)
             except KeyboardInterrupt:
                 pass
             r.store.rollback()
             assert not r.worker.is_busy and r.worker._condition.acquire(timeout=30), number
             r.worker._condition.release()
-            del r.session.trained.losses[1:]
-            if len(seen) < number:
-                break
-        assert number > 10
+        del r.session.trained.losses[1:]
         r.session.run_step(1)
         assert_same(r.session.collect(), expected(2))
 
@@ -140,3 +99,24 @@ def test_a_thread_whose_start_was_interrupted_ends_by_itself(monkeypatch: pytest
         assert_same(r.session.collect(), expected(2))
         started[0].join(30)
         assert not started[0].is_alive()
+
+
+def test_a_signal_handler_that_comes_while_its_thread_has_the_workers_lock_is_refused() -> None:
+    with no_hang(), rig("step") as r:
+        r.session.run_step(0)
+        r.device.hold = r.reads_of("root")
+        r.session.run_step(1)
+        assert r.worker.is_busy
+        doors: list[Act] = [
+            lambda r: r.store.commit(),
+            lambda r: r.store.commit(wait=False),
+            lambda r: r.store.rollback(),
+            lambda r: r.store["model/parameters/root"],
+            lambda r: r.store.close(),
+        ]
+        for door in doors:
+            with r.worker._condition, pytest.raises(UsageError, match="set a flag there"):
+                door(r)
+        r.device.open()
+        r.store.commit({"step": 2})
+        assert_same(r.session.collect(), expected(2))

@@ -109,6 +109,16 @@ def test_writing_between_steps(touch: Callable[[nn.Parameter], Any], step_sessio
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+def test_a_resize_is_told_where_it_belongs(step_session: Session) -> None:
+    parameter = step_session.model.get_parameter(NAME)
+    with pytest.raises(UsageError, match=r": \.data writes a sharded .* a new shape or dtype before tiered\.shard"):
+        parameter.data = torch.zeros(2 * len(parameter), *parameter.shape[1:])
+    with tiered.construct(step_session.store):
+        linear = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r": \.data after `with tiered\.construct.*inside of that block"):
+        linear.weight.data = torch.zeros(4, 2)
+
+
 @pytest.mark.parametrize("call", ["state_dict", "load_state_dict"])
 def test_touching_after_a_state_dict_that_failed_in_the_middle(call: str, step_session: Session) -> None:
     model = step_session.model

@@ -19,7 +19,8 @@ from tests.models import CASES, Case
 from tests.reference import Recipe, Trained, keep_moments, train
 from tiered.bytes.arena import Arena
 from tiered.errors import CapacityError
-from tiered.store.swap_in import SwapIn
+from tiered.store.residency.swap_in import SwapIn
+from tiered.zero import budget
 
 __all__ = ["ROOMY_NBYTES", "SEED", "Session", "assert_same", "debug_store", "reference", "smallest_budget", "start"]
 
@@ -51,13 +52,8 @@ class Session:
     is_squeezed: bool = False  # drive everything out of DRAM after each forward and after each step
 
     def squeeze(self) -> None:
-        """Have all that can go swapped out, by asking for all the memory there is, piece by piece."""
-        working_set, buffers = self.store.working_set, []
-        with contextlib.suppress(CapacityError):
-            while True:
-                buffers.append(working_set.reserve(working_set.budget_bytes // 64))
-        for buffer in buffers:
-            working_set.unreserve(buffer)
+        """Have all that can go swapped out."""
+        squeeze(self.store)
 
     def run_step(self, step: int) -> None:
         """Train one step."""
@@ -96,11 +92,22 @@ class Session:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         order = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
         for index, values in self.optimizer.state_dict()["state"].items():
-            keep_moments(self.trained, order[index], values)
-            self.trained.num_updates[order[index]] = int(values["step"])
+            if values["step"]:
+                keep_moments(self.trained, order[index], values)
+                self.trained.num_updates[order[index]] = int(values["step"])
             if "master" in values:
                 self.trained.masters[order[index]] = values["master"]
         return self.trained
+
+
+def squeeze(store: tiered.Store) -> None:
+    """Have all that can go swapped out, by asking for all the memory there is, piece by piece."""
+    working_set, buffers = store.working_set, []
+    with contextlib.suppress(CapacityError):
+        while True:
+            buffers.append(working_set.reserve(working_set.budget_bytes // 64))
+    for buffer in buffers:
+        working_set.unreserve(buffer)
 
 
 def start(
@@ -156,7 +163,7 @@ def smallest_budget(case: Case, recipe: Recipe, update: str, directory: Path, **
     Asked for once, whatever is trained: what a model, its groups and its optimizer need is all that a refusal knows of.
     """
     built = case.build, case.unit, recipe.param_dtype, recipe.param_groups, recipe.optimizer, str(recipe.adamw)
-    key = (*built, update, *sorted(options.items()))
+    key = (*built, update, budget.LEAST_BUCKET_NUMEL, *sorted(options.items()))
     if key not in _smallest_budgets:
         _smallest_budgets[key] = _refused_budget(case, recipe, update, directory, **options)
     return _smallest_budgets[key]
@@ -189,8 +196,8 @@ def assert_same(trained: Trained, expected: Trained) -> None:
     assert trained.num_updates == expected.num_updates
     for what in ("parameters", "buffers", "exp_avg", "exp_avg_sq", "masters"):
         ours, theirs = getattr(trained, what), getattr(expected, what)
-        if what == "masters":  # a parameter that is its own has none, nor has one that was never updated
-            theirs = {n: t for n, t in theirs.items() if n in expected.num_updates and n in expected.cast}
+        if what == "masters":  # a parameter that is its own has none
+            theirs = {name: master for name, master in theirs.items() if name in expected.cast}
         assert ours.keys() == theirs.keys(), what
         different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
         assert not different, f"{what} differ: {different}"

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -40,6 +41,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_DONTDUMP = 4, 10, 14, 16
 _HUGE_PAGE_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
+_T = TypeVar("_T")
 _log = logging.getLogger("tiered")
 
 
@@ -65,29 +67,35 @@ class Buffer:
         self.address = address
         self.nbytes = memory.nbytes
         self.memory = memory  # uint8, writeable, all of the buffer; dead after release
-        self._aliases: list[weakref.finalize[[], ctypes.Array[ctypes.c_uint8]]] = []
+        self._aliases: list[weakref.ref[ctypes.Array[ctypes.c_uint8]]] = []
 
     @property
     def is_aliased(self) -> bool:
         """Whether a tensor made by ``alias`` (or a view of one) is alive."""
-        return any(alias.alive for alias in self._aliases)
+        return any(alias() is not None for alias in self._aliases)
 
-    def alias(self, nbytes: int, on_dead: Callable[[], object]) -> torch.Tensor:
+    def alias(self, nbytes: int, on_dead: Callable[[object], object]) -> torch.Tensor:
         """Return a uint8 tensor of shape (nbytes,) over the first ``nbytes`` of this buffer, zero copy.
 
-        Its storage is its own: ``on_dead()`` is called once the last tensor on that storage has died. The call may
-        come from any thread and from inside a garbage collection, so ``on_dead`` must be reentrant: a
-        ``queue.SimpleQueue().put`` is, taking a lock is not. It is not called at the end of the process.
+        Its storage is its own: ``on_dead`` is called once the last tensor on that storage has died, with nothing of
+        use. The call may come from any thread and from inside a garbage collection, so ``on_dead`` must be reentrant: a
+        ``queue.SimpleQueue().put`` is, taking a lock is not. A function of Python is begun and not ended where Ctrl-C
+        strikes, which nobody hears of then. It is not called at the end of the process.
         """
         assert 0 <= nbytes <= self.nbytes, (nbytes, self.nbytes)
         # An empty tensor has a storage of one byte, which it never shows: a storage of none could not be watched.
         array = _array_type(max(nbytes, 1)).from_address(self.address)
-        finalizer = weakref.finalize(array, on_dead)
-        finalizer.atexit = False
-        self._aliases = [alias for alias in self._aliases if alias.alive]
-        self._aliases.append(finalizer)
+        self._aliases = [alias for alias in self._aliases if alias() is not None]
+        self._aliases.append(weakref.ref(array, on_dead))
         tensor = torch.frombuffer(array, dtype=torch.uint8)
         return tensor if nbytes else tensor.resize_(0)
+
+    def follow_up(self, action: Callable[[], object]) -> None:
+        """Have ``action()`` called after the ``on_dead`` of each alias that lives now, which is called twice then."""
+        for alias in self._aliases:
+            array = alias()
+            if array is not None:  # order: of what watches an object the last to come is called first
+                weakref.finalize(array, _end, alias.__callback__, alias, action).atexit = False
 
     def __repr__(self) -> str:
         return f"Buffer(0x{self.address:x}, {format_bytes(self.nbytes)}, aliased={self.is_aliased})"
@@ -318,6 +326,11 @@ class _Mapping:
     def unmap(self) -> None:
         self.memory.release()
         _libc().munmap(self._address, self._nbytes)
+
+
+def _end(on_dead: Callable[[_T], object], alias: _T, action: Callable[[], object]) -> None:
+    on_dead(alias)
+    action()
 
 
 @functools.lru_cache(maxsize=4096)  # a ctypes array type costs 20 us to make, and each size needs its own

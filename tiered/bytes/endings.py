@@ -25,7 +25,7 @@ class _List:
     """Actions on objects, in the order in which they were added."""
 
     def __init__(self, *, newest_first: bool) -> None:
-        self.is_watched = False
+        self._num_watches = itertools.count()
         self._newest_first = newest_first
         self._numbers = itertools.count()
         self._actions: dict[int, tuple[weakref.ref[Any], Callable[[Any], object]]] = {}
@@ -33,6 +33,11 @@ class _List:
     def add(self, item: _T, action: Callable[[_T], object]) -> None:
         number = next(self._numbers)
         self._actions[number] = (weakref.ref(item, functools.partial(self._forget, number)), action)
+
+    def watch(self, register: Callable[[Callable[[], None]], object]) -> None:
+        """Have the interpreter call ``run``, once."""
+        if next(self._num_watches) == 0:  # atomic; and no lock, which a fork would leave held in the child for ever
+            register(self.run)
 
     def run(self) -> None:
         for number in sorted(self._actions, reverse=self._newest_first):
@@ -51,7 +56,6 @@ class _List:
 
 _at_exit = _List(newest_first=True)
 _after_fork = _List(newest_first=False)
-_lock = threading.Lock()
 
 
 def at_exit(item: _T, action: Callable[[_T], object]) -> None:
@@ -60,17 +64,10 @@ def at_exit(item: _T, action: Callable[[_T], object]) -> None:
     That is before threads are joined, which ``atexit`` is not: whoever ends a thread of its own must do it here.
     """
     _at_exit.add(item, action)
-    with _lock:
-        if not _at_exit.is_watched:
-            register: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
-            register(_at_exit.run)
-            _at_exit.is_watched = True
+    _at_exit.watch(getattr(threading, "_register_atexit", atexit.register))
 
 
 def after_fork(item: _T, action: Callable[[_T], object]) -> None:
     """Have ``action(item)`` called in every child that is forked while ``item`` lives, the first added first."""
     _after_fork.add(item, action)
-    with _lock:
-        if not _after_fork.is_watched:
-            os.register_at_fork(after_in_child=_after_fork.run)
-            _after_fork.is_watched = True
+    _after_fork.watch(lambda run: os.register_at_fork(after_in_child=run))

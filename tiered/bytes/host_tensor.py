@@ -11,7 +11,7 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.units import MiB, round_up
 
-__all__ = ["aligned_memory", "copy_flat", "empty_aligned", "populate"]
+__all__ = ["aligned_memory", "copy_contiguous", "empty_aligned", "populate"]
 
 _HUGE_PAGE_NBYTES = 2 * MiB
 _MADV_POPULATE_WRITE = 23  # <asm-generic/mman-common.h>, Linux 5.14
@@ -57,18 +57,20 @@ def aligned_memory(flat: torch.Tensor, alignment: int) -> memoryview | None:
     return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers
 
 
-def copy_flat(buffer: Buffer, flat: torch.Tensor, *, to_buffer: bool) -> None:
-    """Copy ``flat``, (nbytes,) uint8 on any compute device, to the start of ``buffer``, or from there."""
-    nbytes = flat.numel()
-    if flat.is_cpu:
+def copy_contiguous(buffer: Buffer, tensor: torch.Tensor, *, to_buffer: bool) -> None:
+    """Copy the bytes of ``tensor``, contiguous on any compute device, to the start of ``buffer``, or from there."""
+    nbytes = tensor.nbytes
+    if tensor.is_cpu:
         # By this thread alone, at memory speed: torch would wait for the busiest of all cores, and one is doing I/O.
-        places = (buffer.address, flat.data_ptr()) if to_buffer else (flat.data_ptr(), buffer.address)
+        places = (buffer.address, tensor.data_ptr()) if to_buffer else (tensor.data_ptr(), buffer.address)
         ctypes.memmove(*places, nbytes)
-    elif to_buffer:
-        buffer.alias(nbytes, _ignore).copy_(flat)
+        return
+    alias = buffer.alias(nbytes, _ignore).view(tensor.dtype).view(tensor.shape)
+    if to_buffer:
+        alias.copy_(tensor)
     else:
-        flat.copy_(buffer.alias(nbytes, _ignore))
+        tensor.copy_(alias)
 
 
-def _ignore() -> None:
+def _ignore(reference: object) -> None:
     """What happens at the end of an alias that lives for one copy."""

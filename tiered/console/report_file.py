@@ -38,9 +38,9 @@ def _check_writable(file: Path) -> None:
         raise UsageError(f"cannot write {file}: {error.strerror}") from error
 
 
-def write_report(file: Path, text: str) -> None:
-    """Write ``text`` to ``file``; blocks. Raises UsageError, which names the file, when that fails after all."""
+def write_report(file: Path, content: str | bytes) -> None:
+    """Write ``content`` to ``file``; blocks. Raises UsageError, which names the file, when that fails after all."""
     try:
-        file.write_text(text)
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror}; all else is done") from error

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiered.console.report_file import check_writable
+from tiered.console.report_file import check_writable, write_report
 from tiered.doctor.card import machine_card
 from tiered.doctor.compute import compute_checks, group_checks, kernel_checks
 from tiered.doctor.directory import directory_checks, drive_checks
@@ -34,9 +34,9 @@ def doctor(directories: Sequence[Path], json_file: str | None = None) -> int:
     if json_file == "-":
         print(text, end="")
     else:
-        if json_file is not None:
-            Path(json_file).write_text(text)
         report.show()
+        if json_file is not None:
+            write_report(Path(json_file), text)
     return report.status
 
 

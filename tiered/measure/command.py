@@ -11,10 +11,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tiered.bytes.device.engines import DEVICES
 from tiered.bytes.device.profile import write_profile
 from tiered.console.interruption import INTERRUPTED, Interruption
 from tiered.console.question import confirm
-from tiered.console.report_file import check_writable
+from tiered.console.report_file import check_writable, write_report
 from tiered.doctor.card import DirectoryCard, machine_card
 from tiered.errors import TieredError, UsageError
 from tiered.measure.display import BenchDisplay
@@ -45,6 +46,8 @@ class BenchRequest:
     def __post_init__(self) -> None:
         if not 0 <= self.sustained_s < float("inf"):
             raise UsageError(f"--sustained takes seconds, got {self.sustained_s}")
+        if self.engine not in ("auto", *DEVICES):
+            raise UsageError(f"--engine must be one of auto, {', '.join(DEVICES)}; got {self.engine!r}")
         real = [os.path.realpath(directory) for directory in self.directories]
         if not real or len(set(real)) != len(real):
             raise UsageError("give one directory or several different ones")
@@ -123,7 +126,7 @@ def confirm_writes(directories: Sequence[DirectoryCard], nbytes: int, file_nbyte
     )
 
 
-def _finish(report: Report, request: BenchRequest, plot: Callable[[Report, Path], None] | None) -> None:
+def _finish(report: Report, request: BenchRequest, plot: Callable[[Report], bytes] | None) -> None:
     bests = [one.best for one in report.directories if one.best is not None]
     report.verdict = verdict_of(bests, report.together, has_fio=shutil.which("fio") is not None)
     with ExitStack() as steps:  # the last one first, and each whatever becomes of those before: minutes are in them
@@ -131,9 +134,13 @@ def _finish(report: Report, request: BenchRequest, plot: Callable[[Report, Path]
         for one in reversed(report.directories):
             steps.callback(_keep_profile, one, report)
         if plot and request.plot_file:
-            steps.callback(plot, report, request.plot_file)
+            steps.callback(_write_plot, report, request.plot_file, plot)
         if request.json_file:
-            steps.callback(request.json_file.write_text, f"{json.dumps(report.as_json(), indent=1)}\n")
+            steps.callback(write_report, request.json_file, f"{json.dumps(report.as_json(), indent=1)}\n")
+
+
+def _write_plot(report: Report, file: Path, plot: Callable[[Report], bytes]) -> None:
+    write_report(file, plot(report))
 
 
 def _keep_profile(one: DirectoryReport, report: Report) -> None:
@@ -151,8 +158,8 @@ def _keep_profile(one: DirectoryReport, report: Report) -> None:
     )
 
 
-def _plotter(request: BenchRequest) -> Callable[[Report, Path], None] | None:
-    """Return what draws the plot; UsageError now rather than after minutes when it cannot be drawn."""
+def _plotter(request: BenchRequest) -> Callable[[Report], bytes] | None:
+    """Return what draws the plot, as a PNG; UsageError now rather than after minutes when it cannot be drawn."""
     if request.plot_file is None:
         return None
     try:

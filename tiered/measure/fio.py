@@ -20,7 +20,7 @@ from tiered.bytes.device.base import SCRATCH
 from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import DeviceError
 from tiered.measure.pattern import Pattern
-from tiered.measure.rounds import Latency
+from tiered.measure.rounds import Latency, Moved
 from tiered.units import MiB, divide_up
 
 __all__ = ["Fio", "FioError", "FioRound", "HugePages", "find_fio", "open_file_path"]
@@ -37,29 +37,10 @@ class FioError(DeviceError):
 
 
 @dataclass(frozen=True, slots=True)
-class FioRound:
+class FioRound(Moved):
     """What one run of fio did."""
 
-    read_nbytes: int
-    write_nbytes: int
-    seconds: float
-    cpu_s: float
     latency: Latency
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in both directions."""
-        return self.read_nbytes + self.write_nbytes
-
-    @property
-    def gb_per_s(self) -> float:
-        """10^9 bytes a second, both directions together."""
-        return self.nbytes / self.seconds / 1e9
-
-    @property
-    def cpu_s_per_gb(self) -> float:
-        """CPU-seconds per 10^9 bytes."""
-        return self.cpu_s / (self.nbytes / 1e9)
 
 
 class HugePages:

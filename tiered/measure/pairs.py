@@ -19,7 +19,7 @@ import numpy as np
 from tiered.measure.bed import Bed
 from tiered.measure.fio import Fio, FioRound, HugePages
 from tiered.measure.pattern import OPS, Pattern
-from tiered.measure.rounds import Latency, Round
+from tiered.measure.rounds import Latency, Moved, Round
 from tiered.units import MiB, parse_bytes
 
 __all__ = ["BusyThread", "Pairs", "main", "measure_pairs"]
@@ -69,7 +69,7 @@ class Pairs:
         """The median over the pairs of ours / fio in CPU-seconds per GB; None as well where fio's is too little."""
         return self._ratio(lambda one: one.cpu_s_per_gb)
 
-    def _ratio(self, of: Callable[[Round | FioRound], float]) -> float | None:
+    def _ratio(self, of: Callable[[Moved], float]) -> float | None:
         if not self.fio or not all(of(one) for one in self.fio):
             return None
         return statistics.median(of(ours) / of(fio) for ours, fio in zip(self.ours, self.fio, strict=True))

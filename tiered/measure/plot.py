@@ -5,8 +5,8 @@ Needs matplotlib, the extra ``plot``; nothing else imports this file before a pl
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -24,8 +24,8 @@ _INK, _FAINT = "#222222", "#d9d9d9"
 _DPI = 130
 
 
-def draw(report: Report, file: Path) -> None:
-    """Write the figure of ``report`` to ``file``, a PNG; the panels are of the first directory."""
+def draw(report: Report) -> bytes:
+    """Return the figure of ``report`` as a PNG; the panels are of the first directory."""
     figure = Figure(figsize=(13, 9), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2)
@@ -44,7 +44,9 @@ def draw(report: Report, file: Path) -> None:
     figure.text(0.04, 0.975, _wrapped(report.verdict), fontsize=11, color=_INK, ha="left", va="top", weight="bold")
     figure.text(0.04, 0.922, _hardware(report, first), fontsize=9.5, color="#555555", ha="left", va="top")
     figure.subplots_adjust(left=0.06, right=0.955, top=0.87, bottom=0.07, hspace=0.3, wspace=0.26)
-    figure.savefig(file, format="png")
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    return png.getvalue()
 
 
 def _hardware(report: Report, first: DirectoryReport) -> str:

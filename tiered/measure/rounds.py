@@ -22,7 +22,7 @@ from tiered.bytes.device.base import Device, IOClass, Operation
 from tiered.errors import TieredError
 from tiered.measure.pattern import Lane, Pattern
 
-__all__ = ["Latency", "Round", "cpu_seconds", "run_round", "write_file"]
+__all__ = ["Latency", "Moved", "Round", "cpu_seconds", "run_round", "write_file"]
 
 _MAX_LATENCIES = 1 << 18  # of one stream; a longer round keeps the last ones
 _MAX_BYTES_PER_S = 64e9  # beyond any drive: the latencies a round may have
@@ -45,20 +45,13 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """What one round did; ``seconds`` runs from the first submission to the last completion."""
+class Moved:
+    """What was moved in a time, and the CPU time it took, of all threads of the process, user and system."""
 
     read_nbytes: int
     write_nbytes: int
     seconds: float
-    cpu_s: float  # user and system, all threads of the process
-    read_latencies_s: npt.NDArray[np.float64]  # shape (num_reads,), of the last quarter million
-    write_latencies_s: npt.NDArray[np.float64]
-
-    @property
-    def latencies_s(self) -> npt.NDArray[np.float64]:
-        """Those of both directions, reads first."""
-        return np.concatenate((self.read_latencies_s, self.write_latencies_s))
+    cpu_s: float
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +67,19 @@ class Round:
     def cpu_s_per_gb(self) -> float:
         """CPU-seconds per 10^9 bytes."""
         return self.cpu_s / (self.nbytes / 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Round(Moved):
+    """What one round did; ``seconds`` runs from the first submission to the last completion."""
+
+    read_latencies_s: npt.NDArray[np.float64]  # shape (num_reads,), of the last quarter million
+    write_latencies_s: npt.NDArray[np.float64]
+
+    @property
+    def latencies_s(self) -> npt.NDArray[np.float64]:
+        """Those of both directions, reads first."""
+        return np.concatenate((self.read_latencies_s, self.write_latencies_s))
 
 
 def run_round(

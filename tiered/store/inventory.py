@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tiered.stats import StoreStatistics
-from tiered.store.entry import Record
-from tiered.store.generations import Generations
-from tiered.store.working_set import WorkingSet
+from tiered.store.generations.generations import Generations
+from tiered.store.residency.entry import Record
+from tiered.store.residency.working_set import WorkingSet
 
 __all__ = ["records_of", "statistics_of"]
 

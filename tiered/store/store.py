@@ -14,28 +14,31 @@ from typing import Any, NoReturn
 import torch
 
 from tiered.bytes.arena import Arena
+from tiered.bytes.condition import Condition
 from tiered.bytes.device.base import Device
 from tiered.bytes.endings import at_exit
-from tiered.errors import ClosedError, UsageError
+from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
+from tiered.errors import UsageError
 from tiered.stats import StoreStatistics
-from tiered.store.catalog import Catalog
-from tiered.store.condition import Condition
-from tiered.store.damage import DroppedKey, drop_damaged
-from tiered.store.entry import Record
-from tiered.store.finishers import Finisher, Finishers
-from tiered.store.generations import Generations
+from tiered.store.catalog.catalog import Catalog
+from tiered.store.catalog.rows import Rows
+from tiered.store.generations.damage import DroppedKey, drop_damaged
+from tiered.store.generations.finishers import Finisher, Finishers
+from tiered.store.generations.generations import Generations
+from tiered.store.generations.records import Records
+from tiered.store.generations.registry import Stateful, committed_state
 from tiered.store.inventory import records_of, statistics_of
-from tiered.store.lease import Lease, LeaseBlock, Mode
-from tiered.store.opening import Parts, dram_budget, empty_root, open_parts
-from tiered.store.records import Records
-from tiered.store.reentry import Reentry
-from tiered.store.registry import Stateful, committed_state
-from tiered.store.residents import Residents
-from tiered.store.rows import Rows
-from tiered.store.space import Space
-from tiered.store.streaming import Streams, VerifyReport
-from tiered.store.values import Values
-from tiered.store.working_set import WorkingSet
+from tiered.store.lifetime.estate import Estate
+from tiered.store.lifetime.opening import Parts, empty_root, open_parts
+from tiered.store.lifetime.service import Service, too_late
+from tiered.store.residency.entry import Record
+from tiered.store.residency.lease import Lease, LeaseBlock, Mode
+from tiered.store.residency.residents import Residents
+from tiered.store.residency.working_set import WorkingSet
+from tiered.store.space.space import Space
+from tiered.store.transfers.streaming import Streams, VerifyReport
+from tiered.store.values.values import Values
+from tiered.store.waiting.reentry import Reentry
 
 __all__ = ["Store"]
 
@@ -50,6 +53,8 @@ class Store(MutableMapping[str, torch.Tensor]):
 
     ``with Store(...) as store:`` closes it: a normal exit commits what is complete, an exception does not. Training
     steps are complete where their state is: once a state was committed, those that no commit covers are dropped.
+
+    A store that nobody closed, and nobody has any more, gives everything back with a ResourceWarning. No commit then.
     """
 
     device_memory: int | None  # the compute device's budget in bytes
@@ -77,13 +82,14 @@ class Store(MutableMapping[str, torch.Tensor]):
                 f"device_memory={device_memory!r}: this release keeps nothing on a compute device; leave it out"
             )
         self.device_memory = None
-        arena = _arena if _arena is not None else Arena(dram_budget(dram))
         try:
-            parts = open_parts(directories, arena=arena, durable=durable, engine=engine, mode=mode)
-        except BaseException:
-            arena.close()
+            with INTERRUPTS:
+                parts = open_parts(directories, dram=dram, arena=_arena, durable=durable, engine=engine, mode=mode)
+                self._assemble(parts, durable=durable, mode=mode, deadline_s=_DEADLINE_S)
+        except KeyboardInterrupt:  # which may have come when all was open, and nobody has it
+            if hasattr(self, "_generations"):
+                self._close(commit=False)
             raise
-        self._assemble(parts, durable=durable, mode=mode, deadline_s=_DEADLINE_S)
 
     @classmethod
     def _from_parts(
@@ -105,16 +111,15 @@ class Store(MutableMapping[str, torch.Tensor]):
     def _assemble(self, parts: Parts, *, durable: bool, mode: str, deadline_s: float) -> None:
         self.durable = durable
         self._parts = parts
-        self._pid = os.getpid()
-        self._is_closed = False  # no call is served any more
+        self._service = Service()
         self._is_released = False  # everything was given back
-        self._is_late = False  # the process ended first: the devices are closed, and nothing can be committed any more
         self._closing = Condition()
         try:
             self._connect(parts, deadline_s, is_read_only=mode == "r")
         except BaseException:
             parts.close(parts.arena.close)
             raise
+        self._estate.watch(self)
         # Order: before the devices' ends, which were added earlier: a commit that was sealed is finished then.
         at_exit(self, _finish_at_exit)
 
@@ -142,7 +147,7 @@ class Store(MutableMapping[str, torch.Tensor]):
             space,
             condition,
             deadline_s=deadline_s,
-            refuse=self._refuse,
+            refuse=self._service.refuse,
             reentry=self._reentry,
             is_read_only=is_read_only,
         )
@@ -152,6 +157,8 @@ class Store(MutableMapping[str, torch.Tensor]):
         self._streams = Streams(self.working_set)
         self._values = Values(self.working_set, self._streams)
         self._generations = Generations(self.working_set, parts.catalog, root, self._finishers)
+        self._service.refuse_failed = self._generations.refuse
+        self._estate = Estate(parts, space, self.working_set.residents, records, condition)
 
     # Below: the mapping
 
@@ -378,7 +385,8 @@ class Store(MutableMapping[str, torch.Tensor]):
         return statistics_of(self.working_set, self._generations)
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else f"open, {len(self._records)} keys, generation {self.generation}"
+        state = f"open, {len(self._records)} keys, generation {self.generation}"
+        state = "closed" if self._service.is_closed else state
         return f"<Store {', '.join(device.name for device in self._parts.devices)}: {state}, {self._parts.arena!r}>"
 
     # Below: the end
@@ -395,7 +403,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         self._close(commit=True)
 
     def __enter__(self) -> Store:
-        self._refuse()
+        self._service.refuse()
         return self
 
     def __exit__(
@@ -408,59 +416,37 @@ class Store(MutableMapping[str, torch.Tensor]):
                 raise
             error.add_note(f"and closing the store failed: {failure}")
 
+    @uninterrupted
     def _close(self, *, commit: bool) -> None:
-        if self._pid != os.getpid():
+        if self._service.pid != os.getpid():
             return  # nothing of it is the child's to close
         self._reentry.refuse()
+        self._finishers.refuse_reentry()
         if self._closing.is_held_here():
             raise UsageError("close() was called from within close(), which goes on; do not call it from what it calls")
         with self._closing:
             if self._is_released:
                 return
-            failure = None if self._is_closed else self._generations.finish(commit=commit)
-            if self._is_late and self._generations.report_dropped() and commit:
-                failure = _too_late()
-            self._is_closed = True
-            self.working_set.space.close()
-            self._parts.close(self._close_arena)
+            service = self._service
+            failure = None if service.is_closed else self._generations.finish(commit=commit)
+            if service.is_late and self._generations.report_dropped() and commit:
+                failure = too_late()
+            service.is_closed = True
+            self._estate.give_back()
             self._is_released = True
         if failure is not None:
             raise failure
 
-    def _close_arena(self) -> None:
-        residents = self.working_set.residents
-        with self._condition:  # which keeps finalizers, that a collection may run here, from the arena's own lock
-            residents.close()
-            self._parts.arena.close()
-        residents.reap()
-
     def _check(self) -> None:
         """Raise when this call, or any more calls, cannot be served."""
         self._reentry.refuse()
-        self._refuse()
-
-    def _refuse(self) -> None:
-        """Raise when no call can be served any more; also under the lock."""
-        if self._pid != os.getpid():
-            raise UsageError(
-                f"the store belongs to process {self._pid} and cannot be used in its fork {os.getpid()}; pass worker "
-                "processes plain tensors, or open a store of their own there"
-            )
-        if self._is_closed:
-            raise _too_late() if self._is_late else ClosedError("the store is closed")
-        self._generations.refuse()
+        self._service.refuse()
 
 
 def _finish_at_exit(store: Store) -> None:
-    if not store._is_closed and store._pid == os.getpid():
+    service = store._service
+    if not service.is_closed and service.pid == os.getpid():
         try:
             store._generations.finish_at_exit()
         finally:
-            store._is_closed = store._is_late = True
-
-
-def _too_late() -> ClosedError:
-    return ClosedError(
-        "the process is ending, and the threads that move a store's bytes have ended before any atexit function; close "
-        "the store before: with tiered.Store(...) as store, or try and finally around the program"
-    )
+            service.is_closed = service.is_late = True

@@ -106,6 +106,7 @@ class Schedule:
         self._learnt: set[str] = set()
         self._learnt_window_bytes = 0
         self._is_handing_over = False
+        self._num_lasting = 0  # uses for which what was asked for last is enough
 
     def learn(self, key: str, nbytes: int, *, window_bytes: int) -> None:
         """Let ``key``, of ``nbytes``, be read ahead from now on where the trace expects it.
@@ -119,12 +120,12 @@ class Schedule:
     def use(self, key: str, *, room: str = "") -> None:
         """Note that ``key`` is being used now, and ``room`` soon, and ask for what comes next. Never blocks on I/O."""
         if self.trace.record(key, room) if room else self.trace.record(key):
-            self.advance()
+            self.go_on()
 
     def hand_over(self, keys: Iterable[str], *, unrecorded: Iterable[str] = ()) -> None:
         """Note that another thread will use ``unrecorded`` and ``keys`` soon, in this order (see ``Trace.promise``)."""
         self.trace.promise(keys, unrecorded=unrecorded)
-        self.advance()
+        self.go_on()
 
     def take_back(self, keys: Iterable[str]) -> None:
         """Note that keys that were handed over will not be used."""
@@ -134,7 +135,7 @@ class Schedule:
     def use_promised(self, key: str) -> None:
         """Note that a key that was handed over is being used now, and ask for what comes after it."""
         self.trace.kept(key)
-        self.advance()
+        self.go_on()
 
     def is_near(self, key: str) -> bool:
         """Return whether ``key`` is used within twice the window from now, or was handed over."""
@@ -153,6 +154,12 @@ class Schedule:
     def soon(self) -> dict[str, int]:
         """Return what will be asked for at the next use, key or room -> bytes: there should be room for it by then."""
         return self._soon
+
+    def go_on(self) -> None:
+        """Ask for what comes next, once some of what is on its way, an eighth, has been used."""
+        self._num_lasting -= 1
+        if self._num_lasting < 0:
+            self.advance()
 
     def advance(self) -> None:
         """Ask for the next ``window_bytes`` of promised and expected keys, in the order of their use."""
@@ -190,5 +197,6 @@ class Schedule:
                 if left >= 0:
                     wanted[key] = rooms
         self._near, self._soon = near, soon
-        if wanted:
-            self._prefetch(wanted)
+        self._num_lasting = 0
+        if wanted and self._prefetch(wanted) >= sum(self._nbytes.get(key, 0) for key in wanted):
+            self._num_lasting = len(wanted) // 8

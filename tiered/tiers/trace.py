@@ -16,6 +16,7 @@ _MOST_STEPS = 8  # a step is not so much longer than the one before
 _MOST_USES = 1 << 16  # nor than this, where nothing is expected
 _NUM_FIRST = 4
 """Promised keys that come before anything else: one unit's parameters, gradients and what is read ahead for them."""
+_NUM_LOOKED_AT = 256  # keys: a window of the schedule's, and the rooms between them
 
 
 class Trace:
@@ -96,15 +97,28 @@ class Trace:
             self._rewind()
 
     def upcoming(self) -> Iterator[str]:
-        """Yield the keys promised and expected from now on, soonest first, each once."""
+        """Yield the keys promised and expected from now on, soonest first, each once.
+
+        Few are looked at until more are asked for: of ten thousand keys, each use looks at as many as a window has.
+        """
+        first = self._first_upcoming(_NUM_LOOKED_AT)
+        yield from first
+        if len(first) == _NUM_LOOKED_AT:
+            known = set(first)  # what comes next may have changed meanwhile
+            yield from (key for key in self._first_upcoming(None) if key not in known)
+
+    def _first_upcoming(self, most: int | None) -> list[str]:
         with self._lock:
-            expected, promised, uses = self._expected, {**self._promised}, [*self._upcoming()]
+            expected, promised, uses = self._expected, self._promised, self._upcoming()
             num_before, num_expected = bisect_left(uses, self._first_waiting()), len(expected)
-        later = (expected[at % num_expected] for at in uses)  # order: one iterator, of which the border takes a part
-        yield from itertools.islice(promised, _NUM_FIRST)
-        yield from (key for key in itertools.islice(later, num_before) if key not in promised)
-        yield from itertools.islice(promised, _NUM_FIRST, None)
-        yield from (key for key in later if key not in promised)
+            later = (expected[at % num_expected] for at in uses)  # order: one iterator, the border takes a part of it
+            upcoming = itertools.chain(
+                itertools.islice(promised, _NUM_FIRST),
+                (key for key in itertools.islice(later, num_before) if key not in promised),
+                itertools.islice(promised, _NUM_FIRST, None),
+                (key for key in later if key not in promised),
+            )
+            return list(itertools.islice(upcoming, most))
 
     def distance(self, key: str) -> int:
         """Return after how many uses ``key`` is expected again; more than a whole step for a key never seen."""

@@ -12,7 +12,7 @@ from tiered.zero.division import divide_into_units
 from tiered.zero.parameters.unit import Segment, Unit
 
 if TYPE_CHECKING:
-    from tiered.store.working_set import WorkingSet
+    from tiered.store.residency.working_set import WorkingSet
 
 __all__ = ["check_budget"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tiered.console.question import confirm
 from tiered.console.report_file import check_writable, write_report
 from tiered.errors import UsageError
-from tiered.store.leftovers import Leftovers
+from tiered.store.lifetime.leftovers import Leftovers
 from tiered.train.found import holds_any_file
 from tiered.units import format_bytes
 

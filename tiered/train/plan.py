@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tiered.errors import CapacityError
-from tiered.store.opening import CATALOG_NBYTES
+from tiered.store.lifetime.opening import CATALOG_NBYTES
 from tiered.train.budget import check_budget
 from tiered.train.config import RunConfig, RunDials
 from tiered.train.data import Corpus

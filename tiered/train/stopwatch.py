@@ -6,7 +6,7 @@ import time
 
 import tiered
 from tiered.stats import StoreStatistics
-from tiered.store.recorder import CALLER
+from tiered.store.waiting.recorder import CALLER
 from tiered.train.progress import StepRecord
 
 __all__ = ["Stopwatch"]

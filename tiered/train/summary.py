@@ -105,11 +105,10 @@ class Outcome:
             return []
         first, last = self.records[0], self.records[-1]
         seconds = self._median([record.seconds for record in self.records])
-        stall = sum(record.stall_seconds for record in self.records) / sum(record.seconds for record in self.records)
         lines = [
             f"loss    {first.loss:.3f} -> {last.loss:.3f} in {len(self.records)} steps, nats per byte",
             f"time    {seconds:.2f} s per step, {first.num_tokens / seconds:,.0f} tokens/s, "
-            f"{min(1.0, stall):.0%} of it waiting for I/O",
+            f"{self.bound.stall:.0%} of it waiting for I/O",
             f"moved   {self.read_bytes_per_param:.1f} bytes read and {self.write_bytes_per_param:.1f} written "
             "per parameter and step",
             f"memory  peak RSS {format_bytes(_peak_rss_bytes())}, of it {format_bytes(self.peak_dram_bytes)} "

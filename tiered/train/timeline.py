@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered.console.report_file import write_report
-from tiered.store.recorder import CALLER, Span
+from tiered.store.waiting.recorder import CALLER, Span
 
 __all__ = ["CAPACITY", "trace_events", "write_timeline"]
 

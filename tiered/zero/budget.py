@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = [
+    "LEAST_BUCKET_NUMEL",
     "TILE_NUMEL",
     "Shares",
     "bucket_numel_for",
@@ -32,6 +33,9 @@ __all__ = [
 
 TILE_NUMEL = 1 << 20
 """Elements that one call updates: enough that calls cost nothing; tiles that stay in the caches take no less time."""
+
+LEAST_BUCKET_NUMEL = 1 << 14
+"""Elements of buckets in models of tiny units, 160 KiB of exact state: smaller ones take as much CPU time."""
 
 _BUCKET_NUMEL = 1 << 22  # elements; 40 MiB of exact state: ten blocks in flight
 _BUCKETS_PER_UNIT = 8  # buckets shrink with the unit, so that small models run in small budgets
@@ -50,7 +54,8 @@ def bucket_numel_for(num_trainable: Iterable[int]) -> int:
     Depends on the model alone, so that a store can be resumed under another budget.
     """
     largest = max(num_trainable, default=1)
-    return min(_BUCKET_NUMEL, round_up(max(1, -(-largest // _BUCKETS_PER_UNIT)), PIECE_ALIGNMENT))
+    share = round_up(-(-largest // _BUCKETS_PER_UNIT), PIECE_ALIGNMENT)
+    return min(_BUCKET_NUMEL, max(LEAST_BUCKET_NUMEL, share))
 
 
 def smallest_budget(units: Sequence[Unit]) -> int:

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
+from tiered.store.residency.working_set import Lease
 from tiered.store.store import Store
-from tiered.store.working_set import Lease
 from tiered.zero.frames import num_on_stack
 from tiered.zero.parameters.functorch import guard_functorch
-from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
+from tiered.zero.parameters.parameter import TieredParameter, name_of, without_dispatch
 from tiered.zero.parameters.placeholder import placeholder
 from tiered.zero.parameters.unit import Segment
 
@@ -76,6 +77,7 @@ class _Construction:
         self.shown: dict[ConstructedParameter, None] = {}  # oldest first
         store.working_set.add_reclaimer(self._reclaim)
 
+    @uninterrupted
     def take(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """Move ``parameter``, which ``module`` registers as ``name``, into the store; same object, same values."""
         if (
@@ -88,6 +90,7 @@ class _Construction:
         parameter.__class__ = TieredParameter
         return None
 
+    @uninterrupted
     def assign(self, segment: Segment, value: torch.Tensor) -> None:
         """``parameter.data = value`` in a constructor: another key, of the value's shape, strides and dtype."""
         old: Any = segment.unit
@@ -108,6 +111,7 @@ class _Construction:
         lease.release()
         self.store.working_set.delete([old.key])
 
+    @uninterrupted
     def copy(self, segment: Segment) -> nn.Parameter:
         """``copy.deepcopy`` of a parameter in a constructor (TransformerEncoder's): another one, of equal values."""
         with self.access(segment, "deepcopy", (), {}), without_dispatch():
@@ -130,8 +134,7 @@ class _Construction:
 
     def set(self, segment: Segment, source: torch.Tensor) -> None:
         """``parameter.set_(source)`` in a constructor (parametrizations'): as ``parameter.data = source``."""
-        if source is not segment.parameter:
-            segment.parameter.data = source
+        segment.parameter.data = source
 
     def _place(self, name: str, parameter: nn.Parameter) -> None:
         """Give ``parameter``, an ordinary tensor now, a key of its own, and show it there with the same values."""
@@ -153,8 +156,8 @@ class _Construction:
         """Show the parameter for one operation, which may write it."""
         if not self.is_open:
             raise UsageError(
-                f"parameter {segment.name}: {getattr(func, '__name__', func)} after `with tiered.construct(store):`;"
-                " expected tiered.shard(model, store) first"
+                f"parameter {segment.name}: {name_of(func)} after `with tiered.construct(store):`; expected it inside"
+                " of that block, or tiered.shard(model, store) first"
             )
         constructed: Any = segment.unit
         constructed.show()
@@ -184,7 +187,7 @@ class _Construction:
         return False
 
 
-@contextlib.contextmanager
+@uninterrupted_block
 def construct(store: Store) -> Iterator[None]:
     """Build a model whose parameters live in ``store`` from the moment they are made.
 

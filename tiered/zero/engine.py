@@ -23,6 +23,7 @@ from tiered.tiers.trace import Trace
 from tiered.zero.activations.activations import Activations
 from tiered.zero.activations.repeated_inputs import keep_repeated_inputs
 from tiered.zero.budget import smallest_budget, whole_pages
+from tiered.zero.export import Export
 from tiered.zero.forks import forget_in_children
 from tiered.zero.gradients.backward import Backward, in_graph_task
 from tiered.zero.gradients.gradients import UnitGradients
@@ -34,7 +35,7 @@ from tiered.zero.parameters.access import check_access, check_forward
 from tiered.zero.parameters.calls import Calls
 from tiered.zero.parameters.functorch import guard_functorch
 from tiered.zero.parameters.outputs import any_requires_grad, own
-from tiered.zero.parameters.parameter import is_write
+from tiered.zero.parameters.parameter import is_write, name_of
 from tiered.zero.parameters.residency import Residency
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Engine:
         self.abandoned = ""
         self.must_resume = False  # the store holds a run that was not resumed yet
         self.is_between = False
-        self.num_exporting = 0  # inside state_dict(): detach() copies
+        self.export = Export()  # inside state_dict(): detach() copies
         self.num_loading = 0  # inside load_state_dict(): copy_() writes
         self.num_accumulating = 0  # inside tiered.accumulate
         self.held_bytes = 0  # DRAM that placement may keep for good
@@ -120,7 +121,7 @@ class Engine:
     def access(self, segment: Segment, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Show ``segment``'s parameter for one operation ``func``; raises UsageError at the wrong time."""
         write = is_write(func, args, kwargs)
-        check_access(self, segment, getattr(func, "__name__", str(func)), is_write=write)
+        check_access(self, segment, name_of(func), is_write=write)
         if not in_graph_task():
             self.calls.touched(segment)
         unit = segment.unit
@@ -288,7 +289,7 @@ class Engine:
 
     def detached(self, segment: Segment, result: torch.Tensor) -> torch.Tensor:
         """``parameter.detach()``: inside state_dict() the caller's own."""
-        return result.clone() if self.num_exporting else result
+        return self.export.copy(segment, result) if self.export else result
 
     def set(self, segment: Segment, source: torch.Tensor) -> None:
         """``parameter.set_(source)``: raises UsageError."""
@@ -385,8 +386,7 @@ class Engine:
 
     def _expect(self, order: list[str], window_bytes: int) -> None:
         trace = Trace(order)
-        prefetch, rooms = self._prefetch, self.residency
-        self.schedule = Schedule(trace, prefetch, self._nbytes, window_bytes=window_bytes, rooms=rooms)
+        self.schedule = Schedule(trace, self._prefetch, self._nbytes, window_bytes=window_bytes, rooms=self.residency)
         self.working_set.set_policy(NextUsePolicy(trace, self.schedule.is_near))
 
     def _prefetch(self, keys: Mapping[str, int]) -> int:

@@ -58,6 +58,7 @@ def _forget_step(engine: Engine) -> None:
     engine.abandoned = ""
     engine.must_resume = engine.is_between = False
     engine.residency.shielded.clear()
+    engine.num_accumulating = 0
     for unit in engine.units:
         unit.num_ops = 0
         unit.version += 1

@@ -182,15 +182,15 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
     """Make ``state_dict`` copy and ``load_state_dict`` write parameters, of the model and of each of its modules."""
 
     def begin_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if engine.num_exporting and num_on_stack(nn.Module.state_dict.__code__) == 1:
-            engine.num_exporting = 0  # one before this failed in the middle, in a hook of the caller's say
-        if engine.num_exporting == 0:
+        if engine.export and num_on_stack(nn.Module.state_dict.__code__) == 1:
+            engine.export.end()  # one before this failed in the middle, in a hook of the caller's say
+        if not engine.export:
             _check_room(module, engine)
-        engine.num_exporting += 1
+        engine.export.enter()
 
     def end_export(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-        engine.num_exporting -= 1
-        if engine.num_exporting == 0:
+        engine.export.leave()
+        if not engine.export:
             engine.residency.park_all()
 
     def begin_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
@@ -221,7 +221,6 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
 
 
 def _check_room(module: nn.Module, engine: Engine) -> None:
-    engine.num_exporting = 0
     engine.check_idle("state_dict()")
     nbytes = sum(p.segment.nbytes for p in module.parameters() if isinstance(p, TieredParameter))
     available = psutil.virtual_memory().available

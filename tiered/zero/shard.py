@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
-from tiered.store.registry import taking_apart
+from tiered.store.generations.registry import taking_apart
 from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
 from tiered.units import format_bytes
@@ -284,12 +285,14 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
             engine.backward.watch(segment.parameter)
 
 
+@uninterrupted
 def _enter(engine: Engine, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any) -> None:
     if engine.calls and module is engine.model():
         engine.leave_abandoned(module)
     engine.enter(module, unit)
 
 
+@uninterrupted
 def _exit(engine: Engine, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     return engine.exit(module, output)
 

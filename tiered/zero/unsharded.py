@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import xxhash
 from torch import nn
 
+from tiered.bytes.interrupt import uninterrupted_block
 from tiered.errors import CapacityError, UsageError
 from tiered.units import format_bytes
 from tiered.zero.engine import Engine
@@ -19,7 +19,7 @@ from tiered.zero.parameters.unit import Segment, Unit
 __all__ = ["accumulate", "unsharded"]
 
 
-@contextlib.contextmanager
+@uninterrupted_block
 def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     """Make the parameters of ``module`` (and of the modules in it) ordinary, readable and writable ones.
 
@@ -57,7 +57,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
             engine.written(segment, None)
 
 
-@contextlib.contextmanager
+@uninterrupted_block
 def accumulate(model: nn.Module) -> Iterator[None]:
     """Inside this block a backward only adds to the gradients; the first one outside adds and updates.
 
@@ -69,7 +69,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         engine.backward.settle()
-        engine.num_accumulating -= 1
+        engine.num_accumulating = max(0, engine.num_accumulating - 1)  # a rollback has ended all
 
 
 def _units_of(module: nn.Module) -> list[Unit]:

@@ -104,7 +104,11 @@ class Weights:
         ]
         if problems:
             more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise UsageError("weights= does not fit the model: " + "; ".join(problems[:8]) + more)
+            raise UsageError(
+                f"weights= does not fit the model: {'; '.join(problems[:8])}{more}; expected its names and shapes: tie"
+                " what is one, pass a mapping with the model's names, or have a loader that converts them run inside"
+                " `with tiered.construct(store):`"
+            )
 
     def _load_buffers(self, model: nn.Module) -> None:
         for name, buffer in _persistent_buffers(model).items():

@@ -17,6 +17,7 @@ from tiered.units import round_up
 __all__ = ["MIN_ALIGNMENT", "DirectProbe", "open_unnamed", "probe_direct"]
 
 MIN_ALIGNMENT = 4096  # bytes; also what the arena guarantees for addresses
+_NO_WRITING = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT}
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 
 # <linux/stat.h>
@@ -45,8 +46,8 @@ def probe_direct(directory: int, pread: ReadInto, pwrite: WriteFrom) -> DirectPr
     try:
         fd = open_unnamed(directory, os.O_DIRECT)
     except OSError as error:
-        if error.errno == errno.EROFS:  # a reader may read there nevertheless
-            return DirectProbe(MIN_ALIGNMENT, "the file system is read-only, so that it cannot be tried")
+        if error.errno in _NO_WRITING:  # a reader may read there nevertheless
+            return DirectProbe(MIN_ALIGNMENT, f"it could not be tried: {error.strerror}")
         if error.errno != errno.EINVAL:
             raise
         return DirectProbe(MIN_ALIGNMENT, "the file system refuses to open files with O_DIRECT")
@@ -103,7 +104,7 @@ def _trial(fd: int, alignment: int, pread: ReadInto, pwrite: WriteFrom) -> str |
             block[:] = bytes(alignment)
             num_read = pread(fd, block, 0)
         except OSError as error:
-            if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP, errno.EIO}:
+            if error.errno not in _NO_WRITING | {errno.EINVAL, errno.EOPNOTSUPP, errno.EIO}:
                 raise
             return f"a trial write and read failed: {error.strerror}"
         if num_written == num_read == alignment and block == pattern:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tiered.bytes.condition import Condition
 from tiered.bytes.device.adaptor import Adaptor, relay
 from tiered.bytes.device.base import Device, DeviceStatistics, Operation
 from tiered.bytes.device.files import translate
@@ -74,7 +75,7 @@ class FaultsDevice(Adaptor):
         super().__init__(upstream)
         self.hits: list[Fault] = []
         self._random = random.Random(seed)
-        self._condition = threading.Condition(threading.Lock())
+        self._condition = Condition()
         self._num_calls: collections.Counter[Call] = collections.Counter()
         self._faults: list[tuple[Fault, int]] = []  # and the number of the first call that each hits
         self._held: list[Callable[[], None]] = []  # what ends each call that is held

@@ -164,7 +164,7 @@ class FileDevice(Device):
                 f"in use until the drive answers; check it, then close again or end the process"
             )
         self._turns.end()
-        self._files.close()
+        self._files.end(self.deadline_s)
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "open"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tiered.bytes.device.base import SCRATCH
 from tiered.bytes.device.direct import open_unnamed
-from tiered.errors import CapacityError, DeviceError, TieredError, UsageError
+from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, TieredError, UsageError
 from tiered.units import MiB, format_bytes
 
 __all__ = ["DataFile", "DataFiles", "translate"]
@@ -111,6 +111,7 @@ class DataFiles:
     def grow(self, file: int, nbytes: int) -> None:
         """Make ``file`` at least ``nbytes`` long, really allocated; on failure it is as it was."""
         with self._grow_lock:
+            self._check_open()
             data_file = self._files.get(file)
             if data_file is not None and data_file.nbytes >= nbytes:
                 return
@@ -130,6 +131,7 @@ class DataFiles:
     def flush(self, fdatasync: Callable[[int], None]) -> None:
         """Make all writes marked dirty, growths and new names durable. After one failure, fail for ever."""
         with self._flush_lock:
+            self._check_open()
             if self._flush_error is not None:
                 raise DeviceError(
                     f"an earlier flush of {self._directory} failed, so what it holds is unknown; reopen the store"
@@ -171,8 +173,28 @@ class DataFiles:
         if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
             raise OSError(errno.ESTALE, "another file has been put in its place")
 
+    def end(self, deadline_s: float) -> None:
+        """Close once growth and flush of other threads have ended; blocks. Never call it with I/O in flight.
+
+        Raises DeadlineError when they do not, with nothing closed.
+        """
+        # Order: never under a system call, whose descriptor may be another file's by the time it is made.
+        with contextlib.ExitStack() as held:
+            for lock in (self._grow_lock, self._flush_lock):
+                if not lock.acquire(timeout=deadline_s):
+                    raise DeadlineError(
+                        f"closing the files of {self._directory}: growth or a flush has not ended in {deadline_s:g} s; "
+                        "check the drive, then close again or end the process"
+                    )
+                held.callback(lock.release)
+            self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"{self._directory} is closed")
+
     def close(self) -> None:
-        """Close all descriptors. Idempotent; never call it with I/O, growth or a flush in flight."""
+        """Close all descriptors. Idempotent; for who is alone with them, as a forked child is: see ``end``."""
         if not self._is_closed:
             self._is_closed = True
             for file in self._files.values():

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from tiered.bytes.condition import Condition
 from tiered.bytes.device.adaptor import Adaptor
 from tiered.bytes.device.base import SCRATCH, Device, DeviceStatistics, Operation
 from tiered.errors import ClosedError, DeviceError, TieredError, UsageError
@@ -56,7 +57,7 @@ class GdsDevice(Adaptor):
         """
         super().__init__(upstream)
         self._open_file = _kvikio_open() if open_file is None else open_file
-        self._lock = threading.Condition(threading.Lock())
+        self._lock = Condition()
         self._flush_lock = threading.Lock()
         self._mappings: list[_Mapping] = []
         self._files: dict[int, DirectFile] = {}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 
+from tiered.bytes.condition import Condition
 from tiered.bytes.device.adaptor import Adaptor
 from tiered.bytes.device.base import Device, DeviceStatistics, IOClass, Operation
 from tiered.bytes.endings import at_exit
@@ -99,7 +99,7 @@ class ThrottledDevice(Adaptor):
         if not all(limit > 0 for limit in limits):
             raise ValueError(f"a limit is a positive number of bytes per second or None, got {limits}")
         super().__init__(upstream)
-        self._condition = threading.Condition(threading.Lock())
+        self._condition = Condition()
         self._is_closed = False
         self._paces = [Pace(*limits) for _ in range(1 if is_half_duplex else 2)]  # one for both, or reads' and writes'
         self._thread = ServiceThread(target=self._serve, name="tiered-throttle")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
 from tiered.units import format_bytes
 from tiered.zero.activations.free_memory import free_memory
@@ -296,10 +297,11 @@ class Activations:
                 if swapped is not None:
                     return swapped
             counted = _KeptStorage()
-            self._kept[address] = weakref.ref(counted)
-            self._kept_bytes += nbytes
-            finalizer = weakref.finalize(counted, self._ended.append, (address, nbytes))
-            finalizer.atexit = False
+            with INTERRUPTS:
+                self._kept[address] = weakref.ref(counted)
+                self._kept_bytes += nbytes
+                finalizer = weakref.finalize(counted, self._ended.append, (address, nbytes))
+                finalizer.atexit = False
         return CountedKept(tensor, counted)
 
     def _forget_ended(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.zero.activations.attributes import Attributes, Known
 from tiered.zero.activations.random_draws import RandomStates
@@ -129,6 +130,7 @@ class Recompute:
             self._versions[unit] = unit.version
             self._tokens.append(unit.token())
 
+    @uninterrupted
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._given is None:
             return self._run_again(tensors)

@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, UsageError
 from tiered.units import KiB, format_bytes
 from tiered.zero.activations.saved import check_unmodified
@@ -111,6 +112,7 @@ class SwappedActivations:
         self._num_in_step = 0
         self.sweep()
 
+    @uninterrupted
     def pack(self, tensor: torch.Tensor) -> SwappedTensor | None:
         """Put the bytes under ``tensor`` into the store and return what refers to them; None if they stay in memory.
 
@@ -134,6 +136,7 @@ class SwappedActivations:
             found = self._put(storage, content, tensor._version, digest)
         return None if found is None else SwappedTensor(self, found, tensor)
 
+    @uninterrupted
     def bytes_of(self, storage: SwappedStorage) -> torch.Tensor:
         """Return the bytes, (shift + nbytes,) uint8: the arena's own, or a copy where the budget has no room for them.
 
@@ -160,6 +163,7 @@ class SwappedActivations:
         lease.release()  # Lifetime: the bytes stay the graph's until the last tensor on them has died
         return flat
 
+    @uninterrupted
     def sweep(self) -> None:
         """Delete the keys that nothing refers to any more, but for those whose write is in flight."""
         busy: list[tuple[str, int, int]] = []
@@ -173,6 +177,7 @@ class SwappedActivations:
         for item in busy:
             self._ended.put(item)
 
+    @uninterrupted
     def reset(self) -> None:
         """Forget everything: the store was rolled back, or closes. What refers to it raises from now on."""
         with self._lock:
@@ -246,6 +251,7 @@ class SwappedActivations:
             self._engine.working_set.release_hold([oldest])
             self._engine.working_set.swap_out([oldest])
 
+    @uninterrupted
     def _reclaim(self, nbytes: int) -> bool:
         """Give the working set something back: the oldest that is held begins to be written. See ``add_reclaimer``."""
         with self._lock:

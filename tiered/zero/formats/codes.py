@@ -210,13 +210,14 @@ def _where_ties_are(
     if whole < lo.numel():
         change(bits[whole:], marks[whole:])
     smallest = lo[:whole].view(-1, _ROW_NUMEL).amin(1)
-    for rows in torch.split(smallest.eq_(-_TIE).nonzero().flatten(), _MOST_ROWS):
-        if rows.numel():  # (rows, 1024) copies, changed and put back
-            bits_there, marks_there = (all_.view(-1, _ROW_NUMEL) for all_ in (bits[:whole], marks[:whole]))
-            some_bits, some_marks = bits_there.index_select(0, rows), marks_there.index_select(0, rows)
-            change(some_bits, some_marks)
-            bits_there.index_copy_(0, rows, some_bits)
-            marks_there.index_copy_(0, rows, some_marks)
+    found = smallest.eq_(-_TIE).nonzero().flatten()
+    for start in range(0, found.numel(), _MOST_ROWS):  # (rows, 1024) copies, changed and put back
+        rows = found[start : start + _MOST_ROWS]
+        bits_there, marks_there = (all_.view(-1, _ROW_NUMEL) for all_ in (bits[:whole], marks[:whole]))
+        some_bits, some_marks = bits_there.index_select(0, rows), marks_there.index_select(0, rows)
+        change(some_bits, some_marks)
+        bits_there.index_copy_(0, rows, some_bits)
+        marks_there.index_copy_(0, rows, some_marks)
 
 
 # -- moments -----------------------------------------------------------------------------------------------------------

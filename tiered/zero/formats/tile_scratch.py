@@ -41,26 +41,29 @@ class TileScratch:
         self.numel = numel
         self.small_numel = min(numel, _SMALL_NUMEL)
         words = buffer[: self.nbytes(numel)].view(torch.float32)
-        self._large = words[: 3 * numel].view(3, numel)
-        self._small = words[: 6 * self.small_numel].view(6, self.small_numel)
+        self._large = _rows_of(words[: 3 * numel].view(3, numel))
+        self._small = _rows_of(words[: 6 * self.small_numel].view(6, self.small_numel))
         self.dither = Dither(words[6 * self.small_numel :][: Dither.num_words(self.small_numel)])
 
     def release(self) -> None:
         """Let go of the buffer; the scratch is of no use any more."""
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._large = self._small = nothing
+        self._large = self._small = Rows(nothing, nothing, nothing, ())
         self.dither = Dither(nothing)
 
     def rows(self, *, small: bool) -> Rows:
         """Return the rows of a small tile (``small_numel`` elements) or of a large one (``numel``)."""
-        rows = self._small if small else self._large
-        return Rows(rows[0], rows[1], rows[2], tuple(rows[3:]))
+        return self._small if small else self._large
 
     @staticmethod
     def nbytes(numel: int) -> int:
         """Return the bytes that scratch for tiles of ``numel`` elements (a multiple of 1,024) takes."""
         small = min(numel, _SMALL_NUMEL)
         return max(12 * numel, 24 * small + 4 * Dither.num_words(small))
+
+
+def _rows_of(rows: torch.Tensor) -> Rows:
+    return Rows(rows[0], rows[1], rows[2], tuple(rows[3:]))
 
 
 class Dither:

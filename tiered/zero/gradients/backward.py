@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
 
+from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.zero.frames import num_on_stack
 from tiered.zero.parameters.parameter import without_dispatch
@@ -80,6 +81,7 @@ class Backward:
         self._is_running = True
         torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 
+    @uninterrupted
     def settle(self) -> None:
         """Notice a backward that failed: its end was never reported."""
         if not self._is_running or in_graph_task():
@@ -147,6 +149,7 @@ class Backward:
         is_due = updater is not None and updater.in_backward and not self._engine.num_accumulating
         return is_due and not self._has_graphs
 
+    @uninterrupted
     def _accumulating(self, segment: Segment) -> None:
         """Autograd is about to accumulate the gradient of ``segment``."""
         self.seen()
@@ -164,6 +167,7 @@ class Backward:
             self._engine.lanes.about_to_accumulate(segment)
         segment.unit.gradients.recall(segment)
 
+    @uninterrupted
     def _accumulated(self, segment: Segment) -> None:
         """Autograd has accumulated the gradient of ``segment``."""
         unit = segment.unit
@@ -200,6 +204,7 @@ class Backward:
                 return False
         return True
 
+    @uninterrupted
     def _ended(self) -> None:
         """A graph task of this backward is over."""
         if num_on_stack(_engine_run_backward.__code__) > 1:

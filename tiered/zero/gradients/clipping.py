@@ -23,13 +23,13 @@ _NUM_UNITS_AHEAD = 2  # one is being read while the other is waited for
 
 
 def clip_grad_norm_(
-    model: nn.Module | Iterable[torch.Tensor],
+    model: nn.Module | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Clip the global norm of the gradients of ``model``'s parameters; return it as a fp32 scalar.
+    """Clip the global norm of the gradients of ``model``'s parameters, or of those given; return it as a fp32 scalar.
 
     The bits are those of ``torch.nn.utils.clip_grad_norm_`` over the fp32 gradients in the order of
     ``model.parameters()``: a norm per whole parameter, then the norm of the norms, then
@@ -37,7 +37,10 @@ def clip_grad_norm_(
     gradients themselves are left as they are, and one that is clipped twice is multiplied with the product of both
     factors. Streams gradients that are on NVMe; ``foreach`` is torch's and changes nothing. Blocks. Raises
     RuntimeError for a non-finite norm when ``error_if_nonfinite``, UsageError under ``update="backward"``.
+    Where fp64 gradients are among others, torch adds the norms up in an order of its own: last bits may differ.
     """
+    if isinstance(model, torch.Tensor):
+        model = [model]
     tensors = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
     with torch.no_grad(), without_dispatch():
         for unit in {tensor.segment.unit: None for tensor in tensors if isinstance(tensor, TieredParameter)}:

@@ -5,14 +5,14 @@ Gradients stay in DRAM while the budget allows; under pressure they go to NVMe a
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
+from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
-from tiered.store.working_set import Lease
+from tiered.store.residency.working_set import Lease
 from tiered.units import round_up
 from tiered.zero.gradients.taken_gradients import TakenGradients
 from tiered.zero.parameters.parameter import (
@@ -72,6 +72,7 @@ class UnitGradients:
                     offset = round_up(offset + segment.nbytes, 64)
         return offset
 
+    @uninterrupted
     def open(self) -> torch.Tensor:
         """Lease the buffer and return it: (nbytes,) uint8; what is stored is swapped in and shown as ``.grad``."""
         if self.lease is not None:
@@ -100,7 +101,7 @@ class UnitGradients:
         self._clipped_version = self.lease.tensor._version
         return self.lease.tensor
 
-    @contextlib.contextmanager
+    @uninterrupted_block
     def lent(self) -> Iterator[torch.Tensor]:
         """Lend the buffer for reading, (nbytes,) uint8; what is stored is swapped in for as long, and stays stored."""
         if self.lease is not None:
@@ -197,6 +198,7 @@ class UnitGradients:
             return False
         return gradient.data_ptr() == self.lease.tensor.data_ptr() + segment.grad_offset
 
+    @uninterrupted
     def reconcile(self) -> None:
         """Take note of what the caller did to ``.grad`` by hand: another tensor is taken over, None drops it.
 
@@ -268,6 +270,7 @@ class UnitGradients:
                     changed.append((segment, gradient.detach().clone() if is_ours else gradient))
         return changed
 
+    @uninterrupted
     def store_away(self) -> bool:
         """Give the buffer back to the working set and leave guards; return whether there was anything to give."""
         if self.lease is None:
@@ -298,6 +301,7 @@ class UnitGradients:
         self.drop(used=used)
         return taken
 
+    @uninterrupted
     def drop(self, *, used: bool = False) -> None:
         """Forget the gradients; bytes a caller still sees live as long as its view.
 

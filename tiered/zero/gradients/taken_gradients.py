@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tiered.store.working_set import Lease, WorkingSet
+from tiered.store.residency.working_set import Lease, WorkingSet
 
 if TYPE_CHECKING:
     from tiered.zero.parameters.unit import Segment

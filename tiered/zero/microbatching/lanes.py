@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tiered.store.residents import be_thread, this_thread
+from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
+from tiered.store.residency.residents import be_thread, this_thread
 from tiered.zero.microbatching.thread_state import Settings, ThreadState
 from tiered.zero.parameters.calls import CallStack
 
 if TYPE_CHECKING:
     from tiered.zero.engine import Engine
+    from tiered.zero.microbatching.state_watch import InterruptionWatch
     from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["Lane", "Lanes", "Streams", "Touches"]
@@ -47,6 +49,12 @@ class LaneStopped(BaseException):
     """Leaves the lanes that are no longer wanted: another one failed, or the caller was interrupted."""
 
 
+def _shut() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Lane:
     """One micro-batch under way in a thread of its own. ``work`` returns its result."""
 
@@ -64,8 +72,8 @@ class Lane:
         self.is_stopped = False
         self.thread: threading.Thread | None = None
         self._work: Callable[[], Any] | None = work
-        self._go = threading.Semaphore(0)
-        self._back = threading.Semaphore(0)
+        self._go = _shut()  # each opened by one thread, for one other to pass
+        self._back = _shut()
 
     def __repr__(self) -> str:
         state = "ended" if self.has_ended else "not begun" if self.thread is None else "under way"
@@ -91,7 +99,7 @@ class Lane:
             self.thread.start()
         else:
             self._go.release()
-        self._back.acquire()
+        INTERRUPTS.acquire(self._back)
 
     def pause(self) -> None:
         """Let others run; called in the lane's own thread."""
@@ -107,15 +115,12 @@ class Lane:
             raise LaneStopped
 
     def stop(self) -> None:
-        """End the lane, wherever it is, by an exception in it; blocks, also through further interrupts."""
+        """End the lane, wherever it is, by an exception in it; blocks: nothing of ours may run on afterwards."""
         self.is_stopped = True
-        thread = self.thread
-        self._go.release()
-        while thread is not None and thread.is_alive():
-            try:
-                thread.join()
-            except KeyboardInterrupt:
-                continue  # order: nothing of ours may run on when the caller goes on
+        if self._go.locked():
+            self._go.release()
+        if self.thread is not None:
+            self.thread.join()
 
     def _run(self, state: ThreadState, number: int) -> None:
         be_thread(number)  # order: before anything is leased; who waits for memory must not wait for who waits for it
@@ -129,7 +134,8 @@ class Lane:
             self.error = error
         finally:
             self.has_ended = True
-            self._back.release()
+            if self._back.locked():  # or the caller was interrupted, and has not waited for the last pause
+                self._back.release()
 
 
 class Lanes:
@@ -140,17 +146,19 @@ class Lanes:
     before the next is opened, in order, wherever they use the same units. Where they do not, only more is swapped in.
     """
 
-    def __init__(self, engine: Engine, lanes: Sequence[Lane], streams: Streams) -> None:
+    def __init__(self, engine: Engine, lanes: Sequence[Lane], streams: Streams, watch: InterruptionWatch) -> None:
         self._engine = engine
         self._lanes = list(lanes)
         self._streams = streams
         self._state = ThreadState()
+        self._watch = watch
         self._running: Lane | None = None
         self._alone: Lane | None = None
 
     def __repr__(self) -> str:
         return f"Lanes({self._lanes!r})"
 
+    @uninterrupted
     def run(self) -> None:
         """Run all lanes to their ends; blocks. Raises what the first one that failed raised, with a note which.
 
@@ -250,6 +258,8 @@ class Lanes:
             error, lane.error = lane.error, None  # lifetime: its traceback holds the lane
             error.add_note(f"in micro-batch {lane.index}, counted from 0")
             raise error
+        if not lane.has_ended and lane.stack.calls:
+            self._watch.check(lane.stack.calls)
 
     def _stop(self) -> None:
         """End all lanes, the running one first: it has what the others may need."""

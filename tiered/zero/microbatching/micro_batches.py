@@ -16,7 +16,7 @@ from tiered.errors import UsageError
 from tiered.zero.engine import Engine
 from tiered.zero.gradients.backward import in_graph_task
 from tiered.zero.microbatching.lanes import Lane, Lanes, Touches
-from tiered.zero.microbatching.state_watch import StateWatch
+from tiered.zero.microbatching.state_watch import InterruptionWatch, StateWatch
 from tiered.zero.microbatching.streams import BackwardStreams, ForwardStreams
 from tiered.zero.parameters.functorch import check_no_transform
 from tiered.zero.parameters.outputs import tensors
@@ -95,7 +95,7 @@ class _Micros:
     def __init__(self, engine: Engine | None, model: nn.Module, micros: list[_Micro]) -> None:
         self.micros = micros
         self._engine = engine
-        self._modules = list(model.modules())
+        self._model = model
 
     def backward(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """Run the backward of each micro-batch whose loss has a gradient. Called in the graph task of the caller's."""
@@ -110,11 +110,12 @@ class _Micros:
             return
         engine.backward.seen()
         lanes = [Lane(index, works.pop(0), micro.touches) for index, (micro, _) in enumerate(due)]
-        buffers = [module._buffers for module in self._modules]
+        modules = list(self._model.modules())
+        buffers = [module._buffers for module in modules]
         try:
-            Lanes(engine, lanes, BackwardStreams(len(lanes))).run()
+            Lanes(engine, lanes, BackwardStreams(len(lanes)), InterruptionWatch(self._model)).run()
         finally:  # recomputes that took turns inside one module did not put back its own, but each other's
-            for module, own in zip(self._modules, buffers, strict=True):
+            for module, own in zip(modules, buffers, strict=True):
                 module.__dict__["_buffers"] = own
 
 
@@ -182,10 +183,11 @@ def _forward(engine: Engine, model: nn.Module, calls: Sequence[functools.partial
         return Lane(index, lambda: _loss_in(calls[index](), index), Touches())
 
     lanes = [lane(index) for index in range(len(calls))]
-    Lanes(engine, lanes, turns).run()
+    interruptions = InterruptionWatch(model)
+    Lanes(engine, lanes, turns, interruptions).run()
     while again := streams.to_repeat():
         lanes[again[0] :] = [lane(index) for index in again]
-        Lanes(engine, lanes[again[0] :], turns).run()
+        Lanes(engine, lanes[again[0] :], turns, interruptions).run()
     streams.finish()
     watch.finish()
     return [_Micro(lane.index, lane.result, lane.touches) for lane in lanes]

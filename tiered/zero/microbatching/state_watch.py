@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +12,10 @@ from torch import nn
 
 from tiered.errors import UsageError
 
-__all__ = ["StateWatch"]
+if TYPE_CHECKING:
+    from tiered.zero.parameters.calls import Call
+
+__all__ = ["InterruptionWatch", "StateWatch"]
 
 _NOT_STATE = {*vars(nn.Module()), "_flat_weights"}
 _SIZED = (list, tuple, dict, set, bytearray)
@@ -25,7 +28,8 @@ class StateWatch:
     """Refuses models whose micro-batches depend on each other by more than their order at one place.
 
     Watches the attributes of the modules: buffers, tensors, containers and numbers. A counter, an int that each
-    micro-batch raises by the same amount, is allowed: it is right whatever the turns, unless other units go by it.
+    micro-batch raises by the same amount in one of its turns, is allowed: it has the values that it has without turns,
+    unless other units go by it. One that is raised again in a later turn has others in between.
     """
 
     def __init__(self, model: nn.Module, num_lanes: int) -> None:
@@ -36,7 +40,7 @@ class StateWatch:
         self._before = {(where, name): _Mark(holder[name]) for where, holder, name in found}
         self._counters = [(where, holder, name) for where, holder, name in found if type(holder[name]) is int]
         self._counts = self._count()
-        self._raised: list[dict[int, int]] = [{} for _ in range(num_lanes)]
+        self._raised: list[dict[int, list[int]]] = [{} for _ in range(num_lanes)]  # by how much in each turn
 
     def enter(self, index: int, *, has_begun: bool) -> None:
         """Lane ``index`` is about to run; not ``has_begun``: from its beginning."""
@@ -48,12 +52,12 @@ class StateWatch:
         """Lane ``index`` has paused or ended."""
         for number, (before, after) in enumerate(zip(self._counts, self._count(), strict=True)):
             if type(after) is int and after != before:
-                self._raised[index][number] = self._raised[index].get(number, 0) + after - before
+                self._raised[index].setdefault(number, []).append(after - before)
 
     def finish(self) -> None:
         """Raise UsageError, with the reason, if the forwards left anything on the modules."""
         counters = {
-            (where, name): [raised.get(number, 0) for raised in self._raised]
+            (where, name): [raised.get(number, []) for raised in self._raised]
             for number, (where, _, name) in enumerate(self._counters)
         }
         for where, holder, name in self._attributes():
@@ -61,8 +65,9 @@ class StateWatch:
             before = self._before.pop((where, name), None)
             if before is not None and mark.same_as(before):
                 continue
-            raised = counters.get((where, name), [0])
-            if type(holder[name]) is not int or raised[0] <= 0 or set(raised) != {raised[0]}:
+            raised = counters.get((where, name), [[]])
+            is_counter = type(holder[name]) is int and len(raised[0]) == 1 and raised[0][0] > 0
+            if not is_counter or any(turns != raised[0] for turns in raised):
                 raise _refusal(f"{_path(where, name)} was set in the forward, which others interrupt", _STATELESS)
         for where, name in self._before:
             raise _refusal(f"{_path(where, name)} was deleted in the forward", _STATELESS)
@@ -78,6 +83,45 @@ class StateWatch:
                     yield where, vars(module), name
             for name in module._buffers:
                 yield where, module._buffers, name
+
+
+class InterruptionWatch:
+    """Refuses forwards that are interrupted while modules hold something for a while only.
+
+    Such as the tensors that ``functional_call`` puts in the place of parameters: other micro-batches would find them,
+    and put them back at their end. Looks at the parameters of all modules, and at the other attributes of those that
+    are being called.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules())
+        self._parameters = [
+            (module._parameters, name, parameter, where)
+            for where, module in modules.items()
+            for name, parameter in module._parameters.items()
+        ]
+        self._attributes = {module: (where, _attributes_of(module)) for where, module in modules.items()}
+
+    def check(self, calls: Sequence[Call]) -> None:
+        """Raise UsageError where the forward that has paused in ``calls`` has put something in another's place."""
+        for holder, name, parameter, where in self._parameters:
+            if holder.get(name) is not parameter:
+                raise _refusal(f"{_path(where, name)} was replaced in the forward, which others interrupt", _STATELESS)
+        for call in calls:
+            where, before = self._attributes.get(call.module, ("", {}))
+            now = _attributes_of(call.module)
+            for name in before.keys() | now.keys():
+                if not _is_same(before.get(name), now.get(name)):
+                    raise _refusal(f"{_path(where, name)} was set in the forward, which others interrupt", _STATELESS)
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _NOT_STATE}
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    """Return whether an attribute is as it was, or a counter."""
+    return before is now or type(now) is int or (type(now) in _PLAIN and bool(before == now))
 
 
 class _Mark:

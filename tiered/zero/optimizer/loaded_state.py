@@ -169,8 +169,10 @@ class StateDictReader:
             return None
         if "step" in given:
             self._step(f"{where}: 'step'", given["step"])
+        if self._rule.name == "SGD" and "step" in given:  # it may have had no momentum so far
+            names = [name for name in names if name in given]
         self._need(where, given, names if "step" in given or self._rule.name != "AdamW" else (*names, "step"))
-        for moment in self._rule.moments:
+        for moment in (moment for moment in self._rule.moments if moment.name in names):
             self._tensor(f"{where}: {moment.name!r}", given[moment.name], owner)
             if moment.is_positive and bool((given[moment.name] < 0).any()):
                 self._refuse(f"{where}: {moment.name!r}", "no element below zero", "some")

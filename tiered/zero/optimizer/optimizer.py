@@ -73,8 +73,8 @@ class SGD(StreamingOptimizer):
 
     The numbers are those of ``torch.optim.SGD(fused=True)`` on fp32 masters. ``params``, ``update``, ``state``,
     ``store``, torch's switches and errors as for ``tiered.AdamW``; bytes per bf16 parameter are 8.1, 6.1 and 4.0,
-    without momentum 4.1, 4.1 and 3. Momentum in any group lays a buffer out for all; it cannot be given to a group
-    later.
+    without momentum 4.1, 4.1 and 3. Momentum in any group lays a buffer out for all; where there
+    is none in any, it cannot be given to a group later.
     """
 
     def __init__(

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
-from tiered.store.lease import Mode
+from tiered.store.residency.lease import Mode
 from tiered.store.store import Store
 from tiered.zero.formats.codec import Bucket, Piece, divide
 from tiered.zero.formats.layout import Layouts, Tile
@@ -20,6 +21,7 @@ from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.model_state import refuse_missing
 from tiered.zero.optimizer.masters import master_key, master_offsets, masters_nbytes
 from tiered.zero.optimizer.plain import PlainSegment, PlainUnit
+from tiered.zero.optimizer.rules import Hyperparameters
 from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["OptimizerState", "StateUnit"]
@@ -33,6 +35,7 @@ _CHECKED_NUMEL = 1 << 18
 class OptimizerState:
     """The buckets of every unit. ``steps`` counts the updates of each segment that has state.
 
+    ``begun`` has the segments that an update has made moments of; those of others are zero, and torch has none.
     ``scratch`` is lent by the update pipeline, which runs at other times. Not thread-safe.
     """
 
@@ -49,6 +52,7 @@ class OptimizerState:
         self.bucket_numel = bucket_numel
         self.buckets: dict[StateUnit, list[Bucket]] = {}
         self.steps: dict[Segment, int] = {}
+        self.begun: set[Segment] = set()
         self._store = store
         self._layouts = layouts
         self._names = [moment.name for moment in layouts.rule.moments]
@@ -132,27 +136,45 @@ class OptimizerState:
 
     # -- one parameter --------------------------------------------------------------------------------------------
 
+    def count(self, segment: Segment, values: Mapping[str, Any]) -> Hyperparameters:
+        """Count one more update of ``segment``, with these frozen ``values``, and return what it needs to know."""
+        self.steps[segment] += 1
+        begins = segment not in self.begun and self._layouts.rule.makes_moments(values)
+        if begins:
+            self.begun.add(segment)
+        return Hyperparameters(self.steps[segment], values, begins)
+
+    def is_worth_keeping(self, segment: Segment) -> bool:
+        """Return whether a state_dict must have the state: a master is more than the parameter before any update."""
+        steps = self.steps.get(segment)
+        return bool(steps) or (steps == 0 and self._layouts.of(segment.dtype).master is not None)
+
+    @uninterrupted
     def gather(self, segment: Segment) -> dict[str, torch.Tensor]:
         """Return step, the rule's moments and, for bf16, master: copies with the parameter's shape and strides."""
         dtype = torch.float64 if segment.dtype == torch.float64 else torch.float32
         layout = self._layouts.of(segment.dtype)
-        names = self._names + (["master"] if layout.master is not None else [])
+        has_moments = segment in self.begun or self._layouts.rule.name != "SGD"  # as torch: others begin with zeros
+        moments = self._names if has_moments else []
+        names = moments + (["master"] if layout.master is not None else [])
         flats = {name: torch.empty(segment.numel, dtype=dtype, device="cpu") for name in names}
         with self._readable(segment) as hi:
             for tile, start, stop in self._stretches(segment, "r"):
                 rows = tile.rows(self._scratch)
-                for name, value in zip(self._names, tile.decode_moments(rows), strict=True):
+                values = tile.decode_moments(rows)
+                for name, value in zip(moments, values, strict=False):  # all of them, or none
                     flats[name][start:stop].copy_(value)
                 if layout.marks is not None:  # lifetime: the copy, not what was leased for reading, loses its marks
                     tile.own[-1] = flats[self._names[layout.marks]][start:stop]
                 if layout.master is not None:
                     master = flats["master"][start:stop].copy_(tile.decode_master(hi[start:stop], rows))
                     master.masked_fill_(hi[start:stop].isnan(), torch.nan)  # a NaN moment has any sign, mark or not
-                tile = value = None  # type: ignore[assignment]  # lifetime: the lease ends before the next
+                tile = value = values = None  # type: ignore[assignment]  # lifetime: the lease ends before the next
         shaped = {name: flat.as_strided(segment.shape, segment.strides) for name, flat in flats.items()}
         step = torch.tensor(float(self.steps[segment]), dtype=torch.float32, device="cpu")
         return {"step": step, **shaped}
 
+    @uninterrupted
     def check_master(self, segment: Segment, state: Mapping[str, Any] | None) -> None:
         """Raise UsageError for a master in ``state`` that the parameter, as it is now, is not the rounding of."""
         if not state or "master" not in state or self._layouts.of(segment.dtype).master is None:
@@ -170,6 +192,7 @@ class OptimizerState:
                     )
                 mine = None  # type: ignore[assignment]  # lifetime: nothing may see the leased bytes at the end
 
+    @uninterrupted
     def scatter(self, segment: Segment, state: Mapping[str, Any] | None) -> None:
         """Replace the state by what ``gather`` returned, or by that of a fresh parameter (None).
 
@@ -181,6 +204,10 @@ class OptimizerState:
             if state and state.get(name) is not None
         }
         self.steps[segment] = int(float(state["step"])) if state and "step" in state else int(bool(flats))
+        if self.steps[segment] and all(name in flats for name in self._names):
+            self.begun.add(segment)
+        else:
+            self.begun.discard(segment)
         layout = self._layouts.of(segment.dtype)
         self._scratch.dither.aim_at_nearest()
         with self._readable(segment) as hi:
@@ -198,6 +225,7 @@ class OptimizerState:
                     self._attach(tile, master, hi[start:stop])
                 tile = value = values = None  # type: ignore[assignment]  # lifetime: as above
 
+    @uninterrupted
     def set_master(self, segment: Segment, source: torch.Tensor | None) -> None:
         """The caller has replaced the values of ``segment``: its master becomes ``source``, or those values."""
         if segment.dtype != torch.bfloat16 or segment not in self.steps:

@@ -26,10 +26,14 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """The frozen hyperparameters of one parameter in one step; ``step`` is its count after this update, from 1."""
+    """The frozen hyperparameters of one parameter in one step; ``step`` is its count after this update, from 1.
+
+    ``begins``: no update before this one has made moments.
+    """
 
     step: int
     values: Mapping[str, Any]
+    begins: bool = False
 
 
 class Rule(Protocol):
@@ -48,6 +52,9 @@ class Rule(Protocol):
 
         Raises UsageError for values that the rule was not made for.
         """
+
+    def makes_moments(self, values: Mapping[str, Any]) -> bool:
+        """Return whether an update with these frozen ``values`` makes or changes moments."""
 
     def update(
         self,
@@ -72,6 +79,10 @@ class AdamWRule:
     def freeze(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return the hyperparameters of ``group`` that a step uses, as plain values."""
         return _freeze(group, ("lr", "betas", "eps", "weight_decay", "maximize"))
+
+    def makes_moments(self, values: Mapping[str, Any]) -> bool:
+        """Every update does."""
+        return True
 
     def update(
         self,
@@ -112,6 +123,10 @@ class SGDRule:
             )
         return _freeze(group, ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"))
 
+    def makes_moments(self, values: Mapping[str, Any]) -> bool:
+        """Those with momentum do; the first of them makes the gradient the buffer, without dampening."""
+        return bool(values["momentum"])
+
     def update(
         self,
         parameter: torch.Tensor,
@@ -125,7 +140,7 @@ class SGDRule:
         torch._fused_sgd_(
             [parameter], [gradient], [moments[0]] if values["momentum"] else [], weight_decay=values["weight_decay"],
             momentum=values["momentum"], lr=values["lr"], dampening=values["dampening"], nesterov=values["nesterov"],
-            maximize=values["maximize"], is_first_step=hyper.step == 1,
+            maximize=values["maximize"], is_first_step=hyper.begins,
         )  # fmt: skip
 
 
@@ -142,6 +157,10 @@ class LionRule:
     def freeze(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return the hyperparameters of ``group`` that a step uses, as plain values."""
         return _freeze(group, ("lr", "betas", "weight_decay", "maximize"))
+
+    def makes_moments(self, values: Mapping[str, Any]) -> bool:
+        """Every update does."""
+        return True
 
     def update(
         self,

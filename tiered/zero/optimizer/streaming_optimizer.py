@@ -6,15 +6,15 @@ users make are in optimizer.py.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
+from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import UsageError
-from tiered.store.registry import taking_apart
+from tiered.store.generations.registry import taking_apart
 from tiered.store.store import Store
 from tiered.zero.budget import bucket_numel_for, tile_numel_for
 from tiered.zero.engine import Engine
@@ -24,7 +24,7 @@ from tiered.zero.optimizer.committed_optimizer import bucket_numel_of, compare, 
 from tiered.zero.optimizer.loaded_state import StateDictReader
 from tiered.zero.optimizer.optimizer_state import OptimizerState, StateUnit
 from tiered.zero.optimizer.plain import PlainUnit
-from tiered.zero.optimizer.rules import Hyperparameters, Rule
+from tiered.zero.optimizer.rules import Rule
 from tiered.zero.optimizer.unit_update import UnitUpdate
 from tiered.zero.optimizer.update import PlainSupply, Source, UpdatePipeline
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
@@ -124,6 +124,7 @@ class StreamingOptimizer(Optimizer):
         for group in self.param_groups:
             yield from group["params"]
 
+    @uninterrupted
     def _attach(self) -> None:
         """Lay the state out, create it or adopt it, and enter the store's list of what is committed."""
         named = {
@@ -191,7 +192,7 @@ class StreamingOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        with INTERRUPTS, torch.no_grad():
             if self.in_backward:
                 self._check_unchanged()
             for segment in self._plain.segments if self._plain is not None else ():
@@ -204,6 +205,7 @@ class StreamingOptimizer(Optimizer):
         self._frozen = None
         return loss
 
+    @uninterrupted
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or zero those that there are: after ``step`` there are none of sharded parameters."""
         for engine in self._engines:
@@ -251,7 +253,7 @@ class StreamingOptimizer(Optimizer):
             gradients.drop(used=self.in_backward)
             return
         engine = unit.engine
-        limit = engine.pending_bytes if self.in_backward else sys.maxsize
+        limit = engine.pending_bytes if self.in_backward else None
         buckets = [b for b in self._state.buckets[unit] if not {p.segment for p in b.pieces}.isdisjoint(managed)]
         # Order: promised before the wait, in which the parameters would be evicted as done with.
         state_keys = [bucket.key for bucket in buckets]
@@ -265,7 +267,7 @@ class StreamingOptimizer(Optimizer):
         except BaseException:
             engine.schedule.take_back([unit.key, gradients.key, *state_keys])
             raise
-        hypers = {segment: self._next_hyper(segment) for segment in managed}
+        hypers = {segment: self._state.count(segment, self._hypers[segment]) for segment in managed}
         taken = gradients.take(used=self.in_backward)
         engine.worker.submit(UnitUpdate(unit, buckets, hypers, taken, self._pipeline))
 
@@ -274,7 +276,9 @@ class StreamingOptimizer(Optimizer):
             engine.finish_updates()  # order: the pipeline serves one thread at a time
         self.begin()
         sources: dict[Segment, Source] = {
-            segment: Source(segment.memory(), segment.gradient(), None, self._next_hyper(segment))
+            segment: Source(
+                segment.memory(), segment.gradient(), None, self._state.count(segment, self._hypers[segment])
+            )
             for segment in unit.segments
             if segment.parameter.grad is not None
         }
@@ -290,11 +294,6 @@ class StreamingOptimizer(Optimizer):
                 " requires_grad=True then: make the optimizer first and freeze after"
             )
 
-    def _next_hyper(self, segment: Segment) -> Hyperparameters:
-        """Count one more update of ``segment`` and return the hyperparameters for it."""
-        self._state.steps[segment] += 1
-        return Hyperparameters(self._state.steps[segment], self._hypers[segment])
-
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -304,13 +303,10 @@ class StreamingOptimizer(Optimizer):
         """
         self._check_idle("optimizer.state_dict()")
         result = super().state_dict()
-        index = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                segment = self._segments[parameter]
-                if self._state.steps.get(segment):
-                    result["state"][index] = self._state.gather(segment)
-                index += 1
+        for index, parameter in enumerate(self._parameters()):
+            segment = self._segments[parameter]
+            if self._state.is_worth_keeping(segment):
+                result["state"][index] = self._state.gather(segment)
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -323,7 +319,7 @@ class StreamingOptimizer(Optimizer):
         state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = state_dict if (replaced := hook(self, state_dict)) is None else replaced
-        with torch.no_grad():
+        with INTERRUPTS, torch.no_grad():
             with without_dispatch():
                 loaded = self._reader().read(state_dict)
             states = {segment: state for segment, state in loaded.states.items() if segment in self._state.steps}
@@ -369,6 +365,7 @@ class StreamingOptimizer(Optimizer):
         return {
             **self._description(),
             "steps": {s.name: n for s, n in self._state.steps.items()},
+            "without_moments": [s.name for s, n in self._state.steps.items() if n and s not in self._state.begun],
             "hyperparameters": hyper,
         }
 
@@ -377,7 +374,9 @@ class StreamingOptimizer(Optimizer):
         compare(state, self._description())
         steps = steps_of(state, [segment.name for segment in self._state.steps])
         groups = groups_of(state, self.param_groups, self._reader())
+        bare = set(state.get("without_moments", ()))  # older commits lack it
         self._state.steps = dict(zip(self._state.steps, steps, strict=True))
+        self._state.begun = {s for s, n in self._state.steps.items() if n and s.name not in bare}
         for mine, group in zip(self.param_groups, groups, strict=True):
             mine.update(group)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tiered.store.working_set import Lease
+from tiered.store.residency.working_set import Lease
 from tiered.zero.optimizer.update import Source
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class UnitUpdate:
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """Ask for the buckets ``keys`` as the schedule has them, among all that comes next."""
-        self._schedule.advance()
+        self._schedule.go_on()
 
     def source(self, segment: Segment) -> Source | None:
         """Return what ``segment`` contributes; None when it has no gradient."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from tiered.store.working_set import Lease, WorkingSet
+from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.zero.formats.codec import Bucket, update_piece
 from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.optimizer.rules import Hyperparameters

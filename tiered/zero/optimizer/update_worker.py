@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tiered.bytes.condition import Condition
 from tiered.bytes.endings import at_exit
+from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import DeviceError
-from tiered.store.condition import Condition
-from tiered.store.recorder import Wait
-from tiered.store.working_set import WorkingSet
+from tiered.store.lifetime.dropping import start_keeper
+from tiered.store.residency.working_set import WorkingSet
+from tiered.store.waiting.recorder import Wait
+from tiered.store.waiting.reentry import Reentry
 from tiered.zero.parameters.parameter import without_dispatch
 
 if TYPE_CHECKING:
@@ -63,6 +66,7 @@ class UpdateWorker:
     def forget(self) -> None:
         """Forget everything: also for a forked child, where none of the parent's threads run."""
         self._condition = Condition()
+        self.reentry = Reentry(self._condition)
         self._queue: OrderedDict[Unit, UnitUpdate] = OrderedDict()
         self._running: UnitUpdate | None = None
         self._conclusion: Callable[[BaseException | None], None] | None = None
@@ -94,21 +98,19 @@ class UpdateWorker:
 
     # -- the main thread ------------------------------------------------------------------------------------------
 
-    def make_room(self, unit: Unit, nbytes: int, limit_bytes: int) -> None:
-        """Wait until ``nbytes`` more may be pending: until the sum is within the limit, or nothing is pending.
+    def make_room(self, unit: Unit, nbytes: int, limit_bytes: int | None) -> None:
+        """Wait until ``nbytes`` more may be pending: the sum is within the limit, if any, or nothing is pending.
 
         And until a commit that waits for what is pending has been sealed: it is not to contain what comes next.
         """
-
-        def is_over() -> bool:
-            pending = self._pending()
-            return not pending or nbytes + sum(update.nbytes for update in pending) <= limit_bytes
-
         self.wait_for(unit)
-        self._wait(is_over, unit.name)
+        if limit_bytes is not None:
+            most_bytes = max(0, limit_bytes - nbytes)
+            self._wait(lambda: sum(update.nbytes for update in self._pending()) <= most_bytes, unit.name)
         if self._conclusion is not None:
             self.wait_for_all()
 
+    @uninterrupted
     def submit(self, update: UnitUpdate) -> None:
         """Hand ``update`` over; does not block. Its unit has none pending. DeviceError where there can be no thread."""
         try:
@@ -118,15 +120,14 @@ class UpdateWorker:
                     self._start_thread(update)  # order: nothing is queued that no thread will take
                 self._queue[update.unit] = update
         except BaseException:
-            if update not in self._pending():
-                self._drop([update])
+            self._drop([update])
             raise
 
     def _start_thread(self, update: UnitUpdate) -> None:
         """Under the lock, which keeps the thread from looking for work before there is some."""
         thread = threading.Thread(target=self._run, name="tiered-update")  # no daemon: the interpreter waits for it
         try:
-            thread.start()
+            start_keeper(thread)
         except RuntimeError as error:  # no more threads for this process, or the interpreter is ending
             what = f"no thread for the update of unit {update.unit.name!r}: {error}"
             raise DeviceError(f"{what}; expected room for one more (ulimit -u), then store.rollback()") from error
@@ -179,10 +180,7 @@ class UpdateWorker:
             return True
 
     def cancel(self) -> None:
-        """Drop what is queued, end what runs at its next bucket, and forget a failure.
-
-        What a commit waits for is finished before.
-        """
+        """Finish what a commit waits for; drop what is queued, end what runs at its next bucket, forget a failure."""
         if self._conclusion is not None:
             self.wait_for_all()
         try:
@@ -203,8 +201,7 @@ class UpdateWorker:
 
     def serve(self) -> None:
         """Give the worker the memory that it waits for, if it does."""
-        need = self._need
-        if need:
+        if need := self._need:
             self.give(need)
 
     def take_leftovers(self) -> list[str]:
@@ -217,10 +214,11 @@ class UpdateWorker:
         return [*self._queue.values()] + ([self._running] if self._running is not None else [])
 
     def _is_running(self, unit: Unit) -> bool:
-        running = self._running
-        return running is not None and running.unit is unit
+        return (running := self._running) is not None and running.unit is unit
 
+    @uninterrupted
     def _wait(self, is_over: Callable[[], bool], subject: str, reason: Wait = Wait.UPDATE) -> None:
+        self.reentry.refuse()
         with self._condition:
             if is_over():
                 return
@@ -230,7 +228,7 @@ class UpdateWorker:
         try:
             self._waiting.add(me)
             self._notify()
-            with self._working_set.waiting_for(thread):
+            with self._working_set.room.waiting_for(thread):
                 while self._wait_once(is_over):
                     pass
         finally:
@@ -245,7 +243,7 @@ class UpdateWorker:
             need = self._need
             waiter = None if need and not self._is_refused else self._condition.waiter()
         if waiter is not None:
-            waiter.acquire(timeout=_LOOK_AGAIN_S if need else -1)
+            INTERRUPTS.acquire(waiter, _LOOK_AGAIN_S if need else None)
             return True
         has_given = self.give(need)  # order: without the lock, it takes the store's and starts writes
         with self._condition:
@@ -256,15 +254,12 @@ class UpdateWorker:
     # -- who waits for memory -------------------------------------------------------------------------------------
 
     def wait_for_progress(self) -> bool:
-        """For a caller that waits for memory: wait a moment for the running update, which will free some.
-
-        Returns False when it cannot help: nothing runs, or it waits for memory itself.
-        """
+        """For a caller that waits for memory: wait a moment for the running update to free some; False: none runs."""
         with self._condition:
             if not self._is_updating or self._need:
                 return False
             waiter = self._condition.waiter()
-        waiter.acquire(timeout=_LOOK_AGAIN_S)
+        INTERRUPTS.acquire(waiter, _LOOK_AGAIN_S)
         return True
 
     def make_yield(self) -> bool:
@@ -278,7 +273,7 @@ class UpdateWorker:
             self._must_yield = True
             self._condition.notify_all()
             waiter = self._condition.waiter()
-        waiter.acquire(timeout=_LOOK_AGAIN_S)
+        INTERRUPTS.acquire(waiter, _LOOK_AGAIN_S)
         return True
 
     def release_gradients(self) -> bool:

@@ -41,9 +41,9 @@ def check_access(engine: Engine, segment: Segment, name: str, *, is_write: bool)
         _refuse_strangers(what)
         raise UsageError(
             f"{what} writes a sharded parameter; expected inside `with tiered.unsharded(module):` between steps,"
-            " or by the optimizer"
+            " or by the optimizer; a new shape or dtype before tiered.shard"
         )
-    if is_unsharded or engine.num_exporting or engine.num_loading:
+    if is_unsharded or engine.export or engine.num_loading:
         return
     in_task = in_graph_task()
     if in_task:
@@ -72,8 +72,8 @@ def check_forward(engine: Engine, name: str) -> None:
 
 def _end_interrupted(engine: Engine) -> None:
     """End a state_dict() or load_state_dict() that an exception left in the middle: torch calls no hook for it."""
-    if engine.num_exporting and not num_on_stack(nn.Module.state_dict.__code__):
-        engine.num_exporting = 0
+    if engine.export and not num_on_stack(nn.Module.state_dict.__code__):
+        engine.export.end()
     if engine.num_loading and not num_on_stack(nn.Module.load_state_dict.__code__):
         engine.num_loading = 0
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from tiered.bytes.interrupt import uninterrupted_block
 from tiered.zero.gradients.backward import in_graph_task
 from tiered.zero.parameters.outputs import any_was_computed, own
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["running", "touched_by_method"]
 
 
-@contextmanager
+@uninterrupted_block
 def running(engine: Engine, module: nn.Module, unit: Unit | None) -> Iterator[Callable[[Any], Any]]:
     """A method of ``module`` runs; what it returns goes through the function that this gives.
 

@@ -15,8 +15,9 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
-from tiered.zero.parameters.placeholder import placeholder
+from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder
 
 if TYPE_CHECKING:
     from tiered.zero.parameters.unit import Segment
@@ -27,6 +28,7 @@ __all__ = [
     "UsedGradient",
     "guarded_gradient",
     "is_write",
+    "name_of",
     "without_dispatch",
 ]
 
@@ -113,7 +115,7 @@ class TieredParameter(nn.Parameter):
             return _run_from_edges(func, args, kwargs)
         if func is torch.Tensor.view_as and args[0] is args[-1] and (refusal := _refusal_of_values(first)):
             return _ViewWithoutValues.of(first, refusal)
-        with ExitStack() as stack:
+        with INTERRUPTS, ExitStack() as stack:
             for parameter in parameters:
                 stack.enter_context(parameter.segment.unit.engine.access(parameter.segment, func, args, kwargs))
             with without_dispatch():
@@ -147,10 +149,11 @@ class TieredParameter(nn.Parameter):
         )
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused, but for a constructor's ``parameter.set_(tensor)``."""
+        """Refused, but for a constructor's ``parameter.set_(tensor)``, and itself, which parametrizations set."""
         if len(args) != 1 or not isinstance(args[0], torch.Tensor) or kwargs:
             self._refuse()
-        self.segment.unit.engine.set(self.segment, args[0])
+        if args[0] is not self:
+            self.segment.unit.engine.set(self.segment, args[0])
         return self
 
     map_ = map2_ = as_subclass = _refuse
@@ -251,6 +254,12 @@ def is_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(True for _ in _find((target,)))
 
 
+def name_of(func: Any) -> str:
+    """Return what a message calls ``func``: the getter and the setter of ``data`` are ".data"."""
+    name: str = getattr(func, "__name__", str(func))
+    return f".{func.__self__.__name__}" if name in {"__get__", "__set__"} else name
+
+
 def _find(values: Any) -> Iterator[TieredParameter]:
     """Yield the tiered parameters in ``values``, looking into lists, tuples and dicts."""
     for value in values:
@@ -310,7 +319,7 @@ def _run_from_edges(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """
 
     def edges(values: Any) -> Any:
-        with without_dispatch():
+        with without_dispatch(), ordinary_tensors():
             return tuple(get_gradient_edge(v) if isinstance(v, TieredParameter) else v for v in values)
 
     if len(args) > 1:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-__all__ = ["placeholder", "unrecorded"]
+__all__ = ["ordinary_tensors", "placeholder", "unrecorded"]
 
 _log = logging.getLogger("tiered")
 
@@ -47,6 +47,17 @@ def _unrecorded() -> Iterator[None]:
         yield
     finally:
         torch._C._autograd._enable_record_function(True)
+
+
+def ordinary_tensors() -> AbstractContextManager[None]:
+    """Return a block whose tensors autograd can save later, also inside of ``torch.inference_mode()``."""
+    return _outside_inference() if torch.is_inference_mode_enabled() else nullcontext()
+
+
+@contextmanager
+def _outside_inference() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tiered.errors import UsageError
-from tiered.store.working_set import Lease, WorkingSet
+from tiered.store.residency.working_set import Lease, WorkingSet
 
 if TYPE_CHECKING:
     from tiered.zero.gradients.gradients import UnitGradients

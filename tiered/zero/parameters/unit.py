@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
-from tiered.store.working_set import Lease, WorkingSet
+from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.units import round_up
 from tiered.zero.gradients.backward import in_graph_task
 from tiered.zero.parameters.functorch import check_no_transform
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
-from tiered.zero.parameters.placeholder import placeholder, unrecorded
+from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder, unrecorded
 
 if TYPE_CHECKING:
     from tiered.zero.engine import Engine
@@ -159,6 +160,7 @@ class Unit:
 
     # -- leasing -------------------------------------------------------------------------------------------------
 
+    @uninterrupted
     def open(self, mode: str = "r") -> torch.Tensor:
         """Lease the bytes if they are not leased and return them: (nbytes,) uint8. Blocks on a swap in.
 
@@ -172,7 +174,8 @@ class Unit:
                 self.engine.lanes.about_to_open(self)
         if self.lease is None:  # a micro-batch that took its turn may have opened it
             self.engine.before_open(self)
-            self.lease = self.working_set.lease(self.key, mode)
+            with ordinary_tensors():  # order: later uses of the same lease may be recorded by autograd
+                self.lease = self.working_set.lease(self.key, mode)
             self.state = UnitState.OPEN
             self._word = "backward" if in_graph_task() else "forward" if self.engine.calls else "open"
             self.engine.opened(self)
@@ -180,17 +183,19 @@ class Unit:
             self._opened_s = time.monotonic()
         return self.lease.tensor
 
+    @uninterrupted
     def show(self, mode: str = "r") -> None:
         """Make the parameters views of the leased bytes."""
         buffer = self.open(mode)
         if self.state is UnitState.SHOWN:
             return
-        with without_dispatch(), unrecorded():
+        with without_dispatch(), unrecorded(), ordinary_tensors():
             for segment in self.segments:
                 segment.parameter.data = segment.view(buffer)
             self.versions = tuple(segment.parameter._version for segment in self.segments)
         self.state = UnitState.SHOWN
 
+    @uninterrupted
     def park(self) -> bool:
         """Point the parameters at placeholders and give the lease back; return False while an operation runs.
 

@@ -1,0 +1,54 @@
+"""Ctrl-C at the n-th place where the interpreter would take notice of one, in what tiered runs in this thread.
+
+CPython looks for signals on the way into a function of Python, and when a function of C has returned: what it tells a
+profiler of. The signal is a real one, so that whoever has a say in SIGINT has it here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import weakref
+from types import FrameType, ModuleType
+from typing import Any
+
+import tiered
+
+__all__ = ["interrupt_at"]
+
+_PACKAGE = os.path.dirname(tiered.__file__) + os.sep
+_CALLED: tuple[ModuleType, ...] = (contextlib, threading, weakref)  # whose code does tiered's work in between
+_FILES = {module.__file__ for module in _CALLED}
+
+
+class interrupt_at:
+    """``with interrupt_at(3, 8) as places``: send SIGINT at these, counted from 1. ``places.number`` came by."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.number = 0
+        self.hits: list[str] = []  # where signals were sent
+        self._numbers = numbers
+        self._before: Any = None
+
+    def __enter__(self) -> interrupt_at:
+        self._before = sys.getprofile()
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(self._before)
+
+    def _look(self, frame: FrameType, event: str, arg: object) -> None:
+        code = frame.f_code
+        if event not in ("call", "c_return"):
+            return
+        if not code.co_filename.startswith(_PACKAGE) and code.co_filename not in _FILES:
+            return
+        self.number += 1
+        if self.number in self._numbers:
+            after = f", after {getattr(arg, '__name__', arg)}" if event == "c_return" else ""
+            self.hits.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_qualname}{after}")
+            signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,159 @@
+"""Ctrl-C anywhere in training, which its caller catches as a notebook does: after a rollback it goes on, same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import tiered
+from tests.interrupts import interrupt_at
+from tests.store.rig import simulated_store
+from tiered.bytes.device.memory import SimulatedDisk
+from tiered.errors import TieredError
+from tiered.store.store import Store
+from tiered.units import KiB, MiB
+
+NUM_TRIED = 5  # places for each case; any number may be tried
+
+
+class Training:
+    """A model of three units in a store, one step of it committed."""
+
+    def __init__(self, store: Store, update: str, activations: str, num_micro: int) -> None:
+        torch.manual_seed(3)
+        block = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+        model = nn.Sequential(nn.Linear(64, 64), block, nn.Linear(64, 8))
+        self.store = store
+        self.model = tiered.shard(model, store, activations=activations)
+        self.optimizer = tiered.AdamW(self.model.parameters(), lr=1e-2, update=update)
+        self.is_clipped = update == "step"
+        self.num_micro = num_micro
+        self.step(0)
+        store.wait_for_commit()
+
+    def step(self, number: int) -> None:
+        inputs = torch.randn(128, 64, generator=torch.Generator().manual_seed(number))
+        if self.num_micro:
+            parts = [(part,) for part in inputs.chunk(self.num_micro)]
+            losses = tiered.micro_batches(self.model, parts, loss=lambda model, part: model(part).square().mean())
+            loss = torch.stack(losses).mean()
+        else:
+            loss = self.model(inputs).square().mean()
+        loss.backward()
+        if self.is_clipped:
+            tiered.clip_grad_norm_(self.model, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.store.commit({"step": number + 1}, wait=False)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        return dict(self.model.state_dict())
+
+
+@contextmanager
+def training(update: str = "step", activations: str = "keep", num_micro: int = 0) -> Iterator[Training]:
+    disk = SimulatedDisk(capacity_nbytes=32 * MiB, can_lose_power=False)
+    with simulated_store(disk, budget_nbytes=768 * KiB, deadline_s=5.0) as store:
+        yield Training(store, update, activations, num_micro)
+
+
+def _step(trained: Training) -> None:
+    trained.step(1)
+
+
+def _look(trained: Training) -> None:
+    with torch.no_grad():
+        trained.model(torch.zeros(2, 64))
+    trained.model.state_dict()
+    trained.optimizer.load_state_dict(trained.optimizer.state_dict())
+    with tiered.unsharded(trained.model[1]) as module, torch.no_grad():
+        module[0].weight.add_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("act", "case"),
+    [
+        (_look, {}),
+        (_step, {}),
+        (_step, {"update": "backward"}),
+        (_step, {"activations": "recompute"}),
+        (_step, {"activations": "swap"}),
+        (_step, {"num_micro": 2}),
+    ],
+)
+def test_an_interrupt_anywhere_leaves_a_training_that_goes_on_after_a_rollback(
+    act: Callable[[Training], None], case: dict[str, object]
+) -> None:
+    with training(**case) as undisturbed:  # type: ignore[arg-type]
+        with interrupt_at() as places:
+            act(undisturbed)
+        undisturbed.store.rollback()
+        for number in range(undisturbed.store.state["step"], 3):
+            undisturbed.step(number)
+        expected = undisturbed.values()
+    stride = places.number // NUM_TRIED
+    for number in range(stride // 2, places.number, stride):
+        with training(**case) as trained:  # type: ignore[arg-type]
+            caught: KeyboardInterrupt | None = None
+            try:
+                with interrupt_at(number) as places:
+                    act(trained)
+            except KeyboardInterrupt as error:
+                caught = error  # lifetime: with its frames, as a notebook keeps it
+            assert caught is not None or not places.hits
+            trained.store.rollback()
+            for later in range(trained.store.state["step"], 3):
+                trained.step(later)
+            values = trained.values()
+            assert all(torch.equal(values[name], value) for name, value in expected.items()), places.hits
+            trained.store.commit({"step": 3})
+            assert trained.store.verify().is_clean
+            if caught is not None:
+                caught.__traceback__ = None
+
+
+def test_an_interrupted_evaluation_needs_no_rollback() -> None:
+    def evaluate(trained: Training) -> None:
+        with torch.no_grad():
+            trained.model(torch.zeros(2, 64))
+
+    with training() as trained:
+        with interrupt_at() as places:
+            evaluate(trained)
+        for number in range(1, places.number, places.number // (2 * NUM_TRIED)):
+            try:
+                with interrupt_at(number):
+                    evaluate(trained)
+            except KeyboardInterrupt:
+                pass
+            evaluate(trained)
+        trained.step(1)
+        trained.step(2)
+        values = trained.values()
+    with training() as undisturbed:
+        undisturbed.step(1)
+        undisturbed.step(2)
+        expected = undisturbed.values()
+    assert all(torch.equal(values[name], value) for name, value in expected.items())
+
+
+def test_a_step_left_by_an_interrupt_is_done_or_says_what_to_do() -> None:
+    with training() as trained:
+        with interrupt_at() as places:
+            trained.step(1)
+        for number in range(2, places.number, places.number // NUM_TRIED):
+            trained.store.rollback()
+            try:
+                with interrupt_at(number):
+                    trained.step(2)
+            except KeyboardInterrupt:
+                pass
+            try:
+                trained.optimizer.zero_grad()
+                trained.step(3)
+            except TieredError as error:
+                assert "rollback" in str(error)

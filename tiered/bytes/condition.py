@@ -1,0 +1,61 @@
+"""Condition: a lock to wait on that no interrupt leaves held, and that knows whether the calling thread holds it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from tiered.bytes.interrupt import INTERRUPTS
+
+__all__ = ["Condition"]
+
+
+class Condition(threading.Condition):
+    """A condition over a lock of its own, for ``with`` as any other.
+
+    The standard one enters and leaves its lock in Python functions: an exception from a signal handler, such as Ctrl-C,
+    that comes between the lock and the block leaves the lock held for ever. Here ``with`` finds the methods of the lock
+    itself, in slots, and no line of Python lies between.
+
+    A signal handler or a finalizer may run in the middle of a block, in the thread that holds the lock. Entering there
+    does not block, but finds what the block left half done: whoever may be called so asks ``is_held_here`` first.
+    """
+
+    __slots__ = ("__enter__", "__exit__", "is_held_here")
+
+    is_held_here: Callable[[], bool]
+
+    _waiters: deque[threading.Lock]  # the standard one's
+
+    def __init__(self) -> None:
+        lock = threading.RLock()
+        super().__init__(lock)
+        self.__enter__ = lock.__enter__  # type: ignore[method-assign]
+        self.__exit__ = lock.__exit__  # type: ignore[method-assign]
+        self.is_held_here = lock._is_owned  # type: ignore[attr-defined]
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for a notification, as the standard one does. Among ``INTERRUPTS`` it is here that one is raised."""
+        waiter = self.waiter()
+        held = self._release_save()  # type: ignore[attr-defined]  # the standard one has both
+        was_notified = False
+        try:
+            was_notified = INTERRUPTS.acquire(waiter, None if timeout is None else max(timeout, 0.0))
+            return was_notified
+        finally:
+            self._acquire_restore(held)  # type: ignore[attr-defined]
+            if not was_notified and waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def waiter(self) -> threading.Lock:
+        """Return, with the lock held, a lock that can be acquired from the next ``notify_all`` on.
+
+        To wait for that without the lock: ``wait`` gives the lock back and takes it again in lines of Python, and an
+        exception from a signal handler between them, outside of ``INTERRUPTS``, leaves its caller's block to release
+        what it does not hold.
+        """
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        return waiter

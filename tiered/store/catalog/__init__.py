@@ -1,0 +1,1 @@
+"""The durable index of a store: rows, their checks, and the SQLite file that they are in."""

@@ -1,0 +1,1 @@
+"""What belongs to which generation, and how a commit makes one durable: all of it or nothing."""

@@ -1,0 +1,264 @@
+"""Commit: seal what a generation contains, bring it to the devices, name it in the catalog; and the way back.
+
+The order that makes it atomic: all writes landed and checked, every device flushed, one catalog transaction, and only
+then are the superseded extents free.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from tiered.bytes.inside import ServiceThread
+from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
+from tiered.store.catalog.catalog import Catalog
+from tiered.store.catalog.row import Root
+from tiered.store.generations.finishers import Finisher
+from tiered.store.generations.records import Sealed
+from tiered.store.lifetime.dropping import start_keeper
+from tiered.store.residency.entry import Entry, Residency
+from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.write_back import Shortage
+from tiered.store.transfers.transfer import start_all
+from tiered.store.waiting.deadline import Deadline
+from tiered.store.waiting.recorder import Wait
+from tiered.units import MiB
+
+__all__ = ["Committer"]
+
+_log = logging.getLogger("tiered")
+
+_MAX_NUM_WRITING = 64  # writes a commit keeps in flight: enough for any drive, few enough to keep demand reads quick
+_MAX_WRITING_BYTES = 256 * MiB
+
+
+class Committer:
+    """Takes a store from one generation to the next, one commit at a time.
+
+    The flush runs in a thread that ends with it, so a caller may wait or go on. After a failure there nothing can be
+    written any more: ``failure`` has the reason, and reopening the store decides which generation it holds.
+    """
+
+    def __init__(self, working_set: WorkingSet, catalog: Catalog, root: Root) -> None:
+        self.root = root  # the last committed generation's
+        self.failure: Exception | None = None
+        self.lost_generation = 0
+        self.num_commits = 0
+        self.catalog_write_bytes = 0
+        self._working_set = working_set
+        self._records = working_set.records
+        self._condition = working_set.condition
+        self._catalog = catalog
+        self._thread: threading.Thread | None = None
+
+    def start(self, state: str, *, is_last: bool = False) -> int:
+        """Seal the open generation, with ``state`` riding along, and start to flush it; return its number.
+
+        ``is_last``: the store closes. Then what a write-back failed of before does not keep the commit from happening.
+        Blocks while another commit runs. Raises LeaseError while a key is leased for writing or such a lease lingers,
+        CapacityError when the devices lack space, ClosedError after the last one: then nothing is sealed.
+        """
+        while True:
+            self.wait()
+            with self._condition:
+                self._working_set.residents.drain()
+                if is_last:
+                    self._working_set.room.forget_failure()
+                else:
+                    self._working_set.refuse_late()
+                self._working_set.room.raise_failure()
+                if self._records.sealed is not None:  # another thread's; it came first
+                    continue
+                begun_s = time.monotonic()
+                self._refuse_writers("commit", lingering=True)
+                missing = self._take_targets()
+                if not missing:
+                    handed: list[Sealed] = []
+                    has_thread = self._start_thread(handed)  # order: nothing is sealed if this is interrupted
+                    handed.append(self._records.seal(state))
+                    handed[0].thread = self._thread
+                    self._working_set.is_ending |= is_last
+                    break
+            self._working_set.room.grow(Shortage(missing, scratch=False))
+        self._working_set.recorder.worked("seal", f"generation {handed[0].generation}", begun_s)
+        if not has_thread:
+            self._finish(handed[0])
+        return handed[0].generation
+
+    def _start_thread(self, handed: list[Sealed]) -> bool:
+        """Start the thread that flushes what is ``handed`` over by the time it gets the lock; False: there is none."""
+        # A thread of its own, not a daemon: the interpreter waits for it, and no call can interrupt it.
+        thread = ServiceThread(target=self._finish_handed, args=(handed,), name="tiered-commit")
+        try:
+            start_keeper(thread)
+        except RuntimeError:  # no more threads for this process, or the interpreter is ending
+            self._thread = None
+            return False
+        self._thread = thread
+        return True
+
+    def defer(self, seal: Callable[[], object], finisher: Finisher) -> int:
+        """Have ``seal``, which calls ``start``, called at the end of what ``finisher`` has pending.
+
+        Returns the number that the generation will have, 0 where nothing is pending. Raises LeaseError while a key that
+        is not the finisher's is leased for writing or such a lease lingers: then nothing will be sealed.
+        """
+        keys = finisher.pending_keys()  # order: without the lock
+        with self._condition:
+            self._working_set.residents.drain()
+            self._working_set.room.raise_failure()
+            self._refuse_writers("commit", lingering=True, but=keys)
+            generation = self._records.open_generation
+            self._working_set.deferred_seal.announce(finisher, generation)
+        return generation if self._working_set.deferred_seal.hand_over(seal) else 0
+
+    def wait(self) -> None:
+        """Wait until no commit runs, successful or not. Raises DeadlineError."""
+        deadline = Deadline("completion of the running commit", self._working_set.deadline_s)
+        begun_s = time.monotonic()
+        with self._condition:
+            is_waiting = self._records.sealed is not None and self.failure is None
+            while self._records.sealed is not None and self.failure is None:
+                deadline.wait(self._condition, self._records.commit_progress())
+            thread = self._thread
+        if is_waiting:
+            self._working_set.recorder.waited(Wait.COMMIT, "", begun_s)
+        if thread is not None:
+            thread.join()  # it has nothing left to do
+
+    def roll_back(self) -> None:
+        """Return to the last sealed generation, without I/O. Raises LeaseError while a key is leased for writing."""
+        self.wait()
+        deadline = Deadline("rollback", self._working_set.deadline_s)
+        with self._condition:
+            while True:
+                self._working_set.residents.drain()
+                self._working_set.room.refuse()
+                self._refuse_writers("rollback", lingering=False)
+                busy = next((entry for entry in self._records.unsealed() if not entry.is_settled), None)
+                if busy is None:
+                    break
+                self._working_set.wait_for(busy, deadline)
+            self._working_set.room.write_back.error = None  # of bytes that are given up now
+            for entry in self._records.roll_back():
+                self._working_set.residents.drop(entry)
+
+    def _refuse_writers(self, operation: str, *, lingering: bool, but: Collection[str] = ()) -> None:
+        writers = (entry.name for entry in self._records.unsealed() if _has_writer(entry, lingering=lingering))
+        leased = [name for name in writers if name not in but]
+        if leased:
+            names = ", ".join(map(repr, leased[:5])) + (", ..." if len(leased) > 5 else "")
+            raise LeaseError(
+                f"{operation} while {names} {'is' if len(leased) == 1 else 'are'} leased for writing, or tensors of "
+                "such a lease are alive; release them first"
+            )
+
+    def _take_targets(self) -> int:
+        """Give every changed entry that has not landed the extents for it; return how many bytes are missing."""
+        missing = 0
+        records = self._records
+        for entry in list(records.changed):
+            if entry.row is not None:
+                continue
+            if entry.is_inline:
+                self._working_set.room.write_back.land_inline(entry)
+            elif entry.state is Residency.DIRTY and records.take_target(entry) is None:
+                missing += self._working_set.space.round_up(entry.nbytes)
+        return missing
+
+    # Below: the flush, in its own thread, or in the caller's where none can be started
+
+    def _finish_handed(self, handed: list[Sealed]) -> None:
+        with self._condition:  # whoever started this thread holds the lock until it has sealed
+            pass
+        for sealed in handed:
+            self._finish(sealed)
+
+    def _finish(self, sealed: Sealed) -> None:
+        recorder, subject = self._working_set.recorder, f"generation {sealed.generation}"
+        begun_s = time.monotonic()
+        try:
+            self._write(sealed)
+            flush_s = time.monotonic()
+            self._working_set.space.flush()
+            recorder.worked("flush", subject, flush_s)
+            sealed.phase += 1
+            root = Root(
+                store_uuid=self.root.store_uuid,
+                generation=sealed.generation,
+                next_key_id=self._records.next_key_id,
+                num_directories=self.root.num_directories,
+                state=sealed.state,
+            )
+            written = _written_nbytes()
+            self._catalog.apply(root, list(sealed.rows.values()), [entry.key_id for entry in sealed.removed])
+            self.catalog_write_bytes += _written_nbytes() - written
+            recorder.worked("commit", subject, begun_s)
+        except BaseException as error:  # whatever it is, it must reach the caller
+            self._fail(sealed, error)
+            return
+        with self._condition:
+            self._records.committed()  # Order: only now may the superseded extents be reused
+            self.root = root
+            self.num_commits += 1
+            self._condition.notify_all()
+
+    def _write(self, sealed: Sealed) -> None:
+        """Write what is sealed and has not landed; wait until it has."""
+        write_back = self._working_set.room.write_back
+        deadline = Deadline(f"commit of generation {sealed.generation}", self._working_set.deadline_s)
+        while True:
+            with self._condition:
+                if write_back.sealed_error is not None:
+                    raise write_back.sealed_error
+                if not sealed.num_pending:
+                    sealed.phase += 1
+                    return
+                batch: list[Entry] = []
+                nbytes = write_back.writing_bytes
+                while sealed.to_write and nbytes < _MAX_WRITING_BYTES:
+                    if write_back.num_writing + len(batch) >= _MAX_NUM_WRITING:
+                        break
+                    batch.append(sealed.to_write.popleft())
+                    nbytes += batch[-1].nbytes
+                transfers, _ = write_back.plan([entry for entry in batch if entry.is_pending], max(1, nbytes))
+                if not transfers and not batch:
+                    deadline.wait(self._condition, self._records.commit_progress())
+            start_all(transfers)
+
+    def _fail(self, sealed: Sealed, error: BaseException) -> None:
+        if not isinstance(error, Exception):
+            error = DeviceError(f"the commit was interrupted: {error!r}")
+        _log.error("generation %d was not committed: %s", sealed.generation, error)
+        with self._condition:
+            self.failure = error
+            self.lost_generation = sealed.generation
+            self._condition.notify_all()
+
+    def refusal(self) -> TieredError | None:
+        """Return what every call must raise after a failed commit."""
+        if self.failure is None:
+            return None
+        kind = CapacityError if isinstance(self.failure, CapacityError) else DeviceError
+        refusal = kind(
+            f"generation {self.lost_generation} was not committed: {self.failure}. Nothing can be done with this store "
+            "but close() it; opened again it holds the last committed generation, with its digests checked"
+        )
+        refusal.__cause__ = self.failure
+        return refusal
+
+
+def _written_nbytes() -> int:
+    """Return the bytes that this thread has made the system write so far; 0 where it does not tell."""
+    try:
+        with open("/proc/thread-self/io", encoding="ascii") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
+    except (OSError, StopIteration):
+        return 0
+
+
+def _has_writer(entry: Entry, *, lingering: bool) -> bool:
+    residence = entry.residence
+    return residence is not None and bool(residence.writers if lingering else residence.open_writers)

@@ -1,0 +1,77 @@
+"""Finishers: who makes bytes of keys in a thread of its own, behind calls that have returned.
+
+When somebody must wait for them is asked here; what they make, and how, is their own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from tiered.store.waiting.reentry import Reentry
+
+__all__ = ["Finisher", "Finishers"]
+
+
+class Finisher(Protocol):
+    """One of them. Called without the store's lock; the methods that wait may serve the thread they wait for."""
+
+    reentry: Reentry  # refuses what interrupts its own calls
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is pending."""
+
+    def is_this_thread(self) -> bool:
+        """Whether the caller's is the thread that makes the bytes."""
+
+    def finish(self, key: str) -> None:
+        """Wait until what is pending for ``key`` is made, well or not; blocks."""
+
+    def finish_all(self) -> None:
+        """Wait until nothing is pending; blocks. Raises what it failed of."""
+
+    def pending_keys(self) -> Collection[str]:
+        """Return the keys whose bytes are pending now."""
+
+    def when_done(self, conclude: Callable[[BaseException | None], None]) -> bool:
+        """Have ``conclude`` called, once, by the thread that makes the bytes, when nothing is pending any more.
+
+        It gets what that failed of, if it did; it may raise, which is a failure like any other. Until it returns, it is
+        pending itself. Nothing new becomes pending meanwhile. Returns False, and calls nothing, where nothing is
+        pending.
+        """
+
+
+class Finishers:
+    """The finishers of one store, asked in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._finishers: list[Finisher] = []
+
+    def add(self, finisher: Finisher) -> None:
+        """Ask ``finisher`` from now on."""
+        self._finishers.append(finisher)
+
+    def settled(self, key: str) -> str:
+        """Return ``key`` once nobody works with it behind the caller's back. Raises TypeError for what is no name."""
+        if not isinstance(key, str):
+            raise TypeError(f"expected a str as the key, got {type(key).__name__}")
+        for finisher in self._finishers:
+            finisher.finish(key)
+        return key
+
+    def finish_all(self) -> None:
+        """Wait until nothing is pending. Raises what failed."""
+        for finisher in self._finishers:
+            finisher.finish_all()
+
+    def refuse_reentry(self) -> None:
+        """Raise UsageError where the calling thread is inside of one, as a signal handler may be."""
+        for finisher in self._finishers:
+            finisher.reentry.refuse()
+
+    def busy_one(self) -> Finisher | None:
+        """Return the one for whom something is pending; None where it is none, or more than one."""
+        busy = [finisher for finisher in self._finishers if finisher.is_busy]
+        return busy[0] if len(busy) == 1 else None

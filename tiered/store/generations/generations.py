@@ -1,0 +1,232 @@
+"""Generations: the order of things in commit, rollback, resume and the last commit of close.
+
+What rides along (registered objects, the caller's state) and who is asked first (guards) is here; how bytes become
+durable is in commit.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tiered.bytes.interrupt import uninterrupted
+from tiered.errors import DeadlineError, TieredError, UsageError
+from tiered.store.catalog.catalog import Catalog
+from tiered.store.catalog.row import Root
+from tiered.store.generations.commit import Committer
+from tiered.store.generations.finishers import Finishers
+from tiered.store.generations.registry import Registry, committed_state, encode_user_state
+from tiered.store.residency.residents import this_thread
+from tiered.store.residency.working_set import WorkingSet
+
+__all__ = ["Generations"]
+
+_log = logging.getLogger("tiered")
+
+
+class Generations:
+    """The commits of one store. Without a catalog (``durable=False``) there are none, and asking for one raises.
+
+    One call at a time seals or rolls back. Guards and registered objects are called without the store's lock.
+    """
+
+    def __init__(self, working_set: WorkingSet, catalog: Catalog | None, root: Root, finishers: Finishers) -> None:
+        self.guards: list[Callable[[str], None]] = []
+        self._finishers = finishers
+        self._working_set = working_set
+        self._records = working_set.records
+        self._committer = None if catalog is None else Committer(working_set, catalog, root)
+        self._user_text = encode_user_state(committed_state(root.state)[0])  # order: it checks the text
+        self.registry = Registry(root.state)
+        self._root = root
+        self._turn = threading.RLock()  # reentrant: loading a state may ask for one of these again
+        self._told: set[int] = set()  # threads, by number, that know of the failure
+        self.withheld_for = ""  # why a close must not commit, as a guard has said
+
+    @property
+    def root(self) -> Root:
+        """The last committed one."""
+        return self._root if self._committer is None else self._committer.root
+
+    @property
+    def num_commits(self) -> int:
+        return 0 if self._committer is None else self._committer.num_commits
+
+    @property
+    def catalog_write_bytes(self) -> int:
+        return 0 if self._committer is None else self._committer.catalog_write_bytes
+
+    def refuse(self) -> None:
+        """Raise when a commit has failed: nothing can be done any more."""
+        refusal = None if self._committer is None else self._committer.refusal()
+        if refusal is not None:
+            self._told.add(this_thread())
+            raise refusal
+
+    @uninterrupted
+    def commit(self, state: Mapping[str, Any] | None, *, wait: bool) -> int:
+        """Seal, start to flush, and return the generation's number.
+
+        Without ``wait`` a busy finisher seals once it has finished. What is registered is encoded now either way.
+        """
+        committer = self._ready("commit")
+        self._ask("commit")
+        with self._turn:
+            self._working_set.deferred_seal.settle()
+            user_text = self._user_text if state is None else encode_user_state(state)
+            text = self.registry.encode(user_text)
+
+            def seal() -> int:
+                generation = committer.start(text)
+                self._user_text = user_text
+                return generation
+
+            finisher = None if wait else self._finishers.busy_one()
+            generation = 0 if finisher is None else committer.defer(seal, finisher)
+            if generation:
+                return generation
+            self._finishers.finish_all()
+            return seal()
+
+    def refuse_company(self, operation: str) -> None:
+        """Raise UsageError unless the store is as it was opened: nothing registered, guarded or changed."""
+        self._ready(operation)
+        self.wait()
+        if self.registry or self.guards or self._records.has_changes:
+            raise UsageError(
+                f"{operation}: something is registered, or has changed since generation {self._records.generation}; "
+                "open the store for this alone"
+            )
+
+    @uninterrupted
+    def commit_as_is(self) -> int:
+        """Seal the keys as they are with exactly the text of the last commit, and start to flush."""
+        with self._turn:
+            return self._ready("commit").start(self.root.state)
+
+    @uninterrupted
+    def wait(self) -> None:
+        """Wait for the running commit, sealed or about to be, and raise if it failed."""
+        self._working_set.deferred_seal.settle()
+        if self._committer is not None:
+            self._committer.wait()
+        self.refuse()
+
+    @uninterrupted
+    def roll_back(self) -> None:
+        """Return to the last sealed generation, all that is registered included."""
+        committer = self._ready("rollback")
+        self._ask("rollback")
+        with self._turn:
+            self.wait()
+            user, registered = committed_state(committer.root.state)
+            if self.registry and not committer.root.generation:
+                raise UsageError("rollback: nothing was committed yet, so what is registered has no state to return to")
+            self.registry.check(registered, committer.root.generation)
+            committer.roll_back()
+            self._user_text = encode_user_state(user)
+            self.registry.carry(committer.root.state)
+            self.registry.load(registered)
+
+    @uninterrupted
+    def resume(self) -> dict[str, Any]:
+        """Load the last committed generation into all that is registered; return the caller's state."""
+        committer = self._ready("resume")
+        self._ask("resume")
+        with self._turn:
+            self.wait()
+            if not committer.root.generation:
+                return {}
+            user, registered = committed_state(committer.root.state)
+            self.registry.check(registered, committer.root.generation)
+            if self._records.has_changes:
+                committer.roll_back()
+                self._user_text = encode_user_state(user)
+                self.registry.carry(committer.root.state)
+            self.registry.load(registered)
+            return user
+
+    @uninterrupted
+    def drop_state(self, name: str) -> None:
+        """Leave what was committed under ``name`` out of the next commit."""
+        self._ready("drop_state")
+        with self._turn:
+            self.registry.drop(name)
+
+    def finish(self, *, commit: bool) -> Exception | None:
+        """The store closes: ask the guards, commit what changed if that is wanted; return why it did not happen."""
+        failure: Exception | None = None
+        try:
+            with self._working_set.condition:
+                self._working_set.room.forget_failure()  # order: before the guards, which use the store
+            failure = self._end_all()
+            if self._committer is not None:
+                self._committer.wait()
+            if self._committer is not None and this_thread() not in self._told and failure is None:
+                self.refuse()
+                if commit and self.withheld_for:
+                    _log.warning("%s", self.withheld_for)
+                elif commit and not self._end_unchanged():
+                    self._committer.start(self.registry.encode(self._user_text), is_last=True)
+                    self.wait()
+        except Exception as error:  # whatever it is, the store closes
+            failure = failure or error
+        with self._working_set.condition:  # order: not after an interrupt; a close that comes again has it all to do
+            self._working_set.is_ending = True  # order: whoever changes something later is told that it is too late
+        self.report_dropped()
+        try:
+            if failure is None and self._committer is not None:
+                self._committer.wait()  # order: no other can be sealed by now; one that another thread has sealed ends
+        except DeadlineError as error:
+            failure = error
+        return failure
+
+    def _end_unchanged(self) -> bool:
+        """Take no more changes, unless there are some to commit; return whether that is so."""
+        with self._working_set.condition:
+            self._working_set.is_ending |= not self._records.has_changes
+            return self._working_set.is_ending
+
+    def report_dropped(self) -> bool:
+        """Log what changed and no commit has; whether there is any."""
+        return self._records.report_dropped()
+
+    def _ready(self, operation: str) -> Committer:
+        self._working_set.check(writing=operation != "resume")
+        self._finishers.refuse_reentry()  # order: before anything is given up, or waited for
+        if self._committer is None:
+            raise UsageError(f"{operation}() on a store with durable=False, which has no commits")
+        self._working_set.deferred_seal.settle()
+        return self._committer
+
+    def _ask(self, word: str) -> None:
+        for guard in list(self.guards):
+            guard(word)
+
+    def _end_all(self) -> Exception | None:
+        """Settle, then ask every guard, whatever the others say: each may have something to give back.
+
+        Returns the first error.
+        """
+        failure: Exception | None = None
+        ends: list[Callable[[], None]] = [self._working_set.deferred_seal.settle]
+        if self._committer is not None:
+            ends.append(self._committer.wait)  # order: guards compare with what is committed
+        for end in ends + [functools.partial(guard, "close") for guard in self.guards]:
+            try:
+                end()
+            except Exception as error:
+                failure = failure or error
+        return failure
+
+    @uninterrupted
+    def finish_at_exit(self) -> None:
+        """The process ends and nobody closed the store: let a sealed generation become durable, and say what is not."""
+        try:
+            self.wait()
+        except TieredError as error:
+            _log.error("the process ends before generation %d is durable: %s", self._records.generation, error)
+        self.report_dropped()

@@ -1,0 +1,320 @@
+"""Records: the table of keys, and which generation each key's bytes belong to.
+
+Bookkeeping only: every method runs under the store's lock, none does I/O, none touches DRAM. The rule that it keeps:
+*writes never touch committed bytes*. An entry has a committed set of extents, a sealed one while a commit runs, and
+``landing`` for the open generation; at most two of the three.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+from tiered.store.catalog.row import Row
+from tiered.store.catalog.rows import Rows
+from tiered.store.generations.table import Table
+from tiered.store.residency.entry import Entry, Residency, Spec
+from tiered.store.space.extents import Extent
+from tiered.store.space.space import Space
+from tiered.units import format_bytes
+
+__all__ = ["Extents", "Records", "Sealed"]
+
+Extents = tuple[Extent, ...]
+
+_log = logging.getLogger("tiered")
+
+
+class Sealed:
+    """What a generation contains, fixed; rows are complete once every pending entry has landed."""
+
+    __slots__ = ("generation", "num_pending", "phase", "removed", "rows", "state", "targets", "thread", "to_write")
+
+    def __init__(self, generation: int, state: str) -> None:
+        self.generation = generation
+        self.state = state  # JSON text
+        self.rows: dict[Entry, Row] = {}  # changed entries whose bytes have landed
+        self.targets: dict[Entry, Extents] = {}  # changed entries whose bytes have not, and where they go
+        self.to_write: deque[Entry] = deque()  # of these, the ones that may need a write to be started
+        self.removed: list[Entry] = []
+        self.num_pending = 0
+        self.phase = 0  # counts what the commit has done, as a sign of progress
+        self.thread: threading.Thread | None = None  # that flushes it, where it has one of its own
+
+
+class Records:
+    """All entries, and what has changed in them since the last seal."""
+
+    def __init__(self, space: Space, *, durable: bool, generation: int = 0, next_key_id: int = 1) -> None:
+        self.entries = Table()
+        self.durable = durable
+        self.generation = generation  # the last sealed one
+        self.next_key_id = next_key_id
+        self.sealed: Sealed | None = None  # the running commit
+        self.changed: dict[Entry, None] = {}  # since the last seal; an ordered set
+        self.removed: dict[Entry, None] = {}  # deleted since the last seal, and not new since then
+        self._hidden: set[Entry] = set()  # undefined ones, and scratch keys of a durable store
+        self._space = space
+
+    @property
+    def open_generation(self) -> int:
+        """The generation that changes made now will be part of."""
+        return self.generation + 1
+
+    def load(self, rows: Rows) -> None:
+        """Fill the empty table with committed rows. Raises CorruptionError for extents that cannot be theirs."""
+        self._space.claim_all(rows)
+        self.entries.fill(rows)
+
+    # Below: the mapping
+
+    def __len__(self) -> int:
+        return len(self.entries) - len(self._hidden)
+
+    def names(self) -> list[str]:
+        """Return the names that the mapping shows: durable ones (all, in a store without commits) that have bytes."""
+        hidden = {entry.name for entry in self._hidden}
+        return [name for name in self.entries if name not in hidden]
+
+    def find(self, name: object) -> Entry | None:
+        """Return the entry that the mapping shows under ``name``."""
+        entry = self.entries.get(name) if isinstance(name, str) else None
+        return None if entry is None or entry in self._hidden else entry
+
+    def __contains__(self, name: str) -> bool:
+        if not self._hidden:
+            return name in self.entries
+        return self.peek(name) is not None
+
+    def peek(self, name: str) -> Entry | None:
+        """Return what ``find`` would, only to look at: a key that nobody uses costs no more memory afterwards."""
+        entry = self.entries.peek(name)
+        return None if entry is None or entry in self._hidden else entry
+
+    def add(self, name: str, spec: Spec, *, scratch: bool, key_id: int | None = None) -> Entry:
+        """Add an UNDEFINED entry; ``name`` is free, ``key_id`` new or None."""
+        assert name not in self.entries, name
+        entry = Entry(name, self.new_key_ids(1) if key_id is None else key_id, spec, scratch=scratch)
+        self.entries[name] = entry
+        self._hidden.add(entry)
+        return entry
+
+    def new_key_ids(self, number: int) -> int:
+        """Return the first of ``number`` key ids that nobody has had."""
+        key_id = self.next_key_id
+        self.next_key_id += number
+        return key_id
+
+    def remove(self, entry: Entry) -> None:
+        """Take a settled entry out of the table; its buffer, if any, is the caller's to drop."""
+        assert entry.is_settled, entry
+        del self.entries[entry.name]
+        self._hidden.discard(entry)
+        self.changed.pop(entry, None)
+        self._free_landing(entry)
+        if entry.committed is not None or (self.sealed is not None and entry in self.sealed.rows):
+            self.removed[entry] = None
+        entry.row = None
+        entry.state = Residency.UNDEFINED
+
+    # Below: where bytes go
+
+    def touch(self, entry: Entry) -> None:
+        """Note that the newest bytes are about to be in DRAM only, or in a row the caller will set."""
+        entry.row = None
+        if not entry.scratch:
+            self.changed[entry] = None
+        if not (entry.scratch and self.durable):
+            self._hidden.discard(entry)
+
+    def may_write(self, entry: Entry) -> bool:
+        """Whether a write now would respect the two sets; else it waits for the running commit."""
+        if entry.is_pending or entry.scratch or entry.landing is not None or self.sealed is None:
+            return True
+        has_sealed = entry in self.sealed.rows and bool(self.sealed.rows[entry].extents)
+        has_committed = entry.committed is not None and bool(entry.committed.extents)
+        return not (has_sealed and has_committed)
+
+    def take_target(self, entry: Entry) -> Extents | None:
+        """Return the extents that the entry's bytes are to be written to; None when the files must grow first."""
+        if entry.is_pending:
+            assert self.sealed is not None
+            return self.sealed.targets[entry]
+        if entry.landing is not None and self._space.is_streaming(entry.landing):
+            self._free_landing(entry)  # a stream still reads the older bytes: they stay until it ends
+        if entry.landing is None:
+            entry.landing = self._space.take_nowait(entry.nbytes, scratch=entry.scratch)
+        return entry.landing
+
+    def row_for(self, entry: Entry, extents: Extents) -> Row:
+        """Return the row, without digests, for bytes about to be written to ``extents``."""
+        # Order: pending bytes are the sealed generation's, all others the open one's.
+        generation = self.generation if entry.is_pending else self.open_generation
+        return _row(entry.key_id, entry.name, entry.spec, generation=generation, extents=extents)
+
+    def inline_row(self, entry: Entry, content: bytes) -> Row:
+        """Return the row of an inline entry."""
+        return dataclasses.replace(self.row_for(entry, ()), inline=content)
+
+    def new_row(self, name: str, spec: Spec, extents: Extents) -> Row:
+        """Return the row, without digests, of bytes about to be written under a new key id."""
+        return _row(self.new_key_ids(1), name, spec, generation=self.open_generation, extents=extents)
+
+    def landed(self, entry: Entry, row: Row) -> None:
+        """Note that the entry's newest bytes are in ``row``, whose extents are its target."""
+        entry.row = row
+        if entry.is_pending:
+            assert self.sealed is not None
+            self.sealed.rows[entry] = row
+            del self.sealed.targets[entry]
+            self.sealed.num_pending -= 1
+            entry.is_pending = False
+
+    def streamed(self, entry: Entry, row: Row) -> None:
+        """Note that bytes were written to fresh extents past the target; they are the open generation's."""
+        self.touch(entry)
+        self._free_landing(entry)
+        entry.landing = row.extents
+        entry.row = row
+        entry.state = Residency.STORED
+
+    def put_off(self, entry: Entry) -> None:
+        """Note that a write of ``entry`` came to nothing, and is to be started again."""
+        if entry.is_pending:
+            assert self.sealed is not None
+            self.sealed.to_write.append(entry)
+
+    def lost_target(self, entry: Entry, extents: Extents) -> None:
+        """Note that a write to ``extents`` failed: nobody writes there again."""
+        self._space.quarantine(extents)
+        if entry.landing == extents:
+            entry.landing = None
+
+    def _free_landing(self, entry: Entry) -> None:
+        if entry.landing is not None:
+            self._space.give_back(entry.landing)
+            entry.landing = None
+
+    # Below: generations
+
+    def commit_progress(self) -> object:
+        """Return a value that changes as long as the running commit comes closer to its end."""
+        if self.sealed is None:
+            return None
+        num_blocks = self._space.progress.num_blocks if self.sealed.num_pending else 0
+        return self.sealed.generation, self.sealed.phase, self.sealed.num_pending, num_blocks
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether a commit now would contain other tensors than the last sealed generation."""
+        return bool(self.changed or self.removed)
+
+    def unsealed(self) -> Iterator[Entry]:
+        """Yield the entries that a seal or a rollback concerns: changed ones, and what took a removed one's name."""
+        yield from self.changed
+        for removed in self.removed:
+            entry = self.entries.get(removed.name)
+            if entry is not None and entry not in self.changed:
+                yield entry
+
+    def report_dropped(self) -> bool:
+        """The store closes: log what changed and no commit has; return whether there is any."""
+        dropped = [*self.changed, *self.removed]
+        if dropped and self.durable:
+            _log.warning(
+                "closed without a commit: changes to %d keys, %s, since generation %d are dropped",
+                len({entry.name for entry in dropped}),  # one that was put again is in both
+                format_bytes(sum(entry.nbytes for entry in dropped)),
+                self.generation,
+            )
+        return bool(dropped) and self.durable
+
+    def superseded(self) -> Iterator[Row | None]:
+        """Yield the committed rows that the next commit would free."""
+        for entry in (*self.changed, *self.removed):
+            yield entry.committed
+        for entry in (*self.sealed.rows, *self.sealed.targets, *self.sealed.removed) if self.sealed else ():
+            yield entry.committed
+
+    def seal(self, state: str) -> Sealed:
+        """Fix what the open generation contains and open the next; every dirty entry has its target."""
+        assert self.sealed is None
+        sealed = Sealed(self.open_generation, state)
+        for entry in self.changed:
+            if entry.row is not None:
+                sealed.rows[entry] = entry.row
+            else:
+                assert entry.landing is not None, entry
+                sealed.targets[entry] = entry.landing
+                entry.is_pending = True
+            entry.landing = None
+        sealed.to_write.extend(sealed.targets)
+        sealed.num_pending = len(sealed.targets)
+        sealed.removed = list(self.removed)
+        self.changed.clear()
+        self.removed.clear()
+        self.generation = sealed.generation
+        self.sealed = sealed
+        return sealed
+
+    def committed(self) -> None:
+        """The sealed generation is durable: free what it supersedes."""
+        sealed = self.sealed
+        assert sealed is not None and not sealed.num_pending
+        for entry, row in sealed.rows.items():
+            old, entry.committed = entry.committed, row
+            if old is not None:
+                self._space.give_back(old.extents)
+        for entry in sealed.removed:
+            assert entry.committed is not None, f"{entry} was never committed, and yet its removal is"
+            self._space.give_back(entry.committed.extents)
+            entry.committed = None
+        self.sealed = None
+
+    def roll_back(self) -> list[Entry]:
+        """Return to the last sealed generation; no commit runs and all changed entries are settled.
+
+        Returns the entries whose DRAM the caller must drop: their bytes there are no longer anything.
+        """
+        assert self.sealed is None
+        dropped = list(self.changed)
+        for entry in dropped:
+            self._free_landing(entry)
+            self._restore(entry)
+        for entry in [entry for entry in self._hidden if entry.state is Residency.UNDEFINED and not entry.scratch]:
+            self._hidden.discard(entry)
+            del self.entries[entry.name]
+        for entry in self.removed:
+            in_the_way = self.entries.get(entry.name)
+            if in_the_way is not None:  # a scratch key that took the name of a durable one
+                self.remove(in_the_way)
+                dropped.append(in_the_way)
+            self.entries[entry.name] = entry
+            self._restore(entry)
+        self.changed.clear()
+        self.removed.clear()
+        return dropped
+
+    def _restore(self, entry: Entry) -> None:
+        entry.row = entry.committed
+        entry.state = Residency.STORED
+        if entry.committed is None:
+            entry.state = Residency.UNDEFINED
+            del self.entries[entry.name]
+
+
+def _row(key_id: int, name: str, spec: Spec, *, generation: int, extents: Extents) -> Row:
+    return Row(
+        key_id=key_id,
+        name=name,
+        dtype=spec.dtype_name,
+        shape=spec.shape,
+        nbytes=spec.nbytes,
+        generation=generation,
+        extents=extents,
+        digests=b"",
+        inline=None,
+    )

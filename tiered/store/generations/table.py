@@ -1,0 +1,74 @@
+"""The table of keys: name -> entry, where a key that nobody has used since the store was opened is only its row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tiered.store.catalog.row import decode_row
+from tiered.store.catalog.rows import Rows
+from tiered.store.residency.entry import Entry, Residency, Spec
+
+__all__ = ["Table"]
+
+
+class Table:
+    """Entries by name, in the order of creation. The store's lock guards it.
+
+    A committed row is kept as the catalog's bytes, a quarter of what an entry takes, until somebody asks for its entry:
+    from then on there is one, always the same. ``peek`` is for those who only look.
+    """
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry | bytes] = {}
+
+    def fill(self, rows: Rows) -> None:
+        """Take over all of ``rows``; the table is empty."""
+        assert not self._entries
+        self._entries = dict(rows.encoded)
+
+    def get(self, name: str) -> Entry | None:
+        """Return the entry of ``name``, if there is one."""
+        found = self._entries.get(name)
+        if type(found) is bytes:
+            self._entries[name] = found = _entry(found)
+        return found  # type: ignore[return-value]  # no bytes any more
+
+    def peek(self, name: str) -> Entry | None:
+        """Return the entry of ``name``, perhaps one of the caller's own: only to look at, and only under the lock."""
+        found = self._entries.get(name)
+        return _entry(found) if type(found) is bytes else found  # type: ignore[return-value]
+
+    def __getitem__(self, name: str) -> Entry:
+        entry = self.get(name)
+        if entry is None:
+            raise KeyError(name)
+        return entry
+
+    def __setitem__(self, name: str, entry: Entry) -> None:
+        self._entries[name] = entry
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def used(self) -> Iterator[Entry]:
+        """Yield the entries that somebody has asked for: all that can be in DRAM."""
+        return (entry for entry in self._entries.values() if type(entry) is not bytes)  # type: ignore[misc]
+
+
+def _entry(encoded: bytes) -> Entry:
+    row = decode_row(encoded)
+    entry = Entry(row.name, row.key_id, Spec.of(row), scratch=False)
+    entry.row = entry.committed = row
+    entry.state = Residency.STORED
+    return entry

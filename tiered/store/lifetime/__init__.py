@@ -1,0 +1,1 @@
+"""From opening to the end: directories found, named and locked; what a store takes and gives back; leftovers."""

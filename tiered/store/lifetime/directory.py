@@ -1,0 +1,301 @@
+"""The directories of a store: which they are, who has them open, and what is refused.
+
+Each holds ``lock``, ``identity`` and the device's ``data-NNN``; the first also ``catalog.db``. Creation writes the
+identities in the order of their indexes, each durable before the next, and the caller then creates the catalog: so
+where an identity is, the first one is, and where ``catalog.db`` is, creation has finished. Data files come only after
+it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from tiered.bytes.device.profile import PROFILE_NAME
+from tiered.errors import CapacityError, CorruptionError, DeviceError, UsageError
+from tiered.store.lifetime.identity import Identity
+from tiered.store.lifetime.lock import LOCK_NAME, Lock
+from tiered.store.lifetime.private_file import create_private_file, refuse_trap
+
+__all__ = [
+    "CATALOG_NAME",
+    "Directories",
+    "fsync_directory",
+    "owned_files",
+    "scratch_directories",
+]
+
+CATALOG_NAME = "catalog.db"
+
+_IDENTITY = "identity"
+_NAMES = {LOCK_NAME, _IDENTITY, CATALOG_NAME, f"{CATALOG_NAME}-journal"}
+_DATA = re.compile(r"data-\d{3,}")
+# What a creation that was cut short, or mkfs, may leave in a directory that holds no store.
+_LEFTOVERS = {LOCK_NAME, f"{_IDENTITY}.new", f"{CATALOG_NAME}.new", f"{CATALOG_NAME}.new-journal", "lost+found"}
+_OWNED = re.compile(rf"{_IDENTITY}|{_DATA.pattern}|{re.escape(CATALOG_NAME)}(-journal|\.new|\.new-journal)?")
+
+Mode = Literal["a", "x", "r", "w"]
+
+
+class Directories:
+    """The locked directories of one store, in the order of their indexes.
+
+    A writer's lock excludes everybody, a reader's excludes writers; both end with ``close``, with the process, and
+    never by a forked child. ``created`` says that the identities are new and the caller must create the catalog in
+    ``paths[0]`` before anything else.
+    """
+
+    def __init__(self, paths: tuple[Path, ...], store_uuid: bytes, locks: list[Lock], *, created: bool) -> None:
+        self.paths = paths
+        self.store_uuid = store_uuid
+        self.created = created
+        self._locks = locks
+
+    @classmethod
+    def open(cls, paths: Sequence[str | os.PathLike[str]], mode: Mode = "a") -> Directories:
+        """Lock ``paths``, in any order: exactly the directories of one store, or of one that is to be created.
+
+        ``mode`` "a" opens or creates, "x" creates, "r" opens to read; a creation that was cut short is done again.
+        "w" opens what is there to be cleaned, such a creation included: ``store_uuid`` is empty then.
+        Raises UsageError for anything else (missing, foreign or additional directories, loose permissions, symbolic
+        links inside, a second opener: the message names its pid), DeviceError for one that cannot be written to, and
+        CorruptionError for a damaged identity; nothing in the directories has then been changed.
+        """
+        if mode not in ("a", "x", "r", "w"):
+            raise ValueError(f'mode must be "a", "x", "r" or "w", got {mode!r}')
+        with _as_device_error():
+            found = _distinct(paths)
+            for path in found if mode in ("r", "w") else ():
+                if not path.is_dir():
+                    raise UsageError(f'{path} is no directory; mode "{mode}" opens a store that exists')
+        locks: list[Lock] = []
+        with _as_device_error():
+            try:
+                plan = _survey(found, mode)  # refuses before anything is created
+                if plan is None and mode != "w":
+                    for path in found:
+                        _make_private(path)
+                for path in found:
+                    locks.append(Lock(path, shared=mode == "r"))
+                if mode != "r":
+                    _refuse_unwritable(found)
+                plan = _survey(found, mode)  # what it was may have changed before the locks were ours
+                if plan is not None:
+                    return cls(plan[0], plan[1], locks, created=False)
+                if mode == "w":
+                    return cls(found, b"", locks, created=False)
+                return cls(found, _write_identities(found), locks, created=True)
+            except BaseException:
+                for lock in locks:
+                    lock.release()
+                raise
+
+    def close(self) -> None:
+        """Release the locks; in a forked child only its copies of their descriptors. Idempotent."""
+        while self._locks:
+            self._locks.pop().release()
+
+    def __repr__(self) -> str:
+        state = "open" if self._locks else "closed"
+        return f"<Directories {[str(path) for path in self.paths]} of store {self.store_uuid.hex()}, {state}>"
+
+
+def scratch_directories(paths: Sequence[str | os.PathLike[str]]) -> tuple[Path, ...]:
+    """Return ``paths`` as directories for unnamed files, made where they are missing; nothing is left in them.
+
+    Raises UsageError for a directory that holds a store.
+    """
+    with _as_device_error():
+        found = _distinct(paths)
+        for path in found:
+            for name in (_IDENTITY, CATALOG_NAME):
+                if os.path.lexists(path / name):
+                    raise UsageError(f"{path} holds a store: a store with durable=False needs a directory without one")
+        for path in found:
+            if not path.exists():
+                _make_private(path)
+            elif not path.is_dir():
+                raise UsageError(f"{path} is not a directory")
+        _refuse_unwritable(found)
+    return found
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in ``path`` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _distinct(paths: Sequence[str | os.PathLike[str]]) -> tuple[Path, ...]:
+    """Return the real paths; a link to a directory is followed, a dangling one is refused."""
+    if not paths:
+        raise ValueError("a store needs at least one directory")
+    found = []
+    for given in paths:
+        path = Path(os.path.realpath(os.path.expanduser(given)))
+        if os.path.lexists(os.path.expanduser(given)) and not path.exists():
+            raise UsageError(f"{given} is a symbolic link to {path}, which does not exist")
+        found.append(path)
+    if len(set(found)) != len(found):
+        raise UsageError(f"the same directory is given twice: {', '.join(map(str, found))}")
+    return tuple(found)
+
+
+def _refuse_unwritable(paths: tuple[Path, ...]) -> None:
+    """Raise DeviceError where no file can be made, which a store may come to need only later."""
+    for path in paths:
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise DeviceError(f'{path} cannot be written to: chmod 700 it, or read what it holds with mode="r"')
+
+
+def _survey(paths: tuple[Path, ...], mode: Mode) -> tuple[tuple[Path, ...], bytes] | None:
+    """Return the directories in order and the uuid of the store they are; None where one is to be created."""
+    identities: dict[Path, Identity] = {}
+    for path in paths:
+        identity = _look_into(path)
+        if identity is not None:
+            identities[path] = identity
+    if not identities or _is_unfinished(identities):
+        if mode == "r" or (mode == "w" and not identities):
+            raise UsageError(f'{", ".join(map(str, paths))}: no store is here; mode "{mode}" opens one that exists')
+        return None
+    _check_set(paths, identities)
+    if mode == "x":
+        raise UsageError(f'{paths[0]} holds a store already; mode "x" creates one: open it with mode "a"')
+    ordered = sorted(paths, key=lambda path: identities[path].index)
+    return tuple(ordered), identities[ordered[0]].store_uuid
+
+
+def owned_files(directory: Path) -> Iterator[Path]:
+    """Yield the files of a store, whole or in the making, in ``directory``, by name; the lock is not one of them."""
+    if directory.is_dir():
+        yield from (entry for entry in sorted(directory.iterdir()) if _OWNED.fullmatch(entry.name))
+
+
+def _look_into(path: Path) -> Identity | None:
+    """Return the identity in ``path``; None where it is missing or as good as empty. Refuses traps."""
+    try:
+        status = os.lstat(path)
+        names = sorted(os.listdir(path))
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError as error:
+        raise UsageError(f"{path} is not a directory") from error
+    if os.geteuid() not in (0, status.st_uid):
+        raise UsageError(f"{path} belongs to user {status.st_uid}: use a directory of your own")
+    ours = [name for name in names if name in _NAMES or _DATA.fullmatch(name)]
+    for name in ours:
+        refuse_trap(path / name, os.lstat(path / name))
+    if _IDENTITY in names:
+        if status.st_mode & 0o077:
+            raise UsageError(
+                f"{path} can be reached by others ({stat.filemode(status.st_mode)}); a store's directory is for its "
+                f"owner alone: look whether its files are your own, then chmod 700 it"
+            )
+        return Identity.read(path / _IDENTITY)
+    # The drive's profile, measured before there was a store, is no obstacle; and it is not the store's to remove.
+    foreign = [name for name in names if name not in _LEFTOVERS and not f"{name}.".startswith(f"{PROFILE_NAME}.")]
+    if foreign:
+        raise UsageError(
+            f"{path} holds {foreign[0]!r} and no store: give an empty directory, or one that does not exist yet"
+        )
+    return None
+
+
+def _is_unfinished(identities: dict[Path, Identity]) -> bool:
+    """Whether all identities are of creations that never came to a catalog.
+
+    Nothing was ever committed there. Data files without a catalog are something else: they are never thrown away.
+    """
+    first = {identity.store_uuid: path for path, identity in identities.items() if identity.index == 0}
+    for identity in identities.values():
+        home = first.get(identity.store_uuid)
+        if home is None or os.path.lexists(home / CATALOG_NAME):
+            return False
+    for path in identities:
+        if any(_DATA.fullmatch(name) for name in os.listdir(path)):
+            raise CorruptionError(
+                f"{path} has data files, but {first[identities[path].store_uuid]} has no {CATALOG_NAME}: the catalog "
+                "was lost; restore it from a copy, or remove the directories",
+                file=str(first[identities[path].store_uuid] / CATALOG_NAME),
+            )
+    return True
+
+
+def _check_set(paths: tuple[Path, ...], identities: dict[Path, Identity]) -> None:
+    """Raise UsageError unless ``paths`` are exactly the directories of one finished store."""
+    head = next((i for p, i in identities.items() if i.index == 0 and os.path.lexists(p / CATALOG_NAME)), None)
+    head = head or next(iter(identities.values()))
+    name = uuid.UUID(bytes=head.store_uuid)
+    for path in paths:
+        identity = identities.get(path)
+        if identity is None:
+            raise UsageError(f"{path} is empty, the other directories hold store {name}: it has {head.number} of them")
+        if identity.store_uuid != head.store_uuid:
+            other = uuid.UUID(bytes=identity.store_uuid)
+            raise UsageError(
+                f"{path} is directory {identity.index + 1} of {identity.number} of store {other}, not of store {name}"
+            )
+    indexes = sorted(identity.index for identity in identities.values())
+    if len(indexes) != head.number or indexes != list(range(len(indexes))):
+        missing = [str(i + 1) for i in range(min(head.number, len(indexes) + 8)) if i not in indexes]
+        raise UsageError(
+            f"store {name} has {head.number} directories, got {len(paths)} with the numbers "
+            f"{', '.join(str(i + 1) for i in indexes)}; missing: {', '.join(missing) or 'none, one is there twice'}"
+        )
+
+
+def _write_identities(paths: tuple[Path, ...]) -> bytes:
+    """Give every directory a new identity, durably; what a creation that was cut short left is removed first."""
+    # The first directory's identity goes last and comes first: one without it would look like a part of another store.
+    for path in sorted(paths, key=_is_first):
+        for name in (*sorted(_LEFTOVERS - {LOCK_NAME, "lost+found"}), _IDENTITY):
+            (path / name).unlink(missing_ok=True)
+        fsync_directory(path)
+    store_uuid = uuid.uuid4().bytes
+    for index, path in enumerate(paths):
+        fd = create_private_file(path / f"{_IDENTITY}.new")
+        try:
+            os.write(fd, Identity(store_uuid, index, len(paths)).encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(path / f"{_IDENTITY}.new", path / _IDENTITY)
+        fsync_directory(path)
+    return store_uuid
+
+
+def _is_first(path: Path) -> bool:
+    identity = _look_into(path)
+    return identity is not None and identity.index == 0
+
+
+def _make_private(path: Path) -> None:
+    """Make the directory, and what is missing above it, for its owner alone; durable."""
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    for directory in reversed(missing):
+        directory.mkdir(mode=0o700, exist_ok=True)
+        os.chmod(directory, 0o700)  # whatever the umask left of it
+        fsync_directory(directory.parent)
+    os.chmod(path, 0o700)
+
+
+@contextmanager
+def _as_device_error() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CapacityError(f"the store could not be opened: {error}; free some space there") from error
+        hint = '; mode="r" reads a store there' if error.errno == errno.EROFS else ""
+        raise DeviceError(f"the directories of the store could not be opened: {error}{hint}") from error

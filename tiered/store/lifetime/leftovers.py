@@ -1,0 +1,254 @@
+"""Leftovers: what crashes leave in a store's directories, found and removed; nothing else is ever touched.
+
+A leftover is provably ours, by its name, its kind, its owner and what lies beside it, and provably of no use, by the
+catalog read under the writer's lock. Everything else in the directories is spared, whatever it is called.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from tiered.bytes.device.profile import PROFILE_NAME
+from tiered.errors import CorruptionError, TieredError, UsageError
+from tiered.store.catalog.catalog import SqliteCatalog
+from tiered.store.lifetime.directory import CATALOG_NAME, Directories, fsync_directory, owned_files
+
+__all__ = ["Leftover", "Leftovers"]
+
+_CREATION = ("identity.new", f"{CATALOG_NAME}.new", f"{CATALOG_NAME}.new-journal")
+_UNFINISHED = (*_CREATION, "identity", "lock")  # order: the lock last; without an identity nothing else is ours
+_DATA = re.compile(r"data-(\d{3,})")
+_BENCH = re.compile(r"\.tiered-bench-[a-z0-9_]{8}")
+# Files that live for an instant: named before their content is whole, or until they are unnamed.
+_BRIEF = {
+    re.compile(rf"{re.escape(PROFILE_NAME)}\.[0-9a-f]{{8}}"): "a profile that was not finished",
+    re.compile(r"scratch-[0-9a-f]{16}"): "scratch space of a process that is gone",
+}
+_BRIEF_S = 60.0  # younger ones may be in their instant now
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A file or directory to remove, or a data file to cut at ``end`` bytes; ``nbytes`` is what that frees."""
+
+    path: Path
+    what: str
+    nbytes: int
+    end: int | None
+    status: os.stat_result
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.what}" + ("" if self.end is None else f", behind byte {self.end:,}")
+
+
+class Leftovers:
+    """What is left over in the directories of one store, or in directories without one; locked until ``close``.
+
+    Looking changes nothing but the locks. No link is followed, and what is not a plain file of its owner's alone with
+    one name is spared.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Look into ``paths``: all directories of one store, of a creation that was cut short, or of none.
+
+        Raises UsageError while the store is open anywhere (it names the process), CorruptionError where catalog and
+        data do not belong together, DeviceError.
+        """
+        self.spared: list[str] = []  # what looks like a leftover and is not provably one, and why
+        self.items: tuple[Leftover, ...] = ()
+        self._locks: list[Directories] = []
+        try:
+            self.items = tuple(self._find([Path(os.path.realpath(path)) for path in paths]))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """What removing everything frees."""
+        return sum(item.nbytes for item in self.items)
+
+    def remove(self) -> int:
+        """Remove everything that was found, durably, and return the bytes that this freed; blocks.
+
+        What has changed since it was found is spared. Raises OSError; what was removed by then is gone.
+        """
+        freed = 0
+        for item in self.items:
+            if _is_same(item):
+                _remove(item)
+                freed += item.nbytes
+            else:
+                self.spared.append(f"{item.path}: it changed meanwhile")
+        for directory in dict.fromkeys(item.path.parent for item in self.items):
+            if directory.exists():  # a bench's own went just now
+                fsync_directory(directory)
+        return freed
+
+    def close(self) -> None:
+        """Release the locks. Idempotent."""
+        while self._locks:
+            self._locks.pop().close()
+
+    def __enter__(self) -> Leftovers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Leftovers: {len(self.items)}, {self.nbytes} bytes>"
+
+    def _find(self, paths: list[Path]) -> Iterator[Leftover]:
+        for path in paths:
+            if not path.is_dir():
+                raise UsageError(f"{path} is no directory: give the directories of a run")
+        if any(os.path.lexists(path / "identity") for path in paths):
+            store = Directories.open(paths, "w")
+            self._locks.append(store)
+            if store.store_uuid:
+                for path in store.paths:
+                    yield from self._files(path, _CREATION, "of a creation that was cut short")
+                yield from self._data(store)
+            else:
+                for path in store.paths:
+                    yield from self._files(path, _UNFINISHED, "of a creation that was cut short")
+        for path in paths:
+            yield from self._brief(path)
+            yield from self._benches(path)
+
+    def _files(self, path: Path, names: Sequence[str], what: str) -> Iterator[Leftover]:
+        for name in names:
+            status = self._plain(path / name)
+            if status is not None:
+                yield Leftover(path / name, what, status.st_blocks * 512, None, status)
+
+    def _data(self, store: Directories) -> Iterator[Leftover]:
+        """Yield the data files that no row names, and the ends of others that no row reaches."""
+        with closing(SqliteCatalog(store.paths[0] / CATALOG_NAME)) as catalog:
+            _, rows = catalog.load()
+        extents = rows.extents
+        for device, path in enumerate(store.paths):
+            for name in sorted(os.listdir(path)):
+                match = _DATA.fullmatch(name)
+                if match is None or name != f"data-{int(match[1]):03d}":
+                    continue
+                own = extents[(extents["device"] == device) & (extents["file"] == int(match[1]))]
+                yield from self._data_file(path / name, int(np.max(own["offset"] + own["nbytes"], initial=0)))
+
+    def _data_file(self, path: Path, end: int) -> Iterator[Leftover]:
+        """Yield what of the file at ``path`` is left over, of which the catalog knows ``end`` bytes."""
+        status = self._plain(path)
+        if status is None:
+            return
+        if end > status.st_size:
+            raise CorruptionError(
+                f"{path} has {status.st_size:,} bytes, the catalog knows {end:,}: catalog and data do not belong "
+                "together; nothing was removed",
+                file=str(path),
+                offset=status.st_size,
+            )
+        if not end:
+            yield Leftover(path, "data that nothing committed is in", status.st_blocks * 512, None, status)
+        elif end < status.st_size:
+            yield Leftover(path, "space that nothing committed uses", status.st_size - end, end, status)
+
+    def _brief(self, path: Path) -> Iterator[Leftover]:
+        for name in sorted(os.listdir(path)):
+            for pattern, what in _BRIEF.items():
+                if pattern.fullmatch(name) is None:
+                    continue
+                status = self._plain(path / name)
+                if status is not None and time.time() - status.st_mtime < _BRIEF_S:
+                    self.spared.append(f"{path / name}: it is younger than a minute and may be in use")
+                elif status is not None:
+                    yield Leftover(path / name, what, status.st_blocks * 512, None, status)
+
+    def _benches(self, path: Path) -> Iterator[Leftover]:
+        """Yield the stores that `tiered bench` was measuring when it was killed, and their directories."""
+        for name in sorted(os.listdir(path)):
+            folder = path / name
+            if _BENCH.fullmatch(name) is None:
+                continue
+            status = os.lstat(folder)
+            if not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.geteuid():
+                self.spared.append(f"{folder}: it is no directory of your own")
+                continue
+            content = []
+            if os.listdir(folder):
+                try:
+                    self._locks.append(Directories.open([folder], "w"))
+                except TieredError as error:
+                    self.spared.append(f"{folder}: {error}")
+                    continue
+                names = [entry.name for entry in owned_files(folder)]
+                content = list(self._files(folder, [*names, "lock"], "of a bench that was killed"))
+                if len(content) != len(os.listdir(folder)):
+                    self.spared.append(f"{folder}: something else is in it")
+                    continue
+            yield from content
+            yield Leftover(folder, "of a bench that was killed", status.st_blocks * 512, None, status)
+
+    def _plain(self, path: Path) -> os.stat_result | None:
+        """Return the status of a plain file, its owner's alone and with one name; None for anything else."""
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            return None
+        problem = ""
+        if not stat.S_ISREG(status.st_mode):
+            problem = f"it is no plain file ({stat.filemode(status.st_mode)})"
+        elif status.st_nlink != 1:
+            problem = f"it has {status.st_nlink} names"
+        elif status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            problem = f"it is not your own alone ({stat.filemode(status.st_mode)} of user {status.st_uid})"
+        if problem:
+            self.spared.append(f"{path}: {problem}")
+            return None
+        return status
+
+
+def _is_same(item: Leftover) -> bool:
+    try:
+        now = os.lstat(item.path)
+    except FileNotFoundError:
+        return False
+    if stat.S_ISDIR(now.st_mode):  # its files have just been removed
+        return (now.st_dev, now.st_ino) == (item.status.st_dev, item.status.st_ino)
+    return now[:7] == item.status[:7] and now.st_mtime_ns == item.status.st_mtime_ns
+
+
+def _remove(item: Leftover) -> None:
+    directory = os.open(item.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if stat.S_ISDIR(item.status.st_mode):
+            os.rmdir(item.path.name, dir_fd=directory)
+        elif item.end is None:
+            os.unlink(item.path.name, dir_fd=directory)
+        else:
+            _cut(directory, item)
+    finally:
+        os.close(directory)
+
+
+def _cut(directory: int, item: Leftover) -> None:
+    assert item.end is not None
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(item.path.name, flags, dir_fd=directory)
+    try:
+        os.ftruncate(fd, item.end)
+        os.fsync(fd)
+    finally:
+        os.close(fd)

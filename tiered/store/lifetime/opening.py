@@ -1,0 +1,169 @@
+"""Opening: from paths and an engine's name to the parts of a store. What goes wrong here leaves nothing open."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tiered.bytes.arena import Arena
+from tiered.bytes.device.base import Device
+from tiered.bytes.device.engines import DEVICES, open_device
+from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
+from tiered.errors import CapacityError, TieredError, UsageError
+from tiered.store.catalog.catalog import Catalog, SqliteCatalog
+from tiered.store.catalog.row import Root
+from tiered.store.catalog.simulated_catalog import SimulatedCatalog
+from tiered.store.generations.state_text import encode
+from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
+from tiered.store.space.bandwidth import profiled_weights
+from tiered.units import MiB, format_bytes, parse_bytes
+
+__all__ = ["ENGINES", "MIN_DRAM_NBYTES", "Parts", "dram_budget", "empty_root", "open_parts"]
+
+ENGINES = ("auto", *DEVICES, "memory")
+MIN_DRAM_NBYTES = 8 * MiB
+"""The smallest budget a store opens with: two blocks, so that tensors of any size can pass through."""
+
+CATALOG_NBYTES = 8 * MiB
+"""What the files of a store leave of each file system, for its catalog to commit with."""
+
+_log = logging.getLogger("tiered")
+
+Path = str | os.PathLike[str]
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a store is made of."""
+
+    arena: Arena
+    devices: Sequence[Device]
+    catalog: Catalog | None
+    directories: Directories | None = None
+    weights: Sequence[float] | None = None  # by which extents are spread over the devices at first; None: equal
+    spared_nbytes: int = 0  # of each device, for the catalog
+
+    def close(self, close_arena: Callable[[], None]) -> None:
+        """Close everything; blocks. ``close_arena`` is called when nothing is in flight any more.
+
+        Raises DeadlineError when something in flight does not complete: buffers and mapping then stay, all else is
+        closed, and this may be called again.
+        """
+        failure: Exception | None = None
+        for device in self.devices:
+            try:
+                device.close()
+            except TieredError as error:
+                failure = failure or error
+        # Order: the lock goes last, when nothing of this process can write any more.
+        if self.catalog is not None:
+            self.catalog.close()
+        if failure is not None:
+            raise failure
+        if self.directories is not None:
+            self.directories.close()
+        close_arena()  # Lifetime: only now does no operation use its buffers
+
+
+def dram_budget(dram: int | str | None) -> int:
+    """Return the DRAM budget in bytes; by default half of what is free, which is logged. Raises CapacityError."""
+    if dram is None:
+        budget = _available_nbytes() // 2 // MiB * MiB
+        _log.info("dram= not given: the budget is %s, half of what is free", format_bytes(budget))
+    else:
+        budget = parse_bytes(dram)
+    if budget < MIN_DRAM_NBYTES:
+        raise CapacityError(f"a DRAM budget of {format_bytes(budget)}; the smallest is {format_bytes(MIN_DRAM_NBYTES)}")
+    return budget
+
+
+def empty_root(store_uuid: bytes, num_directories: int) -> Root:
+    """Return the root of a store in which nothing was committed."""
+    return Root(store_uuid, generation=0, next_key_id=1, num_directories=num_directories, state=encode({}))
+
+
+def open_parts(
+    paths: Sequence[Path], *, dram: int | str | None, arena: Arena | None, durable: bool, engine: str, mode: str
+) -> Parts:
+    """Open or create a store's devices and catalog around ``arena``, or one of ``dram``; it is theirs to close.
+
+    Raises UsageError, CapacityError, DeviceError and others, with everything closed.
+    """
+    arena = Arena(dram_budget(dram)) if arena is None else arena
+    try:
+        return _open_around(arena, paths, durable, engine, mode)
+    except BaseException:
+        arena.close()
+        raise
+
+
+def _open_around(arena: Arena, paths: Sequence[Path], durable: bool, engine: str, mode: str) -> Parts:
+    _check_engine(engine)
+    if mode not in ("a", "x", "r"):
+        raise ValueError(f'mode must be "a", "x" or "r", got {mode!r}')
+    if engine == "memory":
+        return _open_memory(max(1, len(paths)), arena, durable)
+    if not paths:
+        raise UsageError('a store needs a directory, as in tiered.Store("/nvme0/run"), or engine="memory"')
+    if not durable:
+        if mode == "r":
+            raise UsageError('durable=False keeps nothing that mode="r" could read')
+        with contextlib.ExitStack() as stack:
+            devices = _open_devices(scratch_directories(paths), engine, stack)
+            stack.pop_all()
+            return Parts(arena, devices, None, weights=_weights(devices))
+    with contextlib.ExitStack() as stack:
+        directories = Directories.open(paths, mode)  # type: ignore[arg-type]  # checked above
+        stack.callback(directories.close)
+        catalog_path = directories.paths[0] / CATALOG_NAME
+        if directories.created:
+            root = empty_root(directories.store_uuid, len(directories.paths))
+            catalog = SqliteCatalog.create(catalog_path, root)
+        else:
+            catalog = SqliteCatalog(catalog_path, read_only=mode == "r")
+        stack.callback(catalog.close)
+        devices = _open_devices(directories.paths, engine, stack)
+        stack.pop_all()
+        return Parts(arena, devices, catalog, directories, _weights(devices), CATALOG_NBYTES)
+
+
+def _open_devices(paths: Sequence[os.PathLike[str]], engine: str, stack: contextlib.ExitStack) -> list[Device]:
+    devices: list[Device] = []
+    for path in paths:
+        devices.append(open_device(path, engine))
+        stack.callback(devices[-1].close)
+    return devices
+
+
+def _weights(devices: Sequence[Device]) -> list[float] | None:
+    return profiled_weights([device.name for device in devices]) if len(devices) > 1 else None
+
+
+def _open_memory(num_devices: int, arena: Arena, durable: bool) -> Parts:
+    disk = SimulatedDisk(can_lose_power=False)
+    devices = [MemoryDevice(disk, index) for index in range(num_devices)]
+    catalog = SimulatedCatalog.create(disk, empty_root(uuid.uuid4().bytes, num_devices)) if durable else None
+    _log.warning('engine="memory": the devices are RAM outside the DRAM budget, and gone when the process ends')
+    return Parts(arena, devices, catalog)
+
+
+def _check_engine(engine: str) -> None:
+    if engine in ENGINES:
+        return
+    there_is = f"there is: {', '.join(map(repr, ENGINES))}"
+    close = difflib.get_close_matches(str(engine), ENGINES, 1)
+    raise UsageError(f"engine={engine!r} is unknown; {there_is}" + (f"; did you mean {close[0]!r}?" if close else ""))
+
+
+def _available_nbytes() -> int:
+    """Return MemAvailable of /proc/meminfo."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise CapacityError("/proc/meminfo does not say how much memory is free; give dram=")

@@ -1,0 +1,36 @@
+"""Private file: how a store makes a file for its owner alone, and what it takes for none."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from tiered.errors import UsageError
+
+__all__ = ["create_private_file", "refuse_trap"]
+
+
+def create_private_file(path: Path) -> int:
+    """Create ``path`` for its owner alone, whatever the umask, and return its descriptor.
+
+    Raises FileExistsError where anything has that name already, a dangling symbolic link included.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(fd, 0o600)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def refuse_trap(path: Path, status: os.stat_result) -> None:
+    """Raise UsageError where ``status``, of what is at ``path``, is not that of a file as the store makes them."""
+    is_own = os.geteuid() in (0, status.st_uid) and status.st_nlink == 1  # a second name may be another's file
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or not is_own:
+        raise UsageError(
+            f"{path} must be a regular file of your own with one name and permissions 0600, got "
+            f"{stat.filemode(status.st_mode)} of user {status.st_uid} with {status.st_nlink} names: look whether it is "
+            "what you wrote"
+        )

@@ -1,0 +1,245 @@
+"""Entry: all facts about one key, and what its bytes in DRAM cost. Records say which generation the bytes belong to.
+
+Nothing here takes a lock or does I/O: the store's lock guards every field.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from tiered.bytes.arena import Buffer
+from tiered.errors import CorruptionError, UsageError
+from tiered.store.catalog.row import Row
+from tiered.store.space.extents import Extent
+from tiered.store.transfers.checksum import BLOCK_NBYTES, DIGEST_NBYTES, num_blocks
+
+__all__ = [
+    "INLINE_NBYTES",
+    "Alias",
+    "Entry",
+    "Granted",
+    "Record",
+    "Residence",
+    "Residency",
+    "Spec",
+    "UnknownSpec",
+    "is_kept",
+]
+
+INLINE_NBYTES = 1024
+"""Tensors of at most this many bytes live in their catalog row; part of the disk format."""
+
+_QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_KEPT = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)} - _QUANTISED
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _KEPT}
+
+
+def is_kept(dtype: torch.dtype | str) -> bool:
+    """Whether a store keeps tensors of ``dtype``, given as itself or by the name that catalog rows have."""
+    return dtype in _DTYPES if isinstance(dtype, str) else dtype in _KEPT
+
+
+class Residency(enum.Enum):
+    """Where a key's newest bytes are."""
+
+    UNDEFINED = "undefined"  # nowhere: created, not yet written; no DRAM, no extents
+    STORED = "stored"  # on the device, or inline in the row; no DRAM
+    ARRIVING = "arriving"  # on the device; a buffer belongs to the read in flight
+    CLEAN = "clean"  # in DRAM and on the device: may be evicted
+    DIRTY = "dirty"  # in DRAM only, perhaps leased for writing at this moment
+    DEPARTING = "departing"  # in DRAM; a write in flight has a hold on buffer and extents
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a tensor looks like."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", math.prod(self.shape) * self.dtype.itemsize)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as catalog rows have it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor) -> Spec:
+        """Return the spec of ``tensor``."""
+        return _spec(tensor.dtype, tuple(tensor.shape))
+
+    @classmethod
+    def of(cls, row: Row) -> Spec:
+        """Return the spec a catalog row names. Raises CorruptionError when the row contradicts itself."""
+        spec = _spec_named(row.dtype, row.shape) or UnknownSpec(row)
+        problem = ""
+        if spec.nbytes != row.nbytes:
+            problem = f"{row.nbytes} bytes for shape {row.shape} of {row.dtype}"
+        elif row.inline is not None and (row.extents or row.digests or len(row.inline) != row.nbytes):
+            problem = f"{len(row.inline)} inline bytes of {row.nbytes}"
+        elif row.inline is None and len(row.digests) != DIGEST_NBYTES * num_blocks(row.nbytes):
+            problem = f"{len(row.digests)} bytes of digests for {num_blocks(row.nbytes)} blocks of {BLOCK_NBYTES} bytes"
+        elif row.inline is None and sum(extent.nbytes for extent in row.extents) < row.nbytes:
+            problem = f"extents of {sum(extent.nbytes for extent in row.extents)} bytes for {row.nbytes}"
+        if problem:
+            raise CorruptionError(f"the catalog row of {row.name!r} has {problem}", key=row.name)
+        return spec
+
+
+class UnknownSpec(Spec):
+    """The spec of a row whose dtype a newer torch has written: it has all of a tensor but the dtype to show it in."""
+
+    __slots__ = ("_row",)
+
+    _row: Row
+
+    def __init__(self, row: Row) -> None:
+        object.__setattr__(self, "shape", row.shape)
+        object.__setattr__(self, "nbytes", row.nbytes)
+        object.__setattr__(self, "_row", row)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Raise UsageError: whoever asks is about to make a tensor."""
+        raise self.refusal()
+
+    def refusal(self) -> UsageError:
+        """Return what is raised for whoever wants the tensor."""
+        return UsageError(
+            f"{self._row.name!r} has a dtype that this torch does not know: {self._row.dtype!r}, this is torch "
+            f"{torch.__version__}; open the store with the torch that wrote it. Its other keys can be used"
+        )
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as the catalog row has it."""
+        return self._row.dtype
+
+
+@functools.lru_cache(maxsize=1024)  # of a million keys, most look alike
+def _spec(dtype: torch.dtype, shape: tuple[int, ...]) -> Spec:
+    return Spec(dtype, shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec_named(dtype_name: str, shape: tuple[int, ...]) -> Spec | None:
+    dtype = _DTYPES.get(dtype_name)
+    return None if dtype is None else Spec(dtype, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What ``Store.records`` says of a key."""
+
+    name: str
+    dtype: torch.dtype | str  # its name where this torch does not know it
+    shape: tuple[int, ...]
+    nbytes: int
+    generation: int  # that its newest landed bytes were written for; -1: none landed yet
+    residency: str
+    held: bool
+    extents: tuple[Extent, ...]  # of the newest landed bytes; () for inline tensors
+
+
+class Residence:
+    """An entry's bytes in DRAM and who uses them. ``entry`` is None once they were replaced under living tensors."""
+
+    __slots__ = (
+        "aliases", "buffer", "claims", "entry", "is_leaving", "name", "open_readers", "open_writers", "writers"
+    )  # fmt: skip
+
+    def __init__(self, buffer: Buffer, entry: Entry) -> None:
+        self.buffer = buffer
+        self.entry: Entry | None = entry
+        self.name = entry.name
+        self.aliases = 0  # leases that have not ended
+        self.writers = 0  # of these, the ones that may write
+        self.open_readers = 0  # leases that were not released
+        self.open_writers = 0
+        self.claims = 0  # callers that wait for these bytes, or copy them
+        self.is_leaving = False  # swap_out was asked for: first candidate for eviction once clean
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.aliases and not self.claims
+
+    @property
+    def is_lingering(self) -> bool:
+        """Whether every lease was released, and tensors made from one are alive."""
+        return bool(self.aliases) and not self.open_readers and not self.open_writers
+
+
+class Alias:
+    """The end of a lease as the finalizer of its bytes reports it; refers to no tensor."""
+
+    __slots__ = ("has_ended", "is_released", "is_writer", "residence", "thread")
+
+    def __init__(self, residence: Residence, *, is_writer: bool, thread: int) -> None:
+        self.residence = residence
+        self.is_writer = is_writer
+        self.thread = thread
+        self.is_released = False
+        self.has_ended = False
+
+
+Granted = tuple[Alias, Spec, Residence | None]
+"""A lease, what its tensor looks like, and the claimed residence that it must copy from, if any."""
+
+
+class Entry:
+    """One key. Name, id and spec never change: a put of another spec makes another entry.
+
+    The invariant: unless UNDEFINED, the newest bytes are in ``row`` or in ``residence``, or in both.
+    """
+
+    __slots__ = (
+        "committed", "held", "is_pending", "key_id", "landing", "name", "nbytes", "residence", "row", "scratch", "spec",
+        "state",
+    )  # fmt: skip
+
+    def __init__(self, name: str, key_id: int, spec: Spec, *, scratch: bool) -> None:
+        self.name = name
+        self.key_id = key_id
+        self.spec = spec
+        self.nbytes = spec.nbytes
+        self.scratch = scratch
+        self.state = Residency.UNDEFINED
+        self.held = False
+        self.is_pending = False  # sealed, and its sealed bytes have not landed
+        self.residence: Residence | None = None
+        self.row: Row | None = None  # the newest bytes on the device; None while only DRAM has them
+        self.committed: Row | None = None  # what the last committed generation has
+        self.landing: tuple[Extent, ...] | None = None  # the set that writes of the open generation go to
+
+    @property
+    def is_inline(self) -> bool:
+        return self.nbytes <= INLINE_NBYTES
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing in flight or sealed has a hold on its bytes."""
+        return not self.is_pending and self.state not in (Residency.ARRIVING, Residency.DEPARTING)
+
+    def record(self) -> Record:
+        """Return what the public face says of this key."""
+        return Record(
+            name=self.name,
+            dtype=self.spec.dtype_name if isinstance(self.spec, UnknownSpec) else self.spec.dtype,
+            shape=self.spec.shape,
+            nbytes=self.nbytes,
+            generation=-1 if self.row is None else self.row.generation,
+            residency=self.state.value,
+            held=self.held,
+            extents=() if self.row is None else self.row.extents,
+        )
+
+    def __repr__(self) -> str:
+        return f"Entry({self.name!r}, {self.spec.dtype_name}{list(self.spec.shape)}, {self.state.value})"

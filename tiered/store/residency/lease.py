@@ -1,0 +1,284 @@
+"""Lease: the counted right to use a resident tensor, and the views that the public face hands out.
+
+Whether a lease is granted is the working set's decision; here is what a granted one looks like and how it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from tiered.bytes.arena import Buffer
+from tiered.bytes.interrupt import uninterrupted
+from tiered.errors import LeaseError, UsageError
+from tiered.store.residency.entry import Alias, Spec
+from tiered.store.residency.write_targets import flat_values, name_of, write_targets
+
+if TYPE_CHECKING:
+    from tiered.store.residency.working_set import WorkingSet
+
+__all__ = ["EndedView", "Lease", "LeaseBlock", "Mode", "ReadOnlyView", "plain_of", "tensor_over"]
+
+Mode = Literal["r", "w", "rw"]
+
+
+def tensor_over(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """Return the tensor of ``spec`` on the storage of ``flat``, a (nbytes,) uint8 tensor.
+
+    It is no view in autograd's sense: nothing but the storage itself keeps the bytes alive.
+    """
+    tensor = torch.empty(0, dtype=spec.dtype, device="cpu")
+    tensor.set_(flat.untyped_storage(), 0, spec.shape)  # type: ignore[call-overload]  # a storage is a source too
+    return tensor
+
+
+class Lease:
+    """A leased tensor: ``tensor`` until ``release``. Made by ``WorkingSet.lease``; the arena owns the bytes.
+
+    The lease ends when its last tensor has died; until then its bytes stay counted. Dropping a lease without
+    releasing it releases it.
+    """
+
+    __slots__ = ("_alias", "_tensor", "_working_set", "key", "mode")
+
+    def __init__(self, working_set: WorkingSet, key: str, mode: str, alias: Alias, tensor: torch.Tensor) -> None:
+        self.key = key
+        self.mode = mode
+        self._working_set = working_set
+        self._alias = alias
+        self._tensor: torch.Tensor | None = tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor, typed and shaped as the record says, over bytes of the arena. Raises LeaseError once released."""
+        if self._tensor is None:
+            raise LeaseError(f"the lease of {self.key!r} was released; lease it again")
+        return self._tensor
+
+    @property
+    def buffer(self) -> Buffer:
+        """The buffer that has the bytes; for who holds the lease."""
+        return self._alias.residence.buffer
+
+    def release(self, *, is_written: bool = False) -> bool:
+        """Drop the lease's own reference; return whether the lease has ended (no other tensor is alive). Idempotent.
+
+        ``is_written``: its holder knows that nobody writes by what is still alive, so that nothing waits for its end.
+        """
+        return self._working_set.released(self.end(), is_written=is_written)
+
+    def forget(self) -> bool:
+        """Have later leases of the key read its bytes anew; return False where only DRAM has them."""
+        with self._working_set.condition:
+            return self._working_set.residents.forget(self._alias)
+
+    def end(self) -> Alias:
+        """Drop the lease's own reference; return what the working set knows the lease by, for it alone."""
+        self._tensor = None
+        return self._alias
+
+    def __repr__(self) -> str:
+        state = "released" if self._tensor is None else "open"
+        return f"Lease({self.key!r}, {self.mode!r}, {state})"
+
+
+class LeaseBlock:
+    """What ``Store.lease`` returns: a context manager around one lease."""
+
+    __slots__ = ("_key", "_lease", "_make_lease", "_mode", "_version", "_view")
+
+    def __init__(self, make_lease: Callable[[str, str], Lease], key: str, mode: Mode) -> None:
+        self._make_lease = make_lease
+        self._key = key
+        self._mode = mode
+        self._lease: Lease | None = None
+        self._view: torch.Tensor | None = None
+        self._version: int | None = None  # of an "r" view, as it was handed out
+
+    def __enter__(self) -> torch.Tensor:
+        if self._lease is not None:
+            raise LeaseError(f"this lease of {self._key!r} was entered before; call lease() again")
+        try:
+            return self._begin()
+        except KeyboardInterrupt:
+            self._give_back()
+            raise
+
+    @uninterrupted
+    def _begin(self) -> torch.Tensor:
+        self._lease = self._make_lease(self._key, self._mode)
+        view = self._lease.tensor
+        if self._mode == "r":
+            self._version = None if view.is_inference() else view._version
+            _make_read_only(view, self._key)
+        self._view = view
+        return view
+
+    def __repr__(self) -> str:
+        state = "not entered" if self._lease is None else "ended" if self._view is None else "open"
+        return f"LeaseBlock({self._key!r}, {self._mode!r}, {state})"
+
+    def _give_back(self) -> None:
+        """Release what may have been leased before an interrupt: nobody would end the block."""
+        if self._lease is not None:
+            self._lease.release()
+
+    @uninterrupted
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._lease is not None and self._view is not None
+        view, self._view = self._view, None
+        with torch._C.DisableTorchFunctionSubclass():
+            was_written = self._version is not None and self._version != view._version
+        _end_view(view, self._key)
+        del view
+        if was_written:
+            self._report_write(error)
+        if not self._lease.release() and error is None:
+            raise LeaseError(
+                f"the lease of {self._key!r} ended while tensors made from its view are alive: clone() what must "
+                "outlive the block; until they are gone their bytes count in the DRAM budget"
+            )
+
+    def _report_write(self, error: BaseException | None) -> None:
+        """Raise UsageError for what has written past the view's own refusal; the next readers get the old bytes."""
+        assert self._lease is not None
+        state = "has its old bytes again" if self._lease.forget() else "has the new bytes, and so will a commit"
+        self._lease.release()
+        problem = (
+            f"the view of {self._key!r} through a lease for reading was written, by what torch tells nobody of"
+            f' (TorchScript, vmap, torch.Tensor(view)); the key {state}. Lease it with mode="rw", or clone() the view'
+        )
+        if error is None:
+            raise UsageError(problem)
+        error.add_note(problem)
+
+
+def plain_of(view: torch.Tensor) -> torch.Tensor:
+    """Return an ordinary tensor on the bytes of ``view``, for who only reads."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return view.detach()
+
+
+def _make_read_only(view: torch.Tensor, key: str) -> None:
+    # Lifetime: the object changes its class; another object on the same bytes would keep them alive.
+    view.__class__ = ReadOnlyView
+    view.tiered_key = key  # type: ignore[attr-defined]
+
+
+def _end_view(view: torch.Tensor, key: str) -> None:
+    """Take the bytes away from the object that the caller's ``as`` name still refers to."""
+    with torch._C.DisableTorchFunctionSubclass():
+        view.data = torch.empty(0, dtype=view.dtype, device="cpu")
+        view.grad = None
+    view.__class__ = EndedView
+    view.tiered_key = key  # type: ignore[attr-defined]
+
+
+class EndedView(torch.Tensor):
+    """A view after its block: every use raises."""
+
+    tiered_key: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        ended = next((arg for arg in flat_values((args, kwargs)) if isinstance(arg, EndedView)), None)
+        key = "a key" if ended is None else repr(ended.__dict__.get("tiered_key", ""))
+        raise UsageError(f"{name_of(func)} on a view whose lease of {key} has ended; lease it again")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"EndedView({self.__dict__.get('tiered_key', '')!r})"
+
+
+class ReadOnlyView(torch.Tensor):
+    """A view of a lease for reading: everything but writing. What shares its bytes is read-only too."""
+
+    tiered_key: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = name_of(func)
+        target = next((arg for arg in write_targets(func, args, kwargs) if isinstance(arg, ReadOnlyView)), None)
+        if target is not None:
+            raise UsageError(
+                f"{name} would write to {target.__dict__.get('tiered_key', '')!r} through a lease for reading; "
+                'lease it with mode="rw", or clone() the view'
+            )
+        views = [arg for arg in flat_values((args, kwargs)) if isinstance(arg, ReadOnlyView)]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if name in {"numpy", "__array__"}:
+                result.flags.writeable = False
+                return result
+            if isinstance(result, torch.UntypedStorage):  # autograd's hooks know tensors by it
+                result.__class__ = _ReadOnlyStorage
+                result.__dict__["tiered_key"] = views[0].__dict__.get("tiered_key", "")
+                return result
+            return _guard(result, views)
+
+    def __format__(self, spec: str) -> str:
+        return format(plain_of(self), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return an ordinary tensor of its own."""
+        memo[id(self)] = copied = plain_of(self).clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be pickled as an ordinary tensor: there is no lease where it is loaded."""
+        return plain_of(self).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(view: Any, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(
+            f"{name} on a view of {view.__dict__.get('tiered_key', '')!r} through a lease for reading; lease it with "
+            'mode="rw", or clone() the view'
+        )
+
+    return refuse
+
+
+for _name in ("as_subclass", "map2_", "map_", "set_"):  # torch does not dispatch these
+    setattr(ReadOnlyView, _name, _refused(_name))
+
+
+class _ReadOnlyStorage(torch.UntypedStorage):
+    """The storage of a view for reading: to be looked at and compared."""
+
+    tiered_key: str
+
+
+for _name in ("__setitem__", "byteswap", "copy_", "fill_", "resize_", "share_memory_"):
+    setattr(_ReadOnlyStorage, _name, _refused(f"storage.{_name}"))
+
+
+def _guard(result: Any, views: list[ReadOnlyView]) -> Any:
+    """Return ``result`` with each tensor that shares bytes with ``views`` made read-only."""
+    if isinstance(result, ReadOnlyView):
+        return result
+    if isinstance(result, torch.Tensor):
+        if is_functorch_wrapped_tensor(result):  # it has no bytes to be told by; a write through it shows at the end
+            return result
+        for view in views:
+            if result.layout is torch.strided and _address(result) == _address(view):
+                _make_read_only(result, view.__dict__.get("tiered_key", ""))
+                break
+        return result
+    if type(result) in (list, tuple):
+        return type(result)(_guard(item, views) for item in result)
+    return result
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,347 @@
+"""Residents: whose bytes are in DRAM, who uses them, and what may go.
+
+Bookkeeping under the store's lock: it leases buffers from the arena, evicts clean entries and counts leases, but never
+waits and never does I/O. Waiting and swapping in is in working_set.py, swapping out in write_back.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import queue
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from tiered.bytes.arena import Arena, Buffer
+from tiered.bytes.condition import Condition
+from tiered.store.generations.table import Table
+from tiered.store.residency.entry import Alias, Entry, Residence, Residency
+
+__all__ = ["EvictionPolicy", "LeastRecentlyUsed", "Residents", "be_thread", "this_thread"]
+
+
+_MOVING = (Residency.ARRIVING, Residency.DEPARTING)  # a transfer has the buffer, also one that was not started yet
+
+
+class _Thread(threading.local):
+    """A number of its own for each thread: the system's are used again, and tensors outlive threads."""
+
+    numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.number = next(self.numbers)
+
+
+_thread = _Thread()
+
+
+def this_thread() -> int:
+    """Return the number of the calling thread; no other thread of this process ever has it."""
+    return _thread.number
+
+
+def be_thread(number: int) -> None:
+    """Count what the calling thread leases as the thread's of that number, which does nothing while this one runs."""
+    _thread.number = number
+
+
+class EvictionPolicy(Protocol):
+    """Chooses what to evict; it sees names and sizes, never bytes."""
+
+    def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
+        """Return the key to evict among ``evictable`` (name -> bytes, least recently used first).
+
+        ``incoming`` is the key that a prefetch wants room for, and None means that it should not have it. It is None
+        for a caller that waits: then there must be an answer. Called under the store's lock: never call the store.
+        """
+
+    def is_worth_waiting(self, victim: str, leaving: Iterable[str]) -> bool:
+        """Return whether to keep ``victim``, and wait for one of ``leaving``, which can be evicted once it is written.
+
+        As ``victim``, called under the store's lock.
+        """
+
+
+class LeastRecentlyUsed:
+    """The default policy: whatever has not been used for longest, for prefetches too, and at once."""
+
+    def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
+        return next(iter(evictable), None)
+
+    def is_worth_waiting(self, victim: str, leaving: Iterable[str]) -> bool:
+        return False
+
+
+class Residents:
+    """Entries in DRAM, within the arena's budget.
+
+    The invariant: a clean entry that nobody uses and that is not held is in ``clean``; a dirty one that nobody writes
+    and that is not held is in ``dirty``; all others are in neither.
+    """
+
+    def __init__(self, arena: Arena, condition: Condition) -> None:
+        self.arena = arena
+        self.policy: EvictionPolicy = LeastRecentlyUsed()
+        self.clean: OrderedDict[str, int] = OrderedDict()  # name -> bytes, least recently used first
+        self.dirty: OrderedDict[Entry, None] = OrderedDict()  # oldest first
+        self.departing: set[Entry] = set()  # being written
+        self.clean_bytes = 0  # of their buffers: what evicting them all would free
+        self.dirty_bytes = 0
+        self.resident_bytes = 0
+        self.orphans: set[Residence] = set()  # replaced or deleted under living tensors
+        self.num_evictions = 0
+        self.num_arriving = 0  # swap ins in flight
+        self.num_claims = 0  # callers that are about to use, or copy, what is in DRAM
+        self.users: Counter[int] = Counter()  # thread -> living leases and reservations it asked for
+        self._condition = condition
+        self._entries = Table()
+        self._ends: queue.SimpleQueue[Alias] = queue.SimpleQueue()
+        self._is_closed = False
+        self._pid = os.getpid()
+
+    def watch(self, entries: Table) -> None:
+        """Take ``entries``, name -> entry, as the table that ``clean`` names keys of."""
+        self._entries = entries
+
+    # Below: buffers
+
+    @property
+    def orphan_bytes(self) -> int:
+        """Bytes that were replaced or deleted under living tensors."""
+        return sum(residence.buffer.nbytes for residence in self.orphans)
+
+    def take_nowait(self, nbytes: int) -> Buffer | None:
+        """Lease a buffer, evicting clean entries as needed; None when the rest is in use, or worth to be kept."""
+        while True:
+            buffer = self.arena.allocate_nowait(nbytes)
+            if buffer is not None:
+                return buffer
+            victim = self._victim()
+            if victim is None:
+                return None
+            self._evict(victim)
+
+    def is_worth_waiting(self) -> bool:
+        """Return whether the end of a write in flight is to be awaited, rather than evict what is clean by now."""
+        return bool(self.departing and self.clean) and self._victim() is None
+
+    def _victim(self) -> str | None:
+        """Return which clean entry to evict for a caller that waits; None where there is none to be spared."""
+        if not self.clean:
+            return None
+        victim = self.policy.victim(self.clean, None)
+        if victim is None or victim not in self.clean:
+            victim = next(iter(self.clean))
+        return None if self._is_worth_waiting(victim) else victim
+
+    def _is_worth_waiting(self, victim: str) -> bool:
+        leaving = [entry.name for entry in self.departing if entry.residence is not None and entry.residence.is_idle]
+        return bool(leaving) and self.policy.is_worth_waiting(victim, leaving)
+
+    def take_ahead(self, nbytes: int, incoming: str, *, beside: int = 0) -> Buffer | None:
+        """Lease a buffer for a prefetch of ``incoming``, evicting only what the policy offers.
+
+        ``beside``: bytes that must be free then, for what will be leased before its use.
+        """
+        while self.arena.leased_nbytes + nbytes + beside > self.arena.nbytes:
+            victim = self.policy.victim(self.clean, incoming) if self.clean else None
+            if victim is None or victim not in self.clean or self._is_worth_waiting(victim):
+                return None
+            self._evict(victim)
+        return self.arena.allocate_nowait(nbytes)
+
+    def give_back(self, buffer: Buffer) -> None:
+        self.arena.release(buffer)
+        self._condition.notify_all()
+
+    def _evict(self, name: str) -> None:
+        entry = self._entries[name]
+        self.drop(entry)
+        entry.state = Residency.STORED
+        self.num_evictions += 1
+
+    # Below: entries
+
+    def admit(self, entry: Entry, buffer: Buffer) -> Residence:
+        """Make ``buffer`` the entry's bytes in DRAM."""
+        assert entry.residence is None
+        entry.residence = Residence(buffer, entry)
+        self.resident_bytes += entry.nbytes
+        return entry.residence
+
+    def drop(self, entry: Entry) -> None:
+        """Forget the entry's bytes in DRAM; living tensors keep theirs. The caller sets the state."""
+        self.withdraw(entry)
+        residence, entry.residence = entry.residence, None
+        if residence is None:
+            return
+        self.resident_bytes -= entry.nbytes
+        residence.entry = None
+        if residence.is_idle:
+            self.give_back(residence.buffer)
+        else:
+            self.orphans.add(residence)
+
+    def withdraw(self, entry: Entry) -> None:
+        """Take the entry out of the queues: it is about to be used, written or dropped."""
+        if entry.residence is None:
+            return
+        if self.clean.pop(entry.name, None) is not None:
+            self.clean_bytes -= entry.residence.buffer.nbytes
+        elif entry in self.dirty:
+            del self.dirty[entry]
+            self.dirty_bytes -= entry.nbytes
+
+    def offer(self, entry: Entry) -> None:
+        """Put the entry into the queue its state calls for, if any; at the end unless it is leaving."""
+        if self._is_closed and entry.state not in _MOVING:
+            self.drop(entry)
+        residence = entry.residence
+        if residence is None or entry.held:
+            return
+        if entry.state is Residency.CLEAN and residence.is_idle and entry.name not in self.clean:
+            self.clean[entry.name] = entry.nbytes
+            self.clean_bytes += residence.buffer.nbytes
+            if residence.is_leaving:
+                self.clean.move_to_end(entry.name, last=False)
+        elif entry.state is Residency.DIRTY and not residence.writers and entry not in self.dirty:
+            self.dirty[entry] = None
+            self.dirty_bytes += entry.nbytes
+        else:
+            return
+        self._condition.notify_all()  # somebody may wait for room
+
+    def renew(self, entry: Entry) -> None:
+        """The entry will be used soon: last candidate for eviction."""
+        if entry.name in self.clean:
+            self.clean.move_to_end(entry.name)
+
+    def demote(self, entry: Entry) -> None:
+        """The entry is done with for now: first candidate for eviction, once it is clean."""
+        if entry.residence is not None:
+            entry.residence.is_leaving = True
+        if entry.name in self.clean:
+            self.clean.move_to_end(entry.name, last=False)
+
+    # Below: leases
+
+    def open(self, entry: Entry, *, is_writer: bool, is_brief: bool = False) -> Alias:
+        """Count a new lease of a resident entry; its tensor is the caller's to make.
+
+        One for reading that ``is_brief`` counts as released: it ends by itself, and no writer is refused for it.
+        """
+        residence = entry.residence
+        assert residence is not None
+        if is_writer or entry.state is Residency.CLEAN:  # a dirty one may be written while it is read
+            self.withdraw(entry)
+        residence.aliases += 1
+        residence.writers += is_writer
+        residence.open_writers += is_writer
+        residence.open_readers += not is_writer and not is_brief
+        residence.is_leaving = False
+        alias = Alias(residence, is_writer=is_writer, thread=this_thread())
+        alias.is_released = is_brief and not is_writer
+        self.users[alias.thread] += 1
+        return alias
+
+    def release(self, alias: Alias, *, is_written: bool = False) -> None:
+        """The lease was released; it lingers until its last tensor has died, as a reader if it ``is_written``."""
+        if not alias.is_released:
+            alias.is_released = True
+            alias.residence.open_writers -= alias.is_writer
+            alias.residence.open_readers -= not alias.is_writer
+            if is_written:
+                alias.residence.writers -= alias.is_writer
+                alias.is_writer = False
+                self.settle(alias.residence)
+
+    def on_end(self, alias: Alias) -> Callable[[object], object]:
+        """Return what to call when the last tensor of a lease has died. Any thread, any lock held, in a collection.
+
+        It is no line of Python: an interrupt there would be lost, and the end with it. May be called again.
+        """
+        return functools.partial(self._ends.put, alias)  # a queue's put takes, and ignores, a second argument
+
+    def report_end(self, alias: Alias) -> None:
+        """A lease ends that has no tensor (any more)."""
+        self._ends.put(alias)
+        if self._is_closed:
+            self.reap()
+
+    def forget(self, alias: Alias) -> bool:
+        """Drop the bytes that ``alias`` was granted for reading and that were written: those on the device are right.
+
+        Returns False, and drops nothing, where the device does not have them.
+        """
+        entry = alias.residence.entry
+        if entry is not None and entry.state is Residency.CLEAN:
+            self.drop(entry)
+            entry.state = Residency.STORED
+        return entry is None or entry.state is Residency.STORED
+
+    def drain(self) -> None:
+        """Note the leases that have ended since the last call."""
+        while not self._ends.empty():
+            alias = self._ends.get_nowait()
+            if alias.has_ended:
+                continue
+            self.release(alias)
+            alias.has_ended = True
+            self.forget_user(alias.thread)
+            residence = alias.residence
+            residence.aliases -= 1
+            residence.writers -= alias.is_writer
+            self.settle(residence)
+
+    def settle(self, residence: Residence) -> None:
+        """A use of ``residence`` has ended: offer its entry, or give an orphan back."""
+        if residence.entry is not None:
+            self.offer(residence.entry)
+        elif residence.is_idle:
+            self.orphans.discard(residence)
+            self.give_back(residence.buffer)
+
+    def claim(self, residence: Residence) -> Residence:
+        """Keep ``residence`` for a caller that waits for its bytes or copies them; until ``unclaim``."""
+        residence.claims += 1
+        self.num_claims += 1
+        return residence
+
+    def unclaim(self, residence: Residence) -> None:
+        """End what ``claim`` began."""
+        residence.claims -= 1
+        self.num_claims -= 1
+        self.settle(residence)
+        self._condition.notify_all()
+
+    def forget_user(self, thread: int) -> None:
+        """One lease or reservation of ``thread`` has ended."""
+        self.users[thread] -= 1
+        if self.users[thread] <= 0:
+            del self.users[thread]
+        self._condition.notify_all()
+
+    def close(self) -> None:
+        """Give every buffer back that is in no use; the others follow when their last tensor dies, or transfer ends."""
+        self.drain()
+        self._is_closed = True
+        for entry in self._entries.used():
+            self.offer(entry)
+        moving = [entry.residence for entry in self._entries.used() if entry.residence is not None]
+        for residence in [*self.orphans, *moving]:
+            residence.buffer.follow_up(self.reap)
+
+    def reap(self) -> None:
+        """After ``close``: give back what has ended since; without the lock."""
+        # Lifetime: after close nobody drains any more, so finalizers do. Never blocking: whoever holds the lock may be
+        # the very frame that a collection interrupted; it, or the next end, finds the queue.
+        if self._pid != os.getpid() or self._condition.is_held_here():
+            return
+        while not self._ends.empty() and self._condition.acquire(blocking=False):
+            try:
+                self.drain()
+            finally:
+                self._condition.release()

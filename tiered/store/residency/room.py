@@ -1,0 +1,305 @@
+"""Room: bytes of the DRAM budget for callers that wait for them, made by writing, waiting, and asking for them back.
+
+It decides when write-back starts; what is written is write_back.py's choice, what is evicted the policy's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+from tiered.bytes.arena import Buffer
+from tiered.errors import CapacityError, DeadlineError, TieredError
+from tiered.store.generations.records import Records
+from tiered.store.residency.entry import Entry, Residence, Residency
+from tiered.store.residency.residents import EvictionPolicy, Residents, this_thread
+from tiered.store.residency.write_back import Shortage, WriteBack
+from tiered.store.space.space import Space
+from tiered.store.transfers.transfer import start_all
+from tiered.store.waiting.deadline import Deadline
+from tiered.store.waiting.recorder import Recorder, Wait
+from tiered.units import format_bytes
+
+__all__ = ["Room"]
+
+_log = logging.getLogger("tiered")
+
+_LOOK_AGAIN_S = 0.01  # short against any swap, long against the price of looking
+
+
+class Room:
+    """Buffers for callers that may block. ``refuse`` raises when the store serves no more calls."""
+
+    def __init__(
+        self,
+        residents: Residents,
+        records: Records,
+        space: Space,
+        condition: threading.Condition,
+        recorder: Recorder,
+        *,
+        deadline_s: float,
+        refuse: Callable[[], None],
+    ) -> None:
+        self.budget_bytes = residents.arena.nbytes
+        self.write_ahead_bytes = self.budget_bytes // 8  # what is dirty beyond that is written ahead of need
+        self.recorder = recorder
+        self.write_back = WriteBack(condition, residents, records, space, recorder)
+        self.reclaimers: list[Callable[[int], bool]] = []
+        self.num_waiting = 0  # callers that wait for memory: prefetches stand back
+        self.waits_for: dict[int, threading.Thread] = {}  # by number: who does not go on, and give back, before whom
+        self._residents = residents
+        self._records = records
+        self._space = space
+        self._condition = condition
+        self._deadline_s = deadline_s
+        self.refuse = refuse
+        self._reservations: dict[Buffer, int | None] = {}  # and the thread that will give it back soon, if one will
+        self._policy: EvictionPolicy | None = None  # that was set
+
+    # Below: without the lock
+
+    @contextlib.contextmanager
+    def waiting_for(self, thread: threading.Thread) -> Iterator[None]:
+        """Say that the calling thread gives nothing back in the block but what reclaimers asked it for.
+
+        It waits for ``thread``, whose own calls then fail with CapacityError where they would wait for it.
+        """
+        number = this_thread()
+        self.waits_for[number] = thread
+        try:
+            yield
+        finally:
+            self.waits_for.pop(number, None)
+
+    def reserve(self, nbytes: int, *, is_lasting: bool = False) -> Buffer:
+        """Lease ``nbytes`` of the arena; blocks. Raises CapacityError, DeadlineError, DeviceError.
+
+        Nobody waits for one that ``is_lasting`` to be given back.
+        """
+        deadline: Deadline | None = None
+        while (buffer := self.reserve_nowait(nbytes, is_lasting=is_lasting)) is None:
+            what = f"reservation of {format_bytes(nbytes)} of the DRAM budget"
+            deadline = deadline or Deadline(what, self._deadline_s)
+            self.make(nbytes, deadline)
+        return buffer
+
+    def reserve_nowait(self, nbytes: int, *, is_lasting: bool = False) -> Buffer | None:
+        """Lease ``nbytes`` of the arena if evicting clean tensors is enough."""
+        with self._condition:
+            self._residents.drain()
+            buffer = self._residents.take_nowait(self._space.round_up(nbytes))
+            if buffer is not None:
+                self._reservations[buffer] = None if is_lasting else this_thread()
+                if not is_lasting:
+                    self._residents.users[this_thread()] += 1
+            return buffer
+
+    def unreserve(self, buffer: Buffer) -> None:
+        """Give back what ``reserve`` returned; no tensor on it may be alive."""
+        with self._condition:
+            self.drop(buffer)
+
+    def make(self, nbytes: int, deadline: Deadline) -> None:
+        """Take one step towards ``nbytes`` of free budget: write, wait, or reclaim. The caller then tries again.
+
+        Raises CapacityError when no step is left, DeadlineError, and what went wrong in the background.
+        """
+        needed = self._space.round_up(nbytes)
+        begun_s = time.monotonic()
+        with self._condition:
+            self._residents.drain()
+            self.raise_failure()
+            if self._has_room(needed) and not self._residents.is_worth_waiting():
+                return
+            reason = Wait.COMMIT if self._is_waiting_for_commit() else Wait.WRITE
+            leased = self._residents.arena.leased_nbytes - self._residents.clean_bytes
+            missing = needed + leased - self.budget_bytes - self.write_back.writing_bytes
+            transfers, shortage = self.write_back.plan(self._residents.dirty, missing)
+            is_waiting = not transfers and shortage is None and self._is_moving()
+            if is_waiting:
+                self._wait(deadline)
+        start_all(transfers)
+        if shortage is not None:
+            self.grow(shortage)
+        elif not transfers and not is_waiting:
+            self._reclaim(needed, deadline)
+        self.recorder.waited(reason, "", begun_s)
+
+    def pump(self) -> None:
+        """Start to write the oldest dirty bytes when they exceed an eighth of the budget; does not wait for them."""
+        excess = self._residents.dirty_bytes - self.write_ahead_bytes
+        if excess > 0:
+            self.write(self._residents.dirty, excess)
+
+    def write(self, entries: Iterable[Entry], nbytes: int) -> None:
+        """Start writes of ``nbytes`` among ``entries``, ahead of need: what goes wrong is raised by a later call."""
+        with self._condition:
+            transfers, shortage = self.write_back.plan(entries, nbytes)
+        start_all(transfers)
+        if shortage is None:
+            return
+        try:
+            self.grow(shortage)
+        except CapacityError:  # nothing is lost: the bytes are in DRAM, and a commit or a full budget will report it
+            return
+        except TieredError as error:
+            with self._condition:
+                self.write_back.error = self.write_back.error or error.with_traceback(None)
+            return
+        with self._condition:
+            transfers, _ = self.write_back.plan(entries, nbytes - sum(transfer.row.nbytes for transfer in transfers))
+        start_all(transfers)
+
+    def grow(self, shortage: Shortage) -> None:
+        """Grow the files; CapacityError says what a commit would free."""
+        try:
+            self._space.grow(shortage.nbytes, scratch=shortage.scratch)
+        except CapacityError as error:
+            with self._condition:
+                raise self._space.explain(error, self._records.superseded()) from error
+
+    def _reclaim(self, needed: int, deadline: Deadline) -> None:
+        """Nothing is in flight: ask the reclaimers, then wait for other threads' leases, then collect, then give up."""
+        with self._condition:
+            self._check_patience(needed, deadline)
+            self.num_waiting += 1
+        try:
+            if any(reclaim(needed) for reclaim in list(self.reclaimers)):
+                deadline.renew()
+                return
+        finally:
+            with self._condition:
+                self.num_waiting -= 1
+        with self._condition:
+            self._residents.drain()
+            if self._has_room(needed) or self._is_moving() or self._residents.dirty:
+                return
+            me, my_number = threading.current_thread(), this_thread()
+            if any(user != my_number and self.waits_for.get(user) is not me for user in self._residents.users):
+                self._wait(deadline)
+                return
+            num_used, is_hopeless = self._residents.users.total(), not self._lingering()
+        if not is_hopeless:
+            gc.collect()  # what lingers may do so in a cycle of references, such as an exception's
+        with self._condition:
+            self._residents.drain()
+            if is_hopeless or self._residents.users.total() == num_used:
+                raise CapacityError(self._explain(needed))
+
+    # Below: under the lock
+
+    def drop(self, buffer: Buffer) -> None:
+        """Give back what ``reserve`` returned."""
+        self.take_over(buffer)
+        self._residents.give_back(buffer)
+
+    def take_over(self, buffer: Buffer) -> None:
+        """What ``reserve`` returned becomes a key's bytes."""
+        thread = self._reservations.pop(buffer)
+        if thread is not None:
+            self._residents.forget_user(thread)
+
+    def set_policy(self, policy: EvictionPolicy) -> None:
+        """Have the residents ask ``policy`` from now on."""
+        # Lifetime: a policy refers to a model, and that to the store, whose estate the residents are a part of.
+        self._policy, self._residents.policy = policy, weakref.proxy(policy)
+
+    def raise_failure(self) -> None:
+        """Raise when no call can be served, or what a write-back failed of since the last call."""
+        self.refuse()
+        error, self.write_back.error = self.write_back.error, None
+        if error is not None:
+            raise error
+
+    def forget_failure(self) -> None:
+        """Log what a write-back failed of since the last call: its bytes are in DRAM, and are written again."""
+        error, self.write_back.error = self.write_back.error, None
+        if error is not None:
+            _log.warning("a write ahead of need failed; the tensor is in DRAM and is written again: %s", error)
+
+    def shortage(self, keys: Mapping[str, int], beside: int) -> int:
+        """Return the bytes of ``keys`` and ``beside`` that find no room; see ``WorkingSet.shortage``."""
+        residents = self._residents
+        residents.drain()
+        giving_way = residents.clean_bytes + residents.dirty_bytes + self.write_back.writing_bytes
+        found = residents.arena.leased_nbytes - giving_way - self.budget_bytes + beside
+        for key, nbytes in keys.items():
+            entry = self._records.entries.get(key)
+            residence = None if entry is None else entry.residence
+            if entry is None or residence is None:
+                found += nbytes
+            else:
+                gives_way = residence.is_idle and not entry.held and entry.state is not Residency.ARRIVING
+                found += nbytes if gives_way else 0
+        return max(0, found)
+
+    def _has_room(self, needed: int) -> bool:
+        """Whether evicting what is clean would be enough."""
+        return self._residents.arena.leased_nbytes - self._residents.clean_bytes + needed <= self.budget_bytes
+
+    def _is_moving(self) -> bool:
+        """Whether something is in flight that will make bytes evictable or free."""
+        is_blocked = self._records.sealed is not None and bool(self._residents.dirty)
+        in_flight = self._residents.num_arriving + self._residents.num_claims + self.write_back.num_writing
+        return in_flight > 0 or is_blocked
+
+    def _is_waiting_for_commit(self) -> bool:
+        """Whether dirty bytes must stay until the running commit has given back the extents they need."""
+        moving = self._residents.num_arriving + self.write_back.num_writing
+        return self._records.sealed is not None and not moving
+
+    def _check_patience(self, needed: int, deadline: Deadline) -> None:
+        try:
+            deadline.check()
+        except DeadlineError as error:
+            raise DeadlineError(f"{error}. Other threads did not give back: {self._explain(needed)}") from None
+
+    def _wait(self, deadline: Deadline) -> None:
+        """Wait for a while; the time starts anew as long as what is in flight comes closer to its end."""
+        self.num_waiting += 1
+        try:
+            # The end of a lease is reported by a finalizer, which must not take the lock to notify: look again soon.
+            progress = (self._records.commit_progress(), self._space.progress.num_blocks)
+            deadline.wait(self._condition, progress, at_most_s=_LOOK_AGAIN_S)
+        finally:
+            self.num_waiting -= 1
+
+    def _explain(self, needed: int) -> str:
+        if needed > self.budget_bytes:
+            return (
+                f"no room for {format_bytes(needed)} in the DRAM budget of {format_bytes(self.budget_bytes)}, even when"
+                f" nothing else is in it; give dram= of {needed:,} bytes or more. Put and get need no such room"
+            )
+        resident = [entry for entry in self._records.entries.used() if entry.residence is not None]
+        used = [entry.residence for entry in resident if entry.residence is not None and entry.residence.aliases]
+        leased = [residence for residence in used if not residence.is_lingering]
+        held = sum(entry.nbytes for entry in resident if entry.held)
+        reserved = sum(buffer.nbytes for buffer in self._reservations)
+        return (
+            f"no room for {format_bytes(needed)} in the DRAM budget of {format_bytes(self.budget_bytes)}: "
+            f"{_describe(leased)} leased, {_describe(self._lingering())} kept alive by tensors made from past leases, "
+            f"{format_bytes(held)} held, {format_bytes(reserved)} reserved; release leases, clone() what is kept, "
+            "or give a larger dram="
+        )
+
+    def _lingering(self) -> list[Residence]:
+        """Return what only tensors of released leases keep in DRAM."""
+        entries = self._records.entries.used()
+        resident = [entry.residence for entry in entries if entry.residence is not None]
+        return [residence for residence in [*resident, *self._residents.orphans] if residence.is_lingering]
+
+
+def _describe(residences: Collection[Residence]) -> str:
+    """Return how many bytes, and the first names, most bytes first."""
+    nbytes = Counter[str]()
+    for residence in residences:
+        nbytes[residence.name] += residence.buffer.nbytes
+    names = ", ".join(repr(name) for name, _ in nbytes.most_common(5)) + (", ..." if len(nbytes) > 5 else "")
+    return format_bytes(nbytes.total()) + (f" ({names})" if names else "")

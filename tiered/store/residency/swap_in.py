@@ -1,0 +1,159 @@
+"""Swap in: reads that somebody waits for, and reads ahead, of which a few at a time are with the devices.
+
+Who gets a buffer is the working set's decision; what waits here becomes a demand read when somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+
+from tiered.bytes.device.base import IOClass
+from tiered.store.generations.records import Records
+from tiered.store.residency.entry import Entry, Residence, Residency
+from tiered.store.residency.residents import Residents
+from tiered.store.residency.room import Room
+from tiered.store.space.space import Space
+from tiered.store.transfers.transfer import Transfer
+from tiered.units import MiB
+
+__all__ = ["SwapIn"]
+
+_AHEAD_NBYTES = 256 * MiB  # for each device: twice what it ever has in flight, for when all of that completes at once
+
+
+class SwapIn:
+    """Reads into the working set. An ARRIVING entry's read is in ``_ahead``, or has been started.
+
+    The invariant: where reads wait in ``_ahead``, one that was started is in flight; its end starts more of them.
+    """
+
+    def __init__(
+        self, residents: Residents, records: Records, space: Space, condition: threading.Condition, room: Room
+    ) -> None:
+        self.arriving: dict[Entry, Transfer] = {}  # reads that have not ended, started or not
+        self.counts = {IOClass.DEMAND: [0, 0], IOClass.PREFETCH: [0, 0]}  # bytes, number of what arrived
+        self._residents = residents
+        self._records = records
+        self._space = space
+        self._condition = condition
+        self._room = room
+        self._ahead: OrderedDict[Entry, Transfer] = OrderedDict()  # reads ahead that were not started
+        self._ahead_nbytes = 0  # of reads ahead that are in flight
+        self._is_starting = False
+        self._most_nbytes = _AHEAD_NBYTES * len(space.devices)
+
+    # Below: under the lock
+
+    def begin(self, entry: Entry, residence: Residence) -> Transfer | None:
+        """Return the demand read to start without the lock; None for an inline entry, which is clean at once."""
+        return self._begin(entry, residence, IOClass.DEMAND)
+
+    def take_over(self, entry: Entry) -> Transfer | None:
+        """Return the read of ``entry``, now a demand read for the caller to start, if it was not started yet."""
+        transfer = self._ahead.pop(entry, None)
+        if transfer is not None:
+            transfer.io_class = IOClass.DEMAND
+        return transfer
+
+    def _begin(self, entry: Entry, residence: Residence, io_class: IOClass) -> Transfer | None:
+        assert entry.row is not None
+        if entry.row.inline is not None:
+            residence.buffer.memory[: entry.nbytes] = entry.row.inline
+            entry.state = Residency.CLEAN
+            self._residents.offer(entry)
+            return None
+        entry.state = Residency.ARRIVING
+        self._residents.num_arriving += 1
+        transfer = self._space.transfer(
+            entry.row,
+            residence.buffer.memory,
+            io_class,
+            functools.partial(self._arrived, entry, self._room.recorder.begin_move()),
+            on_moved=self._moved,
+            on_checked=self._checked,
+        )
+        self.arriving[entry] = transfer
+        return transfer
+
+    # Below: without the lock
+
+    def prefetch(self, names: Iterable[str], beside: Mapping[str, int]) -> int:
+        """Begin to read ``names`` ahead, in order, up to the first that does not fit; return bytes here or coming.
+
+        Each is read only where so many bytes as ``beside`` has for it stay free.
+        """
+        nbytes = 0
+        with self._condition:
+            self._residents.drain()
+            for name in names:
+                entry = self._records.entries.get(name)
+                if entry is None or entry.state is Residency.UNDEFINED:
+                    continue
+                if entry.state is Residency.STORED:
+                    buffer = None
+                    if not self._room.num_waiting:
+                        needed = self._space.round_up(entry.nbytes)
+                        buffer = self._residents.take_ahead(needed, name, beside=beside.get(name, 0))
+                    if buffer is None:
+                        break
+                    transfer = self._begin(entry, self._residents.admit(entry, buffer), IOClass.PREFETCH)
+                    if transfer is not None:
+                        self._ahead[entry] = transfer
+                else:
+                    self._residents.renew(entry)
+                nbytes += entry.nbytes
+        self._start_ahead()
+        return nbytes
+
+    def _start_ahead(self) -> None:
+        """Start reads ahead as far as they may be in flight. One thread at a time: a device may complete at once."""
+        while True:
+            with self._condition:
+                is_enough = self._ahead_nbytes >= self._most_nbytes
+                if not self._ahead or is_enough or self._is_starting:
+                    return
+                entry, transfer = self._ahead.popitem(last=False)
+                self._ahead_nbytes += entry.nbytes
+                self._is_starting = True
+            try:
+                transfer.start()
+            except BaseException:
+                self._is_starting = False
+                self._start_ahead()  # the others must not wait for one that is not in flight
+                raise
+            with self._condition:
+                self._is_starting = False
+
+    def _moved(self, transfer: Transfer) -> None:
+        """The drive is done with a read, which may still wait for checks: time for the next one."""
+        if transfer.io_class is IOClass.PREFETCH:
+            with self._condition:
+                self._ahead_nbytes -= transfer.row.nbytes
+            self._start_ahead()
+
+    def _checked(self, transfer: Transfer) -> None:
+        """A block is there. Whoever follows is counted first and looks at the blocks then: none goes unnoticed."""
+        if transfer.num_followers:
+            with self._condition:
+                self._condition.notify_all()
+
+    def _arrived(self, entry: Entry, begun_s: float, transfer: Transfer) -> None:
+        nbytes = 0 if transfer.error is not None else self._space.round_up(entry.nbytes)
+        self._room.recorder.end_move(entry.name, nbytes, begun_s, is_write=False)
+        with self._condition:
+            self._residents.num_arriving -= 1
+            transfer.is_done = True
+            del self.arriving[entry]
+            if transfer.error is None:
+                entry.state = Residency.CLEAN
+                counts = self.counts[transfer.io_class]
+                counts[0] += entry.nbytes
+                counts[1] += 1
+                self._residents.offer(entry)
+            else:
+                entry.state = Residency.STORED
+                self._residents.drop(entry)
+            self._condition.notify_all()

@@ -1,0 +1,455 @@
+"""The working set: which tensors are in DRAM, under one byte budget. The only owner of residency.
+
+Leasing, swapping in and replacing are here; bookkeeping is in residents.py, swapping out in write_back.py, waiting for
+memory in room.py, generations in records.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from tiered.bytes.arena import Buffer
+from tiered.bytes.device.base import IOClass
+from tiered.bytes.interrupt import uninterrupted
+from tiered.errors import ClosedError, LeaseError, UsageError
+from tiered.stats import SwapStatistics, WorkingSetStatistics
+from tiered.store.catalog.row import MAX_NUM_DIMS
+from tiered.store.generations.deferred_seal import DeferredSeal
+from tiered.store.generations.records import Records
+from tiered.store.residency.entry import Alias, Entry, Granted, Residence, Residency, Spec, is_kept
+from tiered.store.residency.lease import Lease, tensor_over
+from tiered.store.residency.need import Need
+from tiered.store.residency.residents import EvictionPolicy, Residents
+from tiered.store.residency.room import Room
+from tiered.store.residency.swap_in import SwapIn
+from tiered.store.space.space import Space
+from tiered.store.transfers.transfer import Transfer
+from tiered.store.values.modes import refuse_modes
+from tiered.store.waiting.deadline import Deadline
+from tiered.store.waiting.recorder import Recorder, Wait
+from tiered.store.waiting.reentry import Reentry
+
+__all__ = ["EvictionPolicy", "Lease", "WorkingSet"]
+
+
+class WorkingSet:
+    """Tensors in DRAM and on their way, within ``budget_bytes``. All methods are thread-safe.
+
+    The invariant: *a tensor is always readable from at least one tier*. A failed write leaves it resident, a failed
+    read gives its buffer back. What happens is decided under the one lock of the store; I/O is submitted without it.
+    Every wait has a deadline and ends in DeadlineError; a failure in the background is raised by the next call.
+    """
+
+    def __init__(
+        self,
+        residents: Residents,
+        records: Records,
+        space: Space,
+        condition: threading.Condition,
+        *,
+        deadline_s: float,
+        refuse: Callable[[], None],
+        reentry: Reentry,
+        is_read_only: bool = False,
+    ) -> None:
+        """``refuse`` raises when no more calls are served, ``reentry`` refuses some; the parts share ``condition``."""
+        self.budget_bytes = residents.arena.nbytes
+        self.condition = condition
+        self.residents = residents
+        self.records = records
+        self.space = space
+        self.deadline_s = deadline_s
+        self.recorder = Recorder()
+        self.room = Room(residents, records, space, condition, self.recorder, deadline_s=deadline_s, refuse=refuse)
+        self.deferred_seal = DeferredSeal(records, condition, self._progress, deadline_s=deadline_s)
+        self.swap_in = SwapIn(residents, records, space, condition, self.room)
+        self.is_ending = False  # set under the lock: what is written now would be in no commit any more
+        self.streamed_in_bytes = 0
+        self.streamed_out_bytes = 0
+        self._refuse = refuse
+        self._reentry = reentry
+        self._is_read_only = is_read_only
+        self._pid = os.getpid()
+        self._num_leases = 0
+        residents.watch(records.entries)
+
+    # Below: leases
+
+    @uninterrupted
+    def create(
+        self,
+        key: str,
+        nbytes: int,
+        *,
+        scratch: bool = False,
+        dtype: torch.dtype = torch.uint8,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        """Make ``key`` a tensor whose bytes are undefined until its first "w" lease; an existing one is replaced.
+
+        ``shape`` defaults to (nbytes / itemsize,). Scratch keys are never in a commit. No device space is taken yet.
+        Raises LeaseError when the key is leased for writing.
+        """
+        spec = Spec(dtype, (nbytes // dtype.itemsize,) if shape is None else tuple(shape))
+        if spec.nbytes != nbytes:
+            raise ValueError(f"create({key!r}): expected {spec.nbytes} bytes for {spec.shape} of {dtype}, got {nbytes}")
+        if not is_kept(dtype):
+            raise TypeError(f"create({key!r}): {dtype} is no dtype of dense tensors; expected torch.uint8")
+        if len(spec.shape) > MAX_NUM_DIMS:
+            raise TypeError(f"create({key!r}): expected at most {MAX_NUM_DIMS} dimensions, got {len(spec.shape)}")
+        self.check(writing=True)
+        self.deferred_seal.settle_for(key, is_new=not scratch)
+        with self.condition:
+            scratch = scratch or not self.records.durable
+            self.replace(self.settled(key, "replacement"), key, spec, scratch=scratch)
+
+    @uninterrupted
+    def lease(self, key: str, mode: str) -> Lease:
+        """Lease the tensor of ``key``: "r" shared, "rw" exclusive, "w" exclusive and undefined at first. Blocks.
+
+        Swaps it in, making room by evicting what is clean, writing what is dirty, and asking the reclaimers. A lease
+        for writing makes the key dirty. Bytes that a lingering lease still reads are copied, not overwritten.
+        Raises KeyError, LeaseError (an unreleased lease conflicts), CapacityError, CorruptionError, DeviceError.
+        """
+        if mode not in ("r", "w", "rw"):
+            raise ValueError(f'lease of {key!r}: expected mode "r", "w" or "rw", got {mode!r}')
+        self.check(writing=mode != "r")
+        refuse_modes("lease", key)
+        alias, spec, old = self.obtain(key, mode, Deadline(f"lease of {key!r} for {mode!r}", self.deadline_s))
+        buffer = alias.residence.buffer
+        flat: torch.Tensor | None = None
+        try:
+            if old is not None and mode == "rw":  # somebody still reads the old bytes: this lease has its own
+                ctypes.memmove(buffer.address, old.buffer.address, spec.nbytes)
+            flat = buffer.alias(spec.nbytes, self.residents.on_end(alias))
+            lease = Lease(self, key, mode, alias, tensor_over(flat, spec))
+        except BaseException:
+            if flat is None:
+                self.residents.report_end(alias)
+            else:  # its own end is reported, once: when no frame of this error has it any more
+                flat = None
+                self.released(alias)
+            raise
+        finally:
+            if old is not None:
+                self._unclaim(old)
+        self.room.pump()
+        return lease
+
+    @uninterrupted
+    def released(self, alias: Alias, *, is_written: bool = False) -> bool:
+        """Note that a lease was released; return whether its last tensor has died. Works after close as well."""
+        if self._pid != os.getpid():
+            return True  # in a forked child there is nothing to give back
+        try:
+            self._reentry.refuse()
+        except UsageError:
+            return True  # a finalizer inside of a call: the death of the tensor says the same, and is noted soon
+        with self.condition:
+            self.residents.release(alias, is_written=is_written)
+            self.residents.drain()
+            has_ended = alias.has_ended
+        self.room.pump()
+        return has_ended
+
+    @uninterrupted
+    def discard(self, lease: Lease) -> bool:
+        """Release ``lease`` and delete its key, no byte of which is written any more; blocks while one is.
+
+        Returns False when other tensors on its bytes are alive: the key stays then, and is to be deleted later.
+        """
+        alias = lease.end()
+        self.check(writing=True)
+        with self.condition:
+            self.residents.release(alias)
+            self.residents.drain()
+            if alias.has_ended:
+                entry = self.settled(lease.key, "deletion")
+                if entry is not None:
+                    self.records.remove(entry)
+                    self.residents.drop(entry)
+        return alias.has_ended
+
+    def obtain(self, key: str, mode: str, deadline: Deadline, *, is_brief: bool = False) -> Granted:
+        """Return the granted lease, with no tensor yet, its looks, and the claimed residence it must copy, if any.
+
+        One for reading that ``is_brief`` is in nobody's way: a writer copies the bytes, as under one that lingers.
+        """
+        reading: Transfer | None = None  # the swap in that this call has started
+        claim: Residence | None = None  # what it reads into: not to be evicted before it is leased here
+        try:
+            while True:
+                if mode != "r":
+                    self.deferred_seal.settle_for(key)
+                with self.condition:
+                    if mode != "r":
+                        self.refuse_late()
+                    entry, need, urgent = self._await_need(key, mode, deadline)
+                    if mode != "r" and not entry.scratch and self.deferred_seal.is_closed:
+                        continue  # deferred meanwhile, by another thread
+                    if need is not Need.NOTHING and claim is not None:  # replaced: what was read is of no use here
+                        self.residents.unclaim(claim)
+                        claim = None
+                    if need is Need.NOTHING:
+                        return self._grant(entry, mode, None, is_brief)
+                    if need is Need.SWAP_IN and reading is not None and reading.error is not None:
+                        raise reading.error
+                    nbytes = self.space.round_up(entry.nbytes)
+                    buffer = None if urgent is not None else self.residents.take_nowait(nbytes)
+                    if buffer is not None and need is Need.BUFFER:
+                        return self._grant(entry, mode, buffer, is_brief)
+                    if buffer is not None:
+                        claim = self.residents.claim(self.residents.admit(entry, buffer))
+                        reading = self.swap_in.begin(entry, claim)
+                if urgent is not None:
+                    urgent.start()
+                elif buffer is None:
+                    self.room.make(nbytes, deadline)
+                elif reading is not None:
+                    reading.start()
+        finally:
+            if claim is not None:
+                self._unclaim(claim)
+
+    def _await_need(self, key: str, mode: str, deadline: Deadline) -> tuple[Entry, Need, Transfer | None]:
+        """Return the entry and what a lease of it lacks, once nothing in flight has a hold on it.
+
+        Or the read of it that the caller must start first.
+        """
+        while True:
+            entry = self._find(key)
+            need = Need.of(entry, mode)
+            urgent = self.swap_in.take_over(entry) if need is Need.PATIENCE else None
+            if need is not Need.PATIENCE or urgent is not None:
+                return entry, need, urgent
+            self.wait_for(entry, deadline)
+
+    def _grant(self, entry: Entry, mode: str, buffer: Buffer | None, is_brief: bool) -> Granted:
+        old: Residence | None = None
+        if buffer is not None:
+            old = entry.residence
+            if old is not None:
+                self.residents.claim(old)
+            self.residents.drop(entry)
+            self.residents.admit(entry, buffer)
+        alias = self.residents.open(entry, is_writer=mode != "r", is_brief=is_brief)
+        if mode != "r":
+            self.records.touch(entry)
+            entry.state = Residency.DIRTY
+        self._num_leases += 1
+        return alias, entry.spec, old
+
+    # Below: swapping in
+
+    @uninterrupted
+    def prefetch(self, keys: Iterable[str], beside: Mapping[str, int] | None = None) -> int:
+        """Start to swap in ``keys``, in order, up to the first that does not fit. A hint: never blocks on I/O.
+
+        ``beside`` says how many bytes of the budget must stay free beside a key, for leases that come before its use.
+        Returns how many bytes of them are resident or on their way. Unknown keys are passed over. Never raises for
+        capacity or an I/O error: the lease that needs the bytes tries again and reports.
+        """
+        self.check(writing=False)
+        return self.swap_in.prefetch(list(keys), beside or {})  # not under the lock: an iterator may ask the store
+
+    # Below: hints, memory
+
+    @uninterrupted
+    def swap_out(self, keys: Iterable[str]) -> None:
+        """Done with ``keys`` for now: start to write dirty ones, make clean ones the first candidates for eviction.
+
+        Held keys and keys that are leased for writing are passed over. Does not wait for the writes.
+        """
+        self.check(writing=False)
+        names = list(keys)
+        with self.condition:
+            self.residents.drain()
+            entries = [entry for key in names if (entry := self.records.entries.get(key)) and not entry.held]
+            for entry in entries:
+                self.residents.demote(entry)
+        self.room.write(entries, sum(entry.nbytes for entry in entries))
+
+    def hold(self, keys: Iterable[str]) -> None:
+        """Keep ``keys`` resident for good once they are; they are written by commits only. KeyError."""
+        self._set_held(keys, True)
+
+    def release_hold(self, keys: Iterable[str]) -> None:
+        """Make ``keys`` ordinary again. KeyError."""
+        self._set_held(keys, False)
+
+    @uninterrupted
+    def _set_held(self, keys: Iterable[str], held: bool) -> None:
+        names = list(keys)
+        with self.condition:
+            for key in names:
+                entry = self._find(key)
+                self.residents.withdraw(entry)
+                entry.held = held
+                self.residents.offer(entry)
+
+    def set_policy(self, policy: EvictionPolicy) -> None:
+        """Let ``policy`` choose what to evict from now on."""
+        with self.condition:
+            self.room.set_policy(policy)
+
+    def add_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
+        """Let ``reclaim(nbytes)`` be asked, without locks, when a caller waits for memory and nothing else helps.
+
+        It runs in that caller's thread, may release leases, and returns whether it gave something back.
+        """
+        self.room.reclaimers.append(reclaim)
+
+    @uninterrupted
+    def shortage(self, keys: Mapping[str, int], beside: int = 0) -> int:
+        """Return how much of ``keys`` (key -> bytes) and ``beside`` finds no room, even once all else is evicted.
+
+        What is leased, held or arriving stays, and keys among it need no more; unknown keys are yet to be leased.
+        """
+        with self.condition:
+            return self.room.shortage(keys, beside)
+
+    def has(self, key: str) -> bool:
+        """Whether ``key`` exists now. Takes no lock."""
+        return key in self.records.entries  # order: ``get`` may change the table, which is for holders of the lock
+
+    def is_resident(self, key: str) -> bool:
+        """Whether the bytes of ``key`` are in DRAM now."""
+        with self.condition:
+            entry = self.records.entries.peek(key)
+        return entry is not None and entry.state in (Residency.CLEAN, Residency.DIRTY, Residency.DEPARTING)
+
+    @uninterrupted
+    def reserve(self, nbytes: int, *, is_lasting: bool = False) -> Buffer:
+        """Lease ``nbytes`` of the arena for the caller's own use; blocks and evicts as a lease does.
+
+        Give it back with ``unreserve``. Who waits for memory does not wait for one that ``is_lasting``. Raises
+        CapacityError, DeadlineError, DeviceError.
+        """
+        self.check(writing=False)
+        return self.room.reserve(nbytes, is_lasting=is_lasting)
+
+    @uninterrupted
+    def unreserve(self, buffer: Buffer) -> None:
+        """Give back what ``reserve`` returned; no tensor on it may be alive. Works after close as well."""
+        self.room.unreserve(buffer)
+
+    @uninterrupted
+    def statistics(self) -> WorkingSetStatistics:
+        """Return a snapshot."""
+        with self.condition:
+            self.residents.drain()
+            residents, write_back = self.residents, self.room.write_back
+            demand, prefetch = self.swap_in.counts[IOClass.DEMAND], self.swap_in.counts[IOClass.PREFETCH]
+            return WorkingSetStatistics(
+                budget_bytes=self.budget_bytes,
+                arena_bytes=residents.arena.leased_nbytes,
+                peak_bytes=residents.arena.peak_nbytes,
+                resident_bytes=residents.resident_bytes,
+                evictable_bytes=residents.clean_bytes,
+                dirty_bytes=residents.dirty_bytes,
+                writing_bytes=write_back.writing_bytes,
+                orphan_bytes=residents.orphan_bytes,
+                num_evictions=residents.num_evictions,
+                num_leases=self._num_leases,
+                swaps=SwapStatistics(
+                    demand_bytes=demand[0],
+                    num_demands=demand[1],
+                    prefetch_bytes=prefetch[0],
+                    num_prefetches=prefetch[1],
+                    swap_out_bytes=write_back.swap_out_bytes,
+                    num_swap_outs=write_back.num_swap_outs,
+                    streamed_in_bytes=self.streamed_in_bytes,
+                    streamed_out_bytes=self.streamed_out_bytes,
+                ),
+            )
+
+    # Below: replacing, for the rest of the store; the first two without the lock, the others under it
+
+    def check(self, *, writing: bool) -> None:
+        """Raise when the store is closed, failed or forked, or read only where ``writing``; not under the lock."""
+        self._reentry.refuse()
+        self._refuse()
+        if writing and self._is_read_only:
+            raise UsageError('the store was opened with mode="r": nothing can be written; open it with mode="a"')
+
+    @uninterrupted
+    def delete(self, keys: Iterable[str]) -> None:
+        """Drop ``keys`` and their bytes; a commit makes it durable. KeyError; LeaseError when leased for writing."""
+        self.check(writing=True)
+        for key in keys:
+            self.deferred_seal.settle_for(key)
+            with self.condition:
+                entry = self.settled(key, "deletion")
+                if entry is None:
+                    raise KeyError(key)
+                self.records.remove(entry)
+                self.residents.drop(entry)
+
+    def settled(self, key: str, operation: str) -> Entry | None:
+        """Return the entry of ``key``, if there is one, with nothing in flight and no open lease for writing.
+
+        For who is about to change it: raises ClosedError once close() has taken what it commits.
+        """
+        deadline = Deadline(f"{operation} of {key!r}", self.deadline_s)
+        while True:
+            self.residents.drain()
+            self.room.raise_failure()
+            self.refuse_late()
+            entry = self.records.entries.get(key)
+            if entry is None:
+                return None
+            if entry.residence is not None and entry.residence.open_writers:
+                raise LeaseError(f"{operation} of {key!r}, which is leased for writing; release the lease first")
+            if entry.is_settled:
+                return entry
+            self.wait_for(entry, deadline)
+
+    def replace(self, old: Entry | None, key: str, spec: Spec, *, scratch: bool, key_id: int | None = None) -> Entry:
+        """Return a new UNDEFINED entry for ``key`` in the place of ``old``, which is settled."""
+        if old is not None:
+            self.records.remove(old)
+            self.residents.drop(old)
+        entry = self.records.add(key, spec, scratch=scratch, key_id=key_id)
+        entry.held = old is not None and old.held
+        return entry
+
+    def wait_for(self, entry: Entry, deadline: Deadline) -> None:
+        """Wait for a change of ``entry``; what it has in DRAM is not evicted meanwhile."""
+        residence = None if entry.residence is None else self.residents.claim(entry.residence)
+        reason = Wait.READ if entry.state is Residency.ARRIVING else Wait.WRITE
+        if entry.is_pending and entry.state is not Residency.ARRIVING:
+            reason = Wait.COMMIT
+        begun_s = time.monotonic()
+        try:
+            commit = self.records.commit_progress() if entry.is_pending else None
+            is_moving = entry.state in (Residency.ARRIVING, Residency.DEPARTING)
+            deadline.wait(self.condition, (commit, self.space.progress.num_blocks if is_moving else 0))
+        finally:
+            self.recorder.waited(reason, entry.name, begun_s)
+            if residence is not None:
+                self.residents.unclaim(residence)
+
+    def _progress(self) -> object:
+        return self._num_leases, self.room.write_back.num_landed, self.records.commit_progress()
+
+    def refuse_late(self) -> None:
+        if self.is_ending:
+            raise ClosedError("the store is being closed: what it holds is committed, and nothing more can be written")
+
+    def _find(self, key: str) -> Entry:
+        self.residents.drain()
+        self.room.raise_failure()
+        entry = self.records.entries.get(key)
+        if entry is None:
+            raise KeyError(key)
+        return entry
+
+    def _unclaim(self, residence: Residence) -> None:
+        with self.condition:
+            self.residents.unclaim(residence)

@@ -1,0 +1,301 @@
+"""The allocator over a store's files: which aligned ranges are free, and which files to grow.
+
+Pure arithmetic: no I/O and no lock. What an extent in use stands for (open, sealed, committed) is the store's
+business; the free list is rebuilt from the catalog at every open and never stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from tiered.bytes.device.base import SCRATCH
+from tiered.errors import CapacityError
+from tiered.store.space.dealing import Dealer
+from tiered.store.space.device_space import GROWTH_NBYTES, DeviceSpace, Extent
+from tiered.store.transfers.checksum import BLOCK_NBYTES
+from tiered.units import TiB, format_bytes, round_up
+
+__all__ = ["GROWTH_NBYTES", "Extent", "ExtentAllocator", "ExtentError", "pieces"]
+
+
+def pieces(extents: Iterable[Extent], start: int, nbytes: int) -> Iterator[Extent]:
+    """Yield, in order, the parts of ``extents`` that hold the logical bytes [start, start + nbytes) of their record.
+
+    Raises ValueError when the extents end before that.
+    """
+    skip, wanted = start, nbytes
+    for extent in extents:
+        if wanted == 0:
+            return
+        if skip >= extent.nbytes:
+            skip -= extent.nbytes
+            continue
+        length = min(extent.nbytes - skip, wanted)
+        yield extent._replace(offset=extent.offset + skip, nbytes=length)
+        skip, wanted = 0, wanted - length
+    if wanted:
+        raise ValueError(f"bytes [{start}, {start + nbytes}) end {wanted} bytes beyond their extents")
+
+
+class ExtentError(Exception):
+    """Extent number ``index`` of those to claim cannot be in use, and why."""
+
+    def __init__(self, index: int, extent: Extent, problem: str) -> None:
+        super().__init__(f"{extent} {problem}")
+        self.index = index
+        self.extent = extent
+        self.problem = problem
+
+
+class ExtentAllocator:
+    """Free ranges of every device's files, best fit, coalesced.
+
+    Every byte that ``add_space`` brought is free, used or quarantined, never two of them. Named files (durable) and
+    the scratch files are counted apart. Not thread-safe: its owner's lock guards it.
+    """
+
+    def __init__(self, num_devices: int, alignment: int, *, max_file_nbytes: int = TiB) -> None:
+        if num_devices < 1 or alignment < 1 or BLOCK_NBYTES % alignment or max_file_nbytes % alignment:
+            raise ValueError(
+                f"expected at least one device and an alignment that divides {BLOCK_NBYTES} and {max_file_nbytes}, "
+                f"got {num_devices} devices and {alignment}"
+            )
+        self.alignment = alignment
+        self._max_file_nbytes = max_file_nbytes
+        self._named = [DeviceSpace(alignment, device) for device in range(num_devices)]
+        self._scratch = [DeviceSpace(alignment, device) for device in range(num_devices)]
+        self._dealer = Dealer(num_devices)
+        self._scratch_dealer = Dealer(num_devices)
+
+    def __repr__(self) -> str:
+        return (
+            f"<ExtentAllocator {len(self._named)} devices: {format_bytes(self.used_nbytes)} used, "
+            f"{format_bytes(self.free_nbytes)} free, {format_bytes(self.quarantined_nbytes)} quarantined>"
+        )
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of the named files that can be allocated without growing."""
+        return sum(space.free_nbytes for space in self._named)
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of the named files that are allocated or claimed."""
+        return sum(space.used_nbytes for space in self._named)
+
+    @property
+    def free_scratch_nbytes(self) -> int:
+        """Bytes of the scratch files that can be allocated without growing."""
+        return sum(space.free_nbytes for space in self._scratch)
+
+    @property
+    def used_scratch_nbytes(self) -> int:
+        """Bytes of the scratch files that are allocated."""
+        return sum(space.used_nbytes for space in self._scratch)
+
+    @property
+    def quarantined_nbytes(self) -> int:
+        """Bytes that are lost to this process, named and scratch."""
+        return sum(space.quarantined_nbytes for space in (*self._named, *self._scratch))
+
+    @property
+    def weights(self) -> list[float]:
+        """The share of each device in what is allocated; together 1."""
+        return self._dealer.weights
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """Spread allocations in proportion to ``weights``, such as the devices' bandwidths, from now on. ValueError."""
+        self._dealer.set_weights(weights)
+        self._scratch_dealer.set_weights(weights)
+
+    def file_nbytes(self, device: int, file: int) -> int:
+        """Return the length of a file as far as ``add_space`` brought it."""
+        return self._space(device, file).file_nbytes(file)
+
+    def add_space(self, device: int, file: int, start: int, end: int) -> None:
+        """Make [start, end) of a file free: it grew from ``start``, or was found at open (``start`` 0).
+
+        A length off the alignment counts up to the last aligned byte.
+        """
+        self._space(device, file).extend(file, start, end)
+
+    def claim_all(self, extents: np.ndarray) -> None:
+        """Mark ranges in use as the catalog says, before any other is: (n,) of device, file, offset, nbytes < 2**63.
+
+        Raises ExtentError for one that is not aligned, not inside a known file, or overlaps another.
+        """
+        assert not self.used_nbytes and not self.quarantined_nbytes
+        known = np.zeros(len(extents), dtype=bool)
+        for space in self._named:
+            for file in space.files():  # few: a file grows to a TiB
+                chosen = np.flatnonzero((extents["device"] == space.device) & (extents["file"] == file))
+                known[chosen] = True
+                offsets, nbytes = (extents[name][chosen].astype(np.int64) for name in ("offset", "nbytes"))
+                bad = space.claim(file, offsets, nbytes)
+                if bad is not None:
+                    self._refuse(extents, int(chosen[bad]))
+        if not known.all():
+            self._refuse(extents, int(np.argmin(known)))
+
+    def _refuse(self, extents: np.ndarray, index: int) -> NoReturn:
+        extent = Extent(*extents[index].tolist())
+        raise ExtentError(index, extent, self._problem(extent) or "overlaps a range that is in use")
+
+    def allocate_nowait(
+        self, nbytes: int, *, scratch: bool = False, balanced: bool = False
+    ) -> tuple[Extent, ...] | None:
+        """Return extents of ``nbytes`` rounded up to the alignment, in logical order; None when free bytes are short.
+
+        From 4 MiB per device on, the bytes are spread over the devices in contiguous shares of whole blocks, in
+        proportion to their weights. A share is one extent (best fit) wherever one is long enough, else the longest free
+        ranges. What its device lacks the others give; with ``balanced`` that too is None.
+        """
+        spaces = self._scratch if scratch else self._named
+        needed = round_up(nbytes, self.alignment)
+        if needed > sum(space.free_nbytes for space in spaces):
+            return None
+        if balanced and not self.has_balance(nbytes, scratch=scratch):
+            return None
+        extents: list[Extent] = []
+        for device, share in self._dealer_of(scratch).deal(needed):
+            preferred = spaces[device:] + spaces[:device]
+            for extent in _take_share(preferred, share):
+                _append(extents, extent)
+        return tuple(extents)
+
+    def has_balance(self, nbytes: int, *, scratch: bool = False) -> bool:
+        """Whether each device has its share of the next ``nbytes`` free."""
+        spaces = self._scratch if scratch else self._named
+        shares = self._dealer_of(scratch).shares(round_up(nbytes, self.alignment))
+        return all(share <= spaces[device].free_nbytes for device, share in shares)
+
+    def plan_growth(
+        self, nbytes: int, *, scratch: bool = False, room: Sequence[int] | None = None
+    ) -> list[tuple[int, int, int]]:
+        """Return the files to grow, as (device, file, new size), so that ``nbytes`` can be allocated; [] if they can.
+
+        A file grows by what is needed, but at least by 64 MiB and by an eighth of its length, or by a quarter of the
+        device's room where that is less; named files end at ``max_file_nbytes`` and the next number follows. ``room``
+        says how many bytes each device can still give: steps stay within it, and what one device lacks the others take.
+        Raises CapacityError when all rooms together are short.
+        """
+        spaces = self._scratch if scratch else self._named
+        needed = round_up(nbytes, self.alignment)
+        missing = needed - sum(space.free_nbytes for space in spaces)
+        if missing <= 0:
+            return []
+        short = [0] * len(spaces)
+        for device, share in self._dealer_of(scratch).shares(needed):
+            short[device] = max(0, share - spaces[device].free_nbytes)
+        limits: list[int | None] = [None] * len(spaces)
+        if room is not None:
+            aligned = [nbytes_left // self.alignment * self.alignment for nbytes_left in room]
+            short = _fit(short, missing, aligned)
+            limits = [*aligned]
+        cap = None if scratch else self._max_file_nbytes
+        plan: list[tuple[int, int, int]] = []
+        for space, growth, limit in zip(spaces, short, limits, strict=True):
+            first = SCRATCH if scratch else 0
+            plan += [(space.device, file, size) for file, size in space.growth(growth, first, cap, limit)]
+        return plan
+
+    def plan_balance(
+        self, nbytes: int, *, scratch: bool = False, room: Sequence[int] | None = None
+    ) -> list[tuple[int, int, int]]:
+        """Return more files to grow, as ``plan_growth`` does, so that ``nbytes`` have balance, and what is free has.
+
+        Else what is free would all be on one device, and only that one busy. No step takes more than a quarter of a
+        device's ``room``: it is only for speed, and may fail.
+        """
+        spaces, weights = self._scratch if scratch else self._named, self.weights
+        shares = dict(self._dealer_of(scratch).shares(round_up(nbytes, self.alignment)))
+        most = max(space.free_nbytes / weight for space, weight in zip(spaces, weights, strict=True))
+        plan: list[tuple[int, int, int]] = []
+        for space, weight in zip(spaces, weights, strict=True):
+            wanted = min(int(most * weight), max(nbytes, GROWTH_NBYTES))
+            growth = round_up(max(wanted, shares.get(space.device, 0)) - space.free_nbytes, self.alignment)
+            limit = None if room is None else room[space.device] // 4 // self.alignment * self.alignment
+            if growth >= BLOCK_NBYTES and (limit is None or limit >= BLOCK_NBYTES):
+                first, cap = (SCRATCH, None) if scratch else (0, self._max_file_nbytes)
+                growth = growth if limit is None else min(growth, limit)
+                plan += [(space.device, file, size) for file, size in space.growth(growth, first, cap, limit)]
+        return plan
+
+    def free(self, extents: Iterable[Extent]) -> None:
+        """Give extents back; freeing what is not in use is an assertion."""
+        for extent in extents:
+            self._space(extent.device, extent.file).give_back(extent)
+
+    def quarantine(self, extents: Iterable[Extent]) -> None:
+        """Take extents in use out of circulation: this process never hands them out again."""
+        for extent in extents:
+            self._space(extent.device, extent.file).quarantine(extent)
+
+    def _dealer_of(self, scratch: bool) -> Dealer:
+        return self._scratch_dealer if scratch else self._dealer
+
+    def _space(self, device: int, file: int) -> DeviceSpace:
+        return (self._scratch if file == SCRATCH else self._named)[device]
+
+    def _problem(self, extent: Extent) -> str | None:
+        if not 0 <= extent.device < len(self._named) or extent.file < 0:
+            return "is on no device of this store"
+        if extent.offset < 0 or extent.nbytes <= 0:
+            return "is no range of bytes"
+        if extent.offset % self.alignment or extent.nbytes % self.alignment:
+            return f"is not aligned to {self.alignment} bytes"
+        if extent.offset + extent.nbytes > self._named[extent.device].file_nbytes(extent.file):
+            return f"ends behind the file's {self._named[extent.device].file_nbytes(extent.file)} bytes"
+        return None
+
+
+def _take_share(spaces: Sequence[DeviceSpace], share: int) -> Iterator[Extent]:
+    """Take ``share`` bytes that the spaces together hold, from the first of them where it can."""
+    own = spaces[0].take_best(share)
+    while own is None and share >= BLOCK_NBYTES <= spaces[0].longest_nbytes:  # whole blocks lose nothing by a split
+        piece = spaces[0].take_longest(share)
+        yield piece
+        share -= piece.nbytes
+        own = spaces[0].take_best(share) if share else None
+    if own is not None:
+        yield own
+        return
+    for space in spaces[1:] if share else ():
+        extent = space.take_best(share)
+        if extent is not None:
+            yield extent
+            return
+    for space in spaces:
+        while share and space.free_nbytes:
+            extent = space.take_longest(share)
+            share -= extent.nbytes
+            yield extent
+
+
+def _append(extents: list[Extent], extent: Extent) -> None:
+    """Append ``extent``, joined with the last one where it goes on from there."""
+    if extents:
+        last = extents[-1]
+        if last[:2] == extent[:2] and last.offset + last.nbytes == extent.offset:
+            extents[-1] = last._replace(nbytes=last.nbytes + extent.nbytes)
+            return
+    extents.append(extent)
+
+
+def _fit(short: Sequence[int], missing: int, room: Sequence[int]) -> list[int]:
+    """Return ``short`` cut to ``room``, and what then is missing laid on the devices with the most room left."""
+    if sum(room) < missing:
+        raise CapacityError(
+            f"{format_bytes(missing)} more are needed on the devices, which have room for {format_bytes(sum(room))}: "
+            "free some space, or give the store another directory on another drive when it is created"
+        )
+    fitted = [min(need, limit) for need, limit in zip(short, room, strict=True)]
+    left = missing - sum(fitted)
+    for device in sorted(range(len(room)), key=lambda device: fitted[device] - room[device]):
+        extra = min(max(0, left), room[device] - fitted[device])
+        fitted[device] += extra
+        left -= extra
+    return fitted

@@ -1,0 +1,273 @@
+"""Space: the bytes of all devices, taken and given back in extents; files grow here.
+
+Taking and giving back is bookkeeping under the store's lock; growing and flushing is I/O and happens without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from tiered.bytes.device.base import SCRATCH, Device, IOClass
+from tiered.bytes.device.parallel import in_parallel
+from tiered.bytes.interrupt import uninterrupted
+from tiered.errors import CapacityError, CorruptionError
+from tiered.store.catalog.row import Row
+from tiered.store.catalog.rows import Rows
+from tiered.store.space.bandwidth import BandwidthMeter
+from tiered.store.space.extents import Extent, ExtentAllocator, ExtentError
+from tiered.store.transfers.digest_threads import DigestThreads
+from tiered.store.transfers.transfer import Progress, Transfer
+from tiered.store.waiting.deadline import Deadline
+from tiered.units import format_bytes, round_up
+
+__all__ = ["Space"]
+
+Extents = tuple[Extent, ...]
+
+
+class Space:
+    """Extents over the devices' files, and the transfers to and from them.
+
+    The invariant: an extent is free, or has exactly one owner; one that a stream still reads is given back only when
+    the stream ends.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        store_uuid: bytes,
+        condition: threading.Condition,
+        *,
+        deadline_s: float,
+        weights: Sequence[float] | None = None,
+        spared_nbytes: int = 0,
+    ) -> None:
+        """Spread extents over ``devices`` by ``weights``, such as bandwidths, until the devices are seen at work.
+
+        Files do not grow into the last ``spared_nbytes`` of a device: a full one could not even commit a deletion.
+        """
+        self.meter = BandwidthMeter(len(devices)) if len(devices) > 1 else None
+        self.devices = tuple(devices) if self.meter is None else self.meter.metered(devices)
+        self.alignment = max((device.alignment for device in devices), default=4096)
+        self.store_uuid = store_uuid
+        self.digest_threads = DigestThreads()
+        self.progress = Progress()  # of all transfers
+        self._condition = condition
+        self._deadline_s = deadline_s
+        self._spared_nbytes = spared_nbytes
+        self._is_growing = False
+        self._has_room_to_balance = len(self.devices) > 1  # a drive may fill up: what it lacks the others give then
+        self._promises: dict[bool, tuple[int, int]] = {}  # scratch -> bytes reserved, bytes in use before that
+        self._streams: dict[Extents, int] = {}  # extents that streams read now
+        self._freed: set[Extents] = set()  # of these, the ones to give back after
+        self._allocator = ExtentAllocator(len(self.devices), self.alignment)
+        if weights is not None:
+            self._allocator.set_weights(weights)
+        for index, device in enumerate(self.devices):
+            for file, nbytes in sorted(device.files().items()):
+                if file != SCRATCH:
+                    self._allocator.add_space(index, file, 0, nbytes)
+
+    @property
+    def used_nbytes(self) -> int:
+        return self._allocator.used_nbytes + self._allocator.used_scratch_nbytes
+
+    @property
+    def free_nbytes(self) -> int:
+        return self._allocator.free_nbytes + self._allocator.free_scratch_nbytes
+
+    @property
+    def weights(self) -> list[float]:
+        """The share of each device in what is taken; together 1."""
+        return self._allocator.weights
+
+    @property
+    def quarantined_nbytes(self) -> int:
+        return self._allocator.quarantined_nbytes
+
+    def round_up(self, nbytes: int) -> int:
+        """Return the bytes that ``nbytes`` take on the devices, and in a buffer that is to be read or written."""
+        return round_up(nbytes, self.alignment)
+
+    # Below: under the lock
+
+    def claim_all(self, rows: Rows) -> None:
+        """Mark the extents of all committed rows used. Raises CorruptionError naming key, file and offset."""
+        try:
+            self._allocator.claim_all(rows.extents)
+        except ExtentError as error:
+            name, extent = rows.owner(error.index), error.extent
+            known = extent.device < len(self.devices)
+            file = self.devices[extent.device].path(extent.file) if known else f"device {extent.device}"
+            raise CorruptionError(
+                f"{file}: extent of {name!r} at [{extent.offset}, {extent.offset + extent.nbytes}) of file "
+                f"{extent.file} on device {extent.device} {error.problem}: catalog and data do not belong together",
+                key=name,
+                file=file,
+                offset=extent.offset,
+            ) from None
+
+    def take_nowait(self, nbytes: int, *, scratch: bool) -> Extents | None:
+        seen = None if self.meter is None else self.meter.new_weights()
+        if seen is not None:
+            self._allocator.set_weights(seen)
+            self._has_room_to_balance = True
+        return self._allocator.allocate_nowait(nbytes, scratch=scratch, balanced=self._has_room_to_balance)
+
+    def give_back(self, extents: Extents) -> None:
+        if extents in self._streams:
+            self._freed.add(extents)
+        else:
+            self._allocator.free(extents)
+
+    def quarantine(self, extents: Extents) -> None:
+        """Never use ``extents`` again: a write to them failed, and what they hold is unknown."""
+        self._allocator.quarantine(extents)
+
+    def is_streaming(self, extents: Extents) -> bool:
+        return extents in self._streams
+
+    def begin_stream(self, extents: Extents) -> None:
+        """Keep ``extents`` as they are until ``end_stream``."""
+        if extents:
+            self._streams[extents] = self._streams.get(extents, 0) + 1
+
+    def end_stream(self, extents: Extents) -> None:
+        if not extents:
+            return
+        self._streams[extents] -= 1
+        if not self._streams[extents]:
+            del self._streams[extents]
+            if extents in self._freed:
+                self._freed.remove(extents)
+                self._allocator.free(extents)
+
+    # Below: without the lock
+
+    def grow(self, nbytes: int, *, scratch: bool) -> None:
+        """Grow files until ``nbytes`` are free; blocks. Raises CapacityError, DeviceError, DeadlineError."""
+        deadline = Deadline(f"growing the files by {format_bytes(nbytes)}", self._deadline_s)
+        with self._condition:
+            while self._is_growing:
+                deadline.wait(self._condition)
+            self._is_growing = True
+        try:
+            self._adopt()
+            self._grow_by(nbytes, scratch=scratch)
+            if len(self.devices) > 1:
+                room = self._room()
+                with self._condition:
+                    plan = self._allocator.plan_balance(nbytes, scratch=scratch, room=room)
+                with contextlib.suppress(CapacityError):  # directories may share one file system's room
+                    for index, file, size in plan:
+                        self._grow(index, file, size)
+                with self._condition:
+                    self._has_room_to_balance = self._allocator.has_balance(nbytes, scratch=scratch)
+        finally:
+            with self._condition:
+                self._is_growing = False
+                self._condition.notify_all()
+
+    def _room(self) -> list[int]:
+        return [max(0, device.free_bytes() - self._spared_nbytes) for device in self.devices]
+
+    def _adopt(self) -> None:
+        """Make free what files have that nobody knows of: an interrupt came when they had grown."""
+        for index, device in enumerate(self.devices):
+            for file, nbytes in sorted(device.files().items()):
+                with self._condition:
+                    known_nbytes = self._allocator.file_nbytes(index, file)
+                    if known_nbytes < nbytes:
+                        self._allocator.add_space(index, file, known_nbytes, nbytes)
+
+    def _grow_by(self, nbytes: int, *, scratch: bool) -> None:
+        """Grow files until ``nbytes`` are free, by more than one plan where one step takes the room of another."""
+        while True:
+            room = self._room()
+            with self._condition:
+                plan = self._allocator.plan_growth(nbytes, scratch=scratch, room=room)
+            num_grown = 0
+            try:
+                for index, file, size in plan:
+                    self._grow(index, file, size)
+                    num_grown += 1
+                return
+            except CapacityError:  # directories may share one file system's room
+                if not num_grown and sum(self._room()) >= sum(room):
+                    raise
+
+    def _grow(self, index: int, file: int, size: int) -> None:
+        self.devices[index].grow(file, size)
+        with self._condition:
+            self._allocator.add_space(index, file, self._allocator.file_nbytes(index, file), size)
+
+    def flush(self) -> None:
+        """Make all that has landed durable, on all devices at the same time; blocks. Raises DeviceError."""
+        errors = in_parallel([device.flush for device in self.devices])
+        try:
+            if errors:
+                raise errors[0]
+        finally:
+            del errors  # lifetime: an error that its own frames hold keeps them all until the next collection
+
+    def close(self) -> None:
+        """End the digest threads: what they had is with the devices then, which are to be closed next. Idempotent."""
+        self.digest_threads.close()
+
+    def transfer(
+        self,
+        row: Row,
+        memory: memoryview,
+        io_class: IOClass,
+        on_done: Callable[[Transfer], None],
+        *,
+        on_moved: Callable[[Transfer], None] | None = None,
+        on_checked: Callable[[Transfer], None] | None = None,
+        first_block: int = 0,
+        is_checked_by_owner: bool = False,
+    ) -> Transfer:
+        """Return the transfer, not yet started, of as much of ``row`` as ``memory`` holds from ``first_block`` on."""
+        return Transfer(
+            self.devices,
+            self.store_uuid,
+            row,
+            memory=memory,
+            io_class=io_class,
+            threads=self.digest_threads,
+            progress=self.progress,
+            on_done=on_done,
+            on_moved=on_moved,
+            on_checked=on_checked,
+            first_block=first_block,
+            is_checked_by_owner=is_checked_by_owner,
+        )
+
+    @uninterrupted
+    def reserve(self, nbytes: int, *, scratch: bool) -> None:
+        """Grow files until ``nbytes`` can be written on top of what earlier calls promised. Raises CapacityError."""
+        with self._condition:
+            used, free = self._used_and_free(scratch)
+            promised, base = self._promises.get(scratch, (0, used))
+            self._promises[scratch] = (promised + nbytes, base)
+            short = promised + nbytes - (used - base) - free
+        try:
+            if short > 0:
+                self.grow(free + short, scratch=scratch)
+        except BaseException:
+            with self._condition:
+                promised, base = self._promises[scratch]
+                self._promises[scratch] = (promised - nbytes, base)
+            raise
+
+    def _used_and_free(self, scratch: bool) -> tuple[int, int]:
+        allocator = self._allocator
+        if scratch:
+            return allocator.used_scratch_nbytes, allocator.free_scratch_nbytes
+        return allocator.used_nbytes, allocator.free_nbytes
+
+    def explain(self, error: CapacityError, rows: Iterable[Row | None]) -> CapacityError:
+        """Return ``error`` with what a commit would free: the extents of ``rows``."""
+        freed = sum(extent.nbytes for row in rows if row is not None for extent in row.extents)
+        return CapacityError(f"{error}; a commit would free {format_bytes(freed)}")

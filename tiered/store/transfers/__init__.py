@@ -1,0 +1,1 @@
+"""Blocks on their way between memory and devices, each under its digest."""

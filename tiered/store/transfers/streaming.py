@@ -1,0 +1,305 @@
+"""Streaming: large records block by block through a window of bounce buffers; and verify, which reads all records.
+
+Nothing becomes resident. A stream keeps the extents it reads as they are until it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tiered.bytes.arena import Buffer
+from tiered.bytes.device.base import IOClass
+from tiered.bytes.host_tensor import copy_contiguous, populate
+from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
+from tiered.errors import CorruptionError
+from tiered.store.catalog.row import Row
+from tiered.store.residency.entry import Spec
+from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.write_back import Shortage
+from tiered.store.space.dealing import block_order
+from tiered.store.space.space import Space
+from tiered.store.transfers.checksum import BLOCK_NBYTES, DIGEST_NBYTES, num_blocks
+from tiered.store.transfers.transfer import Transfer
+from tiered.store.transfers.window import Window
+from tiered.store.waiting.deadline import Deadline
+from tiered.store.waiting.recorder import Wait
+from tiered.units import MiB
+
+__all__ = ["DirectGet", "Streams", "VerifyReport"]
+
+_DIRECT_NBYTES = 128 * MiB  # for each device: as much as it ever has in flight of a class
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What ``Store.verify`` read and what it found."""
+
+    num_keys: int
+    num_blocks: int
+    nbytes: int
+    errors: tuple[CorruptionError, ...]
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.errors
+
+
+class Streams:
+    """Reads and writes records block by block, with at most an eighth of the budget in flight (but one buffer)."""
+
+    def __init__(self, working_set: WorkingSet) -> None:
+        self._working_set = working_set
+        self._records = working_set.records
+        self._space = working_set.space
+        self._condition = working_set.condition
+
+    def must_stream(self, nbytes: int) -> bool:
+        """Whether put and get of so many bytes go through bounce buffers: more than a quarter of the budget."""
+        return nbytes > self._working_set.budget_bytes // 4
+
+    def put(self, key: str, flat: torch.Tensor, spec: Spec, *, scratch: bool) -> None:
+        """Write ``flat``, (nbytes,) uint8 on any compute device, as the new tensor of ``key``; blocks.
+
+        The old tensor stays readable until all of the new one has landed.
+        """
+        row = self.new_row(key, spec, scratch=scratch)
+        digests = bytearray(num_blocks(row.nbytes) * DIGEST_NBYTES)
+
+        def fill(block: int, buffer: Buffer) -> None:
+            copy_contiguous(buffer, flat[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES], to_buffer=True)
+
+        def collect(job: _Block, transfer: Transfer, buffer: Buffer) -> None:
+            if transfer.error is not None:
+                raise transfer.error
+            digests[job.block * DIGEST_NBYTES : (job.block + 1) * DIGEST_NBYTES] = transfer.digests
+
+        working_set, window = self._working_set, Window(self._working_set)
+        is_own = True  # the extents are this put's to give back
+        try:
+            blocks = block_order([(extent.device, extent.nbytes) for extent in row.extents])
+            window.run(_Block(self._space, row, block, IOClass.WRITE, fill=fill, use=collect) for block in blocks)
+            with self._condition:
+                old = working_set.settled(key, "put")  # raises for a lease that was opened meanwhile
+                is_own = False
+                entry = working_set.replace(old, key, spec, scratch=scratch, key_id=row.key_id)
+                self._records.streamed(entry, dataclasses.replace(row, digests=bytes(digests)))
+                working_set.streamed_out_bytes += row.nbytes
+        except BaseException:
+            if is_own:
+                space = self._space
+                window.when_idle(lambda: (space.quarantine if window.has_failed else space.give_back)(row.extents))
+            raise
+
+    def new_row(self, key: str, spec: Spec, *, scratch: bool) -> Row:
+        """Return the row of a tensor to be written to extents, and under a key id, of its own."""
+        deadline = Deadline(f"put of {key!r}", self._working_set.deadline_s)
+        while True:
+            with self._condition:
+                old = self._working_set.settled(key, "put")
+                if old is not None and not self._records.may_write(old):
+                    deadline.wait(self._condition, self._records.commit_progress())
+                    continue
+                extents = self._space.take_nowait(spec.nbytes, scratch=scratch)
+                if extents is not None:
+                    return self._records.new_row(key, spec, extents)
+            self._working_set.room.grow(Shortage(self._space.round_up(spec.nbytes), scratch))
+
+    def get(self, row: Row, flat: torch.Tensor) -> None:
+        """Read ``row`` into ``flat``, (nbytes,) uint8 on any compute device; blocks.
+
+        The caller has begun a stream on its extents; this ends it. Raises CorruptionError, DeviceError.
+        """
+
+        def copy(job: _Block, transfer: Transfer, buffer: Buffer) -> None:
+            if transfer.error is not None:
+                raise transfer.error
+            copy_contiguous(buffer, flat[job.block * BLOCK_NBYTES : (job.block + 1) * BLOCK_NBYTES], to_buffer=False)
+
+        window = Window(self._working_set)
+        try:
+            blocks = block_order([(extent.device, extent.nbytes) for extent in row.extents])
+            window.run(_Block(self._space, row, block, IOClass.DEMAND, use=copy) for block in blocks)
+        finally:
+            window.when_idle(lambda: self._space.end_stream(row.extents))
+        with self._condition:
+            self._working_set.streamed_in_bytes += row.nbytes
+
+    @uninterrupted
+    def verify(self, only: Sequence[str] | None = None) -> VerifyReport:
+        """Read every block that is on the devices, committed or newer, of every key or of ``only``; blocks.
+
+        A sector that cannot be read is damage as wrong bytes are. Raises DeviceError where a drive does not answer.
+        """
+        errors: list[CorruptionError] = []
+        counts = [0, 0, 0]  # keys, blocks, bytes
+        reading: deque[Row] = deque()  # whose blocks are being read, oldest first
+
+        def check(job: _Block, transfer: Transfer, buffer: Buffer) -> None:
+            row, block = job.row, job.block
+            unreadable = transfer.unreadable()
+            if unreadable is not None:
+                errors.append(unreadable)
+            else:
+                counts[1] += 1
+                counts[2] += min(BLOCK_NBYTES, row.nbytes - block * BLOCK_NBYTES)
+            if isinstance(transfer.error, CorruptionError):
+                errors.append(transfer.error)
+            elif transfer.error is not None and unreadable is None:
+                raise transfer.error
+            if block == num_blocks(row.nbytes) - 1:
+                with self._condition:
+                    self._space.end_stream(reading.popleft().extents)
+
+        def jobs() -> Iterator[_Block]:
+            for name in names:
+                with self._condition:
+                    entry = self._records.peek(name)
+                    rows = [] if entry is None else [entry.row] + [entry.committed] * (entry.committed is not entry.row)
+                    found = [row for row in rows if row is not None and row.inline is None]
+                    for row in found:
+                        self._space.begin_stream(row.extents)
+                        reading.append(row)
+                counts[0] += entry is not None
+                for row in found:
+                    for block in range(num_blocks(row.nbytes)):
+                        yield _Block(self._space, row, block, IOClass.PREFETCH, use=check)
+
+        with self._condition:
+            names = self._records.names() if only is None else only
+        window = Window(self._working_set)
+        try:
+            window.run(jobs())
+        finally:
+            window.when_idle(lambda: self._end_streams(reading))
+        return VerifyReport(counts[0], counts[1], counts[2], tuple(errors))
+
+    def _end_streams(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self._space.end_stream(row.extents)
+
+
+class DirectGet:
+    """A record on its way into memory of the caller's own: no buffer, no copy. Begun on a stream, which it ends.
+
+    ``close`` it in any case. The memory belongs to what is in flight on it until that completes, also past a deadline.
+    """
+
+    def __init__(self, working_set: WorkingSet, row: Row, memory: memoryview, *, is_new: bool) -> None:
+        """``memory`` is aligned and holds the row rounded up to the alignment; it is kept alive until all is done.
+
+        ``is_new``: nobody has touched it. Then the caller's thread has its pages made, each block's before its read.
+        """
+        self._working_set = working_set
+        self._row = row
+        self._memory = memory
+        self._is_new = is_new
+        self._left = deque(block_order([(extent.device, extent.nbytes) for extent in row.extents]))
+        self._most = _DIRECT_NBYTES // BLOCK_NBYTES * len(working_set.space.devices)
+        self._num_flying = 0
+        self._error: Exception | None = None  # the first
+        self._is_closed = False
+        self._start_more()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the record."""
+        return self._row.nbytes
+
+    def wait(self) -> None:
+        """Wait until all bytes are there and checked. Raises CorruptionError, DeviceError, DeadlineError."""
+        condition = self._working_set.condition
+        deadline = Deadline(f"get of {self._row.name!r}", self._working_set.deadline_s)
+        while self._num_flying or self._left:
+            INTERRUPTS.look()
+            self._start_more()
+            begun_s = time.monotonic()
+            with condition:
+                while self._num_flying and not self._is_due():
+                    deadline.wait(condition, self._num_flying)
+            self._working_set.recorder.waited(Wait.READ, self._row.name, begun_s)
+            if self._error is not None:
+                raise self._error
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Start nothing more; the stream ends when nothing is in flight. Does not block."""
+        with self._working_set.condition:
+            self._is_closed = True
+            if not self._num_flying:
+                self._end()
+
+    def _is_due(self) -> bool:
+        """Whether the caller has something to do while blocks are in flight."""
+        return self._error is not None or (bool(self._left) and self._num_flying <= self._most // 2)
+
+    def _start_more(self) -> None:
+        while self._left and self._num_flying < self._most and self._error is None:
+            block = self._left.popleft()
+            memory = self._memory[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES]
+            if self._is_new:
+                populate(memory)
+            transfer = self._working_set.space.transfer(
+                self._row, memory, IOClass.DEMAND, self._done, first_block=block
+            )
+            with self._working_set.condition:
+                self._num_flying += 1
+            transfer.start()
+
+    def _done(self, transfer: Transfer) -> None:
+        with self._working_set.condition:
+            self._num_flying -= 1
+            self._error = self._error or transfer.error
+            if self._is_closed and not self._num_flying:
+                self._end()
+            if not self._num_flying or self._is_due():  # each wake-up costs more than the block's digest
+                self._working_set.condition.notify_all()
+
+    def _end(self) -> None:
+        self._working_set.space.end_stream(self._row.extents)
+        self._working_set.streamed_in_bytes += self._row.nbytes
+
+
+class _Block:
+    """The job of moving one block of a record through a buffer."""
+
+    __slots__ = ("_fill", "_io_class", "_space", "_use", "block", "nbytes", "row")
+
+    def __init__(
+        self,
+        space: Space,
+        row: Row,
+        block: int,
+        io_class: IOClass,
+        *,
+        fill: Callable[[int, Buffer], object] | None = None,
+        use: Callable[[_Block, Transfer, Buffer], object],
+    ) -> None:
+        """``fill(block, buffer)`` comes before a write, ``use(job, transfer, buffer)`` after every movement."""
+        self.nbytes = min(row.nbytes, BLOCK_NBYTES)
+        self.row = row
+        self.block = block
+        self._space = space
+        self._io_class = io_class
+        self._fill = fill
+        self._use = use
+
+    def begin(self, buffer: Buffer, on_done: Callable[[Transfer], None]) -> Transfer:
+        if self._fill is not None:
+            self._fill(self.block, buffer)
+        return self._space.transfer(
+            self.row, buffer.memory, self._io_class, on_done, first_block=self.block, is_checked_by_owner=True
+        )
+
+    def finish(self, transfer: Transfer, buffer: Buffer) -> None:
+        transfer.check()
+        self._use(self, transfer, buffer)
+
+    def __str__(self) -> str:
+        return f"transfer of block {self.block} of {self.row.name!r}"

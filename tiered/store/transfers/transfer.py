@@ -1,0 +1,368 @@
+"""Transfer: some blocks of one record moved between a buffer and the devices, each under its digest.
+
+It knows neither residency nor generations; what a finished transfer means is its owner's decision.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from tiered.bytes.device.base import Device, IOClass, Operation
+from tiered.errors import CorruptionError, DeviceError
+from tiered.store.catalog.row import Row
+from tiered.store.space.extents import Extent, pieces
+from tiered.store.transfers.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_seed, digest, num_blocks
+from tiered.store.transfers.digest_threads import WORTHWHILE_NBYTES, DigestThreads
+from tiered.units import round_up
+
+__all__ = ["Progress", "Transfer", "start_all", "submit_all"]
+
+_UNREADABLE = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
+"""What a drive or file system answers with that has lost these bytes (Linux, blk_errors[]), unlike one that is gone."""
+
+
+class Progress:
+    """How many blocks of some transfers are done: it changes as long as their devices get on, however slowly."""
+
+    __slots__ = ("num_blocks",)
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+
+
+class Transfer:
+    """Reads or writes the blocks of ``row`` from ``first_block`` on that ``memory`` has room for.
+
+    ``memory`` is one buffer's bytes, a multiple of ``alignment``; it and the extents belong to the transfer until
+    ``on_done(transfer)`` is called, once, from any thread or from inside ``start``. A write zeroes the bytes behind
+    the record's end and leaves ``digests``; a read checks the row's digests, block by block as they arrive or, where
+    ``is_checked_by_owner``, when ``check`` is called. ``error`` is then None or a TieredError.
+
+    Digests of large blocks are computed in ``threads``, others where they come up: by the caller of ``start`` and in
+    the device's thread. ``on_moved(transfer)`` is called before ``on_done``, from any thread, once the devices have
+    done their part of a read; blocks may wait for their check then. ``on_checked(transfer)`` is called, from any
+    thread, after each block that was checked and found right has been added to ``checked``.
+    """
+
+    __slots__ = (
+        "_blocks", "_devices", "_is_unchecked", "_lock", "_num_blocks_left", "_num_pieces_left", "_on_checked",
+        "_on_done", "_on_moved", "_pieces_left", "_progress", "_store_uuid", "_threads", "_unsubmitted", "checked",
+        "digests", "error", "failed_piece", "first_block", "io_class", "is_done", "memory", "num_followers", "row",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        store_uuid: bytes,
+        row: Row,
+        *,
+        memory: memoryview,
+        io_class: IOClass,
+        threads: DigestThreads,
+        progress: Progress,
+        on_done: Callable[[Transfer], None],
+        on_moved: Callable[[Transfer], None] | None = None,
+        on_checked: Callable[[Transfer], None] | None = None,
+        first_block: int = 0,
+        is_checked_by_owner: bool = False,
+    ) -> None:
+        self.row = row
+        self.memory = memory
+        self.io_class = io_class
+        self.first_block = first_block
+        self.digests = bytearray()
+        self.error: Exception | None = None
+        self.failed_piece: Extent | None = None  # in which the device failed with ``error``
+        self.is_done = False  # for the owner, who sets it under its lock
+        self.num_followers = 0  # likewise
+        self.checked: list[int] = []  # blocks, in the order in which they were checked
+        self._devices = devices
+        self._store_uuid = store_uuid
+        self._threads = threads
+        self._progress = progress
+        self._on_done = on_done
+        self._on_moved = on_moved
+        self._on_checked = on_checked
+        self._lock = threading.Lock()
+        last_block = min(num_blocks(row.nbytes), first_block + -(-len(memory) // BLOCK_NBYTES))
+        self._blocks = range(first_block, last_block)
+        self._num_pieces_left = 0  # with the devices
+        self._num_blocks_left = 0  # of which pieces are with the devices, or that wait for their check
+        self._is_unchecked = is_checked_by_owner and io_class is not IOClass.WRITE
+        self._pieces_left: dict[int, int] = {}
+        self._unsubmitted: set[int] = set()  # blocks of which nothing was submitted
+
+    @property
+    def is_write(self) -> bool:
+        return self.io_class is IOClass.WRITE
+
+    def start(self, fill: Callable[[int], None] | None = None) -> None:
+        """Submit everything; what cannot be submitted is an error of the transfer, and not raised.
+
+        ``fill(block)`` makes the bytes of a block that is to be written next, while those before it are on their way.
+        What it raises is raised here, and so is an interrupt; what was not submitted by then never is, and the transfer
+        ends with an error but without a ``failed_piece``.
+        """
+        operations: list[list[tuple[int, Operation]]] | None = None
+        try:
+            operations = self._operations()
+            if not operations:  # a row of no bytes
+                self._on_done(self)
+            elif self.is_write:
+                for block, pieces_of_block in zip(self._blocks, operations, strict=True):
+                    if fill is not None:
+                        fill(block)
+                    self._compute(block, functools.partial(self._write, block, pieces_of_block))
+            else:
+                all_operations = list(itertools.chain.from_iterable(operations))
+                self._unsubmitted.clear()
+                submit_all(self._devices, all_operations)
+        except BaseException as error:
+            if operations is None or (self._unsubmitted and not self.is_write):
+                self.cancel(error)
+            for block in self._blocks if self.is_write and operations else ():
+                if self._claim(block):
+                    self._blocks_done(1, _NotSubmittedError(error))
+            raise
+
+    def cancel(self, reason: BaseException) -> None:
+        """End a transfer that was not started."""
+        self.error = _NotSubmittedError(reason)
+        if self._on_moved is not None:
+            self._on_moved(self)
+        self._on_done(self)
+
+    def _operations(self) -> list[list[tuple[int, Operation]]]:
+        """Return the operations of each block, each with the number of its device, and count them."""
+        operations: list[list[tuple[int, Operation]]] = []
+        for block in self._blocks:
+            operations.append([])
+            for piece, memory in self._pieces(block):
+                operation = Operation(
+                    is_write=self.is_write,
+                    file=piece.file,
+                    offset=piece.offset,
+                    memory=memory,
+                    io_class=self.io_class,
+                    on_done=functools.partial(self._piece_done, block, piece),
+                )
+                operations[-1].append((piece.device, operation))
+            self._pieces_left[block] = len(operations[-1])
+        # Order: all counts before the first submit, because a device may complete inside submit.
+        self._num_pieces_left = sum(map(len, operations))
+        self._num_blocks_left = len(operations)
+        if self.is_write:
+            self.digests = bytearray(len(operations) * DIGEST_NBYTES)
+        self._unsubmitted = set(self._blocks)
+        return operations
+
+    def _claim(self, block: int) -> bool:
+        """Whether the write of ``block`` is the caller's to submit, or not to: True once."""
+        try:
+            self._unsubmitted.remove(block)  # atomic
+        except KeyError:
+            return False
+        return True
+
+    def _compute(self, block: int, job: Callable[[], None]) -> None:
+        """Call ``job``, which computes the digest of ``block``: here, or in a thread for that."""
+        if len(self._bytes_of(block)) < WORTHWHILE_NBYTES:
+            job()
+        else:
+            self._threads.submit(self.io_class, job)
+
+    def _write(self, block: int, operations: list[tuple[int, Operation]]) -> None:
+        is_own = False
+        try:
+            is_own = self._claim(block)
+            if not is_own:
+                return
+            place = (block - self.first_block) * DIGEST_NBYTES
+            content = digest(self._bytes_of(block), self._seed(block))
+            # Order: before the block can be done, and with it the transfer.
+            self.digests[place : place + DIGEST_NBYTES] = content.to_bytes(DIGEST_NBYTES, "little")
+        except BaseException as error:
+            if is_own:
+                self._blocks_done(1, _NotSubmittedError(error))
+            raise
+        submit_all(self._devices, operations)
+
+    def _pieces(self, block: int) -> list[tuple[Extent, memoryview]]:
+        start = block * BLOCK_NBYTES
+        base = self.first_block * BLOCK_NBYTES
+        logical = min(BLOCK_NBYTES, self.row.nbytes - start)
+        nbytes = round_up(logical, self._alignment())
+        assert start - base + nbytes <= len(self.memory), f"{len(self.memory)} bytes of memory for {self.row}"
+        if self.is_write and nbytes > logical:
+            self.memory[start - base + logical : start - base + nbytes] = bytes(nbytes - logical)
+        found: list[tuple[Extent, memoryview]] = []
+        position = start - base
+        for piece in pieces(self.row.extents, start, nbytes):
+            found.append((piece, self.memory[position : position + piece.nbytes]))
+            position += piece.nbytes
+        return found
+
+    def _alignment(self) -> int:
+        return max(device.alignment for device in self._devices)
+
+    def _bytes_of(self, block: int) -> memoryview:
+        start = (block - self.first_block) * BLOCK_NBYTES
+        return self.memory[start : start + min(BLOCK_NBYTES, self.row.nbytes - block * BLOCK_NBYTES)]
+
+    def _seed(self, block: int) -> int:
+        return block_seed(self._store_uuid, self.row.key_id, block, self.row.generation)
+
+    def _piece_done(self, block: int, piece: Extent, operation: Operation) -> None:
+        failure = None if operation.error is None else _without_frames(self._translate(piece, operation.error))
+        with self._lock:
+            if isinstance(failure, _NotSubmittedError):
+                self.error = self.error or failure
+            elif failure is not None and (self.error is None or (self.is_write and self.failed_piece is None)):
+                self.error, self.failed_piece = failure, piece
+            self._pieces_left[block] -= 1
+            self._num_pieces_left -= 1
+            is_moved = not self._num_pieces_left
+            is_complete = not self._pieces_left[block]
+            is_due = is_complete and self.error is None and not self.is_write and not self._is_unchecked
+        if is_moved and self._on_moved is not None:  # order: before the last block can be done
+            self._on_moved(self)
+        if is_due:
+            self._compute(block, functools.partial(self._check_arrived, block))
+        elif is_complete:
+            self._blocks_done(1)
+
+    def _check_arrived(self, block: int) -> None:
+        error = self._check(block)
+        if error is None and self._on_checked is not None:  # order: before the last block can be done
+            self.checked.append(block)
+            self._on_checked(self)
+        self._blocks_done(1, error)
+
+    def _blocks_done(self, number: int, error: Exception | None = None) -> None:
+        self._progress.num_blocks += number
+        with self._lock:
+            self.error = self.error or error
+            self._num_blocks_left -= number
+            is_last = not self._num_blocks_left
+        if is_last:
+            self._on_done(self)
+
+    def check(self) -> None:
+        """Check what arrived, if the device's thread has not: for an owner that waited for it. Sets ``error``."""
+        if not self._is_unchecked:
+            return
+        self._is_unchecked = False
+        for block in self._blocks:
+            self.error = self.error or self._check(block)
+
+    def unreadable(self) -> CorruptionError | None:
+        """Return what it means for whoever looks at every byte that a sector gave none; None: the error is another.
+
+        Whoever wants the tensor has a DeviceError for it: the next try may find the bytes.
+        """
+        cause = None if self.error is None else self.error.__cause__
+        if self.failed_piece is None or not isinstance(cause, OSError) or cause.errno not in _UNREADABLE:
+            return None
+        name = errno.errorcode[cause.errno]
+        what = f"its bytes cannot be read: {os.strerror(cause.errno)} ({name}, errno {cause.errno})"
+        corruption = self._corruption(self.failed_piece, what, errno=cause.errno)
+        corruption.__cause__ = cause
+        return corruption
+
+    def _check(self, block: int) -> CorruptionError | None:
+        """Compare the block's bytes with its digest."""
+        expected = int.from_bytes(self.row.digests[block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES], "little")
+        if digest(self._bytes_of(block), self._seed(block)) == expected:
+            return None
+        piece = next(pieces(self.row.extents, block * BLOCK_NBYTES, 1))
+        return self._corruption(piece, f"block {block} does not match its digest: the device holds other bytes")
+
+    def _translate(self, piece: Extent, error: Exception) -> Exception:
+        """Return what a failed operation means: a file that has lost its end is damage, all else is the device's."""
+        if self.is_write or type(error) is not DeviceError:
+            return error
+        device = self._devices[piece.device]
+        try:
+            size = os.stat(device.path(piece.file)).st_size
+        except OSError:  # a stand-in without a file
+            size = device.files().get(piece.file, 0)
+        if size >= piece.offset + piece.nbytes:
+            return error
+        corruption = self._corruption(piece, f"the file ends at {size} bytes")
+        corruption.__cause__ = error
+        return corruption
+
+    def _corruption(self, piece: Extent, what: str, *, errno: int = 0) -> CorruptionError:
+        path = self._devices[piece.device].path(piece.file)
+        return CorruptionError(
+            f"{self.row.name!r} is damaged: {what}; {path}, offset {piece.offset}, expected as written for generation "
+            f"{self.row.generation}; restore the file from a copy, or delete the key and write it again",
+            key=self.row.name,
+            file=path,
+            offset=piece.offset,
+            errno=errno,
+        )
+
+
+def start_all(transfers: Iterable[Transfer]) -> None:
+    """Start ``transfers``. What interrupts that is raised, and ends those that were not started."""
+    left = deque(transfers)
+    try:
+        while left:
+            left.popleft().start()
+    except BaseException as error:
+        for transfer in left:
+            transfer.cancel(error)
+        raise
+
+
+def submit_all(devices: Sequence[Device], operations: Sequence[tuple[int, Operation]]) -> None:
+    """Submit operations, each with the number of its device; what cannot be submitted ends with an error.
+
+    Those of one device are submitted together, in their order. An interrupt is raised: what a device was handed by then
+    may be in flight, and is its own to end; the rest ends with an error.
+    """
+    by_device: dict[int, list[Operation]] = {}
+    handed: set[int] = set()  # devices
+    try:
+        for index, operation in operations:
+            by_device.setdefault(index, []).append(operation)
+        for index, group in by_device.items():
+            handed.add(index)
+            try:
+                devices[index].submit(group)
+            except Exception as error:  # none of them was started
+                _end(group, error)
+    except BaseException as error:
+        rest = [operation for index, operation in operations if index not in handed]
+        _end(rest, _NotSubmittedError(error))
+        raise
+
+
+def _end(operations: Iterable[Operation], error: Exception) -> None:
+    for operation in operations:
+        operation.error = error
+        operation.on_done(operation)
+
+
+class _NotSubmittedError(DeviceError):
+    """The caller's thread was kept from handing something to its device. It refers to no frames."""
+
+    def __init__(self, reason: BaseException) -> None:
+        super().__init__(f"it was not handed to the device: {reason!r}")
+
+
+def _without_frames(error: Exception) -> Exception:
+    # Lifetime: an error is kept until somebody raises it; its frames, and through them those of whoever submitted to a
+    # device that completes at once, would keep leased tensors alive as long.
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error

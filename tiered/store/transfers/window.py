@@ -1,0 +1,178 @@
+"""Window: bytes moved past the working set through a few buffers, several movements in flight, finished in order.
+
+What is moved and what a finished movement means is the jobs' business: blocks of large records (streaming.py), many
+small records at a time (batches.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from tiered.bytes.arena import Buffer
+from tiered.bytes.interrupt import INTERRUPTS
+from tiered.store.residency.working_set import WorkingSet
+from tiered.store.waiting.deadline import Deadline
+
+__all__ = ["NUM_IN_FLIGHT", "Job", "Movement", "Window"]
+
+NUM_IN_FLIGHT = 3
+"""Movements of at most 4 MiB that keep one drive busy. It may complete all that it has at once: with more of them the
+caller would have nothing to look at while the drive works, and then too much."""
+
+
+class Movement(Protocol):
+    """What is in flight; a Transfer is one.
+
+    ``on_done`` is called once, from any thread. ``start`` raises interrupts only, and then it is called as well.
+    """
+
+    is_done: bool  # for the window, which sets it under the store's lock
+    error: Exception | None
+
+    def start(self) -> None: ...
+
+
+class Job(Protocol):
+    """One use of one buffer. Its methods are called by the window's caller, without the store's lock."""
+
+    nbytes: int  # of the buffer it needs
+
+    def begin(self, buffer: Buffer, on_done: Callable[[Any], None]) -> Movement:
+        """Fill the buffer, where that is needed, and return what to start."""
+
+    def finish(self, movement: Any, buffer: Buffer) -> None:
+        """Look at what was moved. Raising ends the window."""
+
+    def __str__(self) -> str:
+        """Return the words for what is waited for."""
+
+
+class Window:
+    """Jobs with at most an eighth of the budget in flight (but one buffer). The caller's thread does all but the I/O.
+
+    As much again may have arrived and wait to be looked at: the next movements start first. Whatever happens, a buffer
+    goes back to the arena only when nothing is in flight on it.
+    """
+
+    def __init__(self, working_set: WorkingSet) -> None:
+        self.has_failed = False  # a movement has
+        self._working_set = working_set
+        self._flying: deque[tuple[Job, Movement]] = deque()  # oldest first
+        self._buffers: dict[Movement, Buffer] = {}
+        self._num_done = 0
+        self._num_moving = 0
+        self._moving_nbytes = 0
+        self._is_abandoned = False
+        self._on_idle: Callable[[], object] | None = None
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        """Carry out ``jobs``; the first exception of one of them ends it."""
+        idle: list[Buffer] = []
+        try:
+            for job in jobs:
+                INTERRUPTS.look()
+                buffer = self._next_buffer(idle, job.nbytes)
+                idle.append(buffer)
+                movement = job.begin(buffer, self._done)
+                self._buffers[movement] = idle.pop()
+                self._flying.append((job, movement))
+                with self._working_set.condition:
+                    self._num_moving += 1
+                    self._moving_nbytes += buffer.nbytes
+                movement.start()
+            self._drain(idle)
+        finally:
+            for buffer in idle:
+                self._working_set.unreserve(buffer)
+            self._abandon()
+
+    def drain(self) -> None:
+        """Finish everything that is in flight; for jobs that come between."""
+        idle: list[Buffer] = []
+        try:
+            self._drain(idle)
+        finally:
+            for buffer in idle:
+                self._working_set.unreserve(buffer)
+
+    def when_idle(self, action: Callable[[], object]) -> None:
+        """Call ``action`` under the store's lock as soon as nothing of this window is in flight."""
+        with self._working_set.condition:
+            if self._buffers:
+                self._on_idle = action
+            else:
+                action()
+
+    def _drain(self, idle: list[Buffer]) -> None:
+        while self._flying:
+            idle.append(self._finish_oldest())
+
+    def _next_buffer(self, idle: list[Buffer], nbytes: int) -> Buffer:
+        """Return a buffer of at least ``nbytes``; waits for the oldest movement when the window is full."""
+        room = self._working_set.room
+        while True:
+            while idle:
+                buffer = idle.pop()
+                if buffer.nbytes >= nbytes:
+                    return buffer
+                room.unreserve(buffer)
+            if not self._flying:
+                return room.reserve(nbytes)
+            extra = self._extra_buffer(nbytes)
+            if extra is not None:
+                return extra
+            if self._flying[0][1].is_done:
+                idle.append(self._finish_oldest())
+            else:
+                self._wait_for_oldest()
+
+    def _extra_buffer(self, nbytes: int) -> Buffer | None:
+        """Return a buffer for one more movement, if one more may be in flight."""
+        room = self._working_set.room
+        most = NUM_IN_FLIGHT * len(self._working_set.space.devices)
+        if self._num_moving >= most or self._moving_nbytes + nbytes > room.budget_bytes // 8:
+            return None
+        held = sum(buffer.nbytes for buffer in self._buffers.values())
+        if len(self._flying) >= 2 * most or held + nbytes > room.budget_bytes // 4:
+            return None
+        return room.reserve_nowait(nbytes)
+
+    def _wait_for_oldest(self) -> None:
+        job, movement = self._flying[0]
+        deadline = Deadline(str(job), self._working_set.deadline_s)
+        with self._working_set.condition:
+            while not movement.is_done:
+                deadline.wait(self._working_set.condition, self._num_done)
+
+    def _finish_oldest(self) -> Buffer:
+        self._wait_for_oldest()
+        job, movement = self._flying.popleft()
+        job.finish(movement, self._buffers[movement])
+        with self._working_set.condition:
+            return self._buffers.pop(movement)
+
+    def _done(self, movement: Movement) -> None:
+        with self._working_set.condition:
+            movement.is_done = True
+            self._num_done += 1
+            self._num_moving -= 1
+            self._moving_nbytes -= self._buffers[movement].nbytes
+            self.has_failed = self.has_failed or movement.error is not None
+            if self._is_abandoned:
+                self._give_back(movement)
+            self._working_set.condition.notify_all()
+
+    def _abandon(self) -> None:
+        """Give the buffers back: now where the movement is done, else when its completion arrives."""
+        with self._working_set.condition:
+            self._is_abandoned = True
+            for movement in [movement for movement in self._buffers if movement.is_done]:
+                self._give_back(movement)
+
+    def _give_back(self, movement: Movement) -> None:
+        self._working_set.room.drop(self._buffers.pop(movement))
+        if not self._buffers and self._on_idle is not None:
+            action, self._on_idle = self._on_idle, None
+            action()

@@ -1,0 +1,215 @@
+"""put_many: single puts as long as DRAM has room for dirty bytes, then small tensors straight to the devices."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from tiered.bytes.arena import Buffer
+from tiered.bytes.device.base import IOClass
+from tiered.bytes.interrupt import INTERRUPTS
+from tiered.store.catalog.row import Row
+from tiered.store.residency.entry import Spec
+from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.write_back import Shortage
+from tiered.store.space.extents import Extent, pieces
+from tiered.store.transfers.batch import Batch, batch_nbytes, is_small
+from tiered.store.transfers.checksum import DIGEST_NBYTES, block_seed, digest
+from tiered.store.transfers.window import Window
+from tiered.store.waiting.deadline import Deadline
+
+__all__ = ["PutBatches", "Source"]
+
+
+class Source:
+    """The values that put_many was given, one of them in hand. What goes wrong there waits in ``error``."""
+
+    def __init__(
+        self,
+        values: Iterable[tuple[str, torch.Tensor]],
+        plain: Callable[[str, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """``plain`` checks a value and returns the contiguous one to put."""
+        self.error: Exception | None = None
+        self.key = ""
+        self.value: torch.Tensor | None = None  # None at the end
+        self.spec = Spec(torch.uint8, (0,))
+        self._values = iter(values)
+        self._plain = plain
+        self.advance()
+
+    def advance(self) -> None:
+        """Take the next value in hand."""
+        self.value = None
+        INTERRUPTS.look()  # the caller's values may come slowly
+        try:
+            for key, value in self._values:
+                plain = self._plain(key, value)
+                self.key, self.spec, self.value = key, Spec.like(plain), plain
+                return
+        except Exception as error:  # the caller's: raised when all values before it are put
+            self.error = error
+
+
+class PutBatches:
+    """Puts many values in order; ``put`` is for single ones. The last put of a key wins."""
+
+    def __init__(self, working_set: WorkingSet, put: Callable[[str, torch.Tensor], None]) -> None:
+        self._working_set = working_set
+        self._put = put
+
+    def put(self, source: Source) -> None:
+        """Put all of ``source``; blocks. Where one fails, all before it are put and none after it."""
+        window = Window(self._working_set)
+        batches: list[_PutBatch] = []  # that have rows to install, oldest first
+
+        def jobs() -> Iterator[_PutBatch]:
+            while source.value is not None:
+                batches[:] = [batch for batch in batches if batch.rows]
+                if self._is_small(source) and (batches or not self._has_room(source)):
+                    batches.append(_PutBatch(self._working_set, source))
+                    yield batches[-1]
+                    continue
+                # Order: all before it are put first; and whoever waits for DRAM must not have any of it.
+                window.drain()
+                self._put(source.key, source.value)
+                source.advance()
+
+        def give_back() -> None:
+            space = self._working_set.space
+            for row in (row for batch in batches for row in batch.rows):
+                (space.quarantine if window.has_failed else space.give_back)(row.extents)
+
+        try:
+            window.run(jobs())
+        except BaseException:
+            window.when_idle(give_back)
+            raise
+        if source.error is not None:
+            raise source.error
+
+    def _is_small(self, source: Source) -> bool:
+        """Whether the value in hand may be part of a batch."""
+        assert source.value is not None
+        return source.value.is_cpu and is_small(self._working_set, source.spec.nbytes)
+
+    def _has_room(self, source: Source) -> bool:
+        """Whether so little else is dirty that the value in hand would not be written soon."""
+        working_set = self._working_set
+        dirty_bytes = working_set.residents.dirty_bytes + working_set.room.write_back.writing_bytes
+        return dirty_bytes + source.spec.nbytes <= working_set.budget_bytes // 8
+
+
+class _PutBatch:
+    """The job of writing the next small values of a source to extents, and under key ids, of their own.
+
+    The old tensors stay readable until all of the new ones have landed.
+    """
+
+    def __init__(self, working_set: WorkingSet, source: Source) -> None:
+        self.nbytes = batch_nbytes(working_set)
+        self.keys: dict[str, None] = {}
+        self.rows: list[Row] = []  # whose extents are this job's, until they are installed
+        self._working_set = working_set
+        self._source = source
+        self._scratch = not working_set.records.durable
+        self._failure: Exception | None = None
+
+    def begin(self, buffer: Buffer, on_done: Callable[[Batch], None]) -> Batch:
+        packed = list(self._pack(buffer))
+        try:
+            extents, generation, key_id = self._place(sum(size for _, _, size in packed), len(packed))
+        except Exception as error:  # raised when it is this job's turn: all before it are put
+            self._failure = error
+            return Batch((), (), IOClass.WRITE, on_done)
+        store_uuid = self._working_set.space.store_uuid
+        start = 0
+        for key, spec, size in packed:
+            content = digest(buffer.memory[start : start + spec.nbytes], block_seed(store_uuid, key_id, 0, generation))
+            row = Row(
+                key_id=key_id,
+                name=key,
+                dtype=spec.dtype_name,
+                shape=spec.shape,
+                nbytes=spec.nbytes,
+                generation=generation,
+                extents=_cut(extents, start, size),
+                digests=content.to_bytes(DIGEST_NBYTES, "little"),
+                inline=None,
+            )
+            self.rows.append(row)
+            start += size
+            key_id += 1
+        places: list[tuple[Extent, memoryview]] = []
+        start = 0
+        for extent in extents:
+            places.append((extent, buffer.memory[start : start + extent.nbytes]))
+            start += extent.nbytes
+        return Batch(self._working_set.space.devices, places, IOClass.WRITE, on_done)
+
+    def _pack(self, buffer: Buffer) -> Iterator[tuple[str, Spec, int]]:
+        """Copy values into the buffer as long as they are small and fit; yield key, spec and bytes in the buffer."""
+        source, working_set = self._source, self._working_set
+        start = 0
+        while source.value is not None and source.value.is_cpu and is_small(working_set, source.spec.nbytes):
+            nbytes = source.spec.nbytes
+            size = working_set.space.round_up(nbytes)
+            if start + size > self.nbytes or source.key in self.keys:
+                return
+            # Lifetime: now, because the next value may be the same tensor with other numbers in it.
+            ctypes.memmove(buffer.address + start, source.value.data_ptr(), nbytes)
+            if size > nbytes:
+                ctypes.memset(buffer.address + start + nbytes, 0, size - nbytes)
+            self.keys[source.key] = None
+            yield source.key, source.spec, size
+            start += size
+            source.advance()
+
+    def _place(self, nbytes: int, num_keys: int) -> tuple[tuple[Extent, ...], int, int]:
+        """Return fresh extents, the generation to write for, and the first of ``num_keys`` new key ids; blocks."""
+        working_set, records = self._working_set, self._working_set.records
+        deadline = Deadline(str(self), working_set.deadline_s)
+        working_set.deferred_seal.settle()
+        while True:
+            with working_set.condition:
+                if not all(map(self._may_replace, self.keys)):
+                    deadline.wait(working_set.condition, records.commit_progress())
+                    continue
+                extents = working_set.space.take_nowait(nbytes, scratch=self._scratch)
+                if extents is not None:
+                    return extents, records.open_generation, records.new_key_ids(num_keys)
+            working_set.room.grow(Shortage(nbytes, self._scratch))
+
+    def _may_replace(self, key: str) -> bool:
+        old = self._working_set.settled(key, "put")
+        return old is None or self._working_set.records.may_write(old)
+
+    def finish(self, batch: Batch, buffer: Buffer) -> None:
+        failure = self._failure or batch.error
+        if failure is not None:
+            raise failure
+        working_set, records = self._working_set, self._working_set.records
+        specs = [Spec.of(row) for row in self.rows]
+        with working_set.condition:
+            self.rows.reverse()
+            for spec in specs:
+                row = self.rows[-1]
+                old = working_set.settled(row.name, "put")
+                entry = working_set.replace(old, row.name, spec, scratch=self._scratch, key_id=row.key_id)
+                records.streamed(entry, row)
+                working_set.streamed_out_bytes += row.nbytes
+                self.rows.pop()
+
+    def __str__(self) -> str:
+        first = next(iter(self.keys), "")
+        return f"put of {first!r} and {len(self.keys) - 1} more"
+
+
+def _cut(extents: tuple[Extent, ...], start: int, nbytes: int) -> tuple[Extent, ...]:
+    """Return what holds the bytes [start, start + nbytes) of ``extents``."""
+    if len(extents) > 1:
+        return tuple(pieces(extents, start, nbytes))
+    device, file, offset, _ = extents[0]
+    return (Extent(device, file, offset + start, nbytes),)

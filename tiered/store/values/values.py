@@ -1,0 +1,291 @@
+"""Values: whole tensors in and out of the store, by copy. Checks what a caller may put and what ``out`` may be."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections import deque
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from tiered.bytes.arena import Buffer
+from tiered.bytes.host_tensor import aligned_memory, copy_contiguous, empty_aligned
+from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
+from tiered.errors import UsageError
+from tiered.store.catalog.row import MAX_NUM_DIMS, Row
+from tiered.store.residency.entry import INLINE_NBYTES, Residency, Spec, is_kept
+from tiered.store.residency.lease import EndedView, ReadOnlyView, plain_of
+from tiered.store.residency.working_set import WorkingSet
+from tiered.store.transfers.streaming import DirectGet, Streams
+from tiered.store.values.arrival import Arrival, is_worthwhile
+from tiered.store.values.get_batches import GetBatches
+from tiered.store.values.modes import refuse_modes
+from tiered.store.values.put_batches import PutBatches, Source
+from tiered.store.values.write_through import WriteThrough
+from tiered.store.waiting.deadline import Deadline
+from tiered.units import MiB
+
+__all__ = ["Values"]
+
+_NUM_AHEAD = 64  # keys that get_many prefetches
+_AHEAD_NBYTES = 64 * MiB  # for each device: what get_many reads past the working set while it waits for a tensor
+_DIRECT_NBYTES = MiB  # smaller tensors are not worth pages of their own
+_OWN_PAGES_NBYTES = 32 * MiB  # from here on malloc maps new pages for each tensor too, but small ones: slow to touch
+
+
+class Values:
+    """put and get. Small tensors go to their row, ordinary ones through the working set, large ones are streamed."""
+
+    def __init__(self, working_set: WorkingSet, streams: Streams) -> None:
+        self._working_set = working_set
+        self._records = working_set.records
+        self._condition = working_set.condition
+        self._streams = streams
+        self._write_through = WriteThrough(working_set, streams)
+        self._put_batches = PutBatches(working_set, self.put)
+        self._get_batches = GetBatches(working_set, self.get)
+
+    @uninterrupted
+    def put(self, key: str, value: torch.Tensor) -> None:
+        """Make a copy of ``value`` the tensor of ``key``; the last put wins. Readers see the old one or the new one.
+
+        Raises TypeError for what is no plain strided tensor, LeaseError, CapacityError, DeviceError.
+        """
+        self._working_set.check(writing=True)
+        self._working_set.deferred_seal.settle()
+        plain = _plain(key, value)
+        spec = Spec.like(plain)
+        scratch = not self._records.durable
+        if spec.nbytes <= INLINE_NBYTES:
+            host = plain.cpu()
+            self._install(key, spec, ctypes.string_at(host.data_ptr(), spec.nbytes) if spec.nbytes else b"")
+        elif self._streams.must_stream(spec.nbytes):
+            self._streams.put(key, _flat(plain), spec, scratch=scratch)
+        elif self._write_through.is_due(key, plain, scratch=scratch):
+            self._write_through.put(key, _flat(plain), spec)
+        else:
+            buffer = self._working_set.room.reserve(spec.nbytes)
+            try:
+                copy_contiguous(buffer, plain, to_buffer=True)
+                self._install(key, spec, buffer)
+            except BaseException:
+                self._working_set.unreserve(buffer)
+                raise
+        self._working_set.room.pump()
+
+    def _install(self, key: str, spec: Spec, content: Buffer | bytes) -> None:
+        scratch = not self._records.durable
+        working_set = self._working_set
+        with self._condition:
+            entry = working_set.settled(key, "put")
+            if entry is None or entry.spec != spec or entry.scratch != scratch:
+                entry = working_set.replace(entry, key, spec, scratch=scratch)
+            else:
+                working_set.residents.drop(entry)
+            self._records.touch(entry)
+            if isinstance(content, bytes):
+                entry.row = self._records.inline_row(entry, content)
+                entry.state = Residency.STORED
+            else:
+                working_set.room.take_over(content)
+                working_set.residents.admit(entry, content)
+                entry.state = Residency.DIRTY
+                working_set.residents.offer(entry)
+
+    @uninterrupted
+    def get(
+        self, key: str, *, out: torch.Tensor | None = None, device: torch.device | str | int | None = None
+    ) -> torch.Tensor:
+        """Return a copy of the tensor of ``key``: a new one, on ``device``, or ``out``. KeyError."""
+        refuse_modes("get", key)
+        if out is not None and device is not None and torch.device(device) != out.device:
+            raise ValueError(f"get({key!r}): out is on {out.device}, device={device!r}; give one of them")
+        target = torch.device("cpu" if device is None else device) if out is None else out.device
+        row, is_arriving = self._stored_row(key)
+        if row is not None and row.inline is not None:
+            result = _result(Spec.of(row), key, out, target)
+            if row.nbytes:
+                _flat(result).copy_(torch.frombuffer(bytearray(row.inline), dtype=torch.uint8))
+            return result
+        if row is not None:
+            result, direct = self._begin(row, out, target)
+            if direct is not None:
+                with contextlib.closing(direct):
+                    direct.wait()
+            return result
+        arrival = Arrival.begin(self._working_set, key) if is_arriving and target.type == "cpu" else None
+        if arrival is not None:
+            with contextlib.closing(arrival):
+                result = _result(arrival.spec, key, out, target)
+                if arrival.copy_to(_flat(result)):
+                    return result
+        deadline = Deadline(f"lease of {key!r} for 'r'", self._working_set.deadline_s)
+        alias, spec, _ = self._working_set.obtain(key, "r", deadline, is_brief=True)
+        try:
+            result = _result(spec, key, out, target)
+            copy_contiguous(alias.residence.buffer, result, to_buffer=False)
+        finally:
+            self._working_set.residents.report_end(alias)  # no tensor was made over its bytes
+            self._working_set.released(alias)
+        return result
+
+    @uninterrupted
+    def get_many(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return copies of the tensors of ``keys``, swapping in ahead. KeyError before anything is read."""
+        found: dict[str, Any] = dict.fromkeys(keys)  # in order; filled in below
+        names = list(found)
+        self._working_set.check(writing=False)
+        for name in names[:1]:
+            refuse_modes("get_many", name)
+        with self._condition:
+            for name in names:
+                if name not in self._records:
+                    raise KeyError(name)
+        others = self._get_batches.get(names, found)
+        direct: deque[DirectGet] = deque()
+        ahead_nbytes, most_nbytes = 0, _AHEAD_NBYTES * len(self._working_set.space.devices)
+        with contextlib.ExitStack() as stack:
+            for i, name in enumerate(others):
+                if i % (_NUM_AHEAD // 2) == 0:
+                    self._working_set.prefetch(islice(others, i, i + _NUM_AHEAD))
+                INTERRUPTS.look()
+                row, _ = self._stored_row(name)
+                if row is None or row.inline is not None:
+                    found[name] = self.get(name)
+                    continue
+                found[name], begun = self._begin(row, None, torch.device("cpu"))
+                if begun is not None:
+                    stack.callback(begun.close)
+                    direct.append(begun)
+                    ahead_nbytes += begun.nbytes
+                while ahead_nbytes - (direct[0].nbytes if direct else 0) >= most_nbytes:
+                    ahead_nbytes -= direct[0].nbytes
+                    direct.popleft().wait()
+            for begun in direct:
+                begun.wait()
+        return found
+
+    def _begin(self, row: Row, out: torch.Tensor | None, target: torch.device) -> tuple[torch.Tensor, DirectGet | None]:
+        """Return the tensor that the bytes of ``row`` go to, and what to wait for; None where they are there.
+
+        A stream was begun on the row.
+        """
+        alignment = self._working_set.space.alignment
+        try:
+            spec = Spec.of(row)
+            if out is None and target.type == "cpu" and row.nbytes >= _DIRECT_NBYTES:
+                flat, memory = empty_aligned(row.nbytes, alignment)
+                return flat.view(spec.dtype).view(spec.shape), DirectGet(self._working_set, row, memory, is_new=True)
+            result = _result(spec, row.name, out, target)
+            own = aligned_memory(_flat(result), alignment)
+            if own is not None:
+                return result, DirectGet(self._working_set, row, own, is_new=False)
+        except BaseException:
+            with self._condition:
+                self._working_set.space.end_stream(row.extents)
+            raise
+        self._streams.get(row, _flat(result))
+        return result, None
+
+    @uninterrupted
+    def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Put each of ``values``, in order; not atomic before the commit. Where one fails, all before it are put."""
+        self._working_set.check(writing=True)
+        self._put_batches.put(Source(values.items() if isinstance(values, Mapping) else values, _plain))
+
+    def _stored_row(self, key: str) -> tuple[Row | None, bool]:
+        """Return the row to read past the working set: inline, or to be streamed and then with a stream begun.
+
+        Where there is none, also whether the tensor may be followed on its way into the working set.
+        """
+        self._working_set.check(writing=False)
+        with self._condition:
+            self._working_set.residents.drain()
+            self._working_set.room.raise_failure()
+            entry = self._records.find(key)
+            if entry is None:
+                raise KeyError(key)
+            row = entry.row
+            if row is None or row.inline is not None:
+                return row, False
+            if entry.residence is not None or not self._goes_past(row):
+                return None, is_worthwhile(entry)
+            self._working_set.space.begin_stream(row.extents)
+            return row, False
+
+    def _goes_past(self, row: Row) -> bool:
+        """Whether a get reads the row past the working set: it is large, or others would have to leave it."""
+        if self._streams.must_stream(row.nbytes):
+            return True
+        arena = self._working_set.residents.arena
+        return row.nbytes >= _DIRECT_NBYTES and arena.leased_nbytes + row.nbytes > arena.nbytes
+
+
+def _plain(key: str, value: torch.Tensor) -> torch.Tensor:
+    """Return ``value`` detached, resolved and contiguous. Raises TypeError for what a store cannot keep, UsageError."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"put of {key!r}: expected a torch.Tensor, got {type(value).__name__}; torch.as_tensor(value) makes one of"
+            " an array, a list or a number"
+        )
+    refuse_modes("put", key)
+    if isinstance(value, EndedView):
+        raise UsageError(f"put of {key!r}: the lease of the given view has ended; lease it again, or clone() it before")
+    if isinstance(value, ReadOnlyView):
+        value = plain_of(value)
+    problem = ""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        problem = f"the subclass {type(value).__name__}; pass value.as_subclass(torch.Tensor) if its bytes are all"
+    elif value.is_nested:
+        problem = "a nested tensor; pass its parts, value.unbind(), under keys of their own"
+    elif is_functorch_wrapped_tensor(value):
+        problem = "an argument inside torch.func; put what the transform returns"
+    elif value.is_meta:
+        problem = "a meta tensor, which has no bytes"
+    elif value.layout is not torch.strided:
+        problem = f"a tensor of layout {value.layout}; pass value.to_dense(), or its parts under keys of their own"
+    elif value.is_quantized:
+        problem = f"a quantised tensor ({value.dtype}); pass value.int_repr() and keep scale and zero point yourself"
+    elif not is_kept(value.dtype):  # bytes that were viewed so: no quantised tensor, and none can be made of them again
+        problem = f"a tensor of dtype {value.dtype}; pass value.view(torch.uint8)"
+    elif value.dim() > MAX_NUM_DIMS:
+        problem = f"{value.dim()} dimensions, of which a catalog row holds {MAX_NUM_DIMS}; pass value.flatten()"
+    if problem:
+        raise TypeError(f"put of {key!r}: expected a dense strided tensor, got {problem}")
+    return value.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _result(spec: Spec, key: str, out: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Return ``out``, about to be overwritten, or a new tensor of ``spec``.
+
+    Raises TypeError, ValueError or UsageError for an ``out`` that does not fit.
+    """
+    if out is None and device.type == "cpu" and spec.nbytes >= _OWN_PAGES_NBYTES:
+        return empty_aligned(spec.nbytes, 1)[0].view(spec.dtype).view(spec.shape)
+    if out is None:
+        return torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    if not isinstance(out, torch.Tensor) or out.layout is not torch.strided or out.is_meta:
+        raise TypeError(f"get({key!r}): out must be a dense tensor")
+    if isinstance(out, ReadOnlyView):
+        raise UsageError(f'get({key!r}): out is a view of a lease for reading; lease it with mode="rw", or clone() it')
+    if out.dtype != spec.dtype or tuple(out.shape) != spec.shape:
+        raise ValueError(
+            f"get({key!r}): expected out of {spec.dtype} {list(spec.shape)}, got {out.dtype} {list(out.shape)}"
+        )
+    if not out.is_contiguous() or out.is_conj() or out.is_neg():
+        raise ValueError(f"get({key!r}): out must be contiguous and not a lazy conjugate or negative")
+    if out.requires_grad:
+        raise UsageError(f"get({key!r}): out requires grad; pass out.detach()")
+    if not out.is_inference():  # which has no version
+        # Invariant: what autograd saved of it is known to be overwritten; torch sees none of the ways bytes come by.
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the (nbytes,) uint8 view of a contiguous tensor; where it has one element its strides may be anything."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
