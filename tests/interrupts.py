@@ -31,6 +31,7 @@ class interrupt_at:
         self.number = 0
         self.hits: list[str] = []  # where signals were sent
         self._numbers = numbers
+        self._is_due = False
         self._before: Any = None
 
     def __enter__(self) -> interrupt_at:
@@ -48,7 +49,16 @@ class interrupt_at:
         if not code.co_filename.startswith(_PACKAGE) and code.co_filename not in _FILES:
             return
         self.number += 1
-        if self.number in self._numbers:
+        self._is_due |= self.number in self._numbers
+        if self._is_due and not _is_in_finalizer(frame):
+            self._is_due = False
             after = f", after {getattr(arg, '__name__', arg)}" if event == "c_return" else ""
             self.hits.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_qualname}{after}")
             signal.raise_signal(signal.SIGINT)
+
+
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    """Whether a ``weakref.finalize`` runs, anyone's: what is raised there is printed and raised nowhere."""
+    while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__:
+        frame = frame.f_back
+    return frame is not None

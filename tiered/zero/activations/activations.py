@@ -21,6 +21,7 @@ from torch import nn
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
 from tiered.units import format_bytes
+from tiered.zero.activations.deaths import Deaths
 from tiered.zero.activations.free_memory import free_memory
 from tiered.zero.activations.recompute import Recompute, RecomputedForward
 from tiered.zero.activations.saved import Kept, own_pair_in_force
@@ -132,7 +133,7 @@ class Activations:
         self._local = _Local()
         self._kept: dict[int, weakref.ref[_KeptStorage]] = {}  # by the address of torch's StorageImpl
         self._kept_bytes = 0
-        self._ended: collections.deque[tuple[int, int]] = collections.deque()
+        self._deaths: Deaths[tuple[int, int]] = Deaths()  # address and bytes of what is not kept any more
         self._saved: collections.Counter[Unit] = collections.Counter()  # bytes, in the forward that is measured
         self._flop: collections.defaultdict[Unit, float] = collections.defaultdict(float)
         self.refused: set[Unit] = set()  # "auto", and cannot run again
@@ -300,14 +301,13 @@ class Activations:
             with INTERRUPTS:
                 self._kept[address] = weakref.ref(counted)
                 self._kept_bytes += nbytes
-                finalizer = weakref.finalize(counted, self._ended.append, (address, nbytes))
-                finalizer.atexit = False
+                self._deaths.watch(counted, (address, nbytes))
         return CountedKept(tensor, counted)
 
     def _forget_ended(self) -> None:
         """Take what is not kept any more out of the count."""
-        while self._ended:
-            address, nbytes = self._ended.popleft()
+        while (ended := self._deaths.next()) is not None:
+            address, nbytes = ended
             self._kept_bytes -= nbytes
             reference = self._kept.get(address)
             if reference is not None and reference() is None:

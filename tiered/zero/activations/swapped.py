@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, UsageError
 from tiered.units import KiB, format_bytes
+from tiered.zero.activations.deaths import Deaths
 from tiered.zero.activations.saved import check_unmodified
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ class SwappedActivations:
         self._storages: dict[int, weakref.ref[SwappedStorage]] = {}  # by the address of torch's StorageImpl
         self._keys: dict[str, tuple[int, int]] = {}  # key -> serial number and bytes of what is in the store
         self._held: OrderedDict[str, int] = OrderedDict()  # oldest first
-        self._ended: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
+        self._deaths: Deaths[tuple[str, int, int]] = Deaths()  # key, serial number and address of the storage
+        self._unswept: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
         engine.working_set.add_reclaimer(self._reclaim)
 
     def __repr__(self) -> str:
@@ -166,16 +168,18 @@ class SwappedActivations:
     @uninterrupted
     def sweep(self) -> None:
         """Delete the keys that nothing refers to any more, but for those whose write is in flight."""
+        while (ended := self._deaths.next()) is not None:
+            self._unswept.put(ended)
         busy: list[tuple[str, int, int]] = []
-        while not self._ended.empty():
+        while not self._unswept.empty():
             try:
-                ended = self._ended.get_nowait()
+                ended = self._unswept.get_nowait()
             except queue.Empty:  # another thread has it
                 break
             if not self._delete(*ended):
                 busy.append(ended)
         for item in busy:
-            self._ended.put(item)
+            self._unswept.put(item)
 
     @uninterrupted
     def reset(self) -> None:
@@ -220,8 +224,7 @@ class SwappedActivations:
             self._keys[made.key] = made.serial, nbytes
             self._storages[storage._cdata] = weakref.ref(made)
             self._hold(made.key, nbytes)
-        finalizer = weakref.finalize(made, self._ended.put, (made.key, made.serial, storage._cdata))
-        finalizer.atexit = False
+        self._deaths.watch(made, (made.key, made.serial, storage._cdata))
         return made
 
     def _name(self) -> tuple[str, int]:
