@@ -31,10 +31,17 @@ __all__ = ["Room"]
 _log = logging.getLogger("tiered")
 
 _LOOK_AGAIN_S = 0.01  # short against any swap, long against the price of looking
+_PATIENCE = 1 / 8  # of its deadline: so long a caller waits for memory before others stand back
+_TURN = 1 / 4  # of its deadline: so long they do at most
 
 
 class Room:
-    """Buffers for callers that may block. ``refuse`` raises when the store serves no more calls."""
+    """Buffers for callers that may block. ``refuse`` raises when the store serves no more calls.
+
+    Who asks for little finds room first. So that nobody is passed over for ever, threads that have nothing (no lease,
+    no reservation) stand back for a caller that has nothing either and has waited for an eighth of its deadline, until
+    it has its memory, or for a quarter of that deadline. Whoever has something goes on: it may be what is waited for.
+    """
 
     def __init__(
         self,
@@ -60,6 +67,7 @@ class Room:
         self._condition = condition
         self._deadline_s = deadline_s
         self.refuse = refuse
+        self._turns: dict[Deadline, float] = {}  # of callers that have waited for long, oldest first: until when
         self._reservations: dict[Buffer, int | None] = {}  # and the thread that will give it back soon, if one will
         self._policy: EvictionPolicy | None = None  # that was set
 
@@ -83,12 +91,19 @@ class Room:
 
         Nobody waits for one that ``is_lasting`` to be given back.
         """
-        deadline: Deadline | None = None
-        while (buffer := self.reserve_nowait(nbytes, is_lasting=is_lasting)) is None:
-            what = f"reservation of {format_bytes(nbytes)} of the DRAM budget"
-            deadline = deadline or Deadline(what, self._deadline_s)
-            self.make(nbytes, deadline)
-        return buffer
+        buffer = None if self._turns else self.reserve_nowait(nbytes, is_lasting=is_lasting)
+        if buffer is not None:
+            return buffer
+        deadline = Deadline(f"reservation of {format_bytes(nbytes)} of the DRAM budget", self._deadline_s)
+        try:
+            while True:
+                with self._condition:
+                    self.stand_back(deadline)
+                if (buffer := self.reserve_nowait(nbytes, is_lasting=is_lasting)) is not None:
+                    return buffer
+                self.make(nbytes, deadline)
+        finally:
+            self.end_turn(deadline)
 
     def reserve_nowait(self, nbytes: int, *, is_lasting: bool = False) -> Buffer | None:
         """Lease ``nbytes`` of the arena if evicting clean tensors is enough."""
@@ -100,6 +115,13 @@ class Room:
                 if not is_lasting:
                     self._residents.users[this_thread()] += 1
             return buffer
+
+    def end_turn(self, deadline: Deadline) -> None:
+        """Note that the caller with ``deadline`` waits for memory no more."""
+        if self._turns:  # nobody else puts in this one
+            with self._condition:
+                if self._turns.pop(deadline, None) is not None:
+                    self._condition.notify_all()
 
     def unreserve(self, buffer: Buffer) -> None:
         """Give back what ``reserve`` returned; no tensor on it may be alive."""
@@ -195,6 +217,19 @@ class Room:
 
     # Below: under the lock
 
+    @property
+    def has_turns(self) -> bool:
+        """Whether somebody has waited for memory for long."""
+        return bool(self._turns)
+
+    def stand_back(self, deadline: Deadline) -> None:
+        """Wait while it is the turn of somebody else, before the caller with ``deadline`` takes or pins memory."""
+        while self._turns and self._is_anothers_turn(deadline) and self._has_nothing():
+            self._condition.wait(_LOOK_AGAIN_S)
+            deadline.renew()
+            self._residents.drain()
+            self.raise_failure()
+
     def drop(self, buffer: Buffer) -> None:
         """Give back what ``reserve`` returned."""
         self.take_over(buffer)
@@ -261,8 +296,27 @@ class Room:
         except DeadlineError as error:
             raise DeadlineError(f"{error}. Other threads did not give back: {self._explain(needed)}") from None
 
+    def _has_nothing(self) -> bool:
+        return this_thread() not in self._residents.users
+
+    def _is_anothers_turn(self, deadline: Deadline) -> bool:
+        now = time.monotonic()
+        for other, until_s in self._turns.items():
+            if other is deadline:
+                return False
+            if now < until_s:
+                return True
+        return False
+
     def _wait(self, deadline: Deadline) -> None:
         """Wait for a while; the time starts anew as long as what is in flight comes closer to its end."""
+        now = time.monotonic()
+        if (
+            now - deadline.begun_s > _PATIENCE * self._deadline_s
+            and deadline not in self._turns
+            and self._has_nothing()
+        ):
+            self._turns[deadline] = now + _TURN * self._deadline_s
         self.num_waiting += 1
         try:
             # The end of a lease is reported by a finalizer, which must not take the lock to notify: look again soon.

@@ -188,6 +188,8 @@ class WorkingSet:
                 if mode != "r":
                     self.deferred_seal.settle_for(key)
                 with self.condition:
+                    if claim is None:
+                        self.room.stand_back(deadline)
                     if mode != "r":
                         self.refuse_late()
                     entry, need, urgent = self._await_need(key, mode, deadline)
@@ -214,6 +216,7 @@ class WorkingSet:
                 elif reading is not None:
                     reading.start()
         finally:
+            self.room.end_turn(deadline)
             if claim is not None:
                 self._unclaim(claim)
 

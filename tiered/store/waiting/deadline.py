@@ -18,14 +18,14 @@ _UNCHANGED = object()
 class Deadline:
     """The patience of one operation. Time counts from the last sign of progress."""
 
-    __slots__ = ("_limit_s", "_operation", "_progress", "_start_s", "_warned", "waited_s")
+    __slots__ = ("_limit_s", "_operation", "_progress", "_start_s", "_warned", "begun_s", "waited_s")
 
     def __init__(self, operation: str, limit_s: float) -> None:
         """``operation`` says what waits for what, with its key: ``"lease of 'a'"``."""
         self.waited_s = 0.0
         self._operation = operation
         self._limit_s = limit_s
-        self._start_s = time.monotonic()
+        self.begun_s = self._start_s = time.monotonic()
         self._progress: object = None
         self._warned = False
 

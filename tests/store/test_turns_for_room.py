@@ -1,0 +1,170 @@
+"""Who asks for most of the budget is not passed over for ever by those who ask for little, and nobody hangs for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.store.rig import WAIT_S, simulated_store, write_key
+from tiered.bytes.device.memory import SimulatedDisk
+from tiered.errors import CapacityError
+from tiered.store.residency.working_set import WorkingSet
+from tiered.store.store import Store
+from tiered.units import KiB, MiB
+
+NUM_SMALL = 8
+SMALL_NBYTES = 16 * KiB  # all of them are the budget
+LARGE_NBYTES = 96 * KiB
+
+
+@contextmanager
+def crowded(deadline_s: float) -> Iterator[Store]:
+    """A store with a large key and small ones, each of which a thread of its own leases again and again."""
+    disk = SimulatedDisk(capacity_nbytes=4 * MiB, can_lose_power=False)
+    with simulated_store(disk, deadline_s=deadline_s) as store:
+        working_set = store.working_set
+        write_key(working_set, "large", LARGE_NBYTES, 9)
+        for index in range(NUM_SMALL):
+            write_key(working_set, f"small {index}", SMALL_NBYTES, index)
+        ended = threading.Event()
+        failures: list[BaseException] = []
+
+        def lease_in_turn(index: int) -> None:
+            try:
+                while not ended.is_set():
+                    lease = working_set.lease(f"small {index}", "r")
+                    time.sleep(0.003)
+                    lease.release()
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=lease_in_turn, args=(index,)) for index in range(NUM_SMALL)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield store
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join(WAIT_S)
+        assert not failures and not any(thread.is_alive() for thread in threads)
+
+
+def lease(working_set: WorkingSet) -> None:
+    large = working_set.lease("large", "r")
+    assert large.tensor.unique().tolist() == [9]
+    assert large.release()
+
+
+def reserve(working_set: WorkingSet) -> None:
+    working_set.unreserve(working_set.reserve(LARGE_NBYTES))
+
+
+@pytest.mark.parametrize("ask", [lease, reserve])
+def test_who_asks_for_most_of_the_budget_is_not_passed_over_for_ever(ask: Callable[[WorkingSet], None]) -> None:
+    with crowded(deadline_s=4.0) as store:
+        for _ in range(2):
+            had_it = threading.Event()
+
+            def ask_and_say(had_it: threading.Event = had_it) -> None:
+                ask(store.working_set)
+                had_it.set()
+
+            thread = threading.Thread(target=ask_and_say)
+            thread.start()
+            thread.join(10.0)
+            was_passed_over = not had_it.is_set()
+            if was_passed_over:
+                break
+    thread.join(WAIT_S)
+    assert not was_passed_over
+
+
+def test_who_has_a_lease_does_not_stand_back_and_goes_on() -> None:
+    with simulated_store(deadline_s=WAIT_S) as store:
+        working_set = store.working_set
+        write_key(working_set, "large", LARGE_NBYTES, 9)
+        for index in range(NUM_SMALL):
+            write_key(working_set, f"small {index}", SMALL_NBYTES, index)
+        held = [working_set.lease(f"small {index}", "r") for index in range(3)]  # too many beside the large one
+        waiting = threading.Thread(target=lease, args=(working_set,))
+        waiting.start()
+        begun_s = time.monotonic()
+        while not working_set.room.has_turns and time.monotonic() - begun_s < WAIT_S:
+            time.sleep(0.01)
+        assert working_set.room.has_turns
+        begun_s = time.monotonic()
+        held.append(working_set.lease("small 5", "r"))
+        assert time.monotonic() - begun_s < WAIT_S / 8  # a turn lasts for twice as long
+        for each in held:
+            each.release()
+        del each
+        held.clear()
+        waiting.join(WAIT_S)
+        assert not waiting.is_alive() and not working_set.room.has_turns
+
+
+def test_a_turn_ends_where_nobody_can_have_it() -> None:
+    """Whoever has the memory waits, outside of the store, for a thread that stands back."""
+    with simulated_store(deadline_s=4.0) as store:
+        working_set = store.working_set
+        write_key(working_set, "large", LARGE_NBYTES, 9)
+        for index in range(NUM_SMALL):
+            write_key(working_set, f"small {index}", SMALL_NBYTES, index)
+        held = [working_set.lease(f"small {index}", "r") for index in range(3)]
+        raised: list[BaseException] = []
+
+        def wait_in_vain() -> None:
+            try:
+                lease(working_set)
+            except BaseException as error:
+                raised.append(error)
+
+        waiting = threading.Thread(target=wait_in_vain)
+        waiting.start()
+        begun_s = time.monotonic()
+        while not working_set.room.has_turns and time.monotonic() - begun_s < WAIT_S:
+            time.sleep(0.01)
+        awaited = threading.Thread(target=lambda: working_set.lease("small 5", "r").release())
+        awaited.start()
+        awaited.join(3.0)  # a turn is one second
+        assert not awaited.is_alive()
+        for each in held:
+            each.release()
+        del each
+        held.clear()
+        waiting.join(WAIT_S)
+        assert not waiting.is_alive() and not raised
+
+
+def test_no_turn_is_left_of_a_caller_that_gave_up() -> None:
+    with simulated_store(deadline_s=0.4) as store:
+        working_set = store.working_set
+        write_key(working_set, "large", LARGE_NBYTES, 9)
+        for index in range(NUM_SMALL):
+            write_key(working_set, f"small {index}", SMALL_NBYTES, index)
+        held = [working_set.lease(f"small {index}", "r") for index in range(3)]
+        raised: list[BaseException] = []
+
+        def wait_in_vain() -> None:
+            try:
+                lease(working_set)
+            except BaseException as error:
+                raised.append(error)
+
+        waiting = threading.Thread(target=wait_in_vain)
+        waiting.start()
+        waiting.join(WAIT_S)
+        assert len(raised) == 1 and "did not happen within" in str(raised[0])
+        assert not working_set.room.has_turns
+        for each in held:
+            each.release()
+        del each
+        held.clear()
+        lease(working_set)
+        with pytest.raises(CapacityError):
+            working_set.reserve(1 * MiB)
