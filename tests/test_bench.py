@@ -118,6 +118,19 @@ def test_io_engine_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_ring_loop_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
+    tiny = ("--rounds", "1", "--seconds", "0.05", "--blocks", "1MiB", "--file", "16MiB")
+    command = [warm_python.executable, "bench/ring_loop.py", str(tmp_path), *tiny]
+    output = subprocess.run(command, cwd=ROOT, env=warm_python.environment, check=True, capture_output=True, text=True)
+    result = json.loads(output.stdout.splitlines()[-1])
+    assert result["bench"] == "ring_loop"
+    assert [(row["op"], row["is_registered"]) for row in result["rows"]] == [
+        ("read", False), ("write", False), ("read", True), ("write", True),
+    ]  # fmt: skip
+    assert all(row["gb_per_s"] > 0 and row["cpu_s_per_gb"] > 0 for row in result["rows"])
+    assert not list(tmp_path.iterdir())
+
+
 def test_two_directories_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--limit", "3GB", "--nbytes", "32MiB", "--rounds", "1", "--dram", "16MiB", "--store", str(tmp_path)]
     command = [warm_python.executable, "bench/two_directories.py", *tiny]
