@@ -84,87 +84,70 @@ def test_who_asks_for_most_of_the_budget_is_not_passed_over_for_ever(ask: Callab
     assert not was_passed_over
 
 
+class Waiting:
+    """A store whose leases leave no room for the large key, and a thread that waits for it."""
+
+    def __init__(self, store: Store) -> None:
+        self.working_set = store.working_set
+        write_key(self.working_set, "large", LARGE_NBYTES, 9)
+        for index in range(NUM_SMALL):
+            write_key(self.working_set, f"small {index}", SMALL_NBYTES, index)
+        self.held = [self.working_set.lease(f"small {index}", "r") for index in range(3)]
+        self.raised: list[BaseException] = []
+        self.thread = threading.Thread(target=self._wait)
+        self.thread.start()
+
+    def _wait(self) -> None:
+        try:
+            lease(self.working_set)
+        except BaseException as error:
+            self.raised.append(error)
+
+    def until_its_turn(self) -> None:
+        begun_s = time.monotonic()
+        while not self.working_set.room.has_turns and time.monotonic() - begun_s < WAIT_S:
+            time.sleep(0.01)
+        assert self.working_set.room.has_turns
+
+    def give_way(self) -> None:
+        """Release what is in its way, and wait for its end."""
+        while self.held:
+            self.held.pop().release()
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive() and not self.working_set.room.has_turns
+
+
 def test_who_has_a_lease_does_not_stand_back_and_goes_on() -> None:
     with simulated_store(deadline_s=WAIT_S) as store:
-        working_set = store.working_set
-        write_key(working_set, "large", LARGE_NBYTES, 9)
-        for index in range(NUM_SMALL):
-            write_key(working_set, f"small {index}", SMALL_NBYTES, index)
-        held = [working_set.lease(f"small {index}", "r") for index in range(3)]  # too many beside the large one
-        waiting = threading.Thread(target=lease, args=(working_set,))
-        waiting.start()
+        waiting = Waiting(store)
+        waiting.until_its_turn()
         begun_s = time.monotonic()
-        while not working_set.room.has_turns and time.monotonic() - begun_s < WAIT_S:
-            time.sleep(0.01)
-        assert working_set.room.has_turns
-        begun_s = time.monotonic()
-        held.append(working_set.lease("small 5", "r"))
+        waiting.held.append(store.working_set.lease("small 5", "r"))
         assert time.monotonic() - begun_s < WAIT_S / 8  # a turn lasts for twice as long
-        for each in held:
-            each.release()
-        del each
-        held.clear()
-        waiting.join(WAIT_S)
-        assert not waiting.is_alive() and not working_set.room.has_turns
+        waiting.give_way()
+        assert not waiting.raised
 
 
 def test_a_turn_ends_where_nobody_can_have_it() -> None:
     """Whoever has the memory waits, outside of the store, for a thread that stands back."""
     with simulated_store(deadline_s=4.0) as store:
-        working_set = store.working_set
-        write_key(working_set, "large", LARGE_NBYTES, 9)
-        for index in range(NUM_SMALL):
-            write_key(working_set, f"small {index}", SMALL_NBYTES, index)
-        held = [working_set.lease(f"small {index}", "r") for index in range(3)]
-        raised: list[BaseException] = []
-
-        def wait_in_vain() -> None:
-            try:
-                lease(working_set)
-            except BaseException as error:
-                raised.append(error)
-
-        waiting = threading.Thread(target=wait_in_vain)
-        waiting.start()
-        begun_s = time.monotonic()
-        while not working_set.room.has_turns and time.monotonic() - begun_s < WAIT_S:
-            time.sleep(0.01)
-        awaited = threading.Thread(target=lambda: working_set.lease("small 5", "r").release())
+        waiting = Waiting(store)
+        waiting.until_its_turn()
+        awaited = threading.Thread(target=lambda: store.working_set.lease("small 5", "r").release())
         awaited.start()
         awaited.join(3.0)  # a turn is one second
         assert not awaited.is_alive()
-        for each in held:
-            each.release()
-        del each
-        held.clear()
-        waiting.join(WAIT_S)
-        assert not waiting.is_alive() and not raised
+        waiting.give_way()
+        assert not waiting.raised
 
 
 def test_no_turn_is_left_of_a_caller_that_gave_up() -> None:
     with simulated_store(deadline_s=0.4) as store:
-        working_set = store.working_set
-        write_key(working_set, "large", LARGE_NBYTES, 9)
-        for index in range(NUM_SMALL):
-            write_key(working_set, f"small {index}", SMALL_NBYTES, index)
-        held = [working_set.lease(f"small {index}", "r") for index in range(3)]
-        raised: list[BaseException] = []
-
-        def wait_in_vain() -> None:
-            try:
-                lease(working_set)
-            except BaseException as error:
-                raised.append(error)
-
-        waiting = threading.Thread(target=wait_in_vain)
-        waiting.start()
-        waiting.join(WAIT_S)
-        assert len(raised) == 1 and "did not happen within" in str(raised[0])
-        assert not working_set.room.has_turns
-        for each in held:
-            each.release()
-        del each
-        held.clear()
-        lease(working_set)
+        waiting = Waiting(store)
+        waiting.thread.join(WAIT_S)
+        assert len(waiting.raised) == 1 and "did not happen within" in str(waiting.raised[0])
+        assert not store.working_set.room.has_turns
+        waiting.give_way()
+        lease(store.working_set)
         with pytest.raises(CapacityError):
-            working_set.reserve(1 * MiB)
+            store.working_set.reserve(1 * MiB)
