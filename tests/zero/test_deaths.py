@@ -19,8 +19,9 @@ def test_facts_come_once_their_object_has_died_in_the_order_of_deaths() -> None:
     one, two = Watched(), Watched()
     deaths.watch(one, "one")
     deaths.watch(two, "two")
-    assert deaths.next() is None
+    assert deaths.next() is None and not deaths
     del two, one
+    assert deaths
     assert [deaths.next(), deaths.next(), deaths.next()] == ["two", "one", None]
 
 

@@ -306,12 +306,15 @@ class Activations:
 
     def _forget_ended(self) -> None:
         """Take what is not kept any more out of the count."""
-        while (ended := self._deaths.next()) is not None:
-            address, nbytes = ended
-            self._kept_bytes -= nbytes
-            reference = self._kept.get(address)
-            if reference is not None and reference() is None:
-                del self._kept[address]
+        if not self._deaths:  # costs less than a block that waits for interrupts
+            return
+        with INTERRUPTS:
+            while (ended := self._deaths.next()) is not None:
+                address, nbytes = ended
+                self._kept_bytes -= nbytes
+                reference = self._kept.get(address)
+                if reference is not None and reference() is None:
+                    del self._kept[address]
 
 
 class _KeptStorage:

@@ -21,9 +21,12 @@ class Deaths(Generic[_T]):
 
     def __init__(self) -> None:
         self._dead: queue.SimpleQueue[weakref.ref[object]] = queue.SimpleQueue()
-        self._watches: dict[
-            int, tuple[weakref.ref[object], _T]
-        ] = {}  # by id; a reference that is dead itself reports nothing
+        # By id; a reference that is dead itself reports nothing.
+        self._watches: dict[int, tuple[weakref.ref[object], _T]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether some of what was watched has died since."""
+        return not self._dead.empty()
 
     def watch(self, watched: object, facts: _T) -> None:
         """Have ``next`` return ``facts`` once ``watched`` has died. They must not refer to it."""
