@@ -80,9 +80,7 @@ def engines(args: argparse.Namespace) -> list[Figures]:
                 fio = bed.find_fio()
                 for op in ("read", "write"):
                     pattern = Pattern(op, block, args.depth, args.file, args.seconds)
-                    with HugePages(pattern) as huge_pages:
-                        if fio is not None:
-                            fio.has_huge_pages = huge_pages.are_there
+                    with HugePages(pattern, fio):
                         pairs = measure_pairs(bed, pattern, rounds=args.rounds, fio=fio)
                     row: Figures = {
                         "engine": name, "op": op, "block_bytes": block, "depth": args.depth,

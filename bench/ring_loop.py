@@ -152,9 +152,8 @@ def measure(args: argparse.Namespace, block: int, *, is_registered: bool) -> lis
                 pattern = Pattern(op, block, args.depth, args.file, args.seconds)
                 loop.run(op, args.seconds / 10)
                 ours, theirs = [], []
-                with HugePages(pattern) as huge_pages:
+                with HugePages(pattern, fio):
                     if fio is not None:
-                        fio.has_huge_pages = huge_pages.are_there
                         fio.calibrate(pattern, bed.paths)
                     for turn in range(args.rounds):
                         for is_ours in (turn % 2 == 0, turn % 2 == 1):

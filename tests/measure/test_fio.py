@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -113,19 +115,64 @@ class TestRuns:
 
 
 class TestHugePages:
-    def test_the_setting_is_put_back(self, tmp_path: Path) -> None:
+    @pytest.fixture
+    def fio(self) -> Fio:
+        return Fio("/bin/fio", "io_uring")
+
+    def test_the_setting_is_put_back(self, fio: Fio, tmp_path: Path) -> None:
         setting = tmp_path / "nr_hugepages"
         setting.write_text("3\n")
-        with pytest.raises(RuntimeError), HugePages(pattern("read"), setting=setting) as pages:
-            assert pages.are_there
+        with pytest.raises(RuntimeError), HugePages(pattern("read"), fio, setting=setting):
+            assert fio.has_huge_pages
             assert int(setting.read_text()) == 3 + 1 + 2  # 1 MiB of blocks, and what alignment may take
             raise RuntimeError
         assert setting.read_text() == "3\n"
+        assert not fio.has_huge_pages
 
-    def test_without_the_right_to_reserve_there_are_none(self, tmp_path: Path) -> None:
-        with HugePages(pattern("read"), setting=tmp_path / "missing") as pages:
-            assert not pages.are_there
+    def test_without_the_right_to_reserve_there_are_none(self, fio: Fio, tmp_path: Path) -> None:
+        with HugePages(pattern("read"), fio, setting=tmp_path / "missing"):
+            assert not fio.has_huge_pages
         assert not list(tmp_path.iterdir())
+
+    def test_without_fio_nothing_is_reserved(self, tmp_path: Path) -> None:
+        setting = tmp_path / "nr_hugepages"
+        setting.write_text("3\n")
+        with HugePages(pattern("read"), None, setting=setting):
+            assert setting.read_text() == "3\n"
+
+    def test_many_at_once_give_back_what_they_took(self, tmp_path: Path) -> None:
+        setting = tmp_path / "nr_hugepages"
+        setting.write_text("3\n")
+        with ThreadPoolExecutor(8) as pool:
+            for done in [pool.submit(self._borrow, setting) for _ in range(200)]:
+                done.result()
+        assert setting.read_text() == "3\n"
+
+    def _borrow(self, setting: Path) -> None:
+        fio = Fio("/bin/fio", "io_uring")
+        with HugePages(pattern("read"), fio, setting=setting):
+            assert fio.has_huge_pages
+
+    def test_interrupted_while_it_holds_the_setting_it_still_gives_back(
+        self, fio: Fio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        setting = tmp_path / "nr_hugepages"
+        setting.write_text("3\n")
+        pages = HugePages(pattern("read"), fio, setting=setting)
+        write_text = Path.write_text
+
+        def then_interrupt(path: Path, text: str) -> int:
+            monkeypatch.undo()
+            num_written = write_text(path, text)
+            pages.restore()  # as a signal handler does
+            raise SystemExit(num_written)
+
+        monkeypatch.setattr(Path, "write_text", then_interrupt)
+        start_s = time.monotonic()
+        with pytest.raises(SystemExit), pages:
+            pass
+        assert setting.read_text() == "3\n"
+        assert time.monotonic() - start_s < 5, "it waited for itself"
 
 
 def test_a_busy_thread_burns_time_until_it_is_told_to_stop() -> None:

@@ -167,8 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         bed.write_file()
         fio = None if given.no_fio else bed.find_fio()
-        if fio is not None:
-            fio.has_huge_pages = stack.enter_context(HugePages(pattern)).are_there
+        stack.enter_context(HugePages(pattern, fio))
         pairs = measure_pairs(bed, pattern, rounds=given.rounds, fio=fio, is_busy=given.busy)
     print(
         json.dumps(

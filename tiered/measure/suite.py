@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,9 +144,7 @@ class Suite:
         """Measure ``point``. Should fio fail on the way, it goes on without huge pages, and if it fails again, not."""
         settings, pattern = self._settings, self._settings.pattern(point)
         fio = self._fio if point.has_fio else None
-        with HugePages(pattern) if fio and self._lends_pages else nullcontext() as self._huge_pages:
-            if fio is not None:
-                fio.has_huge_pages = self._huge_pages is not None and self._huge_pages.are_there
+        with HugePages(pattern, fio if self._lends_pages else None) as self._huge_pages:
             try:
                 return measure_pairs(
                     bed,
