@@ -228,8 +228,8 @@ def large_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, An
         )  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
         try:
-            resident_bytes = json.loads(process.stdout.readline())["resident_bytes"]
-            bound = resident_bytes + DRAM + NUM_UNITS * 3 * 2 * WIDTH + 2 * LARGEST_GRADIENT + ALLOWANCE
+            before = json.loads(process.stdout.readline())
+            bound = sum(before.values()) + DRAM + NUM_UNITS * 3 * 2 * WIDTH + 2 * LARGEST_GRADIENT + ALLOWANCE
             if isinstance(group, Path):
                 (group / "memory.limit_in_bytes").write_text(str(bound))
             out, _ = process.communicate("go\n", timeout=170)
@@ -238,7 +238,7 @@ def large_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, An
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         assert process.returncode == 0, f"exit status {process.returncode} under a bound of {bound} bytes"
-        result = json.loads(out.splitlines()[-1]) | {"resident_bytes": resident_bytes, "bound": bound}
+        result = json.loads(out.splitlines()[-1]) | before | {"bound": bound}
         if isinstance(group, Path):
             result["group_peak_bytes"] = int((group / "memory.max_usage_in_bytes").read_text())
             result["group_limit_bytes"] = int((group / "memory.limit_in_bytes").read_text())
@@ -248,10 +248,14 @@ def large_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, An
 
 
 def test_four_gigabytes_of_state_stay_in_the_budget(large_run: dict[str, Any]) -> None:
-    """ru_maxrss <= after import + budget + what the reference saves + 2 x the largest unit's gradient + 128 MiB."""
+    """ru_maxrss <= after import + budget + what the reference saves + 2 x the largest unit's gradient + 128 MiB.
+
+    And what plain PyTorch takes for a moment to train one layer, which is nothing where the processor computes in bf16.
+    """
     assert 12 * large_run["params"] > 4 * GiB
     assert large_run["arena_peak_bytes"] <= DRAM
-    bound = large_run["resident_bytes"] + DRAM + large_run["saved_bytes"] + 2 * LARGEST_GRADIENT + ALLOWANCE
+    bound = DRAM + large_run["saved_bytes"] + 2 * LARGEST_GRADIENT + ALLOWANCE
+    bound += large_run["resident_bytes"] + large_run["plain_bytes"]
     assert large_run["saved_bytes"] < 2 * MiB
     assert large_run["peak_rss_bytes"] <= bound
     assert len(set(large_run["losses"])) == len(large_run["losses"])
