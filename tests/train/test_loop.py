@@ -89,6 +89,7 @@ def test_a_run_says_what_it_will_do_and_what_it_did(
         assert f"\n{word} " in f"\n{out}"
     assert out.splitlines()[-1].startswith("verdict ")
     assert "bound" in out.splitlines()[-1]
+    assert "text.txt: 1 file, 29.2 KiB" in out
     assert "step 8/8" in out
     found = figures(tmp_path)
     assert set(found) == JSON_KEYS
@@ -199,8 +200,12 @@ def test_a_resumed_run_has_the_losses_of_the_undisturbed_one(run: Run, tmp_path:
 def test_a_finished_run_has_nothing_left_to_do(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--steps", "2", "--quiet") == 0
     before = content(tmp_path / "run")
-    assert run("--resume", sizes=()) == 0
-    assert "the run has done its 2 steps" in capsys.readouterr().out
+    timeline = tmp_path / "timeline.json"
+    assert run("--resume", "--timeline", str(timeline), sizes=()) == 0
+    out = capsys.readouterr().out
+    assert "the run has done its 2 steps" in out
+    assert f"drawn   {timeline}: all 0 events of the run" in out
+    assert json.loads(timeline.read_text())["otherData"]["covers"] == "all 0 events of the run"
     assert (figures(tmp_path)["losses"], figures(tmp_path)["generation"]) == ([], 2)
     assert content(tmp_path / "run") == before
 

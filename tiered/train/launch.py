@@ -24,6 +24,7 @@ from tiered.train.found import FoundRun, find_run, holds_any_file, holds_store, 
 from tiered.train.loop import Job, ResumeHint
 from tiered.train.plan import Plan
 from tiered.train.summary import Outcome
+from tiered.train.timeline import write_timeline
 from tiered.units import MiB, spell_bytes, spell_count
 
 __all__ = ["Request", "train"]
@@ -90,6 +91,8 @@ def train(request: Request) -> int:
         print(f"{_where(plan)}; go on: {go_on}")
         with tiered.Store(*request.directories, dram=16 * MiB, mode="r") as store:
             _write_json(request, Outcome.of(plan, (), store))
+        if request.timeline_file:
+            print(f"drawn   {write_timeline(request.timeline_file, (), 0)}")
         return 0
     plan.check_budget()
     if request.fresh and holds_store(request.directories):

@@ -127,10 +127,11 @@ class Plan:
         start = f"from step {self.first_step}" if self.first_step else "from the start"
         extras = f", clip {config.clip}" if config.clip else ""
         extras += f", accumulate {config.accumulate}" if config.accumulate > 1 else ""
+        files = "file" if corpus.num_files == 1 else "files"
         return [
             f"model   {format_count(self.num_params)} parameters: {config.layers} layers, width {config.width}, "
             f"{config.heads} heads, context {config.context}; {config.dtype}, {config.state} AdamW state",
-            f"data    {corpus.name}: {corpus.num_files:,} files, {format_bytes(corpus.nbytes)}",
+            f"data    {corpus.name}: {corpus.num_files:,} {files}, {format_bytes(corpus.nbytes)}",
             f"job     {self.num_steps} steps {start}, each of {config.tokens_per_step:,} tokens; "
             f"lr {config.lr:g}{extras}, update {config.update}, seed {config.seed}",
             f"memory  a DRAM budget of {format_bytes(dials.dram)}; training in memory would need "
