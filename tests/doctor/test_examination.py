@@ -18,6 +18,8 @@ from tiered.doctor.directory import directory_checks
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import Check, Finding, Outcome, broken, ok
 
+DEADLINES_S = (0.2, 2.0, 20.0)  # the next one where the machine is too busy to begin within the last
+
 
 def check(run: Callable[[], object], name: str = "trial", *, is_essential: bool = False) -> Check:
     """Return a check that is fine when ``run`` returns, and says what that was."""
@@ -58,11 +60,16 @@ def test_findings_come_in_the_order_of_the_checks_and_from_another_process() -> 
 
 
 def test_a_check_that_hangs_is_broken_and_holds_up_nobody() -> None:
-    start = time.monotonic()
-    found = examine([[check(os.getpid, "a"), check(hang, "b"), check(os.getpid, "c")], [check(os.getpid, "d")]], 0.2)
+    groups = [[check(os.getpid, "a"), check(hang, "b"), check(os.getpid, "c")], [check(os.getpid, "d")]]
+    for deadline_s in DEADLINES_S:
+        start = time.monotonic()
+        found = examine(groups, deadline_s)
+        took_s = time.monotonic() - start
+        if told(found)[0] == ("a", "ok") and told(found)[-1] == ("d", "ok"):
+            break
     assert told(found) == [("a", "ok"), ("b", "broken"), ("d", "ok")]
-    assert "no answer within 0.2 s" in found[1].found
-    assert time.monotonic() - start < 5
+    assert f"no answer within {deadline_s:g} s" in found[1].found
+    assert took_s < deadline_s + 5
 
 
 def test_a_check_that_raises_is_broken_and_the_next_one_is_tried() -> None:
@@ -141,13 +148,16 @@ def test_a_drive_that_hangs_is_reported(tmp_path: Path, mount: Callable[..., Pat
     place = mount("-o", "loop", str(image))
     subprocess.run(["fsfreeze", "--freeze", place], check=True)
     try:
-        start = time.monotonic()
-        (finding,) = examine([directory_checks(str(place))], 0.3)
-        took_s = time.monotonic() - start
+        for deadline_s in DEADLINES_S:
+            start = time.monotonic()
+            finding = examine([directory_checks(str(place))], deadline_s)[-1]
+            took_s = time.monotonic() - start
+            if "process" in finding.found:
+                break
     finally:
         subprocess.run(["fsfreeze", "--unfreeze", place], check=True)
     said, _, process = finding.found.partition("; process ")
     os.waitpid(int(process.split()[0]), 0)  # the drive has answered: the child can end
     assert (finding.check, finding.outcome) == ("writing", Outcome.BROKEN)
-    assert said == "no answer within 0.3 s" and "hangs in the kernel" in finding.found
-    assert took_s < 5
+    assert said == f"no answer within {deadline_s:g} s" and "hangs in the kernel" in finding.found
+    assert took_s < deadline_s + 5
