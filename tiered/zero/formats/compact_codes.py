@@ -18,13 +18,14 @@ from tiered.zero.formats.codes import Field
 from tiered.zero.formats.tile_scratch import Dither, Rows
 from tiered.zero.kernels.compact_kernels import CompactKernels
 
-__all__ = ["BLOCK_NUMEL", "PositiveMoment8", "Remainder8", "SignedMoment8"]
+__all__ = ["BLOCK_NUMEL", "PositiveMoment8", "Remainder8", "SignedMoment8", "take_root"]
 
 BLOCK_NUMEL = 128
 """Elements that share the scale of an 8-bit moment: 0.03 bytes each, and within a row of any usual matrix."""
 
 _HALF = 0x8000  # a unit of the bf16, in units of the fp32
 _INFINITY = 0x7F800000  # bits of fp32; above it are NaN
+_ROOTS_NUMEL = 1 << 13  # taken at a time, in 64 KiB of memory beside the scratch
 _SMALLEST_SQUARE = 32  # code: 2**-28 of the largest; its root is 1/16384
 
 
@@ -124,7 +125,7 @@ class SignedMoment8:
         torch.abs(padded, out=work)
         torch.amax(blocks, 1, out=scale)
         blocks.mul_((16129 / scale.clamp(min=1e-30))[:, None])
-        work.sqrt_().copysign_(padded).add_(384)  # c + 384, unrounded
+        take_root(work).copysign_(padded).add_(384)  # c + 384, unrounded
         bits = work.view(torch.int32)
         dither.add(bits, stream, bits=15, offset=128 << 15)
         is_finite = scale.isfinite()
@@ -181,6 +182,20 @@ class PositiveMoment8:
             scale.masked_fill_(is_nan, math.nan)
             blocks.masked_fill_(is_nan[:, None], 255 << 20)
         code.copy_(bits.bitwise_right_shift_(20).clamp_(_SMALLEST_SQUARE, 255)[: code.numel()])
+
+
+def take_root(values: torch.Tensor) -> torch.Tensor:
+    """Make ``values`` (numel,) fp32 their square roots, rounded to nearest as the kernels do; return them.
+
+    On the CPU torch asks MKL, of whose roots a fifth are off by one bit on processors of AMD. Those of fp64 may be off
+    as well, but no root of an fp32 is so close to the middle between two that this could show.
+    """
+    if not values.is_cpu:
+        return values.sqrt_()
+    for first in range(0, values.numel(), _ROOTS_NUMEL):
+        part = values[first : first + _ROOTS_NUMEL]
+        part.copy_(part.double().sqrt_())
+    return values
 
 
 def _padded(code: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
