@@ -12,12 +12,14 @@ import signal
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from types import FrameType, ModuleType
 from typing import Any
 
 import tiered
+from tiered.bytes.interrupt import INTERRUPTS
 
-__all__ = ["interrupt_at"]
+__all__ = ["ctrl_c_once_it_waits", "interrupt_at"]
 
 _PACKAGE = os.path.dirname(tiered.__file__) + os.sep
 _CALLED: tuple[ModuleType, ...] = (contextlib, threading, weakref)  # whose code does tiered's work in between
@@ -62,3 +64,23 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+@contextlib.contextmanager
+def ctrl_c_once_it_waits() -> Iterator[None]:
+    """Send SIGINT to this thread, from another one, once it waits among ``INTERRUPTS`` in the block: nowhere else."""
+    is_over = threading.Event()
+
+    def send() -> None:
+        while not INTERRUPTS._is_waiting:
+            if is_over.wait(0.001):
+                return
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
-from tests.interrupts import interrupt_at
+from tests.interrupts import ctrl_c_once_it_waits, interrupt_at
 from tiered.bytes.condition import Condition
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted, uninterrupted_block
 
@@ -55,10 +56,8 @@ def test_who_looks_gets_it_there_and_only_there() -> None:
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_who_waits_gets_it_at_once_and_the_lock_is_as_it_was(is_early: bool) -> None:
-    condition, deadline = Condition(), threading.Timer(0.05, ctrl_c_from_elsewhere)
-    if not is_early:
-        deadline.start()
-    with INTERRUPTS, condition:
+    condition = Condition()
+    with nullcontext() if is_early else ctrl_c_once_it_waits(), INTERRUPTS, condition:
         if is_early:
             ctrl_c()
         with pytest.raises(KeyboardInterrupt):
@@ -67,12 +66,6 @@ def test_who_waits_gets_it_at_once_and_the_lock_is_as_it_was(is_early: bool) -> 
         assert not condition._waiters
     assert condition.acquire(blocking=False)
     condition.release()
-    if not is_early:
-        deadline.join()
-
-
-def ctrl_c_from_elsewhere() -> None:
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def test_wherever_two_interrupts_strike_a_wait_its_lock_is_as_it_was() -> None:

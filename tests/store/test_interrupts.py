@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import signal
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from tests.interrupts import interrupt_at
+from tests.interrupts import ctrl_c_once_it_waits, interrupt_at
 from tests.store.rig import WAIT_S, GatedStore, numbers, simulated_store
 from tiered.bytes.condition import Condition
 from tiered.bytes.device.adaptor import Adaptor
@@ -174,11 +173,8 @@ def test_a_close_that_was_interrupted_as_it_waited_can_be_made_again(gated: Gate
     store.commit({"step": 1}, wait=False)
     assert gated.catalog.reached.wait(WAIT_S)
     store["b"] = numbers(12 * KiB, 1)
-    later = threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-    later.start()
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c_once_it_waits(), pytest.raises(KeyboardInterrupt):
         store.close()
-    later.join()
     gated.catalog.may_apply.set()
     store["c"] = numbers(12 * KiB, 2)  # it was not closed
     store.close()
