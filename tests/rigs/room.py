@@ -195,7 +195,7 @@ def _loops() -> Iterator[tuple[str, str]]:
 
 def _kill_daemons(directory: Path) -> None:
     for file in directory.glob("*.pid"):
-        pid = int(file.read_text())
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # another process cleans it too, or its daemon had just begun
+            pid = int(file.read_text())
             if directory.name in Path(f"/proc/{pid}/cmdline").read_text():  # the number may be another's by now
                 os.kill(pid, signal.SIGKILL)
