@@ -71,7 +71,6 @@ def test_throughput_stays_below_the_limits(buffer: Buffer) -> None:
     for verb, limit in (("write", 2e6), ("read", 4e6)):
         start = time.monotonic()
         device.submit([batch.operation(verb, buffer.memory, i * 64 * KiB) for i in range(4)])
-        assert device.statistics().num_in_flight >= 1
         assert [done.error for done in batch.wait(4)] == [None] * 4
         assert time.monotonic() - start >= 256 * KiB / limit - 0.003
     device.close()
