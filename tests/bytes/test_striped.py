@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bytes.moving import WAIT_S, Batch, fill, move
@@ -22,7 +22,6 @@ from tiered.units import KiB, MiB
 WEIGHTS = st.lists(st.floats(0.05, 10), min_size=1, max_size=5)
 
 
-@settings(deadline=None)
 @given(WEIGHTS, st.integers(1, 5), st.integers(0, 2000))
 def test_every_byte_has_a_place_of_its_own_and_files_have_the_size_of_their_parts(
     weights: list[float], stripe: int, nbytes: int
@@ -35,7 +34,6 @@ def test_every_byte_has_a_place_of_its_own_and_files_have_the_size_of_their_part
     assert all(offset < sizes[device] for device, offset in places)  # no holes
 
 
-@settings(deadline=None)
 @given(WEIGHTS, st.integers(1, 5), st.data())
 def test_pieces_of_any_range_are_where_the_whole_file_has_them(
     weights: list[float], stripe: int, data: st.DataObject
