@@ -171,13 +171,16 @@ def test_close_past_the_deadline_raises_and_leaves_the_operation_its_buffer(
     tmp_path: Path, engine: str, buffer: Buffer
 ) -> None:
     content = fill(buffer, 3)
-    with faulty(tmp_path, engine, deadline_s=0.05) as device:
+    with faulty(tmp_path, engine) as device:
         assert move(device, "write", buffer, 4096) is None
         buffer.memory[:] = bytes(buffer.nbytes)
         gate = device.fault = Gate()
         batch = Batch(device)
         device.submit([batch.operation("read", buffer.memory, 4096)])
         assert gate.reached.acquire(timeout=WAIT_S)
+        while not list(device._running()):
+            pass  # a ring's thread notes it once it is under way
+        device.deadline_s = 0.05
         for _ in range(2):
             with pytest.raises(DeadlineError, match=r"read of 65536 bytes at offset 4096 .* running for"):
                 device.close()
@@ -264,7 +267,7 @@ from tests.bytes.faulty import ENGINES
 from tiered.bytes.device.base import IOClass, Operation
 
 directory, engine, deadline_s, is_hung = sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4] == "hung"
-stopping = threading.Event()
+stopping, has_begun = threading.Event(), threading.Event()
 
 class Slow(ENGINES[engine]):
     def _stop(self):
@@ -273,6 +276,8 @@ class Slow(ENGINES[engine]):
             stopping.set()
 
 def slow(call, fd, memory, offset):
+    if offset == 0:
+        has_begun.set()
     assert stopping.wait(60)  # every write is in flight until the process ends
     return call(fd, memory, offset)
 
@@ -283,6 +288,7 @@ page = mmap.mmap(-1, 4096)
 page[:] = b"e" * 4096
 device.submit([Operation(is_write=True, file=0, offset=i * 4096, memory=memoryview(page), io_class=IOClass.WRITE,
                          on_done=lambda operation: os.write(1, f"{operation.error}\\n".encode())) for i in range(16)])
+assert has_begun.wait(60)  # order: the deadline is for what the drive has
 print("the end")
 """
 

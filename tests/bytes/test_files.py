@@ -95,6 +95,7 @@ def test_descriptors_are_not_closed_under_a_flush_of_another_thread(tmp_path: Pa
     may_end.set()
     thread.join(30)
     assert ended == ["flush"]
+    device.deadline_s = 30
     device.close()
     for late in (device.flush, lambda: device.grow(0, MiB), lambda: device._files.grow(0, MiB)):
         with pytest.raises(ClosedError):

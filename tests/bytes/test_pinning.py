@@ -116,7 +116,7 @@ def test_of_two_threads_that_register_memory_one_is_refused(tmp_path: Path, buff
                 self.may_register.wait(WAIT_S)
             super()._register(ring)
 
-    device = Late(tmp_path, deadline_s=1)
+    device = Late(tmp_path)
     answers: list[object] = []
 
     def register() -> None:
