@@ -241,17 +241,19 @@ def test_each_block_that_arrives_gives_whoever_waits_for_it_more_time(monkeypatc
         assert len(seen) == len(set(seen)) == 3
 
 
-def test_waiting_for_a_commit_ends_with_the_deadline_and_the_commit_goes_on() -> None:
-    gated = GatedStore(deadline_s=0.05)
+def test_waiting_for_a_commit_ends_with_the_deadline_and_the_commit_goes_on(gated: GatedStore) -> None:
     values = filled(gated.store)
     gated.catalog.may_apply.clear()
+    gated.store.commit(wait=False)
+    assert gated.catalog.reached.wait(WAIT_S)
+    gated.store.working_set.deadline_s = 0.05
     with pytest.raises(DeadlineError, match="running commit"):
-        gated.store.commit()
+        gated.store.wait_for_commit()
+    gated.store.working_set.deadline_s = WAIT_S  # order: it takes longer than that on a busy machine
     gated.catalog.may_apply.set()
     gated.store.wait_for_commit()
     assert gated.store.generation == 1
     assert_holds(gated.store, values)
-    gated.close()
 
 
 def test_a_failed_catalog_load_leaves_nothing_open(disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch) -> None:

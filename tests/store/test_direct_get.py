@@ -65,12 +65,11 @@ def test_many_large_tensors_are_read_ahead(store: Store) -> None:
     assert all(torch.equal(found[name], value) for name, value in values.items())
 
 
-def gated_store(disk: SimulatedDisk, deadline_s: float = WAIT_S) -> tuple[Store, GatedDevice]:
+def gated_store(disk: SimulatedDisk) -> tuple[Store, GatedDevice]:
     gates: list[GatedDevice] = []
     store = simulated_store(
         disk,
         budget_nbytes=4 * MiB,
-        deadline_s=deadline_s,
         wrap=lambda device: gates.append(GatedDevice(device)) or gates[-1],  # type: ignore[func-returns-value]
     )
     return store, gates[0]
@@ -78,12 +77,14 @@ def gated_store(disk: SimulatedDisk, deadline_s: float = WAIT_S) -> tuple[Store,
 
 def test_bytes_that_are_being_read_stay_until_the_read_has_ended() -> None:
     disk = SimulatedDisk(capacity_nbytes=64 * MiB, can_lose_power=False)
-    store, gate = gated_store(disk, deadline_s=0.05)
+    store, gate = gated_store(disk)
     store["a"] = numbers(6 * MiB)
     store.commit()
     gate.hold = lambda operation: not operation.is_write
+    store.working_set.deadline_s = 0.05
     with pytest.raises(DeadlineError, match="get of 'a'"):
         store["a"]
+    store.working_set.deadline_s = WAIT_S  # order: a commit takes longer than that on a busy machine
     used = store.statistics().used_bytes
     del store["a"]
     store.commit()

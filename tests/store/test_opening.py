@@ -204,8 +204,9 @@ def test_a_hung_drive_does_not_lose_the_buffers_under_its_operations() -> None:
         gates.append(GatedDevice(device))  # type: ignore[arg-type]
         return gates[0]
 
-    store = simulated_store(budget_nbytes=64 * KiB, deadline_s=0.05, wrap=gate)  # type: ignore[arg-type]
+    store = simulated_store(budget_nbytes=64 * KiB, wrap=gate)  # type: ignore[arg-type]
     gates[0].hold = lambda operation: True
+    store.working_set.deadline_s = 0.05
     with pytest.raises(Exception, match="did not happen within"):
         store["large"] = numbers(40 * KiB)
     assert store.working_set.statistics().arena_bytes == 40 * KiB

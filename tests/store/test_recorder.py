@@ -40,10 +40,12 @@ def test_sums_are_kept_by_thread_and_word() -> None:
     recorder.waited(Wait.COMMIT, "", begun_s)
     recorder.waited(Wait.COMMIT, "", begun_s)
     statistics = recorder.statistics()
-    assert statistics.waits_of("tiered-update")["demand read"] == pytest.approx(2, abs=0.5)
-    assert statistics.waits_of(CALLER) == {"commit": pytest.approx(4, abs=1)}
+    late_s = time.monotonic() - begun_s - 2  # however long this thread did not run
+    assert 2 <= statistics.waits_of("tiered-update")["demand read"] <= 2 + late_s
+    assert list(statistics.waits_of(CALLER)) == ["commit"]
+    assert 4 <= statistics.waits_of(CALLER)["commit"] <= 4 + 2 * late_s
     assert [(work.who, work.word, work.num) for work in statistics.work] == [("tiered-update", "update", 1)]
-    assert statistics.seconds_of("update") == pytest.approx(2, abs=0.5)
+    assert 2 <= statistics.seconds_of("update") <= 2 + late_s
 
 
 def test_moved_bytes_are_counted_by_class_of_key() -> None:
