@@ -31,8 +31,12 @@ from tiered.bytes.arena import Arena
 
 torch.set_num_threads(2)
 
-# A drive that stalls or a machine that is busy fails no test for the time that an example, or drawing some, takes.
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same examples in every run, so that a change is judged by itself; and a drive that stalls or a busy machine fails
+# no test for the time that an example, or drawing some, takes. Others: pytest --hypothesis-profile explore.
+settings.register_profile(
+    "suite", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("explore", settings.get_profile("suite"), derandomize=False, print_blob=True)
 settings.load_profile("suite")
 
 

@@ -70,7 +70,7 @@ def test_a_row_in_both_lists_is_gone(home):
     assert content_of(home) == (root_of(1), [])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.lists(st.tuples(st.sets(st.integers(1, 12)), st.sets(st.integers(1, 12))), max_size=6))
 def test_catalog_agrees_with_a_dict(tmp_path_factory, commits):
     for home in (SqliteHome(tmp_path_factory.mktemp("catalog")), SimulatedHome(None)):

@@ -109,7 +109,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 3)), max_size=60), st.integers(0, 400))
@@ -185,7 +185,7 @@ def test_small_records_take_the_devices_in_turn():
     assert [allocator.allocate_nowait(PAGE)[0].device for _ in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
     st.lists(st.integers(0, 60 * MiB), min_size=1, max_size=40),
@@ -347,7 +347,7 @@ def test_claims_that_cannot_be_are_refused(extent, problem, is_first):
         assert (caught.value.index, caught.value.extent) == (1 - is_first, extent)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, 40), st.integers(1, 6)), max_size=30),
     st.permutations(range(30)),

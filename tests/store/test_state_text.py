@@ -88,7 +88,7 @@ values = st.recursive(
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(values)
 def test_every_value_comes_back(value):
     text = encode(value)
@@ -337,7 +337,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(plain)
 def test_any_json_decodes_or_is_corruption(value):
     try:

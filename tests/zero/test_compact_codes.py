@@ -96,7 +96,7 @@ every_code = pytest.mark.parametrize("make", CODES, ids=lambda make: make.__name
 
 
 @every_code
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(values=numbers(), aim=AIMS)
 def test_kernels_keep_the_bits_that_torch_keeps(
     make: Callable[[CompactKernels | None], Any], values: Tensor, aim: tuple[str, int, int] | None
@@ -107,7 +107,7 @@ def test_kernels_keep_the_bits_that_torch_keeps(
 
 
 @every_code
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(numel=st.integers(1, 700), seed=st.integers(0, 2**31), scale=st.sampled_from([*SPECIAL, None]))
 def test_kernels_read_all_bytes_as_torch_does(
     make: Callable[[CompactKernels | None], Any], numel: int, seed: int, scale: int | None
