@@ -18,7 +18,7 @@ from tiered.zero.kernels.kernel_trial import COMPACT_COST, EXACT_COST
 
 def test_a_process_group_is_made_and_nothing_is_left_of_it() -> None:
     for _ in range(2):
-        (finding,) = examine([group_checks()], 20)
+        (finding,) = examine([group_checks()], 120)
         assert finding.outcome is Outcome.OK and "reduced over gloo" in finding.found
     assert not torch.distributed.is_initialized()
 
@@ -28,7 +28,7 @@ def test_a_network_interface_that_is_not_there() -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
         return compute.check_process_groups()
 
-    (finding,) = examine([[Check(MACHINE, "process groups", without_interface)]], 20)
+    (finding,) = examine([[Check(MACHINE, "process groups", without_interface)]], 120)
     assert finding.outcome is Outcome.BROKEN
     assert finding.found.startswith("gloo failed: ") and "GLOO_SOCKET_IFNAME=lo" in finding.mend
 
@@ -36,7 +36,7 @@ def test_a_network_interface_that_is_not_there() -> None:
 def test_without_a_gpu_nothing_is_lacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(compute, "_NVIDIA", tmp_path / "missing")
-    findings = examine([compute_checks()], 20)
+    findings = examine([compute_checks()], 120)
     assert [finding.outcome for finding in findings] == [Outcome.OK, Outcome.OK]
     assert all(finding.found.startswith("not there: ") for finding in findings)
 
@@ -56,13 +56,13 @@ def test_a_gpu_that_torch_does_not_use(
 
 
 def test_numba_that_compiles() -> None:
-    (finding,) = examine([kernel_checks()], 60)
+    (finding,) = examine([kernel_checks()], 120)
     assert finding.outcome is Outcome.OK and finding.found.endswith("compiles them")
 
 
 def test_numba_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    (finding,) = examine([kernel_checks()], 20)
+    (finding,) = examine([kernel_checks()], 120)
     assert finding.outcome is Outcome.SLOWER and "import of numba halted" in finding.found
     assert COMPACT_COST in finding.cost and EXACT_COST in finding.cost
     assert finding.mend == "pip install --upgrade numba"

@@ -30,7 +30,7 @@ def found_in(directory: Path | str, before: Callable[[], object] | None = None) 
     if before is not None:
         run = checks[0].run
         checks[0] = Check(checks[0].subject, checks[0].name, lambda: (before(), run())[1], is_essential=True)
-    return {finding.check: finding for finding in examine([checks], 20)}
+    return {finding.check: finding for finding in examine([checks], 120)}
 
 
 def become_nobody() -> None:

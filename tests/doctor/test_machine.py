@@ -30,7 +30,7 @@ def found_after(prepare: Callable[[], object], run: Callable[[], Finding]) -> Fi
         prepare()
         return run()
 
-    (finding,) = examine([[Check(MACHINE, "trial", prepared)]], 10)
+    (finding,) = examine([[Check(MACHINE, "trial", prepared)]], 120)
     return finding
 
 
@@ -51,7 +51,7 @@ class TestThisMachine:
 
     def test_every_check_answers(self) -> None:
         groups = [machine_checks(), compute_checks(), group_checks()]
-        found = {finding.check: finding for finding in examine(groups, 20)}
+        found = {finding.check: finding for finding in examine(groups, 120)}
         assert list(found) == [check.name for checks in groups for check in checks]
         for finding in found.values():
             assert finding.subject == MACHINE and finding.found
