@@ -21,7 +21,7 @@ def run(
     """Run a training bench on the tiny model; return its JSON line and all that it said."""
     command = [python, f"bench/{bench}.py", *TINY, "--dram", "16MiB", "--store", str(tmp_path), *options]
     output = subprocess.run(
-        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=240
+        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=300
     ).stdout
     assert not list(tmp_path.iterdir())
     result = json.loads(output.splitlines()[-1])
@@ -86,7 +86,7 @@ def test_compare_says_what_is_missing(tmp_path: Path, warm_python: WarmPython) -
 def test_quality_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     curves = tmp_path / "curves.png"
     command = [warm_python.executable, "bench/quality.py", "--tiny", "--plot", str(curves)]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
     result = json.loads(output.splitlines()[-1])
     assert (result["bench"], result["steps"]) == ("quality", 6)
     assert set(result["finals"]) == {"exact", "bf16", "compact"}
@@ -98,7 +98,7 @@ def test_small_tensors_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> Non
     tiny = ["--keys", "3000", "--dram", "16MiB", "--turns", "1", "--slice", "1000", "--store", str(tmp_path)]
     command = [sys.executable, "bench/small_tensors.py", *tiny]
     output = subprocess.run(
-        command, cwd=ROOT, env=warm_python.environment, check=True, capture_output=True, text=True, timeout=120
+        command, cwd=ROOT, env=warm_python.environment, check=True, capture_output=True, text=True, timeout=300
     ).stdout
     result = json.loads(output.splitlines()[-1])
     assert (result["bench"], result["keys"]) == ("small_tensors", 3000)
@@ -109,7 +109,7 @@ def test_small_tensors_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> Non
 def test_io_engine_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--rounds", "1", "--seconds", "0.05", "--file", "64MiB", "--blocks", "1MiB", "--opens", "5"]
     command = [warm_python.executable, "bench/io_engine.py", str(tmp_path), *tiny, "--only", "engines,duplex,leaks"]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
     result = json.loads(output.splitlines()[-1])
     assert result["bench"] == "io_engine"
     assert {row["engine"] for row in result["engines"]} == {"uring", "uring, memory registered", "threads"}
@@ -134,7 +134,7 @@ def test_ring_loop_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
 def test_two_directories_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--limit", "3GB", "--nbytes", "32MiB", "--rounds", "1", "--dram", "16MiB", "--store", str(tmp_path)]
     command = [warm_python.executable, "bench/two_directories.py", *tiny]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
     result = json.loads(output.splitlines()[-1])
     assert result["bench"] == "two_directories"
     assert min(result[kind] for kind in ("stream_put", "stream_get", "swap_out", "swap_in")) > 0

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 def soak(results: Path, *arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
     command = [python, "bench/soak.py", "--results", str(results), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path, 
             if line.startswith("op  "):  # the points begin
                 break
         process.send_signal(number)
-        output, error = process.communicate(timeout=60)
+        output, error = process.communicate(timeout=300)
     assert process.returncode == 128 + number, error
     assert ("stopped by Ctrl-C; nothing was left behind" in output) == (number == signal.SIGINT)
     assert not list(tmp_path.iterdir())

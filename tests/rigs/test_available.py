@@ -25,7 +25,7 @@ def test_something_else():
 def test_the_last_lines_name_each_rig_that_was_off(tmp_path: Path, warm_python: WarmPython) -> None:
     (tmp_path / "test_it.py").write_text(SKIPPED)
     command = [warm_python.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)]
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120).stdout
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
     lines = output.splitlines()
     assert lines[-2] == "rig off: a thing: nobody has one (2 tests skipped)"
     assert output.count("rig off: ") == 1 and "3 skipped" in lines[-1]

@@ -20,7 +20,7 @@ print("said aside", file=sys.stderr)
 
 
 def run(python: WarmPython, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([python.executable, *arguments], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run([python.executable, *arguments], capture_output=True, text=True, timeout=300, **options)
 
 
 def test_a_program_has_what_the_command_was_given(warm_python: WarmPython, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_signal_to_the_command_reaches_its_program(number: signal.Signals, war
         assert process.stdout is not None
         assert process.stdout.readline() == "here\n"
         process.send_signal(number)
-        assert process.wait(timeout=60) == number + 40
+        assert process.wait(timeout=300) == number + 40
 
 
 def test_the_names_of_a_program_are_there_until_its_last_function(warm_python: WarmPython) -> None:
@@ -93,7 +93,7 @@ def test_the_names_of_a_program_are_there_until_its_last_function(warm_python: W
         "atexit.register(print, 'the last function')\n"
     )
     for python in (warm_python.executable, sys.executable):
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=300)
         assert done.stdout.startswith("the last function\n") and not done.stderr
 
 
@@ -104,5 +104,5 @@ def test_with_its_environment_programs_of_a_program_are_forked(is_forked: bool, 
     )
     python = warm_python.executable if is_forked else sys.executable
     for environment, answer in ((warm_python.environment, "True\n"), (dict(os.environ), "False\n")):
-        done = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
         assert done.stdout == answer, done.stderr
