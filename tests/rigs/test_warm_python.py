@@ -1,7 +1,10 @@
 """A program that is forked is the command that stands for it: what goes in, what comes out, and how it ends."""
 
+import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +71,19 @@ def test_a_command_that_is_killed_takes_its_program_along(warm_python: WarmPytho
         assert process.stdout.readline() == "here\n"
         process.kill()
         assert process.stdout.read() == "", "the end comes once the program is gone"
+
+
+def test_a_command_that_is_killed_before_it_has_heard_of_its_program_ends_nobody_else(warm_python: WarmPython) -> None:
+    request = {"argv": ["-c", "import time; time.sleep(1000)"], "cwd": os.getcwd(), "environ": dict(os.environ)}
+    there = os.open(Path(warm_python.executable).parent, os.O_PATH)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as command:
+        command.connect(f"/proc/self/fd/{there}/socket")
+        os.close(there)
+        socket.send_fds(command, [json.dumps(request).encode()], [0, 1, 2])
+        poll = select.poll()
+        poll.register(command, select.POLLIN)
+        assert poll.poll(300_000), "it was told of no program"
+    assert run(warm_python, "-c", "print('here')").stdout == "here\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

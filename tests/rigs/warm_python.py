@@ -151,7 +151,7 @@ def _end(program: _Program, selector: selectors.BaseSelector) -> None:
 
 
 def _say(connection: socket.socket, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the command was killed just now
+    with contextlib.suppress(ConnectionError):  # the command was killed, maybe with a word unread
         connection.send(str(number).encode())
 
 
