@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -178,8 +179,9 @@ def test_close_past_the_deadline_raises_and_leaves_the_operation_its_buffer(
         batch = Batch(device)
         device.submit([batch.operation("read", buffer.memory, 4096)])
         assert gate.reached.acquire(timeout=WAIT_S)
-        while not list(device._running()):
-            pass  # a ring's thread notes it once it is under way
+        give_up = time.monotonic() + WAIT_S
+        while not list(device._running()):  # a ring's thread notes it once it is under way
+            assert time.monotonic() < give_up
         device.deadline_s = 0.05
         for _ in range(2):
             with pytest.raises(DeadlineError, match=r"read of 65536 bytes at offset 4096 .* running for"):
