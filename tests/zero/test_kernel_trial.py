@@ -14,6 +14,7 @@ import torch
 
 import tiered
 from tests.zero.training import debug_store
+from tiered.bytes.kernel import compile_nothing, give_back_compiler
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import MACHINE, Check, Finding, Outcome, broken, ok
 from tiered.zero.formats import layout
@@ -22,7 +23,6 @@ from tiered.zero.formats.layout import KERNELS_PAY_NUMEL, Layouts
 from tiered.zero.kernels import kernel_trial
 from tiered.zero.kernels.adamw_kernel import AdamWKernel
 from tiered.zero.kernels.exact_kernels import compile_exact_kernels
-from tiered.zero.kernels.kernel import compile_nothing, give_back_compiler
 from tiered.zero.kernels.kernel_trial import (
     ADAMW_BITS,
     COMPACT_BITS,

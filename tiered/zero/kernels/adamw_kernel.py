@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tiered.zero.kernels.kernel import Call, compile_kernel
+from tiered.bytes.kernel import Call, compile_kernel
 from tiered.zero.optimizer.rules import Hyperparameters
 
 __all__ = ["AdamWKernel", "compile_adamw_kernel"]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tiered.zero.kernels.kernel import Call, compile_kernel
+from tiered.bytes.kernel import Call, compile_kernel
 
 __all__ = ["ExactKernels", "compile_exact_kernels", "torch_nan"]
 
