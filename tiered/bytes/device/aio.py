@@ -119,7 +119,10 @@ class AiofilesDevice(FileDevice):
         transfer = wrap(self._pwrite if operation.is_write else self._pread)
         is_complete = False
         while not is_complete:
-            memory = operation.memory[flight.moved :] if flight.moved else operation.memory
+            most = self._queue.most_nbytes(flight, time.monotonic())
+            memory = operation.memory
+            if flight.moved or most < flight.nbytes:
+                memory = memory[flight.moved : flight.moved + most]
             try:
                 moved = await transfer(file.fd, memory, operation.offset + flight.moved, executor=executor)
             except OSError as error:

@@ -21,6 +21,7 @@ _LEAST_READ_NBYTES = 64 * MiB  # a drive may complete half of that at once: then
 _SAMPLE_NBYTES = 64 * MiB
 _PAUSE_S = 0.02  # a shorter one is the drive's, or the interpreter's, and counts
 _CALM_S = 0.1
+_PIECE_NBYTES = 16 * MiB
 CALM_NBYTES = 1 * MiB
 """How much of the writes is in flight while somebody waits for a read."""
 
@@ -29,11 +30,11 @@ class IOQueue:
     """Operations in three classes; the most urgent one that its class's budget admits goes first, then the oldest.
 
     An operation is queued, in flight (between ``take`` and ``done``), or not known here. The bytes of a class in flight
-    stay within its budget: what it moved in 20 ms when last seen, between 32 (reads: 64) and 128 MiB; but one operation
-    of a class may always be in flight, however large. ``num_slots`` operations may be in flight in all. Prefetch and
-    writes leave the last two to a class that has fewer than two in flight. Every class leaves one to each less urgent
-    class that has something queued and nothing in flight, but for its own first: so nobody waits for ever beside steady
-    demand reads, where there are three slots or more.
+    stay within its budget: what it moved in 20 ms when last seen, between 32 (reads: 64) and 128 MiB; an operation
+    counts as 16 MiB at most, because engines move a larger one piece by piece. ``num_slots`` operations may be in
+    flight in all. Prefetch and writes leave the last two to a class that has fewer than two in flight. Every class
+    leaves one to each less urgent class that has something queued and nothing in flight, but for its own first: so
+    nobody waits for ever beside steady demand reads, where there are three slots or more.
 
     While somebody waits for a read, and 0.1 s after, writes are calm: one at a time, and ``most_nbytes`` of it at once,
     so that a demand read never queues behind more than 1 MiB of writes.
@@ -89,7 +90,7 @@ class IOQueue:
             if not lane.num_taken:
                 num_waiting -= 1
             io_class = lane.io_class
-            left = CALM_NBYTES if lane.is_write and self._is_calm(now) else lane.budget
+            left = CALM_NBYTES if lane.is_write and self.is_calm(now) else lane.budget
             left -= lane.taken_nbytes
             num_others, num_taken = self.num_in_flight - lane.num_taken, lane.num_taken
             most_taken = min(most - len(taken) + num_taken, self._num_slots - num_others)
@@ -97,7 +98,7 @@ class IOQueue:
             if lane is not self._demand:
                 num_open = min(num_open, max(2, self._num_open - num_others))
             while queued and num_taken < most_taken and num_taken < num_open:
-                nbytes = queued[0].nbytes
+                nbytes = min(queued[0].nbytes, _PIECE_NBYTES)
                 if num_taken and nbytes > left:
                     break
                 left -= nbytes
@@ -113,7 +114,7 @@ class IOQueue:
         for lane in self._lanes:
             flights = [InFlight(operation, lane.io_class, now) for operation in lane.queued]
             lane.queued.clear()
-            lane.taken_nbytes += sum(flight.nbytes for flight in flights)
+            lane.taken_nbytes += sum(min(flight.nbytes, _PIECE_NBYTES) for flight in flights)
             self._count_taken(lane, len(flights), now)
             taken += flights
         return taken
@@ -134,16 +135,18 @@ class IOQueue:
             sizes = [flight.nbytes for flight in flights if flight.io_class is io_class]
             if sizes:
                 lane.num_taken -= len(sizes)
-                lane.taken_nbytes -= sum(sizes)
+                lane.taken_nbytes -= sum([min(nbytes, _PIECE_NBYTES) for nbytes in sizes])
                 lane.learn(sum(sizes), now)
                 if lane is self._demand:
                     self._last_demand = now
 
     def most_nbytes(self, flight: InFlight, now: float) -> int:
-        """Return how much of ``flight`` its engine may move in one go: all of it, or a part while writes are calm."""
-        return CALM_NBYTES if flight.io_class is _WRITE and self._is_calm(now) else flight.nbytes
+        """Return how much of ``flight`` its engine may move in one go: 16 MiB, or less while writes are calm."""
+        most = CALM_NBYTES if flight.io_class is _WRITE and self.is_calm(now) else _PIECE_NBYTES
+        return min(flight.nbytes, most)
 
-    def _is_calm(self, now: float) -> bool:
+    def is_calm(self, now: float) -> bool:
+        """Whether somebody waits for a read, or has 0.1 s ago."""
         demand = self._demand
         return bool(demand.num_taken or demand.queued) or now - self._last_demand < _CALM_S
 
