@@ -15,7 +15,7 @@ from tiered.bytes.device.mmap import MmapDevice
 from tiered.bytes.device.ring import WRITE, Ring
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.bytes.device.uring import UringDevice
-from tiered.units import MiB
+from tiered.units import KiB, MiB
 
 Call = Callable[[int, memoryview, int], int]
 Fault = Callable[[Call, int, memoryview, int], int]
@@ -53,6 +53,14 @@ class FaultyUring(Faulty, UringDevice):
 
     def _new_ring(self, num_entries: int) -> Ring:
         return FaultyRing(num_entries, self)
+
+
+class FaultyCutting(FaultyUring):
+    """What is larger than two pages is two requests at least, two of which are with the kernel at a time."""
+
+    def __init__(self, directory: Path, *, deadline_s: float = 60.0, direct: bool | None = None) -> None:
+        super().__init__(directory, deadline_s=deadline_s, direct=direct)
+        self.cut(8 * KiB, 2)
 
 
 class FaultyRing(Ring):
@@ -109,6 +117,7 @@ class FaultyMmap(Faulty, MmapDevice):
 ENGINES: dict[str, Callable[..., Faulty]] = {
     "threads": FaultyThreads,
     "uring": FaultyUring,
+    "uring-cut": FaultyCutting,
     "aiofiles": FaultyAiofiles,
     "mmap": FaultyMmap,
 }
@@ -146,7 +155,7 @@ class Gate:
 
 @contextmanager
 def faulty(directory: Path, engine: str = "threads", *, deadline_s: float = WAIT_S, **options: int) -> Iterator[Faulty]:
-    if engine != "uring":
+    if not engine.startswith("uring"):
         options.setdefault("num_threads", 2)
     device = ENGINES[engine](directory, deadline_s=deadline_s, **options)
     try:

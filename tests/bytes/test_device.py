@@ -27,10 +27,21 @@ from tiered.units import KiB, MiB
 
 Opener = Callable[[], Device]
 
+
+def cutting(directory: Path, *, is_compiled: bool) -> UringDevice:
+    """Return a device that makes two requests at a time, of one block each, of whatever is larger than that."""
+    device = UringDevice(directory)
+    device.cut(device.alignment, 2)
+    assert not is_compiled or device.compile_loop()
+    return device
+
+
 ENGINES: dict[str, Callable[..., Device]] = {
     "threads": partial(ThreadsDevice, num_threads=3),
     "threads-buffered": partial(ThreadsDevice, num_threads=3, direct=False),
     "uring": UringDevice,
+    "uring-cut": partial(cutting, is_compiled=False),
+    "uring-compiled": partial(cutting, is_compiled=True),
     "aiofiles": partial(AiofilesDevice, num_threads=3),
     "mmap": partial(MmapDevice, num_threads=3),
 }

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bytes.faulty import ENGINES
-from tiered.bytes.device.engines import open_device
+from tiered.bytes.device.engines import DEVICES, open_device
 from tiered.bytes.device.turns import ShortTurns
 from tiered.errors import TieredError
 
@@ -26,7 +25,7 @@ def default_interval() -> Iterator[None]:
     sys.setswitchinterval(DEFAULT_S)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", DEVICES)
 def test_an_open_device_has_short_turns(engine: str, tmp_path: Path) -> None:
     with closing(open_device(tmp_path, engine)):
         assert sys.getswitchinterval() == SHORT_S

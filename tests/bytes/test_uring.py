@@ -19,6 +19,7 @@ from tiered.bytes.device import engines, ring, uring, uring_probe
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.device.engines import choose_engine, open_device
 from tiered.bytes.device.file_device import FileDevice
+from tiered.bytes.device.requests import FIRST_TAG
 from tiered.bytes.device.ring import Ring
 from tiered.bytes.device.uring import UringDevice
 from tiered.bytes.device.uring_probe import probe_uring
@@ -248,7 +249,7 @@ def test_no_more_is_cancelled_in_a_turn_than_the_ring_has_room_for(
         device.deadline_s = -1.0
         cancelled = []
         for _ in range(4):
-            narrow.num_free = len(device._free_slots) + 1 + 2  # what the next turn may prepare, and two more
+            narrow.num_free = device._num_preparable() + 1 + 2  # what the next turn may prepare, and two more
             device._look_for_overdue(narrow)  # type: ignore[arg-type]
             cancelled.append(len(narrow.cancelled))
         device.deadline_s = WAIT_S
@@ -307,7 +308,7 @@ class NotingRing(Ring):
         self._num_prepared = 0
 
     def prepare(self, opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int, index: int = 0) -> None:
-        self._num_prepared += tag < uring._WAKE
+        self._num_prepared += tag < uring._WAKE or tag >= FIRST_TAG
         super().prepare(opcode, file, address, nbytes, offset, tag, index)
 
     def _count_submitted(self, submitted: int) -> None:
@@ -346,10 +347,10 @@ def test_what_is_too_long_for_one_submission_goes_in_several(
     tmp_path: Path, buffer: Buffer, io_class: IOClass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert uring._MOST_NBYTES < 1 << 31  # what the kernel moves at once
-    monkeypatch.setattr(uring, "_MOST_NBYTES", 24 * KiB)
     monkeypatch.setattr(uring, "_CHAINED_NBYTES", 64 * KiB)
     content = fill(buffer, 7)
     device = NotingUring(tmp_path)
+    device.cut(24 * KiB, 8)
     device.grow(0, 4 * buffer.nbytes)
     batch = Batch(device)
     for verb in ("write", "read"):

@@ -25,7 +25,9 @@ class InFlight:
     Its engine alone uses it, one thread at a time; the queue made it and keeps its place until ``IOQueue.done``.
     """
 
-    __slots__ = ("io_class", "is_slow", "moved", "nbytes", "num_retries", "operation", "pinned", "start")
+    __slots__ = (
+        "io_class", "is_cut", "is_slow", "lost", "moved", "nbytes", "num_retries", "operation", "pinned", "start",
+    )  # fmt: skip
 
     def __init__(self, operation: Operation, io_class: IOClass, start: float) -> None:
         self.operation = operation
@@ -33,6 +35,8 @@ class InFlight:
         self.nbytes = operation.nbytes
         self.start = start  # s, of time.monotonic
         self.moved = 0
+        self.is_cut = False  # into several requests, of which ``lost`` bytes will not be moved because of an error
+        self.lost = 0
         self.num_retries = 0  # after EIO, and of less than one granule
         self.is_slow = False  # a warning has been logged
         self.pinned: ctypes.c_char | None = None  # lifetime: holds the memory while the kernel has its address

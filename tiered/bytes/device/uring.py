@@ -5,6 +5,7 @@ The kernel's interface is in ring.py. Which engine a directory gets is decided i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -21,21 +22,27 @@ from tiered.bytes.device.files import DataFile, translate
 from tiered.bytes.device.in_flight import InFlight
 from tiered.bytes.device.pinning import address_of, pin
 from tiered.bytes.device.queue import CALM_NBYTES, IOQueue
+from tiered.bytes.device.request_loop import compiled_loop
+from tiered.bytes.device.requests import FIRST_TAG, MOST_REQUESTS, NUM_ROWS, Requests
 from tiered.bytes.device.ring import READ, READ_FIXED, WRITE, WRITE_FIXED, Ring
 from tiered.bytes.inside import ServiceThread
+from tiered.bytes.kernel import Call
 from tiered.errors import DeadlineError, DeviceError, TieredError, UsageError
 from tiered.units import GiB, KiB, MiB
 
 __all__ = ["UringDevice"]
 
-_NUM_SLOTS = 128  # operations in flight; their bytes are bounded by the queue's budgets
+_NUM_SLOTS = NUM_ROWS  # operations in flight; their bytes are bounded by the queue's budgets
 _LEAST_SLOTS = 8  # the rings count as locked memory on some kernels: fewer, where the limit is tight
 _NUM_FILE_SLOTS = 257  # of a ring's table at most, its wake-up's included; the kernel allows as many as descriptors
 _WAKE = _NUM_SLOTS  # the tag of the read on the eventfd; above it, those of cancellations
 _CANCEL = _NUM_SLOTS + 1
 _CHAINED_NBYTES = 32 * MiB  # from here on half a batch keeps a drive busy
 _APART_NBYTES = 128 * KiB  # from here on a request of its own is worth a system call
-_MOST_NBYTES = GiB  # of one submission, whose length has 32 bits; the rest follows
+_REQUEST_NBYTES = 4 * MiB
+_DEPTH = 16  # requests with the kernel
+_WORTHWHILE_NBYTES = 32 * GiB  # moved in requests: who has moved so much will move more, and two seconds are paid back
+_MOST_NBYTES = GiB  # of a request, whose length has 32 bits
 _TICK_S = 1.0  # how long a wait lasts at most, so that what is overdue is seen
 _FIXED = {READ: READ_FIXED, WRITE: WRITE_FIXED}
 _log = logging.getLogger("tiered")
@@ -44,9 +51,12 @@ _log = logging.getLogger("tiered")
 class UringDevice(FileDevice):
     """One directory served by one thread that owns a ring: up to 128 operations in flight, batches of system calls.
 
-    Each slot is free or holds the InFlight whose index is its tag; it is freed by its completion alone, so memory and
-    extent stay the operation's past any deadline. An operation overdue by ``deadline_s`` is reported and cancelled,
-    which the kernel can only do to what the drive has not begun.
+    Each slot is free or holds an InFlight; it is freed by the completion of all its bytes alone, so memory and extent
+    stay the operation's past any deadline. An operation overdue by ``deadline_s`` is reported and cancelled, which the
+    kernel can only do to what the drive has not begun.
+
+    An operation of at most 4 MiB is one request to the kernel, whose tag is its slot; a larger one is cut into such
+    requests (``cut``), and compiled code keeps them coming once 32 GiB were moved in that way (request_loop.py).
     """
 
     engine = "uring"
@@ -68,6 +78,12 @@ class UringDevice(FileDevice):
         self._file_slots: dict[int, tuple[int, DataFile]] = {}  # a file's number -> its slot in the ring
         self._wake_slot = 0  # the wake-up's: the last
         self._fixed: list[tuple[int, int]] = []  # registered memory: (address, end), each an index of the ring's
+        self._requests = Requests()  # of operations that are larger than one
+        self._request_nbytes = _REQUEST_NBYTES
+        self._parts: dict[int, InFlight] = {}  # requests that fell short or failed, and are tried again
+        self._loop: Call | None = None
+        self._num_cut_nbytes = 0
+        self._compiler: threading.Thread | None = None
         self._to_register: tuple[list[tuple[int, int]], threading.Event] | None = None
         self._register_lock = threading.Lock()  # one asks at a time
         self._registered_memory: memoryview | None = None
@@ -111,6 +127,24 @@ class UringDevice(FileDevice):
                 self._registered_memory = None
             return bool(self._fixed)
 
+    def cut(self, request_nbytes: int = _REQUEST_NBYTES, depth: int = _DEPTH) -> None:
+        """Cut operations of more than ``request_nbytes`` into such requests from now on.
+
+        ``depth`` of those may be with the kernel at a time, 1 to 64, and at most half of the ring's slots. The length
+        is a multiple of ``alignment``, at most 1 GiB; ValueError.
+        """
+        if not (0 < request_nbytes <= _MOST_NBYTES and request_nbytes % self.alignment == 0):
+            raise ValueError(f"request_nbytes must be a multiple of {self.alignment} up to 1 GiB, got {request_nbytes}")
+        if not 0 < depth <= MOST_REQUESTS:
+            raise ValueError(f"depth must be from 1 to {MOST_REQUESTS}, got {depth}")
+        self._request_nbytes = request_nbytes
+        self._requests.set_depth(min(depth, max(1, self._num_slots // 2)))
+
+    def compile_loop(self) -> bool:
+        """Compile now what serves large operations; blocks for up to two seconds. False where that does not work."""
+        self._loop = compiled_loop()
+        return self._loop is not None
+
     def _register(self, ring: Ring) -> None:
         if self._to_register is None:
             return
@@ -149,6 +183,8 @@ class UringDevice(FileDevice):
         """Complete what is queued, then end the thread, the ring and the files; as FileDevice.close."""
         super().close()
         if self._pid == os.getpid():
+            if self._compiler is not None:
+                self._compiler.join()
             with self._wake_lock:
                 self._close_wake()
             self._registered_memory = None
@@ -198,6 +234,7 @@ class UringDevice(FileDevice):
         self._free_slots = list(reversed(range(num_slots)))
         self._num_slots = num_slots
         self._queue = IOQueue(num_slots)  # still empty: nobody has this device yet
+        self._requests.set_depth(min(_DEPTH, num_slots // 2))
         try:
             num_file_slots = min(_NUM_FILE_SLOTS, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             ring.register_files(num_file_slots)
@@ -219,19 +256,31 @@ class UringDevice(FileDevice):
             self._is_waiting = True  # order: before the queue is looked at for the last time; see _wake
             self._register(ring)
             self._start_queued(ring)
+            self._start_requests(ring)
             if self._is_closed and len(self._free_slots) == self._num_slots and self._is_empty():
                 return
-            ring.enter(1, _TICK_S)
+            self._wait(ring)
             self._is_waiting = False
             finished = self._reap(ring)
-            if finished and self._queue.num_queued:
+            if finished and (self._queue.num_queued or self._requests.num_waiting):
                 self._start_queued(ring)
+                self._start_requests(ring)
                 if self._is_direct:  # buffered, the kernel would copy here and now
                     ring.enter_briefly()  # order: the drive goes on while callbacks run
             self._finish(finished)
             if time.monotonic() > next_look:
                 next_look = time.monotonic() + _TICK_S
                 self._look_for_overdue(ring)
+
+    def _wait(self, ring: Ring) -> None:
+        """Submit what was prepared and wait for something to do, or for a tick."""
+        requests = self._requests
+        if self._loop is None or not (requests.num_with_kernel or requests.num_waiting):
+            ring.enter(1, _TICK_S)
+        elif requests.are_writes_waiting and self._queue.is_calm(time.monotonic()):
+            ring.enter(1, _TICK_S)  # the loop knows of no calm
+        else:
+            ring.lend(self._loop, requests.table, requests.address, _TICK_S)
 
     def _is_empty(self) -> bool:
         with self._lock:
@@ -252,8 +301,13 @@ class UringDevice(FileDevice):
         if not self._queue.num_queued:
             return
         with self._lock:
-            flights = self._queue.take_some(time.monotonic(), len(self._free_slots))
+            taken = self._queue.take_some(time.monotonic(), len(self._free_slots))
         ended: list[InFlight] = []
+        flights = [flight for flight in taken if flight.nbytes <= self._request_nbytes]
+        if len(flights) < len(taken):
+            for flight in taken:
+                if flight.nbytes > self._request_nbytes:
+                    self._begin(ring, flight, ended)
         nbytes = sum([flight.nbytes for flight in flights])
         if nbytes < _CHAINED_NBYTES:
             # More than two at once the kernel holds back, and makes one request of neighbours: the drive begins later,
@@ -269,6 +323,12 @@ class UringDevice(FileDevice):
                 if follower is not None and self._begin(ring, follower, ended) and has_begun:
                     ring.link()
         self._finish(ended)
+
+    def _start_requests(self, ring: Ring) -> None:
+        """Prepare what large operations may have with the kernel."""
+        if self._requests.num_waiting:
+            are_apart = self._is_direct and self._request_nbytes >= _APART_NBYTES
+            self._requests.fill(ring, is_calm=self._queue.is_calm(time.monotonic()), are_apart=are_apart)
 
     def _begin(self, ring: Ring, flight: InFlight, ended: list[InFlight]) -> bool:
         """Give ``flight`` a slot and prepare it; whether it is on its way, else it is in ``ended``."""
@@ -302,14 +362,20 @@ class UringDevice(FileDevice):
             for number, (start, end) in enumerate(self._fixed):
                 if start <= address and address + nbytes <= end:
                     opcode, index = _FIXED[opcode], number
+            if nbytes > self._request_nbytes:
+                flight.is_cut = True
+                self._requests.add(
+                    slot, flight.io_class, opcode, file_slot, address, offset, nbytes, index, most=self._request_nbytes
+                )
+                return True
             moved = flight.moved
             if moved or (nbytes > CALM_NBYTES and operation.is_write):
                 address += moved
                 offset += moved
                 nbytes -= moved
-                if operation.is_write:
-                    nbytes = min(nbytes, self._queue.most_nbytes(flight, time.monotonic()))
-            ring.prepare(opcode, file_slot, address, min(nbytes, _MOST_NBYTES), offset, slot, index)
+                if operation.is_write and self._queue.is_calm(time.monotonic()):
+                    nbytes = min(nbytes, CALM_NBYTES)
+            ring.prepare(opcode, file_slot, address, nbytes, offset, slot, index)
         except TieredError as error:
             operation.error = error
         except Exception as error:  # a bug of the submitter, such as released memory: its error, not our end
@@ -329,12 +395,14 @@ class UringDevice(FileDevice):
 
     def _reap(self, ring: Ring) -> list[InFlight]:
         """Take the completions that are there; return what is finished, with what went wrong in its operation."""
-        finished = []
+        finished = [self._end(row) for row in self._requests.take_ended()]
         slots, free_slots = self._slots, self._free_slots
         for tag, result, _ in ring.completions():
             if tag >= _WAKE:
                 if tag == _WAKE:
                     self._arm(ring)
+                elif tag >= FIRST_TAG and self._has_ended(ring, tag - FIRST_TAG, result):
+                    finished.append(self._end(self._requests.owner(tag - FIRST_TAG)))
                 continue
             flight = slots[tag]
             assert flight is not None, f"a completion for the free slot {tag}"
@@ -346,6 +414,41 @@ class UringDevice(FileDevice):
             free_slots.append(tag)
             finished.append(flight)
         return finished
+
+    def _has_ended(self, ring: Ring, number: int, result: int) -> bool:
+        """Count the ``result`` of a request; whether its operation has ended with it."""
+        row, nbytes = self._requests.request(number)
+        flight = self._slots[row]
+        assert flight is not None, f"a completion for the free slot {row}"
+        part = self._parts.pop(number, None)
+        if result != nbytes or part is not None:
+            operation = flight.operation
+            error = operation.error
+            if part is None:
+                part = InFlight(operation, flight.io_class, flight.start)
+                part.nbytes = nbytes
+            if error is None and not self._is_finished(part, result):
+                self._parts[number] = part
+                self._requests.prepare(ring, number, part.moved)
+                return False
+            flight.lost += nbytes - part.moved
+            if operation.error is not None and error is None:
+                flight.lost += self._requests.give_up(row)
+        return self._requests.end(number)
+
+    def _end(self, row: int) -> InFlight:
+        """Free the slot of a large operation of which the kernel has nothing any more."""
+        flight = self._slots[row]
+        assert flight is not None, f"the free slot {row} has ended"
+        flight.moved = flight.nbytes - flight.lost
+        self._slots[row] = None
+        self._free_slots.append(row)
+        self._num_cut_nbytes += flight.moved
+        if self._num_cut_nbytes >= _WORTHWHILE_NBYTES and self._compiler is None and self._loop is None:
+            self._compiler = ServiceThread(target=self.compile_loop, name="tiered-compile")
+            with contextlib.suppress(RuntimeError):  # no thread can be started: then all stays as it is
+                self._compiler.start()
+        return flight
 
     def _is_finished(self, flight: InFlight, result: int) -> bool:
         """Count ``result``; whether nothing is left to do, because all moved or because of an error."""
@@ -369,19 +472,34 @@ class UringDevice(FileDevice):
         ring.prepare(READ, self._wake_slot, ctypes.addressof(self._wake_buffer), 8, 0, _WAKE)
 
     def _look_for_overdue(self, ring: Ring) -> None:
-        """Report each operation that the drive has had for ``deadline_s``, once, and try to cancel it."""
+        """Report each operation that the drive has had for ``deadline_s``, once, and try to cancel it.
+
+        A large one is overdue when so long nothing of it was moved.
+        """
         now = time.monotonic()
         for slot, flight in enumerate(self._slots):
-            if ring.num_free <= len(self._free_slots) + 1:
-                return  # order: room is left for what the next turn may prepare; the others are reported then
-            if flight is not None and not flight.is_slow and now - flight.start > self.deadline_s:
+            if flight is None or flight.is_slow:
+                continue
+            tags = [slot]
+            if flight.is_cut:
+                moved, flight.moved = flight.moved, flight.nbytes - self._requests.left(slot)
+                if moved != flight.moved:
+                    flight.start = now
+                tags = [FIRST_TAG + number for number in self._requests.requests_of(slot)]
+            # Order: room is left for what the next turn may prepare; what does not fit is reported then.
+            if now - flight.start > self.deadline_s and ring.num_free > self._num_preparable() + len(tags):
                 flight.is_slow = True
                 _log.warning(
                     "%s has not completed for %.0f s; its memory and extent stay in use until the drive answers",
                     self._describe(flight.operation),
                     now - flight.start,
                 )
-                ring.prepare_cancel(slot, _CANCEL)
+                for tag in tags:
+                    ring.prepare_cancel(tag, _CANCEL)
+
+    def _num_preparable(self) -> int:
+        """Return how many submissions one turn may prepare: operations, requests, the wake-up's."""
+        return len(self._free_slots) + self._requests.num_startable
 
 
 def _chains(flights: list[InFlight]) -> Iterator[tuple[InFlight, InFlight | None]]:
