@@ -290,7 +290,7 @@ def _store_of_files(place: Path, engine: str, fault: _Short) -> Store:
     """Open a new store whose one device passes its system calls through ``fault``."""
     directories = Directories.open([place])
     catalog = SqliteCatalog.create(directories.paths[0] / CATALOG_NAME, empty_root(directories.store_uuid, 1))
-    options = {} if engine == "uring" else {"num_threads": 2}
+    options = {} if engine.startswith("uring") else {"num_threads": 2}
     device: Faulty = ENGINES[engine](directories.paths[0], **options)
     device.fault = fault
     store = Store.__new__(Store)
