@@ -34,6 +34,8 @@ TINY = Settings(
     mixed_blocks=(128 * KiB,),
     busy_blocks=(128 * KiB,),
     busy_depths=(2,),
+    large_blocks=(128 * KiB,),
+    large_depths=(2,),
     rounds=2,
     round_s=0.05,
     warm_up_s=0.01,
@@ -46,7 +48,7 @@ TINY = Settings(
     sustained_s=0.06,
     window_s=0.01,
 )
-FEW = replace(TINY, rounds=1, tensor_nbytes=(), sustained_s=0.0, mixed_blocks=(), busy_blocks=())
+FEW = replace(TINY, rounds=1, tensor_nbytes=(), sustained_s=0.0, mixed_blocks=(), busy_blocks=(), large_blocks=())
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 
 
@@ -78,9 +80,10 @@ class TestReport:
         found = json.loads(json_file.read_text())
         assert (found["schema"], found["version"]) == ("tiered-bench", 1)
         rows = found["results"]
-        assert [(row["op"], row["is_busy"]) for row in rows] == [
+        assert [(row["op"], row["is_busy"]) for row in rows if not row["is_large"]] == [
             ("read", False), ("write", False), ("mixed", False), ("read", True), ("write", True), ("mixed", True),
         ]  # fmt: skip
+        assert [row["op"] for row in rows if row["is_large"]] == ["read", "write"]
         for row in rows:
             assert {"op", "block_bytes", "depth", "gb_per_s", "ratio_to_fio"} <= row.keys()
             assert (row["block_bytes"], row["depth"], row["rounds"]) == (128 * KiB, 2, 2)
@@ -328,7 +331,11 @@ class TestSettings:
         points = FULL.points
         assert {point.op for point in points} == {"read", "write", "mixed"}
         assert {point.block_nbytes for point in points} >= {128 * KiB << shift for shift in range(8)}
-        assert max(point.block_nbytes * point.depth for point in points) == FULL.memory_nbytes <= 128 * MiB
+        assert max(point.block_nbytes * point.depth for point in points) == 128 * MiB
+        assert FULL.memory_nbytes == 256 * MiB  # two large operations
+        assert {(point.op, point.block_nbytes, point.depth) for point in points if point.has_large} == {
+            (op, size * MiB, 8) for op in ("read", "write") for size in (1, 4, 8)
+        }
         assert FULL.rounds >= 5
 
     def test_quick_has_the_pairs_that_matter_and_ends_in_a_minute(self) -> None:
@@ -340,8 +347,8 @@ class TestSettings:
     def test_what_will_be_written(self) -> None:
         settings = replace(TINY, mixed_blocks=(), busy_blocks=(), tensor_nbytes=(), sustained_s=0.0, warm_up_s=0.0)
         beside_demand_reads = 2 * int(0.05 * 8e9)
-        assert settings.write_nbytes(has_fio=False) == (8 + 2 * 4) * MiB + beside_demand_reads
-        assert settings.write_nbytes(has_fio=True) == (8 + 4 * 4) * MiB + beside_demand_reads
+        assert settings.write_nbytes(has_fio=False) == (8 + 4 * 4) * MiB + beside_demand_reads  # large ones as well
+        assert settings.write_nbytes(has_fio=True) == (8 + 6 * 4) * MiB + beside_demand_reads
 
     def test_little_room_makes_smaller_files(self) -> None:
         assert FULL.fitted(10 * GiB).file_nbytes == GiB

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,24 @@ class TestRuns:
             assert one.seconds > 0 <= one.cpu_s
             assert 0 < one.latency.p50_s <= one.latency.p99_s <= one.latency.p999_s
         assert (bed.device.files(), len(bed.paths)) == ({-1: FILE}, 1)
+
+    @pytest.mark.parametrize("op", ["read", "write"])
+    @pytest.mark.parametrize("is_busy", [False, True])
+    def test_large_operations_move_the_same_blocks(self, tmp_path: Path, op: str, is_busy: bool) -> None:
+        wanted = replace(pattern(op), block_nbytes=64 * KiB)
+        with Bed([tmp_path], engine="uring", memory_nbytes=4 * MiB, file_nbytes=FILE, depth=4) as bed:
+            bed.write_file()
+            assert bed.can_run_large(wanted) and not bed.can_run_large(replace(wanted, op="mixed"))
+            assert not bed.can_run_large(replace(wanted, block_nbytes=MiB))  # they would be blocks themselves
+            pairs = measure_pairs(bed, wanted, rounds=2, has_large=True, is_busy=is_busy, warm_up_s=0.01)
+            assert pairs.of_large is not None and pairs.of_large.of_large is None
+            assert [one.nbytes for one in pairs.of_large.ours] == [one.nbytes for one in pairs.ours] == [FILE] * 2
+            assert [len(one.latencies_s) for one in pairs.of_large.ours] == [2, 2]  # operations of 2 MiB
+            assert pairs.of_large.gb_per_s > 0 and pairs.of_large.ratio_to_fio is None
+
+    def test_threads_take_no_large_operations(self, bed: Bed) -> None:
+        pairs = measure_pairs(bed, pattern("read"), rounds=1, has_large=True, warm_up_s=0.01)
+        assert pairs.of_large is None and len(pairs.ours) == 1
 
     def test_a_busy_thread_is_not_counted_as_ours(self, bed: Bed) -> None:
         pairs = measure_pairs(bed, pattern("read"), rounds=1, is_busy=True, warm_up_s=0.01)

@@ -20,10 +20,11 @@ from tiered.bytes.device.engines import choose_engine, open_device
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.striped import StripedDevice
 from tiered.bytes.device.threads import ThreadsDevice
+from tiered.bytes.device.uring import UringDevice
 from tiered.errors import CapacityError
 from tiered.measure.cold import forget
 from tiered.measure.fio import Fio, find_fio, open_file_path
-from tiered.measure.pattern import Pattern
+from tiered.measure.pattern import LARGE_NBYTES, Pattern
 from tiered.measure.rounds import Round, cpu_seconds, run_round, write_file
 from tiered.units import MiB, format_bytes, round_up
 
@@ -60,6 +61,7 @@ class Bed:
         self.engine_reason = "it was asked for"
         if engine == "auto":  # whatever an earlier bench has written
             engine, self.engine_reason = choose_engine(self.directories[0])
+        self.is_registered = False
         self.paths: list[str] = []  # of the scratch files, for other processes; once they are written
         self._exit = ExitStack()
         with ExitStack() as undo:
@@ -120,6 +122,39 @@ class Bed:
         return replace(
             found, seconds=found.seconds + time.perf_counter() - start, cpu_s=found.cpu_s + cpu_seconds() - cpu_s
         )
+
+    def register_memory(self) -> bool:
+        """Pin the memory for the engine, where it can and may be; else one warning is logged, and it works without."""
+        answers = [isinstance(part, UringDevice) and part.register_memory(self.memory) for part in self.parts]
+        self.is_registered = all(answers)
+        return self.is_registered
+
+    def can_run_large(self, pattern: Pattern) -> bool:
+        """Whether ``run_large`` can run it: the engine cuts operations, and there is memory and file for two of them.
+
+        Compiles what does so, if nobody has; blocks for up to two seconds then.
+        """
+        if not isinstance(self.device, UringDevice) or pattern.op not in ("read", "write"):
+            return False
+        return self._large_nbytes(pattern) >= pattern.block_nbytes * pattern.depth and self.device.compile_loop()
+
+    def run_large(self, pattern: Pattern) -> Round:
+        """Run one round of operations of up to 128 MiB, which the engine cuts into the pattern's blocks; blocks.
+
+        The drive sees what it sees in ``run`` and from fio: so many blocks of that size at a time, reads or writes.
+        Latencies are those of whole operations. Only where ``can_run_large`` says so; raises as ``run``.
+        """
+        assert isinstance(self.device, UringDevice), self.device
+        self.device.cut(pattern.block_nbytes, pattern.depth)
+        try:
+            large = replace(pattern, block_nbytes=self._large_nbytes(pattern), depth=2)
+            return run_round(self.device, self.memory, large)
+        finally:
+            self.device.cut()
+
+    def _large_nbytes(self, pattern: Pattern) -> int:
+        most = min(LARGE_NBYTES, len(self.memory) // 2, self.file_nbytes // 2)
+        return most // pattern.block_nbytes * pattern.block_nbytes
 
     def _forget(self) -> None:
         for path in self.paths:

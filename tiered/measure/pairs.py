@@ -27,12 +27,18 @@ __all__ = ["BusyThread", "Pairs", "main", "measure_pairs"]
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The rounds of one pattern; ``fio`` is empty where there is none, else as long as ``ours``."""
+    """The rounds of one pattern; ``fio`` and ``large`` are empty where there are none, else as long as ``ours``."""
 
     pattern: Pattern
     ours: tuple[Round, ...]
     fio: tuple[FioRound, ...]
     has_huge_pages: bool  # fio's buffers
+    large: tuple[Round, ...] = ()  # ours, of large operations that the engine cuts into the pattern's blocks
+
+    @property
+    def of_large(self) -> Pairs | None:
+        """The pairs of large operations and fio, where there are any."""
+        return replace(self, ours=self.large, large=()) if self.large else None
 
     @property
     def gb_per_s(self) -> float:
@@ -109,33 +115,40 @@ def measure_pairs(
     rounds: int,
     fio: Fio | None = None,
     is_busy: bool = False,
+    has_large: bool = False,
     warm_up_s: float = 0.1,
     check: Callable[[], object] = lambda: None,
 ) -> Pairs:
     """Run ``rounds`` rounds after a warm-up, and as many of ``fio`` between them; blocks.
 
-    Every other pair begins with fio. ``is_busy`` has a busy Python thread beside ours. ``check`` is called before each
-    pair and may raise.
+    Every other pair begins with fio. ``is_busy`` has a busy Python thread beside ours. ``has_large`` has a round of
+    large operations between the two, where the engine takes them. ``check`` is called before each pair and may raise.
     """
     bed.run(replace(pattern, seconds=warm_up_s))
+    has_large = has_large and bed.can_run_large(pattern)
+    if has_large:
+        bed.run_large(replace(pattern, seconds=warm_up_s))
     if fio is not None:
         fio.calibrate(pattern, bed.paths)
     ours: list[Round] = []
+    large: list[Round] = []
     theirs: list[FioRound] = []
     for turn in range(rounds):
         check()
-        if fio is not None and turn % 2:
-            theirs.append(fio.run(pattern, bed.paths))
-        ours.append(_run_busy(bed, pattern) if is_busy else bed.run(pattern))
-        if fio is not None and not turn % 2:
-            theirs.append(fio.run(pattern, bed.paths))
-    return Pairs(pattern, tuple(ours), tuple(theirs), fio is not None and fio.has_huge_pages)
+        for side in ("fio", "large", "ours") if turn % 2 else ("ours", "large", "fio"):
+            if side == "ours":
+                ours.append(_run_busy(bed.run, pattern) if is_busy else bed.run(pattern))
+            elif side == "large" and has_large:
+                large.append(_run_busy(bed.run_large, pattern) if is_busy else bed.run_large(pattern))
+            elif side == "fio" and fio is not None:
+                theirs.append(fio.run(pattern, bed.paths))
+    return Pairs(pattern, tuple(ours), tuple(theirs), fio is not None and fio.has_huge_pages, tuple(large))
 
 
-def _run_busy(bed: Bed, pattern: Pattern) -> Round:
+def _run_busy(run: Callable[[Pattern], Round], pattern: Pattern) -> Round:
     with BusyThread() as busy:
         before = busy.cpu_seconds()
-        result = bed.run(pattern)
+        result = run(pattern)
         burnt = busy.cpu_seconds() - before
     return replace(result, cpu_s=max(0.0, result.cpu_s - burnt))
 

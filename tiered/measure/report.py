@@ -3,7 +3,8 @@
 Version 1: an object with schema, version, measured_at, machine, settings, results (one object per point, each with at
 least op, block_bytes, depth, gb_per_s, ratio_to_fio), tensors, ratios_to_sum, verdict; and by directory engines,
 engine_reasons, fio, sustained, smart, cold, demand, best. A figure that was not measured is null. GB are 10^9 bytes;
-latencies are in seconds; the order of results is that of measuring.
+latencies are in seconds; the order of results is that of measuring, those with is_large behind the others: there the
+engine cuts operations of up to 128 MiB into such blocks, and latencies are those of operations.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SCHEMA = "tiered-bench"
 VERSION = 1
 
 ROW_TITLE = (
-    "op         block depth      GB/s          range    fio  ratio  p50 ms  p99 ms  p99.9     max  CPU ms/GB    fio"
+    "op          block depth      GB/s          range    fio  ratio  p50 ms  p99 ms  p99.9     max  CPU ms/GB    fio"
 )
 TENSOR_TITLE = "op        tensor      GB/s          range    raw  ratio"
 
@@ -44,6 +45,7 @@ class Row:
     engine: str
     directory: str  # several are joined by "+"
     is_busy: bool  # with a busy Python thread beside
+    is_large: bool  # operations of up to 128 MiB, which the engine cuts into the blocks; latencies are of those
     rounds: int
     gb_per_s: float
     gb_per_s_min: float
@@ -60,7 +62,7 @@ class Row:
     fio_has_huge_pages: bool | None
 
     @classmethod
-    def of(cls, pairs: Pairs, *, engine: str, directory: str, is_busy: bool = False) -> Row:
+    def of(cls, pairs: Pairs, *, engine: str, directory: str, is_busy: bool = False, is_large: bool = False) -> Row:
         """Return the row of ``pairs``."""
         rates = sorted(one.gb_per_s for one in pairs.ours)
         seconds = sum(one.seconds for one in pairs.ours)
@@ -73,6 +75,7 @@ class Row:
             engine=engine,
             directory=directory,
             is_busy=is_busy,
+            is_large=is_large,
             rounds=len(rates),
             gb_per_s=pairs.gb_per_s,
             gb_per_s_min=rates[0],
@@ -90,11 +93,11 @@ class Row:
         )
 
     def __str__(self) -> str:
-        op = f"{self.op}{' busy' if self.is_busy else ''}"
+        op = f"{self.op}{' busy' if self.is_busy else ''}{' large' if self.is_large else ''}"
         latency = self.latency
         spread = f"{self.gb_per_s_min:.2f}-{self.gb_per_s_max:.2f}"
         return (
-            f"{op:<10} {_block(self.block_bytes):>6} {self.depth:>4} {self.gb_per_s:>9.2f} {spread:>14} "
+            f"{op:<11} {_block(self.block_bytes):>6} {self.depth:>4} {self.gb_per_s:>9.2f} {spread:>14} "
             f"{_said(self.fio_gb_per_s, 6, 2)} {_said(self.ratio_to_fio, 6, 2)} {latency.p50_s * 1e3:>7.2f} "
             f"{latency.p99_s * 1e3:>7.2f} {latency.p999_s * 1e3:>6.2f} {latency.max_s * 1e3:>7.2f} "
             f"{self.cpu_s_per_gb * 1e3:>10.1f} {_said(_thousandfold(self.fio_cpu_s_per_gb), 6, 1)}"
@@ -150,6 +153,7 @@ class DirectoryReport:
     engine_reason: str = ""
     fio_engine: str | None = None
     rows: list[Row] = field(default_factory=list)
+    large_rows: list[Row] = field(default_factory=list)  # of large operations
     other_rows: list[Row] = field(default_factory=list)  # of other engines
     tensors: list[TensorRow] = field(default_factory=list)
     sustained: list[Sample] = field(default_factory=list)
@@ -173,7 +177,7 @@ class Report:
     @property
     def rows(self) -> list[Row]:
         """All points of all directories."""
-        return [row for one in self.directories for row in one.rows + one.other_rows] + self.together
+        return [row for one in self.directories for row in one.rows + one.large_rows + one.other_rows] + self.together
 
     @property
     def ratios_to_sum(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tiered.bytes.device.engines import DEVICES
-from tiered.measure.pattern import OPS, Pattern
+from tiered.measure.pattern import LARGE_NBYTES, OPS, Pattern
 from tiered.units import GiB, KiB, MiB, round_up
 
 __all__ = ["FULL", "QUICK", "Point", "Settings"]
@@ -26,6 +26,7 @@ class Point:
     depth: int
     has_fio: bool = True
     is_busy: bool = False
+    has_large: bool = False  # with large operations beside, which the engine cuts into such blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,12 @@ class Settings:
     blocks: tuple[int, ...] = (128 * KiB, 256 * KiB, 512 * KiB, MiB, 2 * MiB, 4 * MiB, 8 * MiB, 16 * MiB)
     depths: tuple[int, ...] = (1, 4, 8, 32)
     mixed_blocks: tuple[int, ...] = (MiB, 4 * MiB, 8 * MiB)
+    fio_ops: tuple[str, ...] = OPS
+    busy_ops: tuple[str, ...] = OPS
     busy_blocks: tuple[int, ...] = (MiB, 4 * MiB, 8 * MiB)
     busy_depths: tuple[int, ...] = (8, 32)
+    large_blocks: tuple[int, ...] = (MiB, 4 * MiB, 8 * MiB)
+    large_depths: tuple[int, ...] = (8,)
     rounds: int = 5
     round_s: float = 0.5
     warm_up_s: float = 0.1
@@ -55,7 +60,7 @@ class Settings:
     def points(self) -> tuple[Point, ...]:
         """All patterns, reads first, in the order they are measured."""
         found = [
-            Point(op, block, depth)
+            Point(op, block, depth, has_fio=op in self.fio_ops, has_large=self._has_large(op, block, depth))
             for op in OPS
             for block in (self.mixed_blocks if op == "mixed" else self.blocks)
             for depth in self.depths
@@ -63,7 +68,7 @@ class Settings:
         ]
         found += [
             Point(op, block, depth, has_fio=False, is_busy=True)
-            for op in OPS
+            for op in self.busy_ops
             for block in self.busy_blocks
             for depth in self.busy_depths
             if self._fits(block, depth) and (op != "mixed" or depth > 1)
@@ -72,8 +77,9 @@ class Settings:
 
     @property
     def memory_nbytes(self) -> int:
-        """What the blocks of the largest point need."""
-        return max(point.block_nbytes * point.depth for point in self.points)
+        """What the blocks of the largest point need, or two large operations."""
+        large = min(2 * LARGE_NBYTES, self.file_nbytes) if any(point.has_large for point in self.points) else 0
+        return max(large, *(point.block_nbytes * point.depth for point in self.points))
 
     def pattern(self, point: Point) -> Pattern:
         """Return the pattern of ``point``."""
@@ -86,7 +92,7 @@ class Settings:
         total = float(self.file_nbytes)
         for point in self.points:
             share = {"read": 0.0, "write": 1.0, "mixed": 0.5}[point.op]
-            num_rounds = self.rounds * (2 if has_fio and point.has_fio else 1)
+            num_rounds = self.rounds * (1 + (has_fio and point.has_fio) + point.has_large)
             total += share * (num_rounds + self.warm_up_s / self.round_s) * self.round_nbytes
         total += len(self.engines) * (self.file_nbytes + (2 * self.rounds + 1) * self.round_nbytes)
         total += self.rounds * self.round_s * _FASTEST_BYTES_PER_S  # writes beside demand reads
@@ -98,7 +104,7 @@ class Settings:
         """Return about how long it takes per directory, at some 2 GB/s."""
         seconds = self.file_nbytes / 2e9 + 2 * self.sustained_s + 2 * self.rounds * self.round_s
         for point in self.points:
-            seconds += self.warm_up_s + self.rounds * self.round_s
+            seconds += (1 + point.has_large) * (self.warm_up_s + self.rounds * self.round_s)
             if has_fio and point.has_fio:
                 seconds += self.rounds * self.round_s + (self.rounds + 1) * _FIO_START_S
         seconds += len(self.engines) * (self.file_nbytes / 1e9 + 4 * self.rounds * (self.round_s + _FIO_START_S))
@@ -119,6 +125,9 @@ class Settings:
         ]
         return replace(self, file_nbytes=file_nbytes, tensors_nbytes=tensors_nbytes, tensor_nbytes=tuple(fitting))
 
+    def _has_large(self, op: str, block_nbytes: int, depth: int) -> bool:
+        return op != "mixed" and block_nbytes in self.large_blocks and depth in self.large_depths
+
     def _fits(self, block_nbytes: int, depth: int) -> bool:
         return block_nbytes * depth <= self.most_in_flight_nbytes
 
@@ -129,14 +138,16 @@ QUICK = Settings(
     blocks=(MiB, 4 * MiB, 8 * MiB),
     depths=(8,),
     mixed_blocks=(4 * MiB,),
+    fio_ops=("read", "write"),
+    busy_ops=("read", "write"),
     busy_blocks=(4 * MiB,),
     busy_depths=(8,),
-    round_s=0.3,
-    warm_up_s=0.06,
+    round_s=0.25,
+    warm_up_s=0.05,
     round_nbytes=2 * GiB,
     file_nbytes=GiB,
     tensor_nbytes=(64 * MiB,),
-    tensors_nbytes=GiB,
+    tensors_nbytes=512 * MiB,
     tensor_rounds=3,
     engines=(),
 )

@@ -97,6 +97,7 @@ class Suite:
             depth=max(settings.depths),
         ) as bed:
             bed.write_file(lambda nbytes: self._check())
+            bed.register_memory()
             yield bed
 
     def _try_engine(self, engine: str, best: Best) -> None:
@@ -137,6 +138,10 @@ class Suite:
             row = Row.of(pairs, engine=bed.engine, directory=self.report.directory, is_busy=point.is_busy)
             self.report.rows.append(row)
             self._display.line(str(row))
+            if pairs.of_large is not None:
+                row = Row.of(pairs.of_large, engine=bed.engine, directory=self.report.directory, is_large=True)
+                self.report.large_rows.append(row)
+                self._display.line(str(row))
         if any(row.fio_has_huge_pages is False for row in self.report.rows):
             self._display.line("fio ran without huge pages, which cost it bandwidth: only root can lend it some")
 
@@ -152,6 +157,7 @@ class Suite:
                     rounds=settings.rounds,
                     fio=fio,
                     is_busy=point.is_busy,
+                    has_large=point.has_large,
                     warm_up_s=settings.warm_up_s,
                     check=self._check,
                 )
