@@ -227,18 +227,26 @@ class FileDevice(Device):
         """Count ``flights``, whose operations say how they ended, and hand them back to their submitters."""
         if not flights:
             return
-        written = [flight.moved for flight in flights if flight.operation.is_write]
-        read = [flight.moved for flight in flights if not flight.operation.is_write]
-        failed = [flight.operation.is_write for flight in flights if flight.operation.error is not None]
-        for file in {flight.operation.file for flight in flights if flight.operation.is_write}:
-            self._files.mark(file)  # order: before on_done; a flush while the write was in flight has not covered it
+        read_bytes = write_bytes = num_reads = num_writes = 0
+        marked: int | None = None
+        for flight in flights:
+            operation = flight.operation
+            if operation.is_write:
+                if operation.file != marked:  # order: before on_done; a flush during the write has not covered it
+                    marked = operation.file
+                    self._files.mark(marked)
+                write_bytes += flight.moved
+                num_writes += operation.error is None
+            else:
+                read_bytes += flight.moved
+                num_reads += operation.error is None
         now = time.monotonic()
         with self._lock:
             self._queue.done(flights, now)
-            self._read_bytes += sum(read)
-            self._write_bytes += sum(written)
-            self._num_reads += len(read) - failed.count(False)
-            self._num_writes += len(written) - failed.count(True)
+            self._read_bytes += read_bytes
+            self._write_bytes += write_bytes
+            self._num_reads += num_reads
+            self._num_writes += num_writes
         for flight in flights:
             operation = flight.operation
             flight.pinned = None  # lifetime: the submitter may release the memory from now on

@@ -128,15 +128,15 @@ class IOQueue:
     def done(self, flights: Sequence[InFlight], now: float) -> None:
         """Take back the places of ``flights``, which ended ``now``."""
         self.num_in_flight -= len(flights)
+        for flight in flights:
+            lane = self._lanes[flight.io_class]
+            lane.num_taken -= 1
+            lane.num_done += 1
+            lane.taken_nbytes -= min(flight.nbytes, _PIECE_NBYTES)
+            lane.done_nbytes += flight.nbytes
         for lane in self._lanes:
-            if not lane.num_taken:
-                continue
-            io_class = lane.io_class
-            sizes = [flight.nbytes for flight in flights if flight.io_class is io_class]
-            if sizes:
-                lane.num_taken -= len(sizes)
-                lane.taken_nbytes -= sum([min(nbytes, _PIECE_NBYTES) for nbytes in sizes])
-                lane.learn(sum(sizes), now)
+            if lane.num_done:
+                lane.learn(now)
                 if lane is self._demand:
                     self._last_demand = now
 
@@ -152,22 +152,25 @@ class IOQueue:
 
 
 class _Lane:
-    """One class: what is queued, how many and how many bytes are in flight, how many may be."""
+    """One class: what is queued, what is in flight and how much may be, what has just ended."""
 
-    __slots__ = ("budget", "io_class", "is_write", "num_taken", "queued", "sample", "taken_nbytes")
+    __slots__ = (
+        "budget", "done_nbytes", "io_class", "is_write", "num_done", "num_taken", "queued", "sample", "taken_nbytes",
+    )  # fmt: skip
 
     def __init__(self, io_class: IOClass) -> None:
         self.io_class = io_class
         self.is_write = io_class is IOClass.WRITE
         self.queued: deque[Operation] = deque()
-        self.num_taken = 0
-        self.taken_nbytes = 0
+        self.num_taken = self.num_done = 0
+        self.taken_nbytes = self.done_nbytes = 0
         self.budget = _MOST_NBYTES // 2  # bytes
         self.sample = _Sample()
 
-    def learn(self, nbytes: int, now: float) -> None:
-        """Let the budget follow the ``nbytes`` that ended ``now``."""
-        bytes_per_s = self.sample.add(nbytes, now)
+    def learn(self, now: float) -> None:
+        """Let the budget follow what has ended ``now``."""
+        bytes_per_s = self.sample.add(self.done_nbytes, now)
+        self.num_done = self.done_nbytes = 0
         if bytes_per_s is not None:
             least = _LEAST_NBYTES if self.is_write else _LEAST_READ_NBYTES
             self.budget = min(max(int(bytes_per_s * _AHEAD_S), least), _MOST_NBYTES)

@@ -71,6 +71,12 @@ class Requests:
         return max(0, self.table[NUM_FREE] - self.table[NUM_KEPT])
 
     @property
+    def can_start(self) -> bool:
+        """Whether ``fill`` has something to start, unless it is a write that must wait for calm to end."""
+        table = self.table
+        return table[NEXT_WAITING] < table[NUM_WAITING] and table[NUM_FREE] > table[NUM_KEPT]
+
+    @property
     def num_waiting(self) -> int:
         """How many operations have bytes that the kernel was never given."""
         return self.table[NUM_WAITING] - self.table[NEXT_WAITING]

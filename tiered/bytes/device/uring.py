@@ -146,8 +146,7 @@ class UringDevice(FileDevice):
         return self._loop is not None
 
     def _register(self, ring: Ring) -> None:
-        if self._to_register is None:
-            return
+        assert self._to_register is not None
         (pieces, done), self._to_register = self._to_register, None
         try:
             ring.register_buffers([(start, end - start) for start, end in pieces])
@@ -254,7 +253,8 @@ class UringDevice(FileDevice):
         next_look = time.monotonic() + _TICK_S
         while True:
             self._is_waiting = True  # order: before the queue is looked at for the last time; see _wake
-            self._register(ring)
+            if self._to_register is not None:
+                self._register(ring)
             self._start_queued(ring)
             self._start_requests(ring)
             if self._is_closed and len(self._free_slots) == self._num_slots and self._is_empty():
@@ -262,7 +262,7 @@ class UringDevice(FileDevice):
             self._wait(ring)
             self._is_waiting = False
             finished = self._reap(ring)
-            if finished and (self._queue.num_queued or self._requests.num_waiting):
+            if finished and (self._queue.num_queued or self._requests.can_start):
                 self._start_queued(ring)
                 self._start_requests(ring)
                 if self._is_direct:  # buffered, the kernel would copy here and now
@@ -277,7 +277,7 @@ class UringDevice(FileDevice):
         requests = self._requests
         if self._loop is None or not (requests.num_with_kernel or requests.num_waiting):
             ring.enter(1, _TICK_S)
-        elif requests.are_writes_waiting and self._queue.is_calm(time.monotonic()):
+        elif self._queue.is_calm(time.monotonic()) and requests.are_writes_waiting:
             ring.enter(1, _TICK_S)  # the loop knows of no calm
         else:
             ring.lend(self._loop, requests.table, requests.address, _TICK_S)
@@ -326,7 +326,7 @@ class UringDevice(FileDevice):
 
     def _start_requests(self, ring: Ring) -> None:
         """Prepare what large operations may have with the kernel."""
-        if self._requests.num_waiting:
+        if self._requests.can_start:
             are_apart = self._is_direct and self._request_nbytes >= _APART_NBYTES
             self._requests.fill(ring, is_calm=self._queue.is_calm(time.monotonic()), are_apart=are_apart)
 
