@@ -76,7 +76,7 @@ class FaultyRing(Ring):
         super().set_file(slot, fd)
 
     def prepare(self, opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int, index: int = 0) -> None:
-        self._is_real = self._device.fault is None or self._fds[file] == self._device._wake_fd
+        self._is_real = self._device.fault is None or self._fds[file] == self._device._wake_up.fd
         if self._is_real:
             super().prepare(opcode, file, address, nbytes, offset, tag, index)
             return
@@ -89,7 +89,7 @@ class FaultyRing(Ring):
             except OSError as error:
                 result = -(error.errno or 0)
             self._faked.put((threading.current_thread(), (tag, result, 0)))
-            os.eventfd_write(self._device._wake_fd, 1)
+            os.eventfd_write(self._device._wake_up.fd, 1)
 
         threading.Thread(target=carry_out, name="fault", daemon=True).start()  # no process waits for a hung one
 

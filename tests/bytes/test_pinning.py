@@ -15,6 +15,7 @@ from tests.bytes.moving import WAIT_S, Batch, exit_code_of_child, fill, move
 from tests.bytes.test_uring import check_round_trip
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.device.pinning import address_of, pin
+from tiered.bytes.device.registration import Registration
 from tiered.bytes.device.ring import READ_FIXED, WRITE_FIXED, Ring
 from tiered.bytes.device.uring import UringDevice
 from tiered.errors import DeviceError, UsageError
@@ -100,10 +101,12 @@ def test_memory_is_registered_once_where_the_limit_allows_it(
     assert exit_code_of_child(check) == 0
 
 
-def test_of_two_threads_that_register_memory_one_is_refused(tmp_path: Path, buffer: Buffer) -> None:
-    class Late(UringDevice):
-        """Registers nothing before both threads have asked, or one waits for the other."""
+def test_of_two_threads_that_register_memory_one_is_refused(
+    tmp_path: Path, buffer: Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is registered before both threads have asked, or one waits for the other."""
 
+    class Late(UringDevice):
         asked = threading.Semaphore(0)
         may_register = threading.Event()
 
@@ -111,11 +114,12 @@ def test_of_two_threads_that_register_memory_one_is_refused(tmp_path: Path, buff
             super()._wake()
             self.asked.release()
 
-        def _register(self, ring: Ring) -> None:
-            if self._to_register is not None:
-                self.may_register.wait(WAIT_S)
-            super()._register(ring)
+    def late(registration: Registration, ring: Ring) -> None:
+        Late.may_register.wait(WAIT_S)
+        carry_out(registration, ring)
 
+    carry_out = Registration.carry_out
+    monkeypatch.setattr(Registration, "carry_out", late)
     device = Late(tmp_path)
     answers: list[object] = []
 

@@ -6,7 +6,6 @@ The kernel's interface is in ring.py. Which engine a directory gets is decided i
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import logging
 import os
@@ -22,12 +21,14 @@ from tiered.bytes.device.files import DataFile, translate
 from tiered.bytes.device.in_flight import InFlight
 from tiered.bytes.device.pinning import address_of, pin
 from tiered.bytes.device.queue import CALM_NBYTES, IOQueue
+from tiered.bytes.device.registration import Registration
 from tiered.bytes.device.request_loop import compiled_loop
 from tiered.bytes.device.requests import FIRST_TAG, MOST_REQUESTS, NUM_ROWS, Requests
 from tiered.bytes.device.ring import READ, READ_FIXED, WRITE, WRITE_FIXED, Ring
+from tiered.bytes.device.wake_up import WakeUp
 from tiered.bytes.inside import ServiceThread
 from tiered.bytes.kernel import Call
-from tiered.errors import DeadlineError, DeviceError, TieredError, UsageError
+from tiered.errors import DeadlineError, DeviceError, TieredError
 from tiered.units import GiB, KiB, MiB
 
 __all__ = ["UringDevice"]
@@ -77,20 +78,14 @@ class UringDevice(FileDevice):
         self._free_slots = list(range(_NUM_SLOTS))
         self._file_slots: dict[int, tuple[int, DataFile]] = {}  # a file's number -> its slot in the ring
         self._wake_slot = 0  # the wake-up's: the last
-        self._fixed: list[tuple[int, int]] = []  # registered memory: (address, end), each an index of the ring's
+        self._registration = Registration(os.fspath(directory))
         self._requests = Requests()  # of operations that are larger than one
         self._request_nbytes = _REQUEST_NBYTES
         self._parts: dict[int, InFlight] = {}  # requests that fell short or failed, and are tried again
         self._loop: Call | None = None
         self._num_cut_nbytes = 0
         self._compiler: threading.Thread | None = None
-        self._to_register: tuple[list[tuple[int, int]], threading.Event] | None = None
-        self._register_lock = threading.Lock()  # one asks at a time
-        self._registered_memory: memoryview | None = None
-        self._is_waiting = False
-        self._wake_lock = threading.Lock()  # guards the descriptor's life
-        self._wake_fd = -1
-        self._wake_buffer = ctypes.c_uint64()  # lifetime: the kernel writes here
+        self._wake_up = WakeUp()
         self._ring: Ring | None = None
         self._is_ready = threading.Event()
         self._failure: Exception | None = None
@@ -109,23 +104,7 @@ class UringDevice(FileDevice):
         all works as before. Raises ClosedError, UsageError (a second call), DeadlineError (the thread does not answer).
         """
         self._check_open()
-        start = address_of(pin(memory))
-        end = start + len(memory)
-        pieces = [(piece, min(piece + GiB, end)) for piece in range(start, end, GiB)]
-        done = threading.Event()
-        with self._register_lock:
-            if self._registered_memory is not None:
-                raise UsageError(f"{self.name} has registered memory already")
-            self._registered_memory = memory  # lifetime: mapped until the ring has gone
-            self._to_register = (pieces, done)
-            self._wake()
-            if not done.wait(self.deadline_s):
-                raise DeadlineError(
-                    f"{self.name}: memory was not registered within {self.deadline_s:g} s; check the drive"
-                )
-            if not self._fixed:
-                self._registered_memory = None
-            return bool(self._fixed)
+        return self._registration.ask(memory, self._wake, self.deadline_s)
 
     def cut(self, request_nbytes: int = _REQUEST_NBYTES, depth: int = _DEPTH) -> None:
         """Cut operations of more than ``request_nbytes`` into such requests from now on.
@@ -145,19 +124,9 @@ class UringDevice(FileDevice):
         self._loop = compiled_loop()
         return self._loop is not None
 
-    def _register(self, ring: Ring) -> None:
-        assert self._to_register is not None
-        (pieces, done), self._to_register = self._to_register, None
-        try:
-            ring.register_buffers([(start, end - start) for start, end in pieces])
-            self._fixed = pieces
-        except OSError as error:
-            _log.warning("%s: I/O buffers are not registered (%s): a little more CPU time; ulimit -l", self.name, error)
-        done.set()
-
     def _make_threads(self) -> Sequence[threading.Thread]:
         try:
-            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+            self._wake_up.open()
         except OSError as error:
             raise translate(error, f"cannot open what wakes the I/O thread of {self.name}") from error
         return [ServiceThread(target=self._run, name="tiered-io-ring")]
@@ -168,12 +137,7 @@ class UringDevice(FileDevice):
             raise self._failure
 
     def _wake(self) -> None:
-        # Order: the thread says that it waits, then looks at the queue; whoever queues, then looks whether it waits.
-        if self._is_waiting:
-            with self._wake_lock:  # order: never into a descriptor that was closed, and may be another file's by now
-                if self._wake_fd >= 0:
-                    self._is_waiting = False
-                    os.eventfd_write(self._wake_fd, 1)
+        self._wake_up.wake()
 
     def _running(self) -> Iterable[InFlight]:
         return [flight for flight in list(self._slots) if flight is not None]
@@ -184,20 +148,14 @@ class UringDevice(FileDevice):
         if self._pid == os.getpid():
             if self._compiler is not None:
                 self._compiler.join()
-            with self._wake_lock:
-                self._close_wake()
-            self._registered_memory = None
+            self._wake_up.close()
+            self._registration.forget()
 
     def _close_in_child(self) -> None:
         super()._close_in_child()
-        self._close_wake()
+        self._wake_up.close_in_child()
         if self._ring is not None and self._ring.fd >= 0:
             os.close(self._ring.fd)  # only the descriptor: the rings are not mapped here
-
-    def _close_wake(self) -> None:
-        fd, self._wake_fd = self._wake_fd, -1
-        if fd >= 0:
-            os.close(fd)
 
     # Below: the thread
 
@@ -238,8 +196,8 @@ class UringDevice(FileDevice):
             num_file_slots = min(_NUM_FILE_SLOTS, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             ring.register_files(num_file_slots)
             self._wake_slot = num_file_slots - 1
-            ring.set_file(self._wake_slot, self._wake_fd)
-            self._arm(ring)
+            ring.set_file(self._wake_slot, self._wake_up.fd)
+            self._wake_up.arm(ring, self._wake_slot, _WAKE)
         except BaseException:
             ring.close()
             raise
@@ -252,15 +210,15 @@ class UringDevice(FileDevice):
     def _serve(self, ring: Ring) -> None:
         next_look = time.monotonic() + _TICK_S
         while True:
-            self._is_waiting = True  # order: before the queue is looked at for the last time; see _wake
-            if self._to_register is not None:
-                self._register(ring)
+            self._wake_up.is_waiting = True  # order: before the queue is looked at for the last time
+            if self._registration.is_due:
+                self._registration.carry_out(ring)
             self._start_queued(ring)
             self._start_requests(ring)
             if self._is_closed and len(self._free_slots) == self._num_slots and self._is_empty():
                 return
             self._wait(ring)
-            self._is_waiting = False
+            self._wake_up.is_waiting = False
             finished = self._reap(ring)
             if finished and (self._queue.num_queued or self._requests.can_start):
                 self._start_queued(ring)
@@ -359,9 +317,9 @@ class UringDevice(FileDevice):
             opcode, index = READ, 0
             if operation.is_write:
                 opcode = WRITE
-            for number, (start, end) in enumerate(self._fixed):
-                if start <= address and address + nbytes <= end:
-                    opcode, index = _FIXED[opcode], number
+            piece = self._registration.index_of(address, nbytes)
+            if piece is not None:
+                opcode, index = _FIXED[opcode], piece
             if nbytes > self._request_nbytes:
                 flight.is_cut = True
                 self._requests.add(
@@ -400,7 +358,7 @@ class UringDevice(FileDevice):
         for tag, result, _ in ring.completions():
             if tag >= _WAKE:
                 if tag == _WAKE:
-                    self._arm(ring)
+                    self._wake_up.arm(ring, self._wake_slot, _WAKE)
                 elif tag >= FIRST_TAG and self._has_ended(ring, tag - FIRST_TAG, result):
                     finished.append(self._end(self._requests.owner(tag - FIRST_TAG)))
                 continue
@@ -467,9 +425,6 @@ class UringDevice(FileDevice):
             operation.error = error
             return True
         return False
-
-    def _arm(self, ring: Ring) -> None:
-        ring.prepare(READ, self._wake_slot, ctypes.addressof(self._wake_buffer), 8, 0, _WAKE)
 
     def _look_for_overdue(self, ring: Ring) -> None:
         """Report each operation that the drive has had for ``deadline_s``, once, and try to cancel it.
