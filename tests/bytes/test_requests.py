@@ -1,5 +1,6 @@
 """Operations cut into requests: every byte once, the most urgent first, and compiled or not the same."""
 
+import ctypes
 import errno
 import logging
 import mmap
@@ -7,6 +8,7 @@ import os
 import random
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from tiered.bytes.device import request_loop, uring
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.device.request_loop import compiled_loop
 from tiered.bytes.device.requests import MOST_REQUESTS, NUM_ROWS, Requests
-from tiered.bytes.device.ring import READ, WRITE, Ring
+from tiered.bytes.device.ring import ENTER, GETEVENTS, READ, WRITE, Ring, system_call
 from tiered.bytes.device.uring import UringDevice
 from tiered.errors import CapacityError, DeadlineError, DeviceError
 from tiered.units import KiB, MiB
@@ -447,3 +449,133 @@ def test_what_requests_cannot_be_is_refused(device: UringDevice) -> None:
     for nbytes, depth, complaint in ((5000, 1, "a multiple of 4096"), (2 << 30, 1, "up to 1 GiB"), (4096, 0, "from 1")):
         with pytest.raises(ValueError, match=complaint):
             device.cut(nbytes, depth)
+
+
+def test_registered_memory_is_used_as_such(device: UringDevice) -> None:
+    device.grow(0, 2 * MiB)
+    memory = pages(2 * MiB)
+    assert device.register_memory(memory)
+    memory[:] = content = os.urandom(2 * MiB)
+    assert move_all(device, "write", memory) is None
+    memory[:] = bytes(2 * MiB)
+    assert move_all(device, "read", memory) is None and memory == content
+
+
+def test_once_an_operation_has_failed_nothing_of_it_is_tried_again(tmp_path: Path, buffer: Buffer) -> None:
+    with faulty(tmp_path, "uring-cut") as device:
+        operation = Batch(device).operation("read", buffer.memory, 0)
+        done = threading.Event()
+        operation.on_done = lambda _: done.set()
+        lock, offsets = threading.Lock(), list[int]()
+
+        def failing(call: Call, fd: int, memory: memoryview, offset: int) -> int:
+            with lock:
+                offsets.append(offset)
+                is_first = len(offsets) == 1
+            while not is_first and operation.error is None:
+                time.sleep(0.001)
+            raise OSError(errno.ENODEV if is_first else errno.EIO, "scripted")
+
+        device.fault = failing
+        device.submit([operation])
+        assert done.wait(WAIT_S)
+        assert len(offsets) == 2 and isinstance(operation.error, DeviceError)
+        assert isinstance(operation.error.__cause__, OSError) and operation.error.__cause__.errno == errno.ENODEV
+
+
+def test_a_large_operation_that_gets_on_is_not_overdue(
+    tmp_path: Path, buffer: Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uring, "_TICK_S", WAIT_S)  # the thread's own look comes too late
+    may_go = threading.Semaphore(0)
+
+    def slow(call: Call, fd: int, memory: memoryview, offset: int) -> int:
+        assert may_go.acquire(timeout=WAIT_S)
+        return call(fd, memory, offset)
+
+    cancelled: list[int] = []
+    ring = type("Cancelling", (), {"num_free": 1000, "prepare_cancel": lambda _, tag, __: cancelled.append(tag)})()
+    with faulty(tmp_path, "uring-cut") as device:
+        assert isinstance(device, FaultyCutting)
+        device.fault = slow
+        batch = Batch(device)
+        try:
+            device.submit([batch.operation("read", buffer.memory, 0)])
+            may_go.release()
+            while not device._requests.left(0) or device._requests.left(0) == buffer.nbytes:  # of the first slot
+                time.sleep(0.001)
+            device.deadline_s = 0.0
+            device._look_for_overdue(ring)
+            assert cancelled == []  # something was moved since the last look
+            device._look_for_overdue(ring)
+            assert cancelled
+        finally:
+            device.deadline_s = WAIT_S
+            may_go.release(100)
+        assert batch.wait(1)[0].error is None
+
+
+def test_close_waits_for_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uring, "_WORTHWHILE_NBYTES", 1)
+    device = opened(tmp_path, is_compiled=False)
+
+    def compiling() -> bool:
+        while not device._is_closed:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        return False
+
+    monkeypatch.setattr(device, "compile_loop", compiling)
+    device.grow(0, MiB)
+    assert move_all(device, "read", pages(MiB)) is None
+    device.close()
+    assert device._compiler is not None and not device._compiler.is_alive()
+
+
+def test_while_writes_are_calm_python_starts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = opened(tmp_path, is_compiled=True)
+    device.grow(0, 8 * MiB)
+    memory = pages(8 * MiB)
+    device.cut(4 * MiB, 4)
+    assert device._ring is not None
+    sizes, prepare = list[int](), device._ring.prepare
+
+    def noting(opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int, index: int = 0) -> None:
+        if tag >= uring.FIRST_TAG:
+            sizes.append(nbytes)
+        prepare(opcode, file, address, nbytes, offset, tag, index)
+
+    monkeypatch.setattr(device._ring, "prepare", noting)
+    monkeypatch.setattr(device._queue, "is_calm", lambda now: True)
+    assert move_all(device, "write", memory) is None
+    assert sizes == [MiB] * 8
+    device.close()
+
+
+def test_a_loop_whose_system_call_failed_leaves_the_ring_as_it_is(tmp_path: Path) -> None:
+    ring = Ring(8)
+    ring.register_files(1)
+    with open(tmp_path / "file", "w+b") as file:
+        file.write(b"x" * 4096)
+        file.flush()
+        ring.set_file(0, file.fileno())
+        memory = bytearray(4096)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        table = memoryview(bytearray(24)).cast("q")
+
+        def failing(fd: int, *words: int) -> int:
+            """Submit, and know nothing of it."""
+            ctypes.c_uint32.from_address(words[5]).value = table[0]
+            assert system_call(ENTER, fd, 1, 1, GETEVENTS, 0, 0) == 1
+            return -1
+
+        ring.prepare(READ, 0, address, 4096, 0, 5)
+        assert ring.num_free == ring.num_entries - 1
+        ring.lend(failing, table, 0)
+        assert ring.num_free == ring.num_entries
+        assert [completion[:2] for completion in ring.completions()] == [(5, 4096)] and memory == b"x" * 4096
+        fd, ring._fd = ring._fd, -1
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            ring.lend(lambda *words: -1, table, 0)
+        ring._fd = fd
+    ring.close()
