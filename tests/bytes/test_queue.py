@@ -96,14 +96,12 @@ def test_a_budget_is_what_the_drive_moves_in_20_ms(io_class: IOClass, gb_per_s: 
 def test_one_operation_of_a_class_may_always_go_however_large() -> None:
     queue = IOQueue(256)
     queue.put([operation(io_class, 300 * MiB) for io_class in IOClass for _ in range(2)])
-    flights = take_all(queue)
-    assert sorted({flight.io_class for flight in flights}) == [DEMAND, PREFETCH, WRITE]
-    assert [flight.io_class for flight in flights].count(WRITE) == 1  # somebody waits for a read
+    assert sorted(flight.io_class for flight in take_all(queue)) == [DEMAND, PREFETCH, WRITE]
 
 
 @pytest.mark.parametrize("io_class", [DEMAND, PREFETCH, WRITE])
 def test_of_a_large_operation_a_piece_counts(io_class: IOClass) -> None:
-    queue = IOQueue(256)
+    queue = IOQueue(256, piece_nbytes=16 * MiB)
     queue.put([operation(io_class, 300 * MiB) for _ in range(5)])
     flights = take_all(queue)
     assert len(flights) == 4  # 64 MiB in pieces of 16
@@ -113,7 +111,7 @@ def test_of_a_large_operation_a_piece_counts(io_class: IOClass) -> None:
 
 
 def test_an_engine_that_ends_has_all_of_it_back() -> None:
-    queue = IOQueue(256)
+    queue = IOQueue(256, piece_nbytes=16 * MiB)
     queue.put([operation(PREFETCH, 300 * MiB) for _ in range(9)])
     queue.done(queue.take_all(NOW), NOW)
     queue.put([operation(PREFETCH, 4 * MiB) for _ in range(20)])

@@ -7,10 +7,12 @@ import mmap
 import os
 import random
 import resource
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -403,24 +405,6 @@ def test_all_requests_of_what_is_overdue_are_cancelled(
         assert batch.wait(1)[0].error is None
 
 
-def test_who_moves_much_gets_the_compiled_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uring, "_WORTHWHILE_NBYTES", 4 * MiB)
-    device = opened(tmp_path, is_compiled=False)
-    device.grow(0, MiB)
-    memory = pages(MiB)
-    memory[:] = content = os.urandom(MiB)
-    assert move_all(device, "write", memory) is None and device._compiler is None
-    for _ in range(4):
-        assert move_all(device, "read", memory) is None
-    assert device._compiler is not None
-    device._compiler.join(WAIT_S)
-    assert device._loop is compiled_loop()
-    memory[:] = bytes(MiB)
-    assert move_all(device, "read", memory) is None and memory == content
-    device.close()
-    assert "tiered-compile" not in {thread.name for thread in threading.enumerate()}
-
-
 def test_without_a_compiler_all_works_and_it_is_said_once(
     tmp_path: Path, buffer: Buffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -515,23 +499,6 @@ def test_a_large_operation_that_gets_on_is_not_overdue(
         assert batch.wait(1)[0].error is None
 
 
-def test_close_waits_for_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uring, "_WORTHWHILE_NBYTES", 1)
-    device = opened(tmp_path, is_compiled=False)
-
-    def compiling() -> bool:
-        while not device._is_closed:
-            time.sleep(0.001)
-        time.sleep(0.05)
-        return False
-
-    monkeypatch.setattr(device, "compile_loop", compiling)
-    device.grow(0, MiB)
-    assert move_all(device, "read", pages(MiB)) is None
-    device.close()
-    assert device._compiler is not None and not device._compiler.is_alive()
-
-
 def test_while_writes_are_calm_python_starts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = opened(tmp_path, is_compiled=True)
     device.grow(0, 8 * MiB)
@@ -579,3 +546,88 @@ def test_a_loop_whose_system_call_failed_leaves_the_ring_as_it_is(tmp_path: Path
             ring.lend(lambda *words: -1, table, 0)
         ring._fd = fd
     ring.close()
+
+
+class FailingOnce(Ring):
+    """Each of ``tags`` comes back with EIO the next time it ends, having moved nothing."""
+
+    tags: ClassVar[set[int]] = set()
+
+    def prepare(self, opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int, index: int = 0) -> None:
+        # A slot without a file is EBADF to the kernel, which becomes EIO below.
+        super().prepare(opcode, 200 if tag in self.tags else file, address, nbytes, offset, tag, index)
+
+    def completions(self) -> list[tuple[int, int, int]]:
+        found = []
+        for tag, result, flags in super().completions():
+            is_ours = tag in self.tags and result == -errno.EBADF
+            self.tags.discard(tag)
+            found.append((tag, -errno.EIO if is_ours else result, flags))
+        return found
+
+
+class FailsOnce(UringDevice):
+    def _new_ring(self, num_entries: int) -> Ring:
+        return FailingOnce(num_entries)
+
+
+def test_what_was_tried_again_leaves_nothing_to_the_next_operation(tmp_path: Path, is_compiled: bool) -> None:
+    def check() -> None:
+        device = opened(tmp_path, is_compiled=is_compiled, kind=FailsOnce)
+        device.grow(0, 4 * MiB)
+        memory = pages(2 * MiB)
+        assert move_all(device, "write", memory) is None
+        FailingOnce.tags = {uring.FIRST_TAG + number for number in range(MOST_REQUESTS)}
+        assert move_all(device, "read", memory) is None
+        assert len(FailingOnce.tags) < MOST_REQUESTS and not device._parts
+        FailingOnce.tags = set()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MiB, MiB))
+        assert isinstance(move_all(device, "write", memory), CapacityError)
+        device.close()
+
+    assert exit_code_of_child(check) == 0
+
+
+def test_how_operations_are_cut_may_change_while_they_come(device: UringDevice) -> None:
+    device.grow(0, 8 * MiB)
+    memory = pages(8 * MiB)
+    memory[:] = content = os.urandom(8 * MiB)
+    batch, is_over = Batch(device), threading.Event()
+
+    def cut() -> None:
+        while not is_over.is_set():
+            for nbytes in (4 * KiB, 64 * KiB, 4 * MiB):
+                device.cut(nbytes, 4)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=cut)
+    thread.start()
+    try:
+        for verb in ["write", *["read"] * 6]:
+            io_class = WRITE_BACK if verb == "write" else PREFETCH
+            for start in range(0, 8 * MiB, 32 * KiB):
+                device.submit([batch.operation(verb, memory[start : start + 32 * KiB], start, io_class=io_class)])
+            assert {operation.error for operation in batch.wait(256)} == {None}
+            assert memory == content
+            memory[:] = bytes(8 * MiB)
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+def test_nobody_is_overtaken_for_ever() -> None:
+    requests, ring = Requests(), NotedRing()
+    requests.set_depth(1)
+    add(requests, 0, WRITE_BACK, 2 * 4096)
+    add(requests, 1, PREFETCH, 2 * 4096)
+    owners: list[int] = []
+    for turn in range(40):
+        if turn % 2 == 0:
+            add(requests, 2 + turn // 2, DEMAND, 2 * 4096)
+        (request,) = fill_ring(requests, ring)
+        owners.append(requests.owner(request[5]))
+        requests.end(request[5])
+    assert owners.index(0) < 24 and owners.index(1) < 24
+    assert owners[:14] == [owner for row in range(2, 9) for owner in (row, row)]

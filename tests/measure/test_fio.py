@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -147,6 +148,24 @@ class TestHugePages:
             assert int(setting.read_text()) == 3 + 1 + 2  # 1 MiB of blocks, and what alignment may take
             raise RuntimeError
         assert setting.read_text() == "3\n"
+        assert not fio.has_huge_pages
+
+    def test_a_signal_while_they_are_reserved_puts_them_back(self, fio: Fio, tmp_path: Path) -> None:
+        class Struck(type(tmp_path)):  # type: ignore[misc]
+            written: ClassVar[list[str]] = []
+
+            def write_text(self, data: str, *arguments: object, **options: object) -> int:
+                self.written.append(data)
+                number = super().write_text(data, *arguments, **options)
+                if len(self.written) == 1:
+                    raise SystemExit(143)
+                return int(number)
+
+        setting = Struck(tmp_path / "nr_hugepages")
+        (tmp_path / "nr_hugepages").write_text("3\n")
+        with pytest.raises(SystemExit), HugePages(pattern("read"), fio, setting=setting):
+            raise AssertionError("it was entered")
+        assert setting.written == ["6\n", "3\n"] and setting.read_text() == "3\n"
         assert not fio.has_huge_pages
 
     def test_without_the_right_to_reserve_there_are_none(self, fio: Fio, tmp_path: Path) -> None:

@@ -111,7 +111,14 @@ class Bed:
         it leaves there is written back within the time. Raises TieredError, OSError.
         """
         if self.is_direct:
-            return run_round(self.device, self.memory, pattern, is_spread=is_spread)
+            rings = [part for part in self.parts if isinstance(part, UringDevice)]
+            for ring in rings:  # a block is one request, as fio's are
+                ring.cut(round_up(pattern.block_nbytes, ring.alignment))
+            try:
+                return run_round(self.device, self.memory, pattern, is_spread=is_spread)
+            finally:
+                for ring in rings:
+                    ring.cut()
         self._forget()
         once = min(pattern.max_nbytes or self.file_nbytes, self.file_nbytes)
         found = run_round(self.device, self.memory, replace(pattern, max_nbytes=once), is_spread=is_spread)
@@ -135,6 +142,8 @@ class Bed:
         Compiles what does so, if nobody has; blocks for up to two seconds then.
         """
         if not isinstance(self.device, UringDevice) or pattern.op not in ("read", "write"):
+            return False
+        if not self.is_direct or pattern.depth > self.device.most_depth:
             return False
         return self._large_nbytes(pattern) >= pattern.block_nbytes * pattern.depth and self.device.compile_loop()
 

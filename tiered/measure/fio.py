@@ -74,6 +74,9 @@ class HugePages:
                 self._num_added = max(0, int(self._setting.read_text()) - before)
         except (OSError, ValueError):
             self._num_added = 0
+        except BaseException:  # a signal's: nobody has entered, so nobody will exit
+            self.restore()
+            raise
         self._fio.has_huge_pages = self._num_added >= self._num_pages
         return self
 

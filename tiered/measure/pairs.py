@@ -121,8 +121,8 @@ def measure_pairs(
 ) -> Pairs:
     """Run ``rounds`` rounds after a warm-up, and as many of ``fio`` between them; blocks.
 
-    Every other pair begins with fio. ``is_busy`` has a busy Python thread beside ours. ``has_large`` has a round of
-    large operations between the two, where the engine takes them. ``check`` is called before each pair and may raise.
+    Who begins changes from pair to pair. ``is_busy`` has a busy Python thread beside ours. ``has_large`` has a round of
+    large operations in each, where the engine takes them. ``check`` is called before each pair and may raise.
     """
     bed.run(replace(pattern, seconds=warm_up_s))
     has_large = has_large and bed.can_run_large(pattern)
@@ -130,17 +130,18 @@ def measure_pairs(
         bed.run_large(replace(pattern, seconds=warm_up_s))
     if fio is not None:
         fio.calibrate(pattern, bed.paths)
+    sides = ["ours", *["large"] * has_large, *["fio"] * (fio is not None)]
     ours: list[Round] = []
     large: list[Round] = []
     theirs: list[FioRound] = []
     for turn in range(rounds):
         check()
-        for side in ("fio", "large", "ours") if turn % 2 else ("ours", "large", "fio"):
+        for side in sides[turn % len(sides) :] + sides[: turn % len(sides)]:
             if side == "ours":
                 ours.append(_run_busy(bed.run, pattern) if is_busy else bed.run(pattern))
-            elif side == "large" and has_large:
+            elif side == "large":
                 large.append(_run_busy(bed.run_large, pattern) if is_busy else bed.run_large(pattern))
-            elif side == "fio" and fio is not None:
+            elif fio is not None:
                 theirs.append(fio.run(pattern, bed.paths))
     return Pairs(pattern, tuple(ours), tuple(theirs), fio is not None and fio.has_huge_pages, tuple(large))
 

@@ -2,9 +2,9 @@
 
 Version 1: an object with schema, version, measured_at, machine, settings, results (one object per point, each with at
 least op, block_bytes, depth, gb_per_s, ratio_to_fio), tensors, ratios_to_sum, verdict; and by directory engines,
-engine_reasons, fio, sustained, smart, cold, demand, best. A figure that was not measured is null. GB are 10^9 bytes;
-latencies are in seconds; the order of results is that of measuring, those with is_large behind the others: there the
-engine cuts operations of up to 128 MiB into such blocks, and latencies are those of operations.
+engine_reasons, registered, fio, sustained, smart, cold, demand, best. A figure that was not measured is null. GB are
+10^9 bytes; latencies are in seconds; the order of results is that of measuring, those with is_large behind the
+others: there the engine cuts operations of up to 128 MiB into such blocks, and latencies are those of operations.
 """
 
 from __future__ import annotations
@@ -151,6 +151,7 @@ class DirectoryReport:
     directory: str
     engine: str = ""
     engine_reason: str = ""
+    is_registered: bool = False  # the engine's memory; fio's is not
     fio_engine: str | None = None
     rows: list[Row] = field(default_factory=list)
     large_rows: list[Row] = field(default_factory=list)  # of large operations
@@ -196,6 +197,7 @@ class Report:
             "machine": self.machine.as_json(),
             "settings": asdict(self.settings),
             "engines": {one.directory: one.engine for one in by_directory},
+            "registered": {one.directory: one.is_registered for one in by_directory},
             "engine_reasons": {one.directory: one.engine_reason for one in by_directory},
             "fio": {one.directory: one.fio_engine for one in by_directory},
             "results": [asdict(row) for row in self.rows],

@@ -92,8 +92,9 @@ class Settings:
         total = float(self.file_nbytes)
         for point in self.points:
             share = {"read": 0.0, "write": 1.0, "mixed": 0.5}[point.op]
-            num_rounds = self.rounds * (1 + (has_fio and point.has_fio) + point.has_large)
-            total += share * (num_rounds + self.warm_up_s / self.round_s) * self.round_nbytes
+            num_ours = 1 + point.has_large
+            num_rounds = self.rounds * (num_ours + (has_fio and point.has_fio))
+            total += share * (num_rounds + num_ours * self.warm_up_s / self.round_s) * self.round_nbytes
         total += len(self.engines) * (self.file_nbytes + (2 * self.rounds + 1) * self.round_nbytes)
         total += self.rounds * self.round_s * _FASTEST_BYTES_PER_S  # writes beside demand reads
         total += len(self.tensor_nbytes) * (self.tensor_rounds + 2) * self.tensors_nbytes

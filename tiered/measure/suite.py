@@ -127,7 +127,9 @@ class Suite:
             missing = str(error)
         reference = f"beside fio with {self._fio.engine}" if self._fio else f"without a reference: {missing}"
         self.report.fio_engine = self._fio.engine if self._fio else None
-        self._display.line(f"\n{self.report.directory}: engine {bed.engine} ({bed.engine_reason}), {reference}")
+        memory = ", memory registered" if bed.is_registered else ""
+        self.report.is_registered = bed.is_registered
+        self._display.line(f"\n{self.report.directory}: engine {bed.engine} ({bed.engine_reason}){memory}, {reference}")
 
     def _measure_points(self, bed: Bed) -> None:
         points = self._settings.points
@@ -149,7 +151,8 @@ class Suite:
         """Measure ``point``. Should fio fail on the way, it goes on without huge pages, and if it fails again, not."""
         settings, pattern = self._settings, self._settings.pattern(point)
         fio = self._fio if point.has_fio else None
-        with HugePages(pattern, fio if self._lends_pages else None) as self._huge_pages:
+        self._huge_pages = HugePages(pattern, fio if self._lends_pages else None)
+        with self._huge_pages:
             try:
                 return measure_pairs(
                     bed,

@@ -26,7 +26,8 @@ class InFlight:
     """
 
     __slots__ = (
-        "io_class", "is_cut", "is_slow", "lost", "moved", "nbytes", "num_retries", "operation", "pinned", "start",
+        "io_class", "is_slow", "lost", "moved", "nbytes", "num_retries", "operation", "pinned", "request_nbytes",
+        "start",
     )  # fmt: skip
 
     def __init__(self, operation: Operation, io_class: IOClass, start: float) -> None:
@@ -35,8 +36,8 @@ class InFlight:
         self.nbytes = operation.nbytes
         self.start = start  # s, of time.monotonic
         self.moved = 0
-        self.is_cut = False  # into several requests, of which ``lost`` bytes will not be moved because of an error
-        self.lost = 0
+        self.request_nbytes = 0  # it is cut into such requests; 0: it is one
+        self.lost = 0  # bytes of those that will not be moved, because of an error
         self.num_retries = 0  # after EIO, and of less than one granule
         self.is_slow = False  # a warning has been logged
         self.pinned: ctypes.c_char | None = None  # lifetime: holds the memory while the kernel has its address

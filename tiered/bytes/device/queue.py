@@ -5,6 +5,7 @@ Pure arithmetic, no I/O and no lock: the device's lock guards it.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -21,7 +22,7 @@ _LEAST_READ_NBYTES = 64 * MiB  # a drive may complete half of that at once: then
 _SAMPLE_NBYTES = 64 * MiB
 _PAUSE_S = 0.02  # a shorter one is the drive's, or the interpreter's, and counts
 _CALM_S = 0.1
-_PIECE_NBYTES = 16 * MiB
+_PIECE_NBYTES = 16 * MiB  # that a thread moves in one call
 CALM_NBYTES = 1 * MiB
 """How much of the writes is in flight while somebody waits for a read."""
 
@@ -30,18 +31,22 @@ class IOQueue:
     """Operations in three classes; the most urgent one that its class's budget admits goes first, then the oldest.
 
     An operation is queued, in flight (between ``take`` and ``done``), or not known here. The bytes of a class in flight
-    stay within its budget: what it moved in 20 ms when last seen, between 32 (reads: 64) and 128 MiB; an operation
-    counts as 16 MiB at most, because engines move a larger one piece by piece. ``num_slots`` operations may be in
-    flight in all. Prefetch and writes leave the last two to a class that has fewer than two in flight. Every class
-    leaves one to each less urgent class that has something queued and nothing in flight, but for its own first: so
-    nobody waits for ever beside steady demand reads, where there are three slots or more.
+    stay within its budget: what it moved in 20 ms when last seen, between 32 (reads: 64) and 128 MiB; but one operation
+    of a class may always be in flight, however large, and each counts as ``piece_nbytes`` at most. ``num_slots``
+    operations may be in flight in all. Prefetch and writes leave the last two to a class that has fewer than two in
+    flight. Every class leaves one to each less urgent class that has something queued and nothing in flight, but for
+    its own first: so nobody waits for ever beside steady demand reads, where there are three slots or more.
 
     While somebody waits for a read, and 0.1 s after, writes are calm: one at a time, and ``most_nbytes`` of it at once,
     so that a demand read never queues behind more than 1 MiB of writes.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        """Make an empty queue for an engine that carries out ``num_slots`` operations at a time."""
+    def __init__(self, num_slots: int, *, piece_nbytes: int = sys.maxsize) -> None:
+        """Make an empty queue for an engine that carries out ``num_slots`` operations at a time.
+
+        ``piece_nbytes`` is for one that has several large operations take turns, and bounds what the drive has of them.
+        """
+        self._piece_nbytes = piece_nbytes
         self.num_in_flight = 0
         self._num_slots = num_slots
         self._num_open = num_slots - 2 if num_slots > 4 else num_slots  # slots that any class may take
@@ -98,7 +103,7 @@ class IOQueue:
             if lane is not self._demand:
                 num_open = min(num_open, max(2, self._num_open - num_others))
             while queued and num_taken < most_taken and num_taken < num_open:
-                nbytes = min(queued[0].nbytes, _PIECE_NBYTES)
+                nbytes = min(queued[0].nbytes, self._piece_nbytes)
                 if num_taken and nbytes > left:
                     break
                 left -= nbytes
@@ -114,7 +119,7 @@ class IOQueue:
         for lane in self._lanes:
             flights = [InFlight(operation, lane.io_class, now) for operation in lane.queued]
             lane.queued.clear()
-            lane.taken_nbytes += sum(min(flight.nbytes, _PIECE_NBYTES) for flight in flights)
+            lane.taken_nbytes += sum(min(flight.nbytes, self._piece_nbytes) for flight in flights)
             self._count_taken(lane, len(flights), now)
             taken += flights
         return taken
@@ -132,7 +137,7 @@ class IOQueue:
             lane = self._lanes[flight.io_class]
             lane.num_taken -= 1
             lane.num_done += 1
-            lane.taken_nbytes -= min(flight.nbytes, _PIECE_NBYTES)
+            lane.taken_nbytes -= min(flight.nbytes, self._piece_nbytes)
             lane.done_nbytes += flight.nbytes
         for lane in self._lanes:
             if lane.num_done:

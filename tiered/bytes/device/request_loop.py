@@ -49,6 +49,7 @@ from tiered.bytes.kernel import Call, compile_kernel, give_back_compiler
 __all__ = ["compiled_loop"]
 
 _SIGNATURE = "int64 int64 int64 int64 int64 int64 uint32* uint32* uint32* int64* int64* int64*"
+_MOST_ENDED = 256  # requests, in one turn of the loop: then Python looks whether anything is overdue
 _log = logging.getLogger("tiered")
 
 
@@ -82,6 +83,7 @@ def _serve(
     """
     tail, num_submitted, head = table[TAIL], table[NUM_SUBMITTED], table[HEAD]
     is_due = False
+    num_ended = 0
     result = 0
     while result >= 0:
         num_new = 0
@@ -148,6 +150,8 @@ def _serve(
                 table[ENDED + table[NUM_ENDED]] = table[request + OWNER]
                 table[NUM_ENDED] += 1
                 is_due = True
+            num_ended += 1
+        is_due = is_due or num_ended >= _MOST_ENDED
         cq_head[0] = np.uint32(head)
     table[TAIL], table[NUM_SUBMITTED], table[HEAD] = tail, num_submitted, head
     return min(result, 0)

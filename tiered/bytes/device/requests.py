@@ -26,15 +26,20 @@ NUM_KEPT = 4  # of those, which stay free: the depth is what is above
 NEXT_WAITING, NUM_WAITING = 5, 6  # in WAITING: rows that have bytes the kernel was never given, in the order to start
 NUM_ENDED = 7  # in ENDED: rows of which all requests have ended in the loop
 # Then a row for each operation:
-ROWS, ROW = 16, 10  # where they begin, and the words of each:
+ROWS, ROW = 16, 11  # where they begin, and the words of each:
 OPCODE, FILE, ADDRESS, OFFSET, NBYTES, INDEX = 0, 1, 2, 3, 4, 5  # as Ring.prepare has them, of the whole operation
 MOST = 6  # bytes of a request
 GIVEN = 7  # bytes that the kernel has been given, from the operation's start
 LEFT = 8  # bytes that were not moved yet, nor given up
 URGENCY = 9  # a lower one goes first
+OVERTAKEN = 10  # how many later ones were put before it
 # Then a row for each request:
 REQUESTS, REQUEST = ROWS + NUM_ROWS * ROW, 3
-OWNER, START, LENGTH = 0, 1, 2  # the operation's row; bytes from its start; bytes
+OWNER, START, LENGTH = (
+    0,
+    1,
+    2,
+)  # the operation's row; bytes from its start; bytes, negative where Python must see the end
 # Then three lists:
 FREE = REQUESTS + MOST_REQUESTS * REQUEST
 WAITING = FREE + MOST_REQUESTS
@@ -43,12 +48,14 @@ _NUM_WORDS = ENDED + NUM_ROWS
 _ROW = struct.Struct(f"={ROW}q")
 
 _WRITES = (WRITE, WRITE_FIXED)
+_MOST_OVERTAKEN = 8
 
 
 class Requests:
     """The table: each of its operations is waiting (bytes are left to give), with the kernel, or both, until it ended.
 
-    Operations go in the order of their class, then in that of ``add``; at most ``depth`` requests are with the kernel.
+    Operations go in the order of their class, then in that of ``add``, but none is overtaken by more than eight others;
+    at most ``depth`` requests are with the kernel.
     One thread uses it, and lends it to the loop. Bytes are moved or given up once, so an operation ends once.
     """
 
@@ -100,12 +107,15 @@ class Requests:
         """
         base = ROWS + row * ROW
         _ROW.pack_into(
-            self._words, base * 8, opcode, file, address, offset, nbytes, index, most, 0, nbytes, io_class
+            self._words, base * 8, opcode, file, address, offset, nbytes, index, most, 0, nbytes, io_class, 0
         )  # fmt: skip
         rows = self._waiting()
-        rows.append(row)
-        if len(rows) > 1 and io_class < self._urgency(rows[-2]):
-            rows.sort(key=self._urgency)
+        place = len(rows)
+        while place and self._lets_pass(rows[place - 1], io_class):
+            place -= 1
+        for each in rows[place:]:
+            self.table[ROWS + each * ROW + OVERTAKEN] += 1
+        rows.insert(place, row)
         self._set_waiting(rows)
 
     def fill(self, ring: Ring, *, is_calm: bool, are_apart: bool) -> None:
@@ -144,14 +154,19 @@ class Requests:
         base = ROWS + table[place + OWNER] * ROW
         start = table[place + START] + moved
         ring.prepare(
-            table[base + OPCODE], table[base + FILE], table[base + ADDRESS] + start, table[place + LENGTH] - moved,
+            table[base + OPCODE], table[base + FILE], table[base + ADDRESS] + start, abs(table[place + LENGTH]) - moved,
             table[base + OFFSET] + start, FIRST_TAG + number, table[base + INDEX],
         )  # fmt: skip
 
     def request(self, number: int) -> tuple[int, int]:
         """Return the row that request ``number`` is part of, and its bytes."""
         place = REQUESTS + number * REQUEST
-        return self.table[place + OWNER], self.table[place + LENGTH]
+        return self.table[place + OWNER], abs(self.table[place + LENGTH])
+
+    def set_aside(self, number: int) -> None:
+        """Keep request ``number`` from the loop: it is tried again, and how it ends is for Python to see."""
+        place = REQUESTS + number * REQUEST
+        self.table[place + LENGTH] = -abs(self.table[place + LENGTH])
 
     def owner(self, number: int) -> int:
         """Return the row that request ``number`` is part of, or was."""
@@ -194,8 +209,9 @@ class Requests:
     def _waiting(self) -> list[int]:
         return self.table[WAITING + self.table[NEXT_WAITING] : WAITING + self.table[NUM_WAITING]].tolist()
 
-    def _urgency(self, row: int) -> int:
-        return self.table[ROWS + row * ROW + URGENCY]
+    def _lets_pass(self, row: int, io_class: IOClass) -> bool:
+        base = ROWS + row * ROW
+        return io_class < self.table[base + URGENCY] and self.table[base + OVERTAKEN] < _MOST_OVERTAKEN
 
     def _set_waiting(self, rows: list[int]) -> None:
         for place, row in enumerate(rows):

@@ -5,7 +5,6 @@ The kernel's interface is in ring.py. Which engine a directory gets is decided i
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -42,7 +41,7 @@ _CHAINED_NBYTES = 32 * MiB  # from here on half a batch keeps a drive busy
 _APART_NBYTES = 128 * KiB  # from here on a request of its own is worth a system call
 _REQUEST_NBYTES = 4 * MiB
 _DEPTH = 16  # requests with the kernel
-_WORTHWHILE_NBYTES = 32 * GiB  # moved in requests: who has moved so much will move more, and two seconds are paid back
+_PIECE_NBYTES = 16 * MiB  # of a large operation that count against its class's budget
 _MOST_NBYTES = GiB  # of a request, whose length has 32 bits
 _TICK_S = 1.0  # how long a wait lasts at most, so that what is overdue is seen
 _FIXED = {READ: READ_FIXED, WRITE: WRITE_FIXED}
@@ -57,7 +56,7 @@ class UringDevice(FileDevice):
     kernel can only do to what the drive has not begun.
 
     An operation of at most 4 MiB is one request to the kernel, whose tag is its slot; a larger one is cut into such
-    requests (``cut``), and compiled code keeps them coming once 32 GiB were moved in that way (request_loop.py).
+    requests (``cut``), and after ``compile_loop`` compiled code keeps those coming (request_loop.py).
     """
 
     engine = "uring"
@@ -83,8 +82,6 @@ class UringDevice(FileDevice):
         self._request_nbytes = _REQUEST_NBYTES
         self._parts: dict[int, InFlight] = {}  # requests that fell short or failed, and are tried again
         self._loop: Call | None = None
-        self._num_cut_nbytes = 0
-        self._compiler: threading.Thread | None = None
         self._wake_up = WakeUp()
         self._ring: Ring | None = None
         self._is_ready = threading.Event()
@@ -106,21 +103,30 @@ class UringDevice(FileDevice):
         self._check_open()
         return self._registration.ask(memory, self._wake, self.deadline_s)
 
+    @property
+    def most_depth(self) -> int:
+        """How many requests of large operations may be with the kernel: 64, fewer where the ring is small."""
+        return min(MOST_REQUESTS, max(1, self._num_slots // 2))
+
     def cut(self, request_nbytes: int = _REQUEST_NBYTES, depth: int = _DEPTH) -> None:
         """Cut operations of more than ``request_nbytes`` into such requests from now on.
 
-        ``depth`` of those may be with the kernel at a time, 1 to 64, and at most half of the ring's slots. The length
-        is a multiple of ``alignment``, at most 1 GiB; ValueError.
+        ``depth`` of those may be with the kernel at a time, 1 to 64, and never more than ``most_depth``. The length is
+        a multiple of ``alignment``, at most 1 GiB; ValueError. Any thread may call; what is in flight stays as it is.
         """
         if not (0 < request_nbytes <= _MOST_NBYTES and request_nbytes % self.alignment == 0):
             raise ValueError(f"request_nbytes must be a multiple of {self.alignment} up to 1 GiB, got {request_nbytes}")
         if not 0 < depth <= MOST_REQUESTS:
             raise ValueError(f"depth must be from 1 to {MOST_REQUESTS}, got {depth}")
         self._request_nbytes = request_nbytes
-        self._requests.set_depth(min(depth, max(1, self._num_slots // 2)))
+        self._requests.set_depth(min(depth, self.most_depth))
 
     def compile_loop(self) -> bool:
-        """Compile now what serves large operations; blocks for up to two seconds. False where that does not work."""
+        """Let compiled code serve large operations: a fraction of the CPU time, and none of the interpreter's turns.
+
+        For processes that move much in them: numba takes up to two seconds, for which this blocks, and 40 to 100 MiB.
+        False, with one warning, where it does not work: all works as before.
+        """
         self._loop = compiled_loop()
         return self._loop is not None
 
@@ -146,8 +152,6 @@ class UringDevice(FileDevice):
         """Complete what is queued, then end the thread, the ring and the files; as FileDevice.close."""
         super().close()
         if self._pid == os.getpid():
-            if self._compiler is not None:
-                self._compiler.join()
             self._wake_up.close()
             self._registration.forget()
 
@@ -190,8 +194,8 @@ class UringDevice(FileDevice):
                 num_slots //= 2
         self._free_slots = list(reversed(range(num_slots)))
         self._num_slots = num_slots
-        self._queue = IOQueue(num_slots)  # still empty: nobody has this device yet
-        self._requests.set_depth(min(_DEPTH, num_slots // 2))
+        self._queue = IOQueue(num_slots, piece_nbytes=_PIECE_NBYTES)  # still empty: nobody has this device yet
+        self._requests.set_depth(min(_DEPTH, self.most_depth))
         try:
             num_file_slots = min(_NUM_FILE_SLOTS, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             ring.register_files(num_file_slots)
@@ -261,10 +265,12 @@ class UringDevice(FileDevice):
         with self._lock:
             taken = self._queue.take_some(time.monotonic(), len(self._free_slots))
         ended: list[InFlight] = []
-        flights = [flight for flight in taken if flight.nbytes <= self._request_nbytes]
+        most = self._request_nbytes  # order: once, because it may change at any moment
+        flights = [flight for flight in taken if flight.nbytes <= most]
         if len(flights) < len(taken):
             for flight in taken:
-                if flight.nbytes > self._request_nbytes:
+                if flight.nbytes > most:
+                    flight.request_nbytes = most
                     self._begin(ring, flight, ended)
         nbytes = sum([flight.nbytes for flight in flights])
         if nbytes < _CHAINED_NBYTES:
@@ -320,10 +326,9 @@ class UringDevice(FileDevice):
             piece = self._registration.index_of(address, nbytes)
             if piece is not None:
                 opcode, index = _FIXED[opcode], piece
-            if nbytes > self._request_nbytes:
-                flight.is_cut = True
+            if flight.request_nbytes:
                 self._requests.add(
-                    slot, flight.io_class, opcode, file_slot, address, offset, nbytes, index, most=self._request_nbytes
+                    slot, flight.io_class, opcode, file_slot, address, offset, nbytes, index, most=flight.request_nbytes
                 )
                 return True
             moved = flight.moved
@@ -383,10 +388,13 @@ class UringDevice(FileDevice):
             operation = flight.operation
             error = operation.error
             if part is None:
-                part = InFlight(operation, flight.io_class, flight.start)
+                part = InFlight(operation, flight.io_class, time.monotonic())
                 part.nbytes = nbytes
+            assert part.operation is operation, f"request {number} was part of {part.operation!r}"
+            part.is_slow = flight.is_slow
             if error is None and not self._is_finished(part, result):
                 self._parts[number] = part
+                self._requests.set_aside(number)
                 self._requests.prepare(ring, number, part.moved)
                 return False
             flight.lost += nbytes - part.moved
@@ -401,11 +409,6 @@ class UringDevice(FileDevice):
         flight.moved = flight.nbytes - flight.lost
         self._slots[row] = None
         self._free_slots.append(row)
-        self._num_cut_nbytes += flight.moved
-        if self._num_cut_nbytes >= _WORTHWHILE_NBYTES and self._compiler is None and self._loop is None:
-            self._compiler = ServiceThread(target=self.compile_loop, name="tiered-compile")
-            with contextlib.suppress(RuntimeError):  # no thread can be started: then all stays as it is
-                self._compiler.start()
         return flight
 
     def _is_finished(self, flight: InFlight, result: int) -> bool:
@@ -415,7 +418,7 @@ class UringDevice(FileDevice):
             if result >= 0:
                 return flight.advance(result, self._granularity(), self._describe(operation))
             error = OSError(-result, os.strerror(-result))
-            if result == -errno.ECANCELED and time.monotonic() < flight.start + self.deadline_s:
+            if result == -errno.ECANCELED and not flight.is_slow and time.monotonic() < flight.start + self.deadline_s:
                 return False  # what it was linked to has failed
             if result == -errno.ECANCELED:
                 what = self._describe(operation)
@@ -436,7 +439,7 @@ class UringDevice(FileDevice):
             if flight is None or flight.is_slow:
                 continue
             tags = [slot]
-            if flight.is_cut:
+            if flight.request_nbytes:
                 moved, flight.moved = flight.moved, flight.nbytes - self._requests.left(slot)
                 if moved != flight.moved:
                     flight.start = now
