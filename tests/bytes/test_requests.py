@@ -25,7 +25,7 @@ from tiered.bytes.device.request_loop import compiled_loop
 from tiered.bytes.device.requests import MOST_REQUESTS, NUM_ROWS, Requests
 from tiered.bytes.device.ring import ENTER, GETEVENTS, READ, WRITE, Ring, system_call
 from tiered.bytes.device.uring import UringDevice
-from tiered.errors import CapacityError, DeadlineError, DeviceError
+from tiered.errors import CapacityError, DeviceError
 from tiered.units import KiB, MiB
 
 DEMAND, PREFETCH, WRITE_BACK = IOClass
@@ -351,27 +351,6 @@ def test_no_request_of_a_write_is_retried(tmp_path: Path, buffer: Buffer, number
         assert isinstance(error, CapacityError if number == errno.ENOSPC else DeviceError)
         assert device.fault.num_calls <= 2  # those that were with the kernel already
         assert device.statistics().write_bytes == 0
-
-
-def test_a_large_operation_is_overdue_when_nothing_of_it_moves(
-    tmp_path: Path, buffer: Buffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uring, "_TICK_S", 0.01)
-    content = fill(buffer, 3)
-    with faulty(tmp_path, "uring-cut") as device:
-        assert move(device, "write", buffer) is None
-        device.deadline_s = 0.05  # order: not for the drive's own transfers
-        gate = device.fault = Gate()
-        batch = Batch(device)
-        said = threading.Event()
-        monkeypatch.setattr(uring._log, "warning", lambda *arguments: said.set())
-        device.submit([batch.operation("read", buffer.memory, 0)])
-        assert said.wait(WAIT_S)
-        assert batch.done.empty()
-        with pytest.raises(DeadlineError, match="outstanding; their buffers stay"):
-            device.close()
-        gate.opened.set()
-        assert batch.wait(1)[0].error is None and bytes(buffer.memory) == content
 
 
 def test_all_requests_of_what_is_overdue_are_cancelled(

@@ -203,12 +203,13 @@ def test_a_store_runs_on_it(tmp_path: Path) -> None:
         assert all(isinstance(device, UringDevice) for device in store._parts.devices)
 
 
+@pytest.mark.parametrize("engine", ["uring", "uring-cut"])
 def test_an_overdue_operation_is_reported_once_and_keeps_its_memory(
-    tmp_path: Path, buffer: Buffer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, buffer: Buffer, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uring, "_TICK_S", 0.01)
     content = fill(buffer, 3)
-    with faulty(tmp_path, "uring") as device:
+    with faulty(tmp_path, engine) as device:
         assert move(device, "write", buffer) is None
         device.deadline_s = 0.05  # order: not for the drive's own transfers
         gate = device.fault = Gate()

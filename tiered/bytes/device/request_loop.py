@@ -1,7 +1,7 @@
 """The compiled half of requests.py: it serves the ring for as long as nothing happens that Python must know of.
 
-So the drive does not wait for the interpreter, be it cold or held by a busy thread, and a request costs a fifth of the
-CPU time that it costs in Python (bench/LOG.md).
+So the drive does not wait for the interpreter, be it cold or held by a busy thread, and moving a gigabyte in large
+operations takes 0.34 to 0.45 of the CPU time that it takes in operations of a block each (bench/results).
 """
 
 from __future__ import annotations
