@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,7 @@ from tiered.store.residency.entry import Residency
 from tiered.store.residency.lease import Lease
 from tiered.store.store import Store
 from tiered.store.transfers.checksum import BLOCK_NBYTES
+from tiered.store.values import write_through
 from tiered.units import KiB, MiB
 
 NBYTES = 2 * BLOCK_NBYTES + 100 * KiB + 5  # three blocks, the last one short
@@ -25,7 +27,7 @@ OLD, NEW = numbers(NBYTES, 1), numbers(NBYTES, 2)
 class Rig:
     """A store in which tensors of three blocks are more than may stay unwritten."""
 
-    def __init__(self, *, durable: bool = True) -> None:
+    def __init__(self, *, durable: bool = True, budget_nbytes: int = 40 * MiB) -> None:
         gates: list[GatedDevice] = []
 
         def gated(device: object) -> GatedDevice:
@@ -33,7 +35,7 @@ class Rig:
             return gates[-1]
 
         self.disk = SimulatedDisk(capacity_nbytes=64 * MiB, can_lose_power=False)
-        self.store = simulated_store(self.disk, budget_nbytes=40 * MiB, durable=durable, wrap=gated)
+        self.store = simulated_store(self.disk, budget_nbytes=budget_nbytes, durable=durable, wrap=gated)
         self.gate = gates[0]
 
     @property
@@ -179,3 +181,45 @@ def test_swap_space_has_one_set_of_extents() -> None:
         stored(rig.store.working_set, "a")
         assert torch.equal(rig.store["a"], numbers(NBYTES, seed))
     rig.store.close()
+
+
+def test_put_many_writes_at_once_what_single_puts_leave_for_later() -> None:
+    rig = Rig(budget_nbytes=16 * NBYTES)
+    rig.store["single"] = OLD
+    assert rig.state("single") is Residency.DIRTY
+    rig.store.put_many({"a": OLD, "b": NEW})
+    rig.store.working_set.space.close()  # waits for what is on its way
+    assert {rig.state(key) for key in "ab"} == {Residency.CLEAN}
+    assert rig.gate.events.count("write") == 6
+    rig.store.put_many({"a": NEW})  # written once before a commit, as often as it is put
+    assert rig.state("a") is Residency.DIRTY and rig.state("single") is Residency.DIRTY
+    assert rig.used_nbytes == 2 * SIZE
+    rig.store.commit()
+    store = rig.reopen()
+    assert torch.equal(store["single"], OLD) and torch.equal(store["a"], NEW) and torch.equal(store["b"], NEW)
+    store.close()
+
+
+def test_whoever_copies_digests_while_the_drives_are_behind(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_through, "_BEHIND_NBYTES", NBYTES)
+    writers: list[bool] = []
+
+    def hold(operation: Operation) -> bool:
+        writers.append(threading.current_thread() is threading.main_thread())
+        return True
+
+    rig.gate.hold = hold
+    rig.store["a"] = OLD
+    rig.store["b"] = NEW
+    assert writers.count(True) == 4  # all of the second, and the last of the first, which is too short for a thread
+    rig.gate.open()
+    rig.store.commit()
+    writers.clear()
+    monkeypatch.setattr(write_through, "_BEHIND_NBYTES", 8 * NBYTES)
+    rig.gate.hold = lambda operation: bool(hold(operation)) and False
+    rig.store["a"] = NEW
+    rig.store.commit()
+    assert sorted(writers) == [False, False, True]
+    store = rig.reopen()
+    assert torch.equal(store["a"], NEW) and torch.equal(store["b"], NEW)
+    assert store.verify().is_clean

@@ -102,11 +102,12 @@ class Transfer:
     def is_write(self) -> bool:
         return self.io_class is IOClass.WRITE
 
-    def start(self, fill: Callable[[int], None] | None = None) -> None:
+    def start(self, fill: Callable[[int], bool] | None = None) -> None:
         """Submit everything; what cannot be submitted is an error of the transfer, and not raised.
 
-        ``fill(block)`` makes the bytes of a block that is to be written next, while those before it are on their way.
-        What it raises is raised here, and so is an interrupt; what was not submitted by then never is, and the transfer
+        ``fill(block)`` makes the bytes of a block that is to be written next, while those before it are on their way,
+        and returns whether their digest is computed here as well, while a cache of this processor has them. What it
+        raises is raised here, and so is an interrupt; what was not submitted by then never is, and the transfer
         ends with an error but without a ``failed_piece``.
         """
         operations: list[list[tuple[int, Operation]]] | None = None
@@ -116,9 +117,10 @@ class Transfer:
                 self._on_done(self)
             elif self.is_write:
                 for block, pieces_of_block in zip(self._blocks, operations, strict=True):
-                    if fill is not None:
-                        fill(block)
-                    self._compute(block, functools.partial(self._write, block, pieces_of_block))
+                    if fill is not None and fill(block):
+                        self._write(block, pieces_of_block)
+                    else:
+                        self._compute(block, functools.partial(self._write, block, pieces_of_block))
             else:
                 all_operations = list(itertools.chain.from_iterable(operations))
                 self._unsubmitted.clear()

@@ -46,7 +46,7 @@ class Values:
         self._condition = working_set.condition
         self._streams = streams
         self._write_through = WriteThrough(working_set, streams)
-        self._put_batches = PutBatches(working_set, self.put)
+        self._put_batches = PutBatches(working_set, self._put_one_of_many)
         self._get_batches = GetBatches(working_set, self.get)
 
     @uninterrupted
@@ -55,6 +55,12 @@ class Values:
 
         Raises TypeError for what is no plain strided tensor, LeaseError, CapacityError, DeviceError.
         """
+        self._put(key, value, is_one_of_many=False)
+
+    def _put_one_of_many(self, key: str, value: torch.Tensor) -> None:
+        self._put(key, value, is_one_of_many=True)
+
+    def _put(self, key: str, value: torch.Tensor, *, is_one_of_many: bool) -> None:
         self._working_set.check(writing=True)
         self._working_set.deferred_seal.settle()
         plain = _plain(key, value)
@@ -65,7 +71,7 @@ class Values:
             self._install(key, spec, ctypes.string_at(host.data_ptr(), spec.nbytes) if spec.nbytes else b"")
         elif self._streams.must_stream(spec.nbytes):
             self._streams.put(key, _flat(plain), spec, scratch=scratch)
-        elif self._write_through.is_due(key, plain, scratch=scratch):
+        elif self._write_through.is_due(key, plain, scratch=scratch, is_one_of_many=is_one_of_many):
             self._write_through.put(key, _flat(plain), spec)
         else:
             buffer = self._working_set.room.reserve(spec.nbytes)

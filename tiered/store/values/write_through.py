@@ -1,6 +1,7 @@
 """Write through: a large put whose first blocks are written while the next ones are copied; resident afterwards.
 
-For tensors that write-back would begin with as soon as they were copied; all others it gathers and writes later.
+For tensors that write-back would begin with as soon as they were copied, and for those of put_many: a drive that waited
+until an eighth of the budget is dirty would lose the time of that copy. All others are gathered, and written later.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from tiered.store.residency.working_set import WorkingSet
 from tiered.store.transfers.checksum import BLOCK_NBYTES
 from tiered.store.transfers.streaming import Streams
 from tiered.store.transfers.transfer import Transfer
+from tiered.units import MiB
 
 __all__ = ["WriteThrough"]
 
 _LEAST_NBYTES = 2 * BLOCK_NBYTES  # with less there is nothing to overlap
+_BEHIND_NBYTES = 64 * MiB  # on their way: then it is the drives that a put waits for in the end, not the copy
 
 
 class WriteThrough:
@@ -30,8 +33,8 @@ class WriteThrough:
         self._working_set = working_set
         self._streams = streams
 
-    def is_due(self, key: str, value: torch.Tensor, *, scratch: bool) -> bool:
-        """Whether write-back would write the bytes of ``value`` at once, and may write them to fresh extents."""
+    def is_due(self, key: str, value: torch.Tensor, *, scratch: bool, is_one_of_many: bool) -> bool:
+        """Whether the bytes of ``value`` are to be written at once, and may be written to fresh extents."""
         working_set, nbytes = self._working_set, value.nbytes
         if scratch or not value.is_cpu or nbytes < _LEAST_NBYTES:  # scratch keys have one set of extents
             return False
@@ -39,7 +42,8 @@ class WriteThrough:
             old = working_set.records.entries.get(key)
             if old is not None and (old.held or old.landing is not None):  # a third set
                 return False
-            return working_set.residents.dirty_bytes + nbytes > working_set.room.write_ahead_bytes
+            is_full = working_set.residents.dirty_bytes + nbytes > working_set.room.write_ahead_bytes
+            return is_one_of_many or is_full
 
     def put(self, key: str, flat: torch.Tensor, spec: Spec) -> None:
         """Make a copy of ``flat``, (nbytes,) uint8 in DRAM, the tensor of ``key``; blocks until it is copied.
@@ -74,13 +78,15 @@ class _Put:
         transfer = self._working_set.space.transfer(self._row, memory, IOClass.WRITE, self._done)
         transfer.start(self._fill)
 
-    def _fill(self, block: int) -> None:
+    def _fill(self, block: int) -> bool:
         start = block * BLOCK_NBYTES
         end = min(start + BLOCK_NBYTES, self._row.nbytes)
         # By this thread alone, as in host_tensor.py.
         ctypes.memmove(self._buffer.address + start, self._flat.data_ptr() + start, end - start)
         if end == self._row.nbytes:  # order: before the last block can land
             self._install()
+        # A quarter of a put's CPU time is fetching the bytes for their digest in another thread, once they are copied.
+        return self._working_set.room.write_back.writing_bytes >= _BEHIND_NBYTES
 
     def _install(self) -> None:
         working_set, row = self._working_set, self._row
