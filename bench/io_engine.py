@@ -63,9 +63,15 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def bed_of(args: argparse.Namespace, engine: str, depth: int, block: int) -> Bed:
-    nbytes = max(depth * block, 2 * LARGE_NBYTES)
-    bed = Bed([args.directory], engine=engine, memory_nbytes=nbytes, file_nbytes=args.file, depth=depth)
+def bed_of(args: argparse.Namespace, engine: str, depth: int, block: int, *, has_large: bool = False) -> Bed:
+    bed = Bed(
+        [args.directory],
+        engine=engine,
+        memory_nbytes=max(depth * block, 2 * LARGE_NBYTES if has_large else 0),
+        file_nbytes=args.file,
+        depth=depth,
+        periods=[depth * block] if has_large else (),
+    )
     bed.write_file()
     return bed
 
@@ -73,12 +79,13 @@ def bed_of(args: argparse.Namespace, engine: str, depth: int, block: int) -> Bed
 def engines(args: argparse.Namespace) -> list[Figures]:
     """Each engine beside fio: GB/s and CPU-seconds per GB, both with huge pages where fio can be lent some.
 
-    Ours twice: with an operation for each block, and with large ones that the engine cuts into the same blocks.
+    Ours twice: with an operation for each block, and with large ones that the engine cuts into the same blocks, in as
+    much memory as those and fio use, where the kernel lends huge pages for it.
     """
     rows: list[Figures] = []
     for name in args.engines.split("/"):
         for block in args.blocks:
-            with bed_of(args, name.split(",")[0], args.depth, block) as bed:
+            with bed_of(args, name.split(",")[0], args.depth, block, has_large=True) as bed:
                 if name.endswith("registered"):
                     assert bed.register_memory()
                 fio = bed.find_fio()
@@ -94,6 +101,7 @@ def engines(args: argparse.Namespace) -> list[Figures]:
                                 "fio_gb_per_s": found.fio_gb_per_s, "ratio": found.ratio_to_fio,
                                 "cpu_s_per_gb": found.cpu_s_per_gb, "cpu_ratio": found.cpu_ratio_to_fio,
                                 "fio_has_huge_pages": found.has_huge_pages,
+                                "as_much_memory": found is pairs or bed.is_repeated(pattern),
                             }  # fmt: skip
                             rows.append(show(row))
     return rows

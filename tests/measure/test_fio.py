@@ -18,7 +18,7 @@ import pytest
 from tiered.bytes.device.base import SCRATCH
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import DeviceError
-from tiered.measure import fio as fio_module
+from tiered.measure import huge_pages as huge_pages_module
 from tiered.measure.bed import Bed
 from tiered.measure.fio import Fio, FioError, HugePages, open_file_path
 from tiered.measure.pairs import BusyThread, measure_pairs
@@ -180,7 +180,7 @@ class TestHugePages:
             assert setting.read_text() == "3\n"
 
     def test_many_at_once_give_back_what_they_took(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fio_module, "_LOCK_S", 300.0)  # after which one goes on without the lock
+        monkeypatch.setattr(huge_pages_module, "_LOCK_S", 300.0)  # after which one goes on without the lock
         setting = tmp_path / "nr_hugepages"
         setting.write_text("3\n")
         with ThreadPoolExecutor(8) as pool:
@@ -205,7 +205,7 @@ class TestHugePages:
         def then_interrupt(path: Path, text: str) -> int:
             monkeypatch.undo()
             monkeypatch.setattr(time, "sleep", slept.append)
-            monkeypatch.setattr(fio_module, "_LOCK_S", 0.1)
+            monkeypatch.setattr(huge_pages_module, "_LOCK_S", 0.1)
             num_written = write_text(path, text)
             pages.restore()  # as a signal handler does
             raise SystemExit(num_written)

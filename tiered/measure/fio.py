@@ -6,13 +6,11 @@ fio runs as a process of its own; its CPU time is what the kernel counted for it
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +19,15 @@ from typing import Any
 from tiered.bytes.device.base import SCRATCH
 from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import DeviceError
+from tiered.measure.huge_pages import HUGE_PAGE_NBYTES, NR_HUGEPAGES, LentPages
 from tiered.measure.pattern import Pattern
 from tiered.measure.rounds import Latency, Moved
-from tiered.units import MiB, divide_up
+from tiered.units import divide_up
 
 __all__ = ["Fio", "FioError", "FioRound", "HugePages", "find_fio", "open_file_path"]
 
-_NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
-_HUGE_PAGE_NBYTES = 2 * MiB
 _ENGINES = ("io_uring", "libaio")  # the first that works here; no other keeps a depth
 _START_NOISE_S = 0.01  # CPU; measured: within 5 ms
-_LOCK_S = 10.0  # for how long another process may hold the setting; measured: 0.1 ms
 _START_S = 30.0  # what fio may take beyond its run time before it is called stuck
 
 
@@ -47,37 +43,21 @@ class FioRound(Moved):
 
 
 class HugePages:
-    """Huge pages for ``fio``'s buffers, reserved between ``__enter__`` and ``__exit__`` and given back then.
+    """Huge pages for ``fio``'s buffers, lent between ``__enter__`` and ``__exit__``.
 
-    What is given back is what was added, and the setting is changed under a lock on its file, so that two of us at a
-    time do not put back each other's pages. ``fio.has_huge_pages`` is False where we may not reserve any, or the
-    kernel finds none, and outside the context; with no ``fio`` nothing is reserved.
+    ``fio.has_huge_pages`` is False where we may not lend any, or the kernel finds none, and outside the context; with
+    no ``fio`` nothing is lent.
     """
 
-    def __init__(self, pattern: Pattern, fio: Fio | None, num_files: int = 1, setting: Path = _NR_HUGEPAGES) -> None:
+    def __init__(self, pattern: Pattern, fio: Fio | None, num_files: int = 1, setting: Path = NR_HUGEPAGES) -> None:
         self._fio = fio
         # Each job maps its own: the blocks, up to a page of alignment, rounded up.
         nbytes = [lane.depth * pattern.block_nbytes for lane in pattern.lanes]
-        self._num_pages = num_files * sum(divide_up(one, _HUGE_PAGE_NBYTES) + 2 for one in nbytes)
-        self._setting = setting
-        self._num_added = 0
-        self._is_locked = False
+        self._pages = LentPages(num_files * sum(divide_up(one, HUGE_PAGE_NBYTES) + 2 for one in nbytes), setting)
 
     def __enter__(self) -> HugePages:
-        if self._fio is None:
-            return self
-        try:
-            with self._lock():
-                before = int(self._setting.read_text())
-                self._num_added = self._num_pages  # order: known before the setting changes, for whoever interrupts us
-                self._setting.write_text(f"{before + self._num_pages}\n")
-                self._num_added = max(0, int(self._setting.read_text()) - before)
-        except (OSError, ValueError):
-            self._num_added = 0
-        except BaseException:  # a signal's: nobody has entered, so nobody will exit
-            self.restore()
-            raise
-        self._fio.has_huge_pages = self._num_added >= self._num_pages
+        if self._fio is not None:
+            self._fio.has_huge_pages = self._pages.lend()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -85,35 +65,9 @@ class HugePages:
 
     def restore(self) -> None:
         """Give the pages back. Idempotent; never raises."""
-        num_added, self._num_added = self._num_added, 0
         if self._fio is not None:
             self._fio.has_huge_pages = False
-        if num_added:
-            with contextlib.suppress(OSError, ValueError), self._lock():
-                self._setting.write_text(f"{max(0, int(self._setting.read_text()) - num_added)}\n")
-
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        """Keep other HugePages away from the setting for a while. Raises OSError where there is none.
-
-        Who restores from a signal handler that interrupted us while we held the lock goes on under it.
-        """
-        if self._is_locked:
-            yield
-            return
-        with self._setting.open("rb") as file:
-            deadline_s = time.monotonic() + _LOCK_S
-            while time.monotonic() < deadline_s:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(0.001)
-            self._is_locked = True
-            try:
-                yield
-            finally:
-                self._is_locked = False
+        self._pages.restore()
 
 
 class Fio:

@@ -152,6 +152,7 @@ class DirectoryReport:
     engine: str = ""
     engine_reason: str = ""
     is_registered: bool = False  # the engine's memory; fio's is not
+    are_large_alike: bool = True  # large operations go through no more memory than fio
     fio_engine: str | None = None
     rows: list[Row] = field(default_factory=list)
     large_rows: list[Row] = field(default_factory=list)  # of large operations
@@ -197,6 +198,7 @@ class Report:
             "machine": self.machine.as_json(),
             "settings": asdict(self.settings),
             "engines": {one.directory: one.engine for one in by_directory},
+            "large_operations_in_as_much_memory": {one.directory: one.are_large_alike for one in by_directory},
             "registered": {one.directory: one.is_registered for one in by_directory},
             "engine_reasons": {one.directory: one.engine_reason for one in by_directory},
             "fio": {one.directory: one.fio_engine for one in by_directory},

@@ -76,6 +76,11 @@ class Settings:
         return tuple(found)
 
     @property
+    def periods(self) -> tuple[int, ...]:
+        """The bytes in flight at each point that has large operations beside."""
+        return tuple({point.block_nbytes * point.depth for point in self.points if point.has_large})
+
+    @property
     def memory_nbytes(self) -> int:
         """What the blocks of the largest point need, or two large operations."""
         large = min(2 * LARGE_NBYTES, self.file_nbytes) if any(point.has_large for point in self.points) else 0

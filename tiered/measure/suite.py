@@ -58,6 +58,7 @@ class Suite:
         self._lends_pages = True
         self._huge_pages: HugePages | None = None
         self._folder: Path | None = None
+        self._bed: Bed | None = None
 
     def run(self) -> DirectoryReport:
         """Measure everything; blocks for minutes. Raises TieredError and what ``check`` raises; cleans up."""
@@ -82,6 +83,8 @@ class Suite:
         """Put back what outlives a process that ends at once; from a signal handler."""
         if self._huge_pages is not None:
             self._huge_pages.restore()
+        if self._bed is not None:
+            self._bed.restore()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -95,7 +98,9 @@ class Suite:
             memory_nbytes=settings.memory_nbytes + max(settings.blocks),  # a demand read beside the deepest writes
             file_nbytes=settings.file_nbytes,
             depth=max(settings.depths),
+            periods=settings.periods,
         ) as bed:
+            self._bed = bed
             bed.write_file(lambda nbytes: self._check())
             bed.register_memory()
             yield bed
@@ -143,9 +148,15 @@ class Suite:
             if pairs.of_large is not None:
                 row = Row.of(pairs.of_large, engine=bed.engine, directory=self.report.directory, is_large=True)
                 self.report.large_rows.append(row)
+                self.report.are_large_alike &= bed.is_repeated(pairs.pattern)
                 self._display.line(str(row))
         if any(row.fio_has_huge_pages is False for row in self.report.rows):
             self._display.line("fio ran without huge pages, which cost it bandwidth: only root can lend it some")
+        if not self.report.are_large_alike:
+            self._display.line(
+                "large operations went through more memory than the processor's caches hold, which cost them "
+                "bandwidth beside the others: only root can lend huge pages for less"
+            )
 
     def _measure(self, bed: Bed, point: Point) -> Pairs:
         """Measure ``point``. Should fio fail on the way, it goes on without huge pages, and if it fails again, not."""

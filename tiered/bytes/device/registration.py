@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tiered.bytes.device.pinning import address_of, pin
 from tiered.bytes.device.ring import Ring
@@ -27,24 +27,27 @@ class Registration:
         self._wanted: list[tuple[int, int]] = []
         self._done = threading.Event()
         self._lock = threading.Lock()  # one asks at a time
-        self._memory: memoryview | None = None
+        self._memories: Sequence[memoryview] = ()
 
-    def ask(self, memory: memoryview, wake: Callable[[], None], deadline_s: float) -> bool:
-        """Have ``memory`` registered and wait for it; whether it is. Raises UsageError (it was), DeadlineError."""
-        start = address_of(pin(memory))
-        end = start + len(memory)
+    def ask(self, memories: Sequence[memoryview], wake: Callable[[], None], deadline_s: float) -> bool:
+        """Have ``memories`` registered and wait for it; whether they are. Raises UsageError (twice), DeadlineError."""
+        wanted: list[tuple[int, int]] = []
+        for memory in memories:
+            start = address_of(pin(memory))
+            end = start + len(memory)
+            wanted += [(piece, min(piece + GiB, end)) for piece in range(start, end, GiB)]
         with self._lock:
-            if self._memory is not None:
+            if self._memories:
                 raise UsageError(f"{self._name} has registered memory already")
-            self._memory = memory  # lifetime: mapped until the ring has gone
-            self._wanted = [(piece, min(piece + GiB, end)) for piece in range(start, end, GiB)]
+            self._memories = memories  # lifetime: mapped until the ring has gone
+            self._wanted = wanted
             self._done.clear()
             self.is_due = True
             wake()
             if not self._done.wait(deadline_s):
                 raise DeadlineError(f"{self._name}: memory was not registered within {deadline_s:g} s; check the drive")
             if not self._pieces:
-                self._memory = None
+                self._memories = ()
             return bool(self._pieces)
 
     def carry_out(self, ring: Ring) -> None:
@@ -68,4 +71,4 @@ class Registration:
 
     def forget(self) -> None:
         """Let the memory go: the ring has gone."""
-        self._memory = None
+        self._memories = ()

@@ -93,15 +93,15 @@ class UringDevice(FileDevice):
         """How the ring completes, for reports: the flags it was set up with."""
         return self._ring.mode if self._ring is not None else "closed"
 
-    def register_memory(self, memory: memoryview) -> bool:
-        """Pin ``memory`` so that operations on it need not do so each time; blocks. Once per device.
+    def register_memory(self, *memories: memoryview) -> bool:
+        """Pin ``memories`` so that operations on them need not do so each time; blocks. Once per device.
 
         Only for memory that stays mapped, and is never given back to the kernel, until the device is closed (an arena's
         buffer may be, once it is released). Returns False, with one warning, where RLIMIT_MEMLOCK does not allow it:
         all works as before. Raises ClosedError, UsageError (a second call), DeadlineError (the thread does not answer).
         """
         self._check_open()
-        return self._registration.ask(memory, self._wake, self.deadline_s)
+        return self._registration.ask(memories, self._wake, self.deadline_s)
 
     @property
     def most_depth(self) -> int:
