@@ -118,6 +118,17 @@ def test_io_engine_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_tensor_level_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
+    tiny = ["--rounds", "1", "--tensor", "4MiB", "--total", "64MiB", "--dram", "32MiB", "--block", "1MiB"]
+    command = [warm_python.executable, "bench/tensor_level.py", str(tmp_path), *tiny]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
+    result = json.loads(output.splitlines()[-1])
+    assert result["bench"] == "tensor_level"
+    assert [row["op"] for row in result["rows"]] == ["put", "get", "lease"]
+    assert all(row[f"{name}_gb_per_s"] > 0 for row in result["rows"] for name in ("raw", "ceiling", "store"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_ring_loop_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ("--rounds", "1", "--seconds", "0.05", "--blocks", "1MiB", "--file", "16MiB")
     command = [warm_python.executable, "bench/ring_loop.py", str(tmp_path), *tiny]

@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""Tensors of 64 MiB in and out of a store, digests and commit included, beside raw blocks and beside what those can be.
+
+Usage: python bench/tensor_level.py DIR [--rounds 9 --tensor 64MiB --total 2GiB --dram 768MiB --block 8MiB --depth 8]
+
+A put copies the caller's bytes and digests them, a get digests and copies them, a lease digests. Where the drive is
+about as fast as memory is to two cores, that alone makes raw blocks slower, whoever does it. So the ceiling of an op is
+raw blocks while another process, with nothing to do with the I/O, copies and digests as many bytes as they move (its
+pace is the rate of the round before). Raw, ceiling and store run in rotation, each op with its own; medians of the
+rounds' ratios, and one JSON line at the end. Run nothing else meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import xxhash
+
+import tiered
+from tiered.measure.bed import Bed
+from tiered.measure.cold import forget
+from tiered.measure.pattern import Pattern
+from tiered.units import MiB, divide_up, parse_bytes
+
+BLOCK_NBYTES = 4 * MiB  # that a store digests
+CALLERS_NBYTES = 256 * MiB  # of a caller's tensors: more than a processor caches
+NUM_AHEAD = 6  # tensors that are read ahead
+WORK = {"put": "copy, digest", "get": "digest, copy", "lease": "digest"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", nargs="?", type=Path)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tensor", type=parse_bytes, default=64 * MiB)
+    parser.add_argument("--total", type=parse_bytes, default=2048 * MiB)
+    parser.add_argument("--dram", type=parse_bytes, default=768 * MiB)
+    parser.add_argument("--block", type=parse_bytes, default=8 * MiB, help="of the raw rounds")
+    parser.add_argument("--depth", type=int, default=8, help="of the raw rounds")
+    parser.add_argument("--work", choices=WORK.values(), help="be the other process, paced by standard input")
+    args = parser.parse_args()
+    if args.work:
+        return work(args)
+    if args.directory is None:
+        parser.error("DIR is missing")
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, Linux {platform.release()}")
+    found = [show(row) for row in measure(args)]
+    print(json.dumps({"bench": "tensor_level", "rows": found}))
+    return 0
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    tensors = Tensors(args)
+    folder = tempfile.mkdtemp(dir=args.directory, prefix=".tiered-bench-")
+    try:
+        with Bed(
+            [args.directory],
+            engine="auto",
+            memory_nbytes=max(min(CALLERS_NBYTES, args.total), args.block * args.depth),
+            file_nbytes=args.total,
+            depth=args.depth,
+        ) as bed:
+            bed.write_file()
+            bed.register_memory()
+            for op in WORK:
+                yield measure_op(args, tensors, op, folder, bed)
+    finally:
+        shutil.rmtree(folder)
+
+
+def measure_op(args: argparse.Namespace, tensors: Tensors, op: str, folder: str, bed: Bed) -> dict[str, object]:
+    side = "write" if op == "put" else "read"
+    pattern = Pattern(side, args.block, args.depth, args.total, 3600, max_nbytes=args.total)
+    rates: dict[str, list[float]] = {"raw": [], "ceiling": [], "store": []}
+    with Worker(WORK[op], args) as worker, tensors.open(folder, op) as store:
+        for _ in range(2 if store is not None else 0):  # both sets of extents are written before they are timed
+            tensors.put(store)
+        pace = bed.run(pattern, is_spread=True).gb_per_s
+        for turn in range(args.rounds):
+            for name in list(rates)[turn % 3 :] + list(rates)[: turn % 3]:
+                if name == "raw":
+                    rates[name].append(bed.run(pattern, is_spread=True).gb_per_s)
+                elif name == "ceiling":
+                    with worker.at(pace):
+                        pace = bed.run(pattern, is_spread=True).gb_per_s
+                    rates[name].append(pace)
+                else:
+                    seconds = tensors.put(store) if store is not None else tensors.get(folder, is_lease=op == "lease")
+                    rates[name].append(tensors.nbytes / seconds / 1e9)
+    row: dict[str, object] = {"op": op, "tensor_bytes": args.tensor}
+    row |= {f"{name}_gb_per_s": statistics.median(values) for name, values in rates.items()}
+    for name, above, below in (
+        ("store_to_raw", "store", "raw"),
+        ("ceiling_to_raw", "ceiling", "raw"),
+        ("store_to_ceiling", "store", "ceiling"),
+    ):
+        ratios = [a / b for a, b in zip(rates[above], rates[below], strict=True)]
+        row |= {name: statistics.median(ratios), f"{name}_range": (min(ratios), max(ratios))}
+    return row
+
+
+class Tensors:
+    """The tensors, and how they go into a store and come out of it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._dram, self._tensor_nbytes = args.dram, args.tensor
+        self._keys = [f"tensor/{number}" for number in range(divide_up(args.total, args.tensor))]
+        num_sources = max(1, min(len(self._keys), CALLERS_NBYTES // args.tensor))
+        self._sources = torch.empty((num_sources, args.tensor), dtype=torch.uint8)
+        self._sources.view(torch.int64).random_()
+        self._target = torch.ones(args.tensor, dtype=torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._keys) * self._tensor_nbytes
+
+    @contextmanager
+    def open(self, folder: str, op: str) -> Iterator[tiered.Store | None]:
+        """Puts go to one store; each round of gets has a store of its own, in which nothing is resident."""
+        if op != "put":
+            yield None
+            return
+        with tiered.Store(folder, dram=self._dram) as store:
+            yield store
+
+    def put(self, store: tiered.Store) -> float:
+        start = time.perf_counter()
+        store.put_many((key, self._sources[number % len(self._sources)]) for number, key in enumerate(self._keys))
+        store.commit()
+        return time.perf_counter() - start
+
+    def get(self, folder: str, *, is_lease: bool) -> float:
+        for file in Path(folder).glob("data-*"):
+            forget(str(file))
+        with tiered.Store(folder, dram=self._dram, mode="r") as store:
+            buffer = store.working_set.reserve(self._dram)
+            ctypes.memset(buffer.address, 0, buffer.nbytes)  # as the memory of a store in use
+            store.working_set.unreserve(buffer)
+            start = time.perf_counter()
+            for number, key in enumerate(self._keys):
+                store.prefetch(self._keys[number : number + NUM_AHEAD])
+                if is_lease:
+                    with store.lease(key):
+                        pass
+                else:
+                    store.get(key, out=self._target)
+            return time.perf_counter() - start
+
+
+class Worker:
+    """The other process."""
+
+    def __init__(self, what: str, args: argparse.Namespace) -> None:
+        self._command = [sys.executable, __file__, "--work", what, f"--total={args.total}", f"--dram={args.dram}"]
+
+    def __enter__(self) -> Worker:
+        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._hear()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.communicate()
+
+    @contextmanager
+    def at(self, gb_per_s: float) -> Iterator[None]:
+        """Have it work at this pace in the block, if it can."""
+        self._say(str(gb_per_s))
+        yield
+        self._say("0")
+        self._hear()
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        print(line, file=self._process.stdin, flush=True)
+
+    def _hear(self) -> None:
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
+
+
+def work(args: argparse.Namespace) -> int:
+    """Copy and digest block by block from the caller's memory to a store's, or back, at the pace that was last read."""
+    small, large = huge_memory(min(CALLERS_NBYTES, args.total)), huge_memory(args.dram)
+    steps = args.work.split(", ")
+    pace = [0.0]
+    changed = threading.Event()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            pace[0] = float(line)
+            changed.set()
+        pace[0] = -1.0
+        changed.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    while pace[0] >= 0:
+        print("idle", flush=True)
+        changed.wait()
+        changed.clear()
+        number, start = 0, time.perf_counter()
+        while pace[0] > 0:
+            here, there = (number * BLOCK_NBYTES % len(memory) for memory in (small, large))
+            for step in steps:
+                if step == "digest":
+                    xxhash.xxh3_64_intdigest(large[there : there + BLOCK_NBYTES])
+                else:
+                    places = [address_of(small) + here, address_of(large) + there]
+                    ctypes.memmove(*(places[::-1] if args.work == WORK["put"] else places), BLOCK_NBYTES)
+            number += 1
+            ahead_s = number * BLOCK_NBYTES / (pace[0] * 1e9) - (time.perf_counter() - start) if pace[0] > 0 else 0.0
+            if ahead_s > 0.0005:
+                time.sleep(ahead_s)
+    return 0
+
+
+def huge_memory(nbytes: int) -> memoryview:
+    pages = mmap.mmap(-1, nbytes)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = memoryview(pages)
+    ctypes.memset(address_of(memory), 1, nbytes)
+    return memory
+
+
+def address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def show(row: dict[str, object]) -> dict[str, object]:
+    cells = []
+    for name, value in row.items():
+        if isinstance(value, float):
+            cells.append(f"{name} {value:.3g}")
+        elif isinstance(value, tuple):
+            cells.append(f"({value[0]:.2f}-{value[1]:.2f})")
+        else:
+            cells.append(f"{name} {value}")
+    print("  ".join(cells), flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())
