@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.bytes.moving import exit_code_of_child
+from tiered.measure import huge_pages as huge_pages_module
 from tiered.measure.bed import Bed
 from tiered.measure.huge_pages import HUGE_PAGE_NBYTES, LentPages, RepeatedMemory
 from tiered.measure.pattern import LARGE_NBYTES, Pattern
@@ -50,6 +53,26 @@ def test_a_byte_is_there_once_in_each_period() -> None:
     repeated.close()
     repeated.close()
     assert mapped_nbytes() == len(repeated.memory) == 0
+
+
+@pytest.mark.usefixtures("lent")
+def test_pages_that_somebody_is_about_to_let_go_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the pool is common to all processes, the kernel's refusal is made here."""
+    refused: list[int] = []
+    slept: list[float] = []
+    map_ = huge_pages_module._map
+
+    def refuse_twice(address: int | None, nbytes: int, flags: int, fd: int) -> int:
+        if fd >= 0 and len(refused) < 2:
+            refused.append(nbytes)
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return map_(address, nbytes, flags, fd)
+
+    monkeypatch.setattr(huge_pages_module, "_map", refuse_twice)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    repeated = RepeatedMemory(PERIOD, PERIOD)
+    assert refused == [PERIOD] * 2 and len(slept) == 2 and mapped_nbytes() == PERIOD
+    repeated.close()
 
 
 @pytest.mark.usefixtures("lent")

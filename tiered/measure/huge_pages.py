@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -19,6 +20,7 @@ __all__ = ["HUGE_PAGE_NBYTES", "NR_HUGEPAGES", "LentPages", "RepeatedMemory"]
 
 HUGE_PAGE_NBYTES = 2 * MiB
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+_PAUSES_S = (0.005, 0.02, 0.1, 0.4)  # after ENOMEM
 _LOCK_S = 10.0  # for how long another process may hold the setting; measured: 0.1 ms
 
 # <sys/mman.h> and <linux/memfd.h>
@@ -95,7 +97,10 @@ class RepeatedMemory:
     """
 
     def __init__(self, period: int, nbytes: int) -> None:
-        """``period`` is a multiple of a huge page. Raises OSError where the pool has too few: ENOMEM."""
+        """``period`` is a multiple of a huge page. Blocks for up to half a second while the pool has too few.
+
+        Raises ValueError, OSError: ENOMEM where it still has.
+        """
         if period < 1 or period % HUGE_PAGE_NBYTES:
             raise ValueError(f"period must be a multiple of {HUGE_PAGE_NBYTES} bytes, got {period}")
         self.period = period
@@ -110,7 +115,7 @@ class RepeatedMemory:
             try:
                 for place in range(start, start + nbytes, period):
                     left = round_up(start + nbytes - place, HUGE_PAGE_NBYTES)
-                    _map(place, min(period, left), _MAP_FIXED | _MAP_POPULATE | mmap.MAP_SHARED, fd)
+                    _map_patiently(place, min(period, left), _MAP_FIXED | _MAP_POPULATE | mmap.MAP_SHARED, fd)
                 _libc.madvise(self._address, self._nbytes, _MADV_DONTFORK)
             except BaseException:
                 self.close()
@@ -132,6 +137,18 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _map_patiently(address: int, nbytes: int, flags: int, fd: int) -> int:
+    """Map once there is memory: a closed ring has what was registered with it for a little longer, huge pages too."""
+    for pause_s in _PAUSES_S:
+        try:
+            return _map(address, nbytes, flags, fd)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            time.sleep(pause_s)
+    return _map(address, nbytes, flags, fd)
 
 
 def _map(address: int | None, nbytes: int, flags: int, fd: int) -> int:
