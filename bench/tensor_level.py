@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Tensors of 64 MiB in and out of a store, digests and commit included, beside raw blocks and beside what those can be.
 
-Usage: python bench/tensor_level.py DIR [--rounds 9 --tensor 64MiB --total 2GiB --dram 768MiB --block 8MiB --depth 8]
+Usage: python bench/tensor_level.py DIR [--rounds 9 --tensor 64MiB --total 2GiB --dram 768MiB --block 1MiB --depth 8]
 
 A put copies the caller's bytes and digests them, a get digests and copies them, a lease digests. Where the drive is
 about as fast as memory is to two cores, that alone makes raw blocks slower, whoever does it. So the ceiling of an op is
@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("--tensor", type=parse_bytes, default=64 * MiB)
     parser.add_argument("--total", type=parse_bytes, default=2048 * MiB)
     parser.add_argument("--dram", type=parse_bytes, default=768 * MiB)
-    parser.add_argument("--block", type=parse_bytes, default=8 * MiB, help="of the raw rounds")
+    parser.add_argument("--block", type=parse_bytes, default=MiB, help="of the raw rounds")
     parser.add_argument("--depth", type=int, default=8, help="of the raw rounds")
     parser.add_argument("--work", choices=WORK.values(), help="be the other process, paced by standard input")
     args = parser.parse_args()

@@ -7,14 +7,18 @@ import logging
 import os
 import stat
 import subprocess
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from tests.bytes.test_uring import check_round_trip
+from tiered.bytes.device.engines import open_device
 from tiered.bytes.device.profile import PROFILE_NAME, Profile, find_profile, load_profile, write_profile
+from tiered.bytes.device.uring import UringDevice
 from tiered.errors import CapacityError, DeviceError
-from tiered.units import MiB
+from tiered.units import KiB, MiB
 
 PROFILE = Profile(
     engine="threads",
@@ -288,3 +292,17 @@ class TestWriting:
 
 def kind(fd: int) -> str:
     return "directory" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file"
+
+
+@pytest.mark.parametrize(
+    ("block_nbytes", "request_nbytes"), [(128 * KiB, 512 * KiB), (2 * MiB, 2 * MiB), (16 * MiB, 4 * MiB)]
+)
+def test_a_ring_moves_bytes_in_requests_as_long_as_were_the_best(
+    tmp_path: Path, block_nbytes: int, request_nbytes: int
+) -> None:
+    write_profile(tmp_path, replace(PROFILE, engine="uring", block_nbytes=block_nbytes))
+    (tmp_path / "here").mkdir()
+    with closing(UringDevice(tmp_path / "here")) as plain, closing(open_device(tmp_path / "here")) as device:
+        assert isinstance(device, UringDevice)
+        assert (plain.request_nbytes, device.request_nbytes) == (MiB, request_nbytes)
+        check_round_trip(device)

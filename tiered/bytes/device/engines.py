@@ -9,10 +9,12 @@ from tiered.bytes.device.aio import AiofilesDevice
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.mmap import MmapDevice
 from tiered.bytes.device.profile import Profile, load_profile
+from tiered.bytes.device.requests import MOST_REQUESTS
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.bytes.device.uring import UringDevice
 from tiered.bytes.device.uring_probe import probe_uring
 from tiered.errors import DeviceError, UsageError
+from tiered.units import KiB, MiB, round_up
 
 __all__ = ["DEVICES", "choose_engine", "open_device"]
 
@@ -22,6 +24,9 @@ DEVICES: dict[str, type[FileDevice]] = {
 """The engines over files by name."""
 
 _MOST_THREADS = 64
+# Requests of less cost CPU time that a store's larger blocks have not cost; of more, a demand read waits too long.
+_LEAST_REQUEST_NBYTES, _MOST_REQUEST_NBYTES = 512 * KiB, 4 * MiB
+_IN_FLIGHT_NBYTES = 32 * MiB  # at least, so that a busy Python thread does not leave the drive idle
 _log = logging.getLogger("tiered")
 _said: set[str] = set()  # reasons that were logged: once each, however many directories and stores
 
@@ -47,7 +52,8 @@ def open_device(
     """Return the device of ``directory`` served by ``engine``; the caller closes it.
 
     "auto" takes what ``choose_engine`` says, and says once in the log when that is not io_uring. A named engine that
-    does not work here is a DeviceError, one that does not exist a UsageError. ``direct`` as in FileDevice.
+    does not work here is a DeviceError, one that does not exist a UsageError. ``direct`` as in FileDevice. Settings
+    that ``tiered bench`` found there, threads or the size and number of requests, are taken.
     """
     profile = load_profile(directory)
     reason = ""
@@ -55,7 +61,7 @@ def open_device(
         engine, reason = choose_engine(directory, profile, deadline_s=deadline_s)
         if engine == "uring":
             try:
-                return UringDevice(directory, deadline_s=deadline_s, direct=direct)
+                return _cut_as_measured(UringDevice(directory, deadline_s=deadline_s, direct=direct), profile)
             except DeviceError as error:
                 engine, reason = "threads", str(error)
         _say_once(f"engine {engine!r} instead of io_uring: {reason}")
@@ -63,13 +69,22 @@ def open_device(
         refusal = probe_uring(directory, deadline_s=deadline_s)
         if refusal is not None:
             raise DeviceError(f'{os.fspath(directory)}: engine="uring" does not work: {refusal}; give engine="auto"')
-        return UringDevice(directory, deadline_s=deadline_s, direct=direct)
+        return _cut_as_measured(UringDevice(directory, deadline_s=deadline_s, direct=direct), profile)
     if engine == "threads" and profile is not None and profile.engine == "threads":
         num_threads = min(max(profile.read_depth, profile.write_depth, 2), _MOST_THREADS)
         return ThreadsDevice(directory, num_threads=num_threads, deadline_s=deadline_s, direct=direct)
     if engine not in DEVICES:
         raise UsageError(f"engine={engine!r} is unknown; there is: {', '.join(map(repr, DEVICES))}")
     return DEVICES[engine](directory, deadline_s=deadline_s, direct=direct)  # type: ignore[call-arg]  # all take these
+
+
+def _cut_as_measured(device: UringDevice, profile: Profile | None) -> UringDevice:
+    """Have ``device`` move its bytes in requests as long, and as many, as were the best when they were measured."""
+    if profile is not None:
+        nbytes = min(max(profile.block_nbytes, _LEAST_REQUEST_NBYTES), _MOST_REQUEST_NBYTES)
+        depth = max(_IN_FLIGHT_NBYTES // nbytes, profile.read_depth, profile.write_depth)
+        device.cut(round_up(nbytes, device.alignment), min(depth, MOST_REQUESTS))
+    return device
 
 
 def _say_once(message: str) -> None:

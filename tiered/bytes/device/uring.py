@@ -39,8 +39,8 @@ _WAKE = _NUM_SLOTS  # the tag of the read on the eventfd; above it, those of can
 _CANCEL = _NUM_SLOTS + 1
 _CHAINED_NBYTES = 32 * MiB  # from here on half a batch keeps a drive busy
 _APART_NBYTES = 128 * KiB  # from here on a request of its own is worth a system call
-_REQUEST_NBYTES = 4 * MiB
-_DEPTH = 16  # requests with the kernel
+_REQUEST_NBYTES = MiB  # with 4 MiB at a time virtual drives move 8 to 20 % less (bench/LOG.md)
+_DEPTH = 32  # requests with the kernel: what a drive has to do while a busy Python thread keeps this one waiting
 _PIECE_NBYTES = 16 * MiB  # of a large operation that count against its class's budget
 _MOST_NBYTES = GiB  # of a request, whose length has 32 bits
 _TICK_S = 1.0  # how long a wait lasts at most, so that what is overdue is seen
@@ -55,7 +55,7 @@ class UringDevice(FileDevice):
     stay the operation's past any deadline. An operation overdue by ``deadline_s`` is reported and cancelled, which the
     kernel can only do to what the drive has not begun.
 
-    An operation of at most 4 MiB is one request to the kernel, whose tag is its slot; a larger one is cut into such
+    An operation of at most 1 MiB is one request to the kernel, whose tag is its slot; a larger one is cut into such
     requests (``cut``), and after ``compile_loop`` compiled code keeps those coming (request_loop.py).
     """
 
@@ -102,6 +102,11 @@ class UringDevice(FileDevice):
         """
         self._check_open()
         return self._registration.ask(memories, self._wake, self.deadline_s)
+
+    @property
+    def request_nbytes(self) -> int:
+        """The longest request to the kernel; larger operations are cut."""
+        return self._request_nbytes
 
     @property
     def most_depth(self) -> int:
