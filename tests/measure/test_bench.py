@@ -25,6 +25,7 @@ from tiered.measure.display import BenchDisplay
 from tiered.measure.report import DirectoryReport, Report
 from tiered.measure.settings import FULL, QUICK, Settings
 from tiered.measure.sustained import read_smart
+from tiered.measure.swapping import SwapRates
 from tiered.measure.verdict import Best
 from tiered.units import GiB, KiB, MiB
 
@@ -100,7 +101,10 @@ class TestReport:
         assert profile is not None
         best = found["best"][str(directory)]
         assert (profile.block_nbytes, profile.read_depth) == (best["block_bytes"], best["read_depth"]) == (128 * KiB, 2)
-        assert profile.read_bytes_per_s == pytest.approx(best["read_gb_per_s"] * 1e9)
+        swap = found["swap"][str(directory)]
+        assert profile.read_bytes_per_s == pytest.approx(swap["read_gb_per_s"] * 1e9)
+        assert (profile.write_bytes_per_s, profile.duplex) == (swap["write_gb_per_s"] * 1e9, swap["duplex"])
+        assert swap["memory_bytes"] >= TINY.memory_nbytes
         assert profile.engine == found["engines"][str(directory)]
 
         said = capsys.readouterr().out.splitlines()
@@ -148,9 +152,11 @@ class TestReport:
         assert {engine for engine, _ in tried} >= {"threads", "mmap"}
         profile = load_profile(tmp_path)
         assert profile is not None
-        chosen = [row for row in found["results"] if row["engine"] == profile.engine]
-        assert [row["gb_per_s"] * 1e9 for row in chosen] == pytest.approx(
-            [profile.read_bytes_per_s, profile.write_bytes_per_s]
+        chosen = {row["op"]: row["gb_per_s"] for row in found["results"] if row["engine"] == profile.engine}
+        best, swap = found["best"][str(tmp_path)], found["swap"][str(tmp_path)]
+        assert chosen == {"read": best["read_gb_per_s"], "write": best["write_gb_per_s"]}
+        assert [profile.read_bytes_per_s, profile.write_bytes_per_s] == pytest.approx(
+            [swap["read_gb_per_s"] * 1e9, swap["write_gb_per_s"] * 1e9]
         )
 
     def test_directories_are_measured_alone_and_then_together(
@@ -179,7 +185,8 @@ class TestTheEnd:
 
     def report(self, directory: Path) -> Report:
         best = Best(4 * MiB, 8, 8, 3.5, 6.0, None, None, None)
-        one = DirectoryReport(str(directory), engine="threads", engine_reason="it was asked for", best=best)
+        swap = SwapRates(256 * MiB, read_gb_per_s=3.0, write_gb_per_s=5.0, duplex=0.1)
+        one = DirectoryReport(str(directory), engine="threads", engine_reason="it was asked for", best=best, swap=swap)
         return Report(machine_card(), FEW, [one])
 
     def test_a_plot_that_cannot_be_drawn_takes_nothing_with_it(
@@ -347,8 +354,9 @@ class TestSettings:
     def test_what_will_be_written(self) -> None:
         settings = replace(TINY, mixed_blocks=(), busy_blocks=(), tensor_nbytes=(), sustained_s=0.0, warm_up_s=0.0)
         beside_demand_reads = 2 * int(0.05 * 8e9)
-        assert settings.write_nbytes(has_fio=False) == (8 + 4 * 4) * MiB + beside_demand_reads  # large ones as well
-        assert settings.write_nbytes(has_fio=True) == (8 + 6 * 4) * MiB + beside_demand_reads
+        rest = beside_demand_reads + int(1.5 * 2 * 4 * MiB)  # and through more memory
+        assert settings.write_nbytes(has_fio=False) == (8 + 4 * 4) * MiB + rest  # large ones as well
+        assert settings.write_nbytes(has_fio=True) == (8 + 6 * 4) * MiB + rest
 
     def test_little_room_makes_smaller_files(self) -> None:
         assert FULL.fitted(10 * GiB).file_nbytes == GiB

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tiered.measure.swapping import SwapRates
 from tiered.measure.verdict import Best, best_of, duplex_of, step_seconds, verdict_of
 from tiered.units import KiB, MiB
 
@@ -104,6 +105,16 @@ class TestVerdict:
             "read 3.5 GB/s, write 6.0 GB/s with 4 MiB x 8: swapping 1 B parameters in and out of this drive takes "
             "6.0 s a step; fio reaches the same"
         )
+
+    def test_a_step_takes_as_long_as_tensors_do(self) -> None:
+        found = verdict_of([best()], swapping=[SwapRates(256 * MiB, 2.8, 4.0, duplex=1.0)])
+        assert found.startswith(
+            "read 3.5 GB/s, write 6.0 GB/s with 4 MiB x 8 (tensors, which no cache holds, 2.8 and 4.0): swapping 1 B"
+        )
+        assert "takes 5.0 s a step" in found
+        both = [SwapRates(256 * MiB, 1.0, 1.0, duplex=0.0)] * 2
+        together = [Figured("read", MiB, 16, 7.0), Figured("write", MiB, 16, 12.0)]
+        assert "takes 3.0 s a step" in verdict_of([best(), best()], together, swapping=both)
 
     @pytest.mark.parametrize(
         ("changes", "says"),

@@ -128,7 +128,8 @@ def confirm_writes(directories: Sequence[DirectoryCard], nbytes: int, file_nbyte
 
 def _finish(report: Report, request: BenchRequest, plot: Callable[[Report], bytes] | None) -> None:
     bests = [one.best for one in report.directories if one.best is not None]
-    report.verdict = verdict_of(bests, report.together, has_fio=shutil.which("fio") is not None)
+    swapping = [one.swap for one in report.directories if one.swap is not None]
+    report.verdict = verdict_of(bests, report.together, swapping=swapping, has_fio=shutil.which("fio") is not None)
     with ExitStack() as steps:  # the last one first, and each whatever becomes of those before: minutes are in them
         steps.callback(print, f"\n{report.verdict}")
         for one in reversed(report.directories):
@@ -151,10 +152,9 @@ def _keep_profile(one: DirectoryReport, report: Report) -> None:
         kept = f"kept in {write_profile(one.directory, profile_of(one, report.machine, report.measured_at))}"
     except TieredError as error:
         kept = f"not kept ({error})"
-    duplex = "" if best.duplex is None else f", duplex {best.duplex:.2f}"
     print(
         f"best: engine {one.engine}, blocks of {format_bytes(best.block_bytes)}, {best.read_depth} in flight reading, "
-        f'{best.write_depth} writing{duplex}; {kept} for Store(engine="auto")'
+        f'{best.write_depth} writing; {kept} for Store(engine="auto")'
     )
 
 

@@ -6,6 +6,7 @@ Needs matplotlib, the extra ``plot``; nothing else imports this file before a pl
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
@@ -19,6 +20,7 @@ from tiered.units import format_bytes
 
 __all__ = ["draw"]
 
+_LINE_LENGTH = 122  # of the headline, in characters
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8f5db7", "#e08e0b", "#4a4e69")
 _INK, _FAINT = "#222222", "#d9d9d9"
 _DPI = 130
@@ -61,9 +63,8 @@ def _hardware(report: Report, first: DirectoryReport) -> str:
 
 
 def _wrapped(text: str) -> str:
-    """Return ``text`` in two lines at most, broken after its last semicolon."""
-    head, semicolon, rest = text.rpartition("; ")
-    return f"{head}{semicolon.strip()}\n{rest}" if len(text) > 122 else text
+    """Return ``text`` in two lines where one is too short for it."""
+    return textwrap.fill(text, _LINE_LENGTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _draw_bandwidth(axis: Axes, rows: Sequence[Row], title: str) -> None:

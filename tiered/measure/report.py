@@ -2,8 +2,8 @@
 
 Version 1: an object with schema, version, measured_at, machine, settings, results (one object per point, each with at
 least op, block_bytes, depth, gb_per_s, ratio_to_fio), tensors, ratios_to_sum, verdict; and by directory engines,
-engine_reasons, registered, fio, sustained, smart, cold, demand, best. A figure that was not measured is null. GB are
-10^9 bytes; latencies are in seconds; the order of results is that of measuring, those with is_large behind the
+engine_reasons, registered, fio, sustained, smart, cold, demand, swap, best. A figure that was not measured is null. GB
+are 10^9 bytes; latencies are in seconds; the order of results is that of measuring, those with is_large behind the
 others: there the engine cuts operations of up to 128 MiB into such blocks, and latencies are those of operations.
 """
 
@@ -20,6 +20,7 @@ from tiered.measure.pairs import Pairs
 from tiered.measure.rounds import Latency
 from tiered.measure.settings import Settings
 from tiered.measure.sustained import Sample, Smart
+from tiered.measure.swapping import SwapRates
 from tiered.measure.tensors import TensorRounds
 from tiered.measure.verdict import Best
 from tiered.units import format_bytes
@@ -163,6 +164,7 @@ class DirectoryReport:
     cold: ColdProof | None = None
     demand: DemandLatency | None = None
     best: Best | None = None
+    swap: SwapRates | None = None
 
 
 @dataclass(slots=True)
@@ -213,6 +215,7 @@ class Report:
                 one.directory: one.demand and {**asdict(one.demand), "p99_ratio": one.demand.p99_ratio}
                 for one in by_directory
             },
+            "swap": {one.directory: one.swap and asdict(one.swap) for one in by_directory},
             "best": {one.directory: one.best and asdict(one.best) for one in by_directory},
             "ratios_to_sum": self.ratios_to_sum,
             "verdict": self.verdict,

@@ -101,6 +101,7 @@ class Settings:
             num_rounds = self.rounds * (num_ours + (has_fio and point.has_fio))
             total += share * (num_rounds + num_ours * self.warm_up_s / self.round_s) * self.round_nbytes
         total += len(self.engines) * (self.file_nbytes + (2 * self.rounds + 1) * self.round_nbytes)
+        total += 1.5 * self.rounds * self.round_nbytes  # through more memory than the caches hold
         total += self.rounds * self.round_s * _FASTEST_BYTES_PER_S  # writes beside demand reads
         total += len(self.tensor_nbytes) * (self.tensor_rounds + 2) * self.tensors_nbytes
         total += len(self.tensor_nbytes) * self.tensor_rounds * self.round_nbytes  # the raw rounds beside
@@ -108,7 +109,7 @@ class Settings:
 
     def estimate_s(self, *, has_fio: bool) -> float:
         """Return about how long it takes per directory, at some 2 GB/s."""
-        seconds = self.file_nbytes / 2e9 + 2 * self.sustained_s + 2 * self.rounds * self.round_s
+        seconds = self.file_nbytes / 2e9 + 2 * self.sustained_s + 5 * self.rounds * self.round_s
         for point in self.points:
             seconds += (1 + point.has_large) * (self.warm_up_s + self.rounds * self.round_s)
             if has_fio and point.has_fio:

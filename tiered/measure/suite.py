@@ -26,6 +26,7 @@ from tiered.measure.report import ROW_TITLE, TENSOR_TITLE, DirectoryReport, Row,
 from tiered.measure.rounds import Round
 from tiered.measure.settings import Point, Settings
 from tiered.measure.sustained import read_smart, sustain
+from tiered.measure.swapping import measure_swapping
 from tiered.measure.tensors import measure_tensors
 from tiered.measure.verdict import Best, best_of
 from tiered.units import format_bytes
@@ -68,6 +69,7 @@ class Suite:
             self._find_fio(bed)
             self._measure_points(bed)
             best = report.best = best_of(report.rows)
+            self._measure_swapping(bed, best)
             self._prove_cold(bed, best)
             self._now("demand reads beside writes", 0.9)
             report.demand = measure_demand(bed, self._pattern("write", best), rounds=settings.rounds, check=self._check)
@@ -115,14 +117,14 @@ class Suite:
                     pairs = self._measure(bed, Point(op, best.block_bytes, depth))
                     rows.append(Row.of(pairs, engine=engine, directory=report.directory))
                     self._display.line(str(rows[-1]))
+                report.other_rows += rows
+                other = best_of(rows)
+                if report.best is not None and other.seconds < _CLEARLY_FASTER * report.best.seconds:
+                    self._measure_swapping(bed, other)
+                    report.best = replace(other, duplex=best.duplex)
+                    report.engine, report.engine_reason = engine, "it was the fastest"
         except DeviceError as error:
             self._display.line(f"engine {engine} does not work here: {error}")
-            return
-        report.other_rows += rows
-        other = best_of(rows)
-        if report.best is not None and other.seconds < _CLEARLY_FASTER * report.best.seconds:
-            report.best = replace(other, duplex=best.duplex)
-            report.engine, report.engine_reason = engine, "it was the fastest"
 
     def _find_fio(self, bed: Bed) -> None:
         missing = "fio is not installed"
@@ -183,6 +185,18 @@ class Suite:
                     self._display.line(f"from here on without fio: {error}")
                     self._fio = None
         return self._measure(bed, point)
+
+    def _measure_swapping(self, bed: Bed, best: Best) -> None:
+        settings = self._settings
+        self._now("through memory larger than the caches", 0.88)
+        self.report.swap = measure_swapping(
+            bed,
+            best,
+            lambda op, block_nbytes, depth: settings.pattern(Point(op, block_nbytes, depth)),
+            rounds=settings.rounds,
+            check=self._check,
+        )
+        self._display.line(str(self.report.swap))
 
     def _prove_cold(self, bed: Bed, best: Best) -> None:
         drive = self._card.block_device
@@ -263,17 +277,17 @@ class Suite:
 
 
 def profile_of(report: DirectoryReport, machine: MachineCard, measured_at: str) -> Profile:
-    """Return what to keep in the directory for those who open it. Its best must be known."""
-    best = report.best
-    assert best is not None, report.directory
+    """Return what to keep in the directory for those who open it. Its best, and what tensors get, must be known."""
+    best, swap = report.best, report.swap
+    assert best is not None and swap is not None, report.directory
     return Profile(
         engine=report.engine,
-        read_bytes_per_s=best.read_gb_per_s * 1e9,
-        write_bytes_per_s=best.write_gb_per_s * 1e9,
+        read_bytes_per_s=swap.read_gb_per_s * 1e9,
+        write_bytes_per_s=swap.write_gb_per_s * 1e9,
         block_nbytes=best.block_bytes,
         read_depth=best.read_depth,
         write_depth=best.write_depth,
-        duplex=best.duplex,
+        duplex=swap.duplex,
         measured_at=measured_at,
         kernel=machine.kernel,
     )

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tiered.units import format_bytes
 
-__all__ = ["Best", "Figure", "best_of", "duplex_of", "step_seconds", "verdict_of"]
+__all__ = ["Best", "Figure", "Rates", "Swapping", "best_of", "duplex_of", "step_seconds", "verdict_of"]
 
 _READ_BYTES_PER_PARAM, _WRITE_BYTES_PER_PARAM = 14, 12  # a step of state="exact" with nothing held: README
 _AS_GOOD_AS = 0.97  # of the best: fewer bytes in flight are worth 3 %, which is about what rounds differ by
@@ -38,6 +38,22 @@ class Figure(Protocol):
     def write_gb_per_s(self) -> float: ...
     @property
     def ratio_to_fio(self) -> float | None: ...
+
+
+class Rates(Protocol):
+    """What a drive gives in both directions, 10^9 bytes a second."""
+
+    @property
+    def read_gb_per_s(self) -> float: ...
+    @property
+    def write_gb_per_s(self) -> float: ...
+
+
+class Swapping(Rates, Protocol):
+    """What it gives each way alone, to tensors, and how far both run beside each other."""
+
+    @property
+    def duplex(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +106,7 @@ def best_of(figures: Sequence[Figure]) -> Best:
     )
 
 
-def duplex_of(mixed: Figure, read_gb_per_s: float, write_gb_per_s: float) -> float:
+def duplex_of(mixed: Rates, read_gb_per_s: float, write_gb_per_s: float) -> float:
     """Return how far reads and writes run beside each other: 0 they share the drive, 1 neither slows the other.
 
     In a second of the mixed point the drive did what takes r seconds of reads alone and w of writes alone; with no
@@ -109,19 +125,32 @@ def step_seconds(num_params: float, read_gb_per_s: float, write_gb_per_s: float,
     return max(r, w) + (1 - (duplex or 0.0)) * min(r, w)
 
 
-def verdict_of(bests: Sequence[Best], together: Sequence[Figure] = (), *, has_fio: bool = False) -> str:
+def verdict_of(
+    bests: Sequence[Best],
+    together: Sequence[Figure] = (),
+    *,
+    swapping: Sequence[Swapping] = (),
+    has_fio: bool = False,
+) -> str:
     """Return one line for people about all drives; ``together`` has a read and a write of all at once, if measured.
 
+    ``swapping`` is what each drive gives to tensors, which a step is made of; else it counts with the best rates.
     ``has_fio`` says that fio is there, for bests without a ratio to it.
     """
     read = max((one.gb_per_s for one in together if one.op == "read"), default=bests[0].read_gb_per_s)
     write = max((one.gb_per_s for one in together if one.op == "write"), default=bests[0].write_gb_per_s)
     known = [best.duplex for best in bests if best.duplex is not None]
     seconds = step_seconds(1e9, read, write, duplex=min(known, default=None))
+    tensors = ""
+    if len(swapping) == 1 and not together:
+        one = swapping[0]
+        seconds = step_seconds(1e9, one.read_gb_per_s, one.write_gb_per_s, duplex=one.duplex)
+        tensors = f" (tensors, which no cache holds, {one.read_gb_per_s:.1f} and {one.write_gb_per_s:.1f})"
     drives = "this drive" if len(bests) == 1 else f"these {len(bests)} drives"
     return (
-        f"read {read:.1f} GB/s, write {write:.1f} GB/s with {_settings(bests)}: swapping 1 B parameters in and out of "
-        f"{drives} takes {seconds:.1f} s a step; {_beside_fio(bests, has_fio=has_fio)}"
+        f"read {read:.1f} GB/s, write {write:.1f} GB/s with {_settings(bests)}{tensors}: "
+        f"swapping 1 B parameters in and out of {drives} takes {seconds:.1f} s a step; "
+        f"{_beside_fio(bests, has_fio=has_fio)}"
     )
 
 

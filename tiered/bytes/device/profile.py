@@ -44,8 +44,8 @@ class Profile:
 
     version: int = _VERSION
     engine: str  # one of ENGINES: the best one here
-    read_bytes_per_s: float  # alone, at block_nbytes and read_depth
-    write_bytes_per_s: float  # alone, overwriting, at block_nbytes and write_depth
+    read_bytes_per_s: float  # alone, at block_nbytes and read_depth, through memory larger than the caches
+    write_bytes_per_s: float  # alone, overwriting, as well
     block_nbytes: int  # the best size of one operation; a multiple of 4,096
     read_depth: int  # operations in flight
     write_depth: int

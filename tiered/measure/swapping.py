@@ -1,0 +1,63 @@
+"""What a drive gives to whoever swaps: the best settings over memory that is larger than the processor's caches.
+
+Blocks that are moved through the same few MiB of memory again and again, as fio moves them, find those in the caches;
+the bytes of tensors do not. These are the rates that a training step can be bound by.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiered.measure.bed import Bed
+from tiered.measure.pattern import OPS, Pattern
+from tiered.measure.rounds import Round
+from tiered.measure.verdict import Best, duplex_of
+from tiered.units import format_bytes
+
+__all__ = ["SwapRates", "measure_swapping"]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapRates:
+    """Medians over the rounds, 10^9 bytes a second."""
+
+    memory_bytes: int  # that the blocks went through
+    read_gb_per_s: float
+    write_gb_per_s: float
+    duplex: float  # 0: reads and writes share the drive, 1: neither slows the other
+
+    def __str__(self) -> str:
+        return (
+            f"through {format_bytes(self.memory_bytes)} of memory, as tensors go: read {self.read_gb_per_s:.2f} GB/s, "
+            f"write {self.write_gb_per_s:.2f} GB/s, duplex {self.duplex:.2f}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixed:
+    read_gb_per_s: float
+    write_gb_per_s: float
+
+
+def measure_swapping(
+    bed: Bed, best: Best, pattern_of: Callable[[str, int, int], Pattern], *, rounds: int, check: Callable[[], object]
+) -> SwapRates:
+    """Run ``rounds`` rounds of reads, of writes and of both in turn at the ``best`` settings; blocks.
+
+    ``pattern_of(op, block_nbytes, depth)`` says how long a round is. ``check`` is called between rounds and may raise.
+    """
+    depths = {"read": best.read_depth, "write": best.write_depth, "mixed": max(2, best.read_depth, best.write_depth)}
+    found: dict[str, list[Round]] = {op: [] for op in OPS}
+    for _ in range(rounds):
+        for op, depth in depths.items():
+            check()
+            found[op].append(bed.run(pattern_of(op, best.block_bytes, depth), is_spread=True))
+    read, write = (statistics.median(one.gb_per_s for one in found[op]) for op in ("read", "write"))
+    seconds = sum(one.seconds for one in found["mixed"])
+    mixed = _Mixed(
+        sum(one.read_nbytes for one in found["mixed"]) / seconds / 1e9,
+        sum(one.write_nbytes for one in found["mixed"]) / seconds / 1e9,
+    )
+    return SwapRates(len(bed.memory), read, write, duplex_of(mixed, read, write))
