@@ -353,20 +353,44 @@ def test_no_request_of_a_write_is_retried(tmp_path: Path, buffer: Buffer, number
         assert device.statistics().write_bytes == 0
 
 
+class Cancelling:
+    """A ring that only cancels."""
+
+    num_free = 1000
+
+    def __init__(self) -> None:
+        self.cancelled: list[int] = []
+
+    def prepare_cancel(self, target: int, tag: int) -> None:
+        self.cancelled.append(target)
+
+
+def test_an_operation_that_waits_behind_an_overdue_one_is_not_overdue(
+    tmp_path: Path, buffer: Buffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(uring, "_TICK_S", WAIT_S)  # the thread's own look comes too late
+    ring = Cancelling()
+    with faulty(tmp_path, "uring-cut") as device:
+        assert isinstance(device, FaultyCutting)
+        gate = device.fault = Gate()
+        batch = Batch(device)
+        half = len(buffer.memory) // 2
+        device.submit([batch.operation("read", buffer.memory[start : start + half], start) for start in (0, half)])
+        for _ in range(2):
+            assert gate.reached.acquire(timeout=WAIT_S)
+        flights = list(device._running())
+        for flight in flights:
+            flight.start -= 2 * device.deadline_s
+        device._look_for_overdue(ring)  # type: ignore[arg-type]
+        assert [flight.is_slow for flight in flights].count(True) == 1 and len(set(ring.cancelled)) == 2
+        assert sum("has not completed" in record.getMessage() for record in caplog.records) == 1
+        gate.opened.set()
+        assert [operation.error for operation in batch.wait(2)] == [None] * 2
+
+
 def test_all_requests_of_what_is_overdue_are_cancelled(
     tmp_path: Path, buffer: Buffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Cancelling:
-        """A ring that only cancels."""
-
-        num_free = 1000
-
-        def __init__(self) -> None:
-            self.cancelled: list[int] = []
-
-        def prepare_cancel(self, target: int, tag: int) -> None:
-            self.cancelled.append(target)
-
     monkeypatch.setattr(uring, "_TICK_S", WAIT_S)  # the thread's own look comes too late
     ring = Cancelling()
     with faulty(tmp_path, "uring-cut") as device:
@@ -608,5 +632,45 @@ def test_nobody_is_overtaken_for_ever() -> None:
         (request,) = fill_ring(requests, ring)
         owners.append(requests.owner(request[5]))
         requests.end(request[5])
-    assert owners.index(0) < 24 and owners.index(1) < 24
+    assert owners.index(1) < 24 and owners.index(0) < 40  # the first that is overtaken lets eight pass, then the next
     assert owners[:14] == [owner for row in range(2, 9) for owner in (row, row)]
+
+
+def test_only_the_first_that_is_overtaken_loses_its_patience() -> None:
+    requests, ring = Requests(), NotedRing()
+    requests.set_depth(1)
+    for row in range(4):
+        add(requests, row, PREFETCH, 4096)
+    for row in range(4, 24):
+        add(requests, row, DEMAND, 4096)
+    owners = []
+    while found := fill_ring(requests, ring):
+        owners += [requests.owner(request[5]) for request in found]
+        for request in found:
+            requests.end(request[5])
+    assert owners == [*range(4, 12), 0, *range(12, 20), 1, *range(20, 24), 2, 3]
+
+
+def test_reads_that_are_behind_writes_do_not_wait_for_them_while_somebody_waits() -> None:
+    requests, ring = Requests(), NotedRing()
+    requests.set_depth(8)
+    for row in range(4):
+        add(requests, row, WRITE_BACK, 2 * MiB, most=MiB)
+    (write,) = fill_ring(requests, ring, is_calm=True)  # which the drive keeps
+    for row in range(4, 34):
+        add(requests, row, DEMAND, 2 * 4096)
+    owners: list[int] = []
+    while found := fill_ring(requests, ring, is_calm=True):
+        assert requests.num_with_kernel <= 8
+        for request in found:
+            owners.append(requests.owner(request[5]))
+            requests.end(request[5])
+    assert owners == [row for row in range(4, 34) for _ in range(2)]
+    assert requests.num_waiting == 4 and requests.num_with_kernel == 1
+    requests.end(write[5])
+    writes: list[int] = [MiB]
+    while found := fill_ring(requests, ring):
+        for request in found:
+            writes.append(request[3])
+            requests.end(request[5])
+    assert writes == [MiB] * 8 and requests.num_waiting == 0

@@ -32,7 +32,7 @@ MOST = 6  # bytes of a request
 GIVEN = 7  # bytes that the kernel has been given, from the operation's start
 LEFT = 8  # bytes that were not moved yet, nor given up
 URGENCY = 9  # a lower one goes first
-OVERTAKEN = 10  # how many later ones were put before it
+OVERTAKEN = 10  # how many later ones were put right before it
 # Then a row for each request:
 REQUESTS, REQUEST = ROWS + NUM_ROWS * ROW, 3
 OWNER, START, LENGTH = (
@@ -54,8 +54,8 @@ _MOST_OVERTAKEN = 8
 class Requests:
     """The table: each of its operations is waiting (bytes are left to give), with the kernel, or both, until it ended.
 
-    Operations go in the order of their class, then in that of ``add``, but none is overtaken by more than eight others;
-    at most ``depth`` requests are with the kernel.
+    Operations go in the order of their class, then in that of ``add``, but of those that are overtaken the first lets
+    eight pass and no more, so that each gets on; at most ``depth`` requests are with the kernel.
     One thread uses it, and lends it to the loop. Bytes are moved or given up once, so an operation ends once.
     """
 
@@ -113,27 +113,29 @@ class Requests:
         place = len(rows)
         while place and self._lets_pass(rows[place - 1], io_class):
             place -= 1
-        for each in rows[place:]:
-            self.table[ROWS + each * ROW + OVERTAKEN] += 1
+        if place < len(rows):
+            self.table[ROWS + rows[place] * ROW + OVERTAKEN] += 1
         rows.insert(place, row)
         self._set_waiting(rows)
 
     def fill(self, ring: Ring, *, is_calm: bool, are_apart: bool) -> None:
         """Prepare requests until as many as may be are with the kernel, or prepared for it.
 
-        ``is_calm``: writes one at a time, and no more of them than a demand read may have to wait for.
+        ``is_calm``: writes one at a time, and no more of them than a demand read may have to wait for; reads behind
+        them go on.
         ``are_apart``: two are submitted at a time, so that the kernel does not make one request of neighbours.
         """
         table = self.table
-        num_prepared = 0
-        while table[NEXT_WAITING] < table[NUM_WAITING] and table[NUM_FREE] > table[NUM_KEPT]:
-            row = table[WAITING + table[NEXT_WAITING]]
+        num_prepared = num_passed = 0  # waiting rows that the next one is behind
+        while table[NEXT_WAITING] + num_passed < table[NUM_WAITING] and table[NUM_FREE] > table[NUM_KEPT]:
+            row = table[WAITING + table[NEXT_WAITING] + num_passed]
             base = ROWS + row * ROW
             start = table[base + GIVEN]
             length = min(table[base + MOST], table[base + NBYTES] - start)
             if is_calm and table[base + OPCODE] in _WRITES:
                 if self._is_writing():
-                    return
+                    num_passed += 1
+                    continue
                 length = min(length, CALM_NBYTES)
             if are_apart and num_prepared and num_prepared % 2 == 0:
                 ring.enter_briefly()
@@ -143,7 +145,10 @@ class Requests:
             table[place + OWNER], table[place + START], table[place + LENGTH] = row, start, length
             table[base + GIVEN] = start + length
             if start + length == table[base + NBYTES]:
-                table[NEXT_WAITING] += 1
+                if num_passed:
+                    self._set_waiting([each for each in self._waiting() if each != row])
+                else:
+                    table[NEXT_WAITING] += 1
             self.prepare(ring, number, 0)
             num_prepared += 1
 

@@ -449,6 +449,8 @@ class UringDevice(FileDevice):
                 if moved != flight.moved:
                     flight.start = now
                 tags = [FIRST_TAG + number for number in self._requests.requests_of(slot)]
+                if not tags:  # the drive has nothing of it: it waits behind others, whose time this is
+                    flight.start = now
             # Order: room is left for what the next turn may prepare; what does not fit is reported then.
             if now - flight.start > self.deadline_s and ring.num_free > self._num_preparable() + len(tags):
                 flight.is_slow = True
