@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 import xxhash
@@ -181,7 +182,7 @@ class Worker:
         """Have it work at this pace in the block, if it can."""
         self._say(str(gb_per_s))
         yield
-        self._say("0")
+        self._say("enough")
         self._hear()
 
     def _say(self, line: str) -> None:
@@ -197,23 +198,22 @@ def work(args: argparse.Namespace) -> int:
     """Copy and digest block by block from the caller's memory to a store's, or back, at the pace that was last read."""
     small, large = huge_memory(min(CALLERS_NBYTES, args.total)), huge_memory(args.dram)
     steps = args.work.split(", ")
-    pace = [0.0]
-    changed = threading.Event()
+    told: SimpleQueue[str] = SimpleQueue()
 
     def listen() -> None:
         for line in sys.stdin:
-            pace[0] = float(line)
-            changed.set()
-        pace[0] = -1.0
-        changed.set()
+            told.put(line)
+        told.put("")
 
-    threading.Thread(target=listen, daemon=True).start()
-    while pace[0] >= 0:
+    threading.Thread(target=listen).start()
+    while True:
         print("idle", flush=True)
-        changed.wait()
-        changed.clear()
+        line = told.get()
+        if not line:
+            return 0
+        bytes_per_s = float(line) * 1e9
         number, start = 0, time.perf_counter()
-        while pace[0] > 0:
+        while told.empty():
             here, there = (number * BLOCK_NBYTES % len(memory) for memory in (small, large))
             for step in steps:
                 if step == "digest":
@@ -222,10 +222,11 @@ def work(args: argparse.Namespace) -> int:
                     places = [address_of(small) + here, address_of(large) + there]
                     ctypes.memmove(*(places[::-1] if args.work == WORK["put"] else places), BLOCK_NBYTES)
             number += 1
-            ahead_s = number * BLOCK_NBYTES / (pace[0] * 1e9) - (time.perf_counter() - start) if pace[0] > 0 else 0.0
+            ahead_s = number * BLOCK_NBYTES / bytes_per_s - (time.perf_counter() - start)
             if ahead_s > 0.0005:
                 time.sleep(ahead_s)
-    return 0
+        if not told.get():
+            return 0
 
 
 def huge_memory(nbytes: int) -> memoryview:

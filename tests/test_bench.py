@@ -119,7 +119,7 @@ def test_io_engine_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
 
 
 def test_tensor_level_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
-    tiny = ["--rounds", "1", "--tensor", "4MiB", "--total", "64MiB", "--dram", "32MiB", "--block", "1MiB"]
+    tiny = ["--rounds", "1", "--tensor", "8MiB", "--total", "64MiB", "--dram", "64MiB", "--block", "1MiB"]
     command = [warm_python.executable, "bench/tensor_level.py", str(tmp_path), *tiny]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
     result = json.loads(output.splitlines()[-1])

@@ -153,7 +153,7 @@ class DirectoryReport:
     engine: str = ""
     engine_reason: str = ""
     is_registered: bool = False  # the engine's memory; fio's is not
-    are_large_alike: bool = True  # large operations go through no more memory than fio
+    are_large_alike: bool | None = None  # large operations go through no more memory than fio
     fio_engine: str | None = None
     rows: list[Row] = field(default_factory=list)
     large_rows: list[Row] = field(default_factory=list)  # of large operations

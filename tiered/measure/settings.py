@@ -101,7 +101,8 @@ class Settings:
             num_rounds = self.rounds * (num_ours + (has_fio and point.has_fio))
             total += share * (num_rounds + num_ours * self.warm_up_s / self.round_s) * self.round_nbytes
         total += len(self.engines) * (self.file_nbytes + (2 * self.rounds + 1) * self.round_nbytes)
-        total += 1.5 * self.rounds * self.round_nbytes  # through more memory than the caches hold
+        # Through more memory than the caches hold, again for each engine that turns out to be the fastest so far.
+        total += (1 + len(self.engines)) * 1.5 * self.rounds * self.round_nbytes
         total += self.rounds * self.round_s * _FASTEST_BYTES_PER_S  # writes beside demand reads
         total += len(self.tensor_nbytes) * (self.tensor_rounds + 2) * self.tensors_nbytes
         total += len(self.tensor_nbytes) * self.tensor_rounds * self.round_nbytes  # the raw rounds beside

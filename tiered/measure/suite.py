@@ -150,11 +150,12 @@ class Suite:
             if pairs.of_large is not None:
                 row = Row.of(pairs.of_large, engine=bed.engine, directory=self.report.directory, is_large=True)
                 self.report.large_rows.append(row)
-                self.report.are_large_alike &= bed.is_repeated(pairs.pattern)
+                is_alike = bed.is_repeated(pairs.pattern)
+                self.report.are_large_alike = is_alike and self.report.are_large_alike is not False
                 self._display.line(str(row))
         if any(row.fio_has_huge_pages is False for row in self.report.rows):
             self._display.line("fio ran without huge pages, which cost it bandwidth: only root can lend it some")
-        if not self.report.are_large_alike:
+        if self.report.are_large_alike is False:
             self._display.line(
                 "large operations went through more memory than the processor's caches hold, which cost them "
                 "bandwidth beside the others: only root can lend huge pages for less"
