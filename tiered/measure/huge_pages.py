@@ -103,7 +103,6 @@ class RepeatedMemory:
         """
         if period < 1 or period % HUGE_PAGE_NBYTES:
             raise ValueError(f"period must be a multiple of {HUGE_PAGE_NBYTES} bytes, got {period}")
-        self.period = period
         self._nbytes = round_up(nbytes, HUGE_PAGE_NBYTES) + HUGE_PAGE_NBYTES  # to begin at a multiple of one
         self._address: int | None = None
         self.memory = memoryview(b"")  # shape (nbytes,), uint8; empty once it is closed
