@@ -8,8 +8,8 @@ from dataclasses import replace
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.store.catalog.catalog import Root, Row, SqliteCatalog
 from tiered.store.catalog.simulated_catalog import SimulatedCatalog
-from tiered.store.space.extents import Extent
-from tiered.store.transfers.checksum import num_blocks
+from tiered.store.format.checksum import num_blocks
+from tiered.store.format.extent import Extent
 
 UUID = bytes(range(16))
 ROOT = Root(store_uuid=UUID, generation=0, next_key_id=1, num_directories=2, state="{}")

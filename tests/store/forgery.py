@@ -16,7 +16,7 @@ import xxhash
 
 from tests.store.flips import JOURNAL_NAME
 from tiered.bytes.device.profile import PROFILE_NAME
-from tiered.store.catalog import row as rows
+from tiered.store.format import row as rows
 from tiered.store.lifetime.directory import CATALOG_NAME
 
 __all__ = ["KINDS", "Kind"]

@@ -21,13 +21,13 @@ from tiered.bytes.device.files import DataFiles
 from tiered.bytes.device.in_flight import InFlight
 from tiered.errors import DeviceError
 from tiered.store.catalog import catalog as catalog_module
-from tiered.store.catalog import row, rows
 from tiered.store.catalog.simulated_catalog import SimulatedCatalog
+from tiered.store.format import row, rows
 from tiered.store.generations.commit import Committer
-from tiered.store.generations.records import Extents, Records, Sealed
 from tiered.store.lifetime import directory, lock
 from tiered.store.lifetime.service import Service
-from tiered.store.residency.entry import Entry
+from tiered.store.records.entry import Entry
+from tiered.store.records.records import Extents, Records, Sealed
 from tiered.store.space.space import Space
 from tiered.store.store import Store
 from tiered.store.transfers.transfer import Transfer

@@ -13,8 +13,8 @@ from tiered.bytes.device.base import Device, DeviceStatistics, Operation
 from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
 from tiered.errors import TieredError
 from tiered.store.catalog.catalog import Catalog
-from tiered.store.catalog.row import Root, Row
 from tiered.store.catalog.simulated_catalog import SimulatedCatalog
+from tiered.store.format.row import Root, Row
 from tiered.store.lifetime.opening import empty_root
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store

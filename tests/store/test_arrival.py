@@ -12,8 +12,8 @@ from tests.store.rig import WAIT_S, GatedDevice, await_true, numbers, simulated_
 from tiered.bytes.device.base import Operation
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import ClosedError, CorruptionError, DeadlineError, DeviceError
+from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.store import Store
-from tiered.store.transfers.checksum import BLOCK_NBYTES
 from tiered.units import MiB
 
 NBYTES = 2 * BLOCK_NBYTES + 1000

@@ -15,7 +15,7 @@ from tiered.bytes.device.faults import Fault, FaultsDevice
 from tiered.bytes.device.files import translate
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import DeadlineError, DeviceError, UsageError
-from tiered.store.transfers.checksum import BLOCK_NBYTES
+from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.units import KiB, MiB
 
 LOST_SECTOR = [errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN]

@@ -23,9 +23,9 @@ from tests.store.catalogs import (
     row_of,
 )
 from tiered.errors import ClosedError, DeadlineError, UsageError
-from tiered.store.catalog.row import encode_root, encode_row
-from tiered.store.space.extents import Extent
-from tiered.store.transfers.checksum import BLOCK_NBYTES
+from tiered.store.format.checksum import BLOCK_NBYTES
+from tiered.store.format.extent import Extent
+from tiered.store.format.row import encode_root, encode_row
 
 
 @pytest.fixture(params=[SqliteHome, SimulatedHome])

@@ -14,8 +14,8 @@ from tests.store.catalogs import (
 )
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.catalog.catalog import SqliteCatalog
-from tiered.store.catalog.row import encode_row
-from tiered.store.transfers.checksum import BLOCK_NBYTES
+from tiered.store.format.checksum import BLOCK_NBYTES
+from tiered.store.format.row import encode_row
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ import pytest
 from tests.store.catalogs import ROOT, UUID, SqliteHome, content_of, failing, inline_row, root_of, row_of
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CorruptionError, DeviceError, UsageError
-from tiered.store.catalog import row as row_module
-from tiered.store.catalog import rows as rows_module
-from tiered.store.catalog.row import RootHeader, decode_root, encode_root, encode_row
-from tiered.store.catalog.rows import Rows
 from tiered.store.catalog.simulated_catalog import SimulatedCatalog
 from tiered.store.catalog.sqlite_file import connect, make_durable, translated
+from tiered.store.format import row as row_module
+from tiered.store.format import rows as rows_module
+from tiered.store.format.row import RootHeader, decode_root, encode_root, encode_row
+from tiered.store.format.rows import Rows
 from tiered.store.lifetime.identity import Identity
 
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered.store.transfers.checksum import BLOCK_NBYTES, block_seed, digest, num_blocks
+from tiered.store.format.checksum import BLOCK_NBYTES, block_seed, digest, num_blocks
 
 UUID = bytes(range(16))
 places = st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**40), st.integers(0, 2**63 - 1))

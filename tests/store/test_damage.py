@@ -13,8 +13,8 @@ import torch
 from tests.store.rig import numbers, simulated_store
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CorruptionError, UsageError
-from tiered.store.catalog.row import Row, decode_root, decode_row, encode_root, encode_row
-from tiered.store.space.extents import Extent
+from tiered.store.format.extent import Extent
+from tiered.store.format.row import Row, decode_root, decode_row, encode_root, encode_row
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
@@ -28,7 +28,7 @@ def rewrite_rows(disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch, change: C
     rows = [decode_row(key_id.to_bytes(8, "little") + body) for key_id, (body, _) in sorted(content.rows.items())]
     with monkeypatch.context() as patch:
         patch.setattr(
-            "tiered.store.catalog.row.row_problem", lambda row: None
+            "tiered.store.format.row.row_problem", lambda row: None
         )  # which keeps a store from writing such rows
         changed = [change(row, rows) for row in rows]
         encoded = {row.key_id: encode_row(row, root.store_uuid) for row in changed}

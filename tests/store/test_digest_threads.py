@@ -13,8 +13,8 @@ from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store, store
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CorruptionError
+from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.store import Store
-from tiered.store.transfers.checksum import BLOCK_NBYTES
 from tiered.store.transfers.digest_threads import DigestThreads
 from tiered.units import MiB
 

@@ -13,9 +13,9 @@ from tests.store.rig import WAIT_S, GatedDevice, await_true, numbers, simulated_
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.bytes.host_tensor import empty_aligned
 from tiered.errors import CorruptionError, DeadlineError, DeviceError
+from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.store import Store
-from tiered.store.transfers import streaming
-from tiered.store.transfers.checksum import BLOCK_NBYTES
+from tiered.store.values import streaming
 from tiered.units import MiB
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from tiered.bytes.device.profile import PROFILE_NAME
+from tiered.bytes.private_file import create_private_file
 from tiered.errors import CorruptionError, DeviceError, UsageError
 from tiered.store.lifetime import directory as directory_module
 from tiered.store.lifetime import lock as lock_module
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
 from tiered.store.lifetime.identity import Identity
 from tiered.store.lifetime.lock import Lock
-from tiered.store.lifetime.private_file import create_private_file
 
 
 def finish(directories):

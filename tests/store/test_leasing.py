@@ -14,7 +14,7 @@ from tiered.errors import (
     LeaseError,
     UsageError,
 )
-from tiered.store.residency.entry import Spec
+from tiered.store.format.spec import Spec
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store
 from tiered.units import KiB

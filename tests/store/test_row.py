@@ -5,11 +5,11 @@ import pytest
 
 from tests.store.catalogs import ROOT, UUID, row_of
 from tiered.errors import CorruptionError
-from tiered.store.catalog import row as codec
 from tiered.store.catalog.catalog import Root, Row
-from tiered.store.catalog.row import RootHeader, decode_root, encode_root, encode_row, row_seed
-from tiered.store.catalog.rows import Rows
-from tiered.store.space.extents import Extent
+from tiered.store.format import row as codec
+from tiered.store.format.extent import Extent
+from tiered.store.format.row import RootHeader, decode_root, encode_root, encode_row, row_seed
+from tiered.store.format.rows import Rows
 
 # --- the format is fixed ---
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiered.errors import CorruptionError
-from tiered.store.generations.state_text import _DECODERS, decode, encode
+from tiered.store.format.state_text import _DECODERS, decode, encode
 
 TORCH_DTYPES = [
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),

@@ -16,13 +16,13 @@ from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import SCRATCH
 from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
 from tiered.errors import CapacityError, DeadlineError, DeviceError, LeaseError, UsageError
+from tiered.store.format.extent import Extent
 from tiered.store.generations import commit as commit_module
 from tiered.store.lifetime import opening
 from tiered.store.lifetime.opening import Parts, dram_budget
 from tiered.store.residency.lease import Lease
 from tiered.store.space.dealing import _whole
 from tiered.store.space.device_space import DeviceSpace
-from tiered.store.space.extents import Extent
 from tiered.store.space.free_ranges import FreeRanges
 from tiered.store.store import Store
 from tiered.store.waiting.deadline import Deadline

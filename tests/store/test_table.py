@@ -9,7 +9,7 @@ import torch
 
 from tests.store.rig import assert_holds, filled, numbers, simulated_store
 from tiered.bytes.device.memory import SimulatedDisk
-from tiered.store.catalog.row import decode_row
+from tiered.store.format.row import decode_row
 from tiered.store.store import Store
 
 

@@ -12,10 +12,10 @@ from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store, store
 from tiered.bytes.device.base import Operation
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import DeviceError, LeaseError
-from tiered.store.residency.entry import Residency
+from tiered.store.format.checksum import BLOCK_NBYTES
+from tiered.store.records.entry import Residency
 from tiered.store.residency.lease import Lease
 from tiered.store.store import Store
-from tiered.store.transfers.checksum import BLOCK_NBYTES
 from tiered.store.values import write_through
 from tiered.units import KiB, MiB
 

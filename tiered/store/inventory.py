@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiered.stats import StoreStatistics
 from tiered.store.generations.generations import Generations
-from tiered.store.residency.entry import Record
+from tiered.store.records.entry import Record
 from tiered.store.residency.working_set import WorkingSet
 
 __all__ = ["records_of", "statistics_of"]

@@ -21,22 +21,22 @@ from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import UsageError
 from tiered.stats import StoreStatistics
 from tiered.store.catalog.catalog import Catalog
-from tiered.store.catalog.rows import Rows
+from tiered.store.format.rows import Rows
 from tiered.store.generations.damage import DroppedKey, drop_damaged
-from tiered.store.generations.finishers import Finisher, Finishers
 from tiered.store.generations.generations import Generations
-from tiered.store.generations.records import Records
 from tiered.store.generations.registry import Stateful, committed_state
 from tiered.store.inventory import records_of, statistics_of
 from tiered.store.lifetime.estate import Estate
 from tiered.store.lifetime.opening import Parts, empty_root, open_parts
 from tiered.store.lifetime.service import Service, too_late
-from tiered.store.residency.entry import Record
+from tiered.store.records.entry import Record
+from tiered.store.records.finishers import Finisher, Finishers
+from tiered.store.records.records import Records
 from tiered.store.residency.lease import Lease, LeaseBlock, Mode
 from tiered.store.residency.residents import Residents
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.space.space import Space
-from tiered.store.transfers.streaming import Streams, VerifyReport
+from tiered.store.values.streaming import Streams, VerifyReport
 from tiered.store.values.values import Values
 from tiered.store.waiting.reentry import Reentry
 

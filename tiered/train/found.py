@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import tiered
+from tiered.bytes.private_file import fsync_directory
 from tiered.console.question import confirm
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.catalog.catalog import Root, Row, SqliteCatalog
+from tiered.store.format.state_text import encode
 from tiered.store.generations.registry import committed_state
-from tiered.store.generations.state_text import encode
-from tiered.store.lifetime.directory import CATALOG_NAME, Directories, fsync_directory, owned_files
+from tiered.store.lifetime.directory import CATALOG_NAME, Directories, owned_files
 from tiered.units import MiB, format_bytes
 
 __all__ = ["FoundRun", "check", "describe", "find_run", "holds_any_file", "holds_store", "remove_store"]

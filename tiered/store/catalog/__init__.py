@@ -1,1 +1,1 @@
-"""The durable index of a store: rows, their checks, and the SQLite file that they are in."""
+"""The durable index of a store: the SQLite file that holds its rows."""

@@ -42,20 +42,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from tiered.bytes.private_file import create_private_file, fsync_directory
 from tiered.errors import CapacityError, ClosedError, CorruptionError, DeadlineError, DeviceError, UsageError
-from tiered.store.catalog.row import (
-    FORMAT_VERSION,
-    ROOT_HEADER_NBYTES,
-    Root,
-    RootHeader,
-    Row,
-    decode_root,
-    decode_root_header,
-    encode_root,
-    encode_row,
-    refuse_newer,
-)
-from tiered.store.catalog.rows import Rows
 from tiered.store.catalog.sqlite_file import (
     BUSY,
     PAGE_NBYTES,
@@ -68,8 +56,19 @@ from tiered.store.catalog.sqlite_file import (
     settle_journal,
     translated,
 )
-from tiered.store.lifetime.directory import fsync_directory
-from tiered.store.lifetime.private_file import create_private_file
+from tiered.store.format.row import (
+    FORMAT_VERSION,
+    ROOT_HEADER_NBYTES,
+    Root,
+    RootHeader,
+    Row,
+    decode_root,
+    decode_root_header,
+    encode_root,
+    encode_row,
+    refuse_newer,
+)
+from tiered.store.format.rows import Rows
 from tiered.store.waiting.fork_wait import make_forks_wait
 
 __all__ = ["FORMAT_VERSION", "Catalog", "Root", "Row", "SqliteCatalog"]

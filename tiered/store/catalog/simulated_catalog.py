@@ -11,8 +11,8 @@ from typing import NamedTuple
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import ClosedError, CorruptionError, DeviceError, UsageError
 from tiered.store.catalog.catalog import Catalog, Root, Row
-from tiered.store.catalog.row import decode_root, encode_root, encode_row
-from tiered.store.catalog.rows import Rows
+from tiered.store.format.row import decode_root, encode_root, encode_row
+from tiered.store.format.rows import Rows
 
 __all__ = ["SimulatedCatalog"]
 

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tiered.bytes.private_file import create_private_file, fsync_directory
 from tiered.errors import CapacityError, CorruptionError, DeadlineError, DeviceError, TieredError, UsageError
-from tiered.store.lifetime.directory import fsync_directory
-from tiered.store.lifetime.private_file import create_private_file
 from tiered.units import MiB
 
 __all__ = [

@@ -1,1 +1,1 @@
-"""What belongs to which generation, and how a commit makes one durable: all of it or nothing."""
+"""How a commit makes a generation durable, all of it or nothing, and the way back."""

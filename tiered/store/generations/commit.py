@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection
 from tiered.bytes.inside import ServiceThread
 from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
 from tiered.store.catalog.catalog import Catalog
-from tiered.store.catalog.row import Root
-from tiered.store.generations.finishers import Finisher
-from tiered.store.generations.records import Sealed
+from tiered.store.format.row import Root
 from tiered.store.lifetime.dropping import start_keeper
-from tiered.store.residency.entry import Entry, Residency
+from tiered.store.records.entry import Entry, Residency
+from tiered.store.records.finishers import Finisher
+from tiered.store.records.records import Sealed
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
 from tiered.store.transfers.transfer import start_all

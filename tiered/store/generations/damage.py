@@ -12,7 +12,7 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.generations.generations import Generations
 from tiered.store.residency.working_set import WorkingSet
-from tiered.store.transfers.streaming import Streams
+from tiered.store.values.streaming import Streams
 from tiered.units import format_bytes
 
 __all__ = ["DroppedKey", "drop_damaged"]

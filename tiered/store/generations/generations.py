@@ -15,10 +15,10 @@ from typing import Any
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import DeadlineError, TieredError, UsageError
 from tiered.store.catalog.catalog import Catalog
-from tiered.store.catalog.row import Root
+from tiered.store.format.row import Root
 from tiered.store.generations.commit import Committer
-from tiered.store.generations.finishers import Finishers
 from tiered.store.generations.registry import Registry, committed_state, encode_user_state
+from tiered.store.records.finishers import Finishers
 from tiered.store.residency.residents import this_thread
 from tiered.store.residency.working_set import WorkingSet
 

@@ -1,6 +1,6 @@
 """Registry: the objects whose state is part of every commit, and the text that carries it.
 
-The text is JSON: ``{"registered": {name: state_dict}, "state": the user's}``, each encoded by state.py.
+The text is JSON: ``{"registered": {name: state_dict}, "state": the user's}``, each encoded by state_text.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from tiered.errors import CorruptionError, UsageError
-from tiered.store.generations.state_text import decode, encode
+from tiered.store.format.state_text import decode, encode
 
 __all__ = ["Registry", "Stateful", "committed_state", "encode_user_state", "taking_apart"]
 

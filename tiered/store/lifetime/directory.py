@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Literal
 
 from tiered.bytes.device.profile import PROFILE_NAME
+from tiered.bytes.private_file import create_private_file, fsync_directory, refuse_trap
 from tiered.errors import CapacityError, CorruptionError, DeviceError, UsageError
 from tiered.store.lifetime.identity import Identity
 from tiered.store.lifetime.lock import LOCK_NAME, Lock
-from tiered.store.lifetime.private_file import create_private_file, refuse_trap
 
 __all__ = [
     "CATALOG_NAME",
     "Directories",
-    "fsync_directory",
     "owned_files",
     "scratch_directories",
 ]
@@ -125,15 +124,6 @@ def scratch_directories(paths: Sequence[str | os.PathLike[str]]) -> tuple[Path, 
                 raise UsageError(f"{path} is not a directory")
         _refuse_unwritable(found)
     return found
-
-
-def fsync_directory(path: Path) -> None:
-    """Make the names in ``path`` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _distinct(paths: Sequence[str | os.PathLike[str]]) -> tuple[Path, ...]:

@@ -12,10 +12,10 @@ import weakref
 
 from tiered.bytes.condition import Condition
 from tiered.errors import TieredError
-from tiered.store.generations.records import Records
 from tiered.store.lifetime.dropping import drop
 from tiered.store.lifetime.opening import Parts
 from tiered.store.lifetime.origin import origin
+from tiered.store.records.records import Records
 from tiered.store.residency.residents import Residents
 from tiered.store.space.space import Space
 

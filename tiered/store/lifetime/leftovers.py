@@ -19,9 +19,10 @@ from types import TracebackType
 import numpy as np
 
 from tiered.bytes.device.profile import PROFILE_NAME
+from tiered.bytes.private_file import fsync_directory
 from tiered.errors import CorruptionError, TieredError, UsageError
 from tiered.store.catalog.catalog import SqliteCatalog
-from tiered.store.lifetime.directory import CATALOG_NAME, Directories, fsync_directory, owned_files
+from tiered.store.lifetime.directory import CATALOG_NAME, Directories, owned_files
 
 __all__ = ["Leftover", "Leftovers"]
 

@@ -8,10 +8,10 @@ import os
 import weakref
 from pathlib import Path
 
+from tiered.bytes.private_file import create_private_file, refuse_trap
 from tiered.errors import UsageError
 from tiered.store.lifetime.dropping import finish_dropping
 from tiered.store.lifetime.origin import origin
-from tiered.store.lifetime.private_file import create_private_file, refuse_trap
 
 __all__ = ["LOCK_NAME", "Lock"]
 

@@ -16,9 +16,9 @@ from tiered.bytes.device.engines import DEVICES, open_device
 from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
 from tiered.errors import CapacityError, TieredError, UsageError
 from tiered.store.catalog.catalog import Catalog, SqliteCatalog
-from tiered.store.catalog.row import Root
 from tiered.store.catalog.simulated_catalog import SimulatedCatalog
-from tiered.store.generations.state_text import encode
+from tiered.store.format.row import Root
+from tiered.store.format.state_text import encode
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
 from tiered.store.space.bandwidth import profiled_weights
 from tiered.units import MiB, format_bytes, parse_bytes

@@ -15,7 +15,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from tiered.bytes.arena import Buffer
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import LeaseError, UsageError
-from tiered.store.residency.entry import Alias, Spec
+from tiered.store.format.spec import Spec
+from tiered.store.records.entry import Alias
 from tiered.store.residency.write_targets import flat_values, name_of, write_targets
 
 if TYPE_CHECKING:

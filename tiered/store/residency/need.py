@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 
 from tiered.errors import LeaseError, UsageError
-from tiered.store.residency.entry import Entry, Residency, UnknownSpec
+from tiered.store.format.spec import UnknownSpec
+from tiered.store.records.entry import Entry, Residency
 
 __all__ = ["Need"]
 

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.condition import Condition
-from tiered.store.generations.table import Table
-from tiered.store.residency.entry import Alias, Entry, Residence, Residency
+from tiered.store.records.entry import Alias, Entry, Residence, Residency
+from tiered.store.records.table import Table
 
 __all__ = ["EvictionPolicy", "LeastRecentlyUsed", "Residents", "be_thread", "this_thread"]
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from tiered.bytes.arena import Buffer
 from tiered.errors import CapacityError, DeadlineError, TieredError
-from tiered.store.generations.records import Records
-from tiered.store.residency.entry import Entry, Residence, Residency
+from tiered.store.records.entry import Entry, Residence, Residency
+from tiered.store.records.records import Records
 from tiered.store.residency.residents import EvictionPolicy, Residents, this_thread
 from tiered.store.residency.write_back import Shortage, WriteBack
 from tiered.store.space.space import Space

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
 from tiered.bytes.device.base import IOClass
-from tiered.store.generations.records import Records
-from tiered.store.residency.entry import Entry, Residence, Residency
+from tiered.store.records.entry import Entry, Residence, Residency
+from tiered.store.records.records import Records
 from tiered.store.residency.residents import Residents
 from tiered.store.residency.room import Room
 from tiered.store.space.space import Space

@@ -19,18 +19,19 @@ from tiered.bytes.device.base import IOClass
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import ClosedError, LeaseError, UsageError
 from tiered.stats import SwapStatistics, WorkingSetStatistics
-from tiered.store.catalog.row import MAX_NUM_DIMS
-from tiered.store.generations.deferred_seal import DeferredSeal
-from tiered.store.generations.records import Records
-from tiered.store.residency.entry import Alias, Entry, Granted, Residence, Residency, Spec, is_kept
+from tiered.store.format.row import MAX_NUM_DIMS
+from tiered.store.format.spec import Spec, is_kept
+from tiered.store.records.deferred_seal import DeferredSeal
+from tiered.store.records.entry import Alias, Entry, Granted, Residence, Residency
+from tiered.store.records.records import Records
 from tiered.store.residency.lease import Lease, tensor_over
+from tiered.store.residency.modes import refuse_modes
 from tiered.store.residency.need import Need
 from tiered.store.residency.residents import EvictionPolicy, Residents
 from tiered.store.residency.room import Room
 from tiered.store.residency.swap_in import SwapIn
 from tiered.store.space.space import Space
 from tiered.store.transfers.transfer import Transfer
-from tiered.store.values.modes import refuse_modes
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.recorder import Recorder, Wait
 from tiered.store.waiting.reentry import Reentry

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterable
 
 from tiered.bytes.device.base import IOClass
-from tiered.store.generations.records import Extents, Records
-from tiered.store.residency.entry import Entry, Residency
+from tiered.store.records.entry import Entry, Residency
+from tiered.store.records.records import Extents, Records
 from tiered.store.residency.residents import Residents
 from tiered.store.space.space import Space
 from tiered.store.transfers.transfer import Transfer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiered.store.transfers.checksum import BLOCK_NBYTES
+from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.units import divide_up
 
 __all__ = ["Dealer", "block_order"]

@@ -6,29 +6,20 @@ Pure arithmetic: no I/O and no lock; the allocator over all devices (extents.py)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
+from tiered.store.format.extent import Extent
 from tiered.store.space.free_ranges import FreeRanges
 from tiered.units import MiB, round_up
 
-__all__ = ["GROWTH_NBYTES", "DeviceSpace", "Extent"]
+__all__ = ["GROWTH_NBYTES", "DeviceSpace"]
 
 GROWTH_NBYTES = 64 * MiB
 """The smallest step by which a file grows where four times that is free."""
 
 # A device's files lie one after another on one number line, this far apart: a range never reaches the next file.
 _FILE_STRIDE = 1 << 52
-
-
-class Extent(NamedTuple):
-    """A contiguous range of one file: the device's index, the file's number, offset and length in bytes."""
-
-    device: int
-    file: int
-    offset: int
-    nbytes: int
 
 
 class DeviceSpace:

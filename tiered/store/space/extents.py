@@ -13,31 +13,13 @@ import numpy as np
 
 from tiered.bytes.device.base import SCRATCH
 from tiered.errors import CapacityError
+from tiered.store.format.checksum import BLOCK_NBYTES
+from tiered.store.format.extent import Extent
 from tiered.store.space.dealing import Dealer
-from tiered.store.space.device_space import GROWTH_NBYTES, DeviceSpace, Extent
-from tiered.store.transfers.checksum import BLOCK_NBYTES
+from tiered.store.space.device_space import GROWTH_NBYTES, DeviceSpace
 from tiered.units import TiB, format_bytes, round_up
 
-__all__ = ["GROWTH_NBYTES", "Extent", "ExtentAllocator", "ExtentError", "pieces"]
-
-
-def pieces(extents: Iterable[Extent], start: int, nbytes: int) -> Iterator[Extent]:
-    """Yield, in order, the parts of ``extents`` that hold the logical bytes [start, start + nbytes) of their record.
-
-    Raises ValueError when the extents end before that.
-    """
-    skip, wanted = start, nbytes
-    for extent in extents:
-        if wanted == 0:
-            return
-        if skip >= extent.nbytes:
-            skip -= extent.nbytes
-            continue
-        length = min(extent.nbytes - skip, wanted)
-        yield extent._replace(offset=extent.offset + skip, nbytes=length)
-        skip, wanted = 0, wanted - length
-    if wanted:
-        raise ValueError(f"bytes [{start}, {start + nbytes}) end {wanted} bytes beyond their extents")
+__all__ = ["GROWTH_NBYTES", "ExtentAllocator", "ExtentError"]
 
 
 class ExtentError(Exception):

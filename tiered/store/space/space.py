@@ -13,10 +13,11 @@ from tiered.bytes.device.base import SCRATCH, Device, IOClass
 from tiered.bytes.device.parallel import in_parallel
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, CorruptionError
-from tiered.store.catalog.row import Row
-from tiered.store.catalog.rows import Rows
+from tiered.store.format.extent import Extent
+from tiered.store.format.row import Row
+from tiered.store.format.rows import Rows
 from tiered.store.space.bandwidth import BandwidthMeter
-from tiered.store.space.extents import Extent, ExtentAllocator, ExtentError
+from tiered.store.space.extents import ExtentAllocator, ExtentError
 from tiered.store.transfers.digest_threads import DigestThreads
 from tiered.store.transfers.transfer import Progress, Transfer
 from tiered.store.waiting.deadline import Deadline

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tiered.bytes.device.base import Device, IOClass, Operation
 from tiered.errors import CorruptionError, DeviceError
-from tiered.store.catalog.row import Row
-from tiered.store.space.extents import Extent, pieces
-from tiered.store.transfers.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_seed, digest, num_blocks
+from tiered.store.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_seed, digest, num_blocks
+from tiered.store.format.extent import Extent, pieces
+from tiered.store.format.row import Row
 from tiered.store.transfers.digest_threads import WORTHWHILE_NBYTES, DigestThreads
 from tiered.units import round_up
 

@@ -10,9 +10,10 @@ import time
 
 import torch
 
-from tiered.store.residency.entry import Alias, Entry, Residency, Spec
+from tiered.store.format.checksum import BLOCK_NBYTES
+from tiered.store.format.spec import Spec
+from tiered.store.records.entry import Alias, Entry, Residency
 from tiered.store.residency.working_set import WorkingSet
-from tiered.store.transfers.checksum import BLOCK_NBYTES
 from tiered.store.transfers.transfer import Transfer
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.recorder import Wait

@@ -9,13 +9,14 @@ import torch
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
-from tiered.store.catalog.row import Row
-from tiered.store.residency.entry import Residency, Spec
+from tiered.store.format.checksum import block_seed, digest
+from tiered.store.format.extent import Extent
+from tiered.store.format.row import Row
+from tiered.store.format.spec import Spec
+from tiered.store.records.entry import Residency
 from tiered.store.residency.working_set import WorkingSet
-from tiered.store.space.extents import Extent
-from tiered.store.transfers.batch import Batch, batch_nbytes, is_small
-from tiered.store.transfers.checksum import block_seed, digest
-from tiered.store.transfers.window import Window
+from tiered.store.values.batch import Batch, batch_nbytes, is_small
+from tiered.store.values.window import Window
 
 __all__ = ["GetBatches"]
 

@@ -10,14 +10,14 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.interrupt import INTERRUPTS
-from tiered.store.catalog.row import Row
-from tiered.store.residency.entry import Spec
+from tiered.store.format.checksum import DIGEST_NBYTES, block_seed, digest
+from tiered.store.format.extent import Extent, pieces
+from tiered.store.format.row import Row
+from tiered.store.format.spec import Spec
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
-from tiered.store.space.extents import Extent, pieces
-from tiered.store.transfers.batch import Batch, batch_nbytes, is_small
-from tiered.store.transfers.checksum import DIGEST_NBYTES, block_seed, digest
-from tiered.store.transfers.window import Window
+from tiered.store.values.batch import Batch, batch_nbytes, is_small
+from tiered.store.values.window import Window
 from tiered.store.waiting.deadline import Deadline
 
 __all__ = ["PutBatches", "Source"]

@@ -16,15 +16,16 @@ from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import aligned_memory, copy_contiguous, empty_aligned
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import UsageError
-from tiered.store.catalog.row import MAX_NUM_DIMS, Row
-from tiered.store.residency.entry import INLINE_NBYTES, Residency, Spec, is_kept
+from tiered.store.format.row import MAX_NUM_DIMS, Row
+from tiered.store.format.spec import INLINE_NBYTES, Spec, is_kept
+from tiered.store.records.entry import Residency
 from tiered.store.residency.lease import EndedView, ReadOnlyView, plain_of
+from tiered.store.residency.modes import refuse_modes
 from tiered.store.residency.working_set import WorkingSet
-from tiered.store.transfers.streaming import DirectGet, Streams
 from tiered.store.values.arrival import Arrival, is_worthwhile
 from tiered.store.values.get_batches import GetBatches
-from tiered.store.values.modes import refuse_modes
 from tiered.store.values.put_batches import PutBatches, Source
+from tiered.store.values.streaming import DirectGet, Streams
 from tiered.store.values.write_through import WriteThrough
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import MiB

@@ -12,12 +12,13 @@ import torch
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
-from tiered.store.catalog.row import Row
-from tiered.store.residency.entry import Entry, Spec
+from tiered.store.format.checksum import BLOCK_NBYTES
+from tiered.store.format.row import Row
+from tiered.store.format.spec import Spec
+from tiered.store.records.entry import Entry
 from tiered.store.residency.working_set import WorkingSet
-from tiered.store.transfers.checksum import BLOCK_NBYTES
-from tiered.store.transfers.streaming import Streams
 from tiered.store.transfers.transfer import Transfer
+from tiered.store.values.streaming import Streams
 from tiered.units import MiB
 
 __all__ = ["WriteThrough"]

@@ -1,7 +1,7 @@
 """Window: bytes moved past the working set through a few buffers, several movements in flight, finished in order.
 
 What is moved and what a finished movement means is the jobs' business: blocks of large records (streaming.py), many
-small records at a time (batches.py).
+small records at a time (put_batches.py, get_batches.py).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from tiered.store.generations.finishers import Finisher
-from tiered.store.generations.records import Records
+from tiered.store.records.finishers import Finisher
+from tiered.store.records.records import Records
 from tiered.store.waiting.deadline import Deadline
 
 __all__ = ["DeferredSeal"]

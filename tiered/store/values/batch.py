@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tiered.bytes.device.base import Device, IOClass, Operation
 from tiered.errors import DeviceError
-from tiered.store.residency.entry import INLINE_NBYTES
+from tiered.store.format.extent import Extent
+from tiered.store.format.spec import INLINE_NBYTES
 from tiered.store.residency.working_set import WorkingSet
-from tiered.store.space.extents import Extent
 from tiered.store.transfers.transfer import submit_all
 from tiered.units import KiB, MiB
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tiered.errors import UsageError
 
-__all__ = ["create_private_file", "refuse_trap"]
+__all__ = ["create_private_file", "fsync_directory", "refuse_trap"]
 
 
 def create_private_file(path: Path) -> int:
@@ -34,3 +34,12 @@ def refuse_trap(path: Path, status: os.stat_result) -> None:
             f"{stat.filemode(status.st_mode)} of user {status.st_uid} with {status.st_nlink} names: look whether it is "
             "what you wrote"
         )
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in ``path`` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import xxhash
 
 from tiered.errors import CorruptionError, UsageError
-from tiered.store.space.extents import Extent
-from tiered.store.transfers.checksum import DIGEST_NBYTES, digest, num_blocks
+from tiered.store.format.checksum import DIGEST_NBYTES, digest, num_blocks
+from tiered.store.format.extent import Extent
 
 __all__ = [
     "EXTENT_NBYTES",

@@ -13,11 +13,12 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 
-from tiered.store.catalog.row import Row
-from tiered.store.catalog.rows import Rows
-from tiered.store.generations.table import Table
-from tiered.store.residency.entry import Entry, Residency, Spec
-from tiered.store.space.extents import Extent
+from tiered.store.format.extent import Extent
+from tiered.store.format.row import Row
+from tiered.store.format.rows import Rows
+from tiered.store.format.spec import Spec
+from tiered.store.records.entry import Entry, Residency
+from tiered.store.records.table import Table
 from tiered.store.space.space import Space
 from tiered.units import format_bytes
 

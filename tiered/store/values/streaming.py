@@ -18,15 +18,15 @@ from tiered.bytes.device.base import IOClass
 from tiered.bytes.host_tensor import copy_contiguous, populate
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import CorruptionError
-from tiered.store.catalog.row import Row
-from tiered.store.residency.entry import Spec
+from tiered.store.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, num_blocks
+from tiered.store.format.row import Row
+from tiered.store.format.spec import Spec
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
 from tiered.store.space.dealing import block_order
 from tiered.store.space.space import Space
-from tiered.store.transfers.checksum import BLOCK_NBYTES, DIGEST_NBYTES, num_blocks
 from tiered.store.transfers.transfer import Transfer
-from tiered.store.transfers.window import Window
+from tiered.store.values.window import Window
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.recorder import Wait
 from tiered.units import MiB

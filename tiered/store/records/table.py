@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tiered.store.catalog.row import decode_row
-from tiered.store.catalog.rows import Rows
-from tiered.store.residency.entry import Entry, Residency, Spec
+from tiered.store.format.row import decode_row
+from tiered.store.format.rows import Rows
+from tiered.store.format.spec import Spec
+from tiered.store.records.entry import Entry, Residency
 
 __all__ = ["Table"]
 

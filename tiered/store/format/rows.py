@@ -13,7 +13,8 @@ import numpy as np
 import xxhash
 
 from tiered.errors import CorruptionError
-from tiered.store.catalog.row import (
+from tiered.store.format.checksum import DIGEST_NBYTES, num_blocks
+from tiered.store.format.row import (
     EXTENT_NBYTES,
     ROW_HEADER_NBYTES,
     RootHeader,
@@ -25,8 +26,7 @@ from tiered.store.catalog.row import (
     row_seed,
     unpack_header,
 )
-from tiered.store.residency.entry import Spec
-from tiered.store.transfers.checksum import DIGEST_NBYTES, num_blocks
+from tiered.store.format.spec import Spec
 
 __all__ = ["EXTENTS_DTYPE", "Rows"]
 

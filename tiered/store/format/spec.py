@@ -1,0 +1,107 @@
+"""Spec: what a tensor looks like, as a caller has it and as a catalog row names it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from tiered.errors import CorruptionError, UsageError
+from tiered.store.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, num_blocks
+from tiered.store.format.row import Row
+
+__all__ = ["INLINE_NBYTES", "Spec", "UnknownSpec", "is_kept"]
+
+INLINE_NBYTES = 1024
+"""Tensors of at most this many bytes live in their catalog row; part of the disk format."""
+
+_QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_KEPT = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)} - _QUANTISED
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _KEPT}
+
+
+def is_kept(dtype: torch.dtype | str) -> bool:
+    """Whether a store keeps tensors of ``dtype``, given as itself or by the name that catalog rows have."""
+    return dtype in _DTYPES if isinstance(dtype, str) else dtype in _KEPT
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a tensor looks like."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", math.prod(self.shape) * self.dtype.itemsize)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as catalog rows have it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor) -> Spec:
+        """Return the spec of ``tensor``."""
+        return _spec(tensor.dtype, tuple(tensor.shape))
+
+    @classmethod
+    def of(cls, row: Row) -> Spec:
+        """Return the spec a catalog row names. Raises CorruptionError when the row contradicts itself."""
+        spec = _spec_named(row.dtype, row.shape) or UnknownSpec(row)
+        problem = ""
+        if spec.nbytes != row.nbytes:
+            problem = f"{row.nbytes} bytes for shape {row.shape} of {row.dtype}"
+        elif row.inline is not None and (row.extents or row.digests or len(row.inline) != row.nbytes):
+            problem = f"{len(row.inline)} inline bytes of {row.nbytes}"
+        elif row.inline is None and len(row.digests) != DIGEST_NBYTES * num_blocks(row.nbytes):
+            problem = f"{len(row.digests)} bytes of digests for {num_blocks(row.nbytes)} blocks of {BLOCK_NBYTES} bytes"
+        elif row.inline is None and sum(extent.nbytes for extent in row.extents) < row.nbytes:
+            problem = f"extents of {sum(extent.nbytes for extent in row.extents)} bytes for {row.nbytes}"
+        if problem:
+            raise CorruptionError(f"the catalog row of {row.name!r} has {problem}", key=row.name)
+        return spec
+
+
+class UnknownSpec(Spec):
+    """The spec of a row whose dtype a newer torch has written: it has all of a tensor but the dtype to show it in."""
+
+    __slots__ = ("_row",)
+
+    _row: Row
+
+    def __init__(self, row: Row) -> None:
+        object.__setattr__(self, "shape", row.shape)
+        object.__setattr__(self, "nbytes", row.nbytes)
+        object.__setattr__(self, "_row", row)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Raise UsageError: whoever asks is about to make a tensor."""
+        raise self.refusal()
+
+    def refusal(self) -> UsageError:
+        """Return what is raised for whoever wants the tensor."""
+        return UsageError(
+            f"{self._row.name!r} has a dtype that this torch does not know: {self._row.dtype!r}, this is torch "
+            f"{torch.__version__}; open the store with the torch that wrote it. Its other keys can be used"
+        )
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as the catalog row has it."""
+        return self._row.dtype
+
+
+@functools.lru_cache(maxsize=1024)  # of a million keys, most look alike
+def _spec(dtype: torch.dtype, shape: tuple[int, ...]) -> Spec:
+    return Spec(dtype, shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec_named(dtype_name: str, shape: tuple[int, ...]) -> Spec | None:
+    dtype = _DTYPES.get(dtype_name)
+    return None if dtype is None else Spec(dtype, shape)
