@@ -150,3 +150,26 @@ def test_two_directories_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> N
     assert result["bench"] == "two_directories"
     assert min(result[kind] for kind in ("stream_put", "stream_get", "swap_out", "swap_in")) > 0
     assert not list(tmp_path.iterdir())
+
+
+def test_overhead_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
+    tiny = ["--widths", "16", "--units", "3", "--turns", "1", "--steps", "2", "--store", str(tmp_path)]
+    command = [warm_python.executable, "bench/overhead.py", *tiny]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
+    result = json.loads(output.splitlines()[-1])
+    assert result["bench"] == "overhead"
+    (row,) = result["rows"]
+    assert (row["numel"], row["units"]) == (544, 3)
+    assert all(row["ratio"][mode] > 0 for mode in ("backward", "step"))
+    assert all(row["calls"][mode]["training thread"] > 0 for mode in ("backward", "step"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_way_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
+    command = [warm_python.executable, "bench/way.py", "--store", str(tmp_path)]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
+    result = json.loads(output.splitlines()[-1])
+    assert result["bench"] == "way"
+    assert {"zero/parameters/unit.py", "tiers/trace.py"} <= set(result["fault_in"]["files"])
+    assert "zero/optimizer/update.py" in result["bucket"]["files"]
+    assert not list(tmp_path.iterdir())
