@@ -35,7 +35,7 @@ from tiered.units import MiB, format_bytes
 NUM_ROWS = 8
 WARM_UP_STEPS = 4
 MODES = ("backward", "step")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Unit(nn.Module):

@@ -27,7 +27,7 @@ from tiered.errors import CapacityError
 from tiered.units import MiB
 
 NUM_UNITS = 6
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 CLOSE = ("zero", "tiers")  # the rooms that are counted
 FAR = ("store", "bytes")  # those that are listed
 
