@@ -86,7 +86,7 @@ class TestRefusals:
             (["--activations", "lose"], "activations must be one of auto, keep, recompute, swap"),
             (["--micro-batches", "sideways"], "micro-batches must be one of vertical, plain"),
             (["--timeline", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
-            (["--state", "small"], "state must be one of exact, bf16, compact"),
+            (["--state", "small"], "state must be one of exact, compact"),
             (["--clip", "1", "--update", "backward"], "clipping needs every gradient"),
             (["--lr", "-1"], "lr must be a positive number"),
             (["--lr", "nan"], "lr must be a positive number"),
@@ -200,7 +200,7 @@ class TestPlan:
         assert not default.warnings()
 
     def test_smaller_state_is_planned_smaller(self) -> None:
-        assert [round(plan(state=state).state_bytes_per_param) for state in ("exact", "bf16", "compact")] == [12, 8, 5]
+        assert [round(plan(state=state).state_bytes_per_param) for state in ("exact", "compact")] == [12, 5]
 
     def test_gradients_over_the_budget_count(self) -> None:
         assert plan(clip=1.0).step_write_nbytes == 14 * 404_443_136

@@ -88,7 +88,7 @@ Dtype = Annotated[str | None, typer.Option(metavar="bf16|fp32", help="Default: b
 Update = Annotated[str | None, typer.Option(metavar="backward|step", help="When state is updated. Default: backward.")]
 State = Annotated[
     str | None,
-    typer.Option(metavar="exact|bf16|compact", help="Optimizer state: 12, 8 or 5 bytes a parameter. Default: exact."),
+    typer.Option(metavar="exact|compact", help="Optimizer state: 12 or 5 bytes a parameter. Default: exact."),
 ]
 CommitEvery = Annotated[int | None, typer.Option(metavar="N", help="Steps between commits. Default: 1.")]
 Durable = Annotated[bool, typer.Option(help="Without: no commits, half the space, nothing to resume.")]

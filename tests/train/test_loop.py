@@ -120,10 +120,9 @@ def test_a_timeline_shows_what_the_threads_did(run: Run, tmp_path: Path, capsys:
     assert {event["name"] for event in events if event["ph"] == "X"} >= {"forward blocks.1", "backward blocks.0"}
 
 
-@pytest.mark.parametrize("state", ["bf16", "compact"])
-def test_smaller_state_learns_and_resumes(run: Run, tmp_path: Path, state: str) -> None:
-    assert run("--steps", "4", "--quiet", "--state", state, store="whole") == 0
-    assert run("--steps", "2", "--quiet", "--state", state) == 0
+def test_smaller_state_learns_and_resumes(run: Run, tmp_path: Path) -> None:
+    assert run("--steps", "4", "--quiet", "--state", "compact", store="whole") == 0
+    assert run("--steps", "2", "--quiet", "--state", "compact") == 0
     losses = figures(tmp_path)["losses"]
     assert run("--resume", "--steps", "4", "--quiet", sizes=()) == 0
     assert losses + figures(tmp_path)["losses"] == figures(tmp_path, "whole")["losses"]

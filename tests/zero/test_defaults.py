@@ -32,7 +32,6 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fp32": ("AdamW", {}, {}),
     "bf16": ("AdamW", {}, BF16),
     "bf16, state compact": ("AdamW", {"state": "compact"}, BF16),
-    "bf16, state bf16": ("AdamW", {"state": "bf16"}, BF16),
     "recompute": ("AdamW", {}, {"activations": "recompute"}),
     "swap": ("AdamW", {}, {"activations": "swap"}),
     "SGD": ("SGD", {"momentum": 0.9}, BF16),

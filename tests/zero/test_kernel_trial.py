@@ -130,18 +130,16 @@ def test_what_has_no_use_for_kernels_asks_for_none(monkeypatch: pytest.MonkeyPat
     """fp64 and fp32 masters, the compact kernels for exact state, and models for which they would not pay."""
     for name in ("tried_adamw_kernel", "tried_compact_kernels", "tried_exact_kernels"):
         monkeypatch.setattr(layout, name, lambda *_: pytest.fail("compiled for nothing"))
-    for word in ("exact", "bf16"):
-        Layouts(word, AdamWRule(), numel=KERNELS_PAY_NUMEL - 1).of(torch.bfloat16)
-        Layouts(word, AdamWRule(), numel=KERNELS_PAY_NUMEL).of(torch.float32)
+    Layouts("exact", AdamWRule(), numel=KERNELS_PAY_NUMEL - 1).of(torch.bfloat16)
+    Layouts("exact", AdamWRule(), numel=KERNELS_PAY_NUMEL).of(torch.float32)
     Layouts("compact", AdamWRule()).of(torch.float64)
 
 
-@pytest.mark.parametrize("word", ["exact", "bf16"])
 @pytest.mark.parametrize("rule", [AdamWRule(), LionRule()])
-def test_state_asks_for_its_own_kernels_where_they_pay(word: str, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_asks_for_its_own_kernels_where_they_pay(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "tried_compact_kernels", lambda: pytest.fail("compiled for nothing"))
-    found = Layouts(word, rule, numel=KERNELS_PAY_NUMEL).of(torch.bfloat16)
-    if isinstance(rule, AdamWRule) and word == "exact":
+    found = Layouts("exact", rule, numel=KERNELS_PAY_NUMEL).of(torch.bfloat16)
+    if isinstance(rule, AdamWRule):
         assert isinstance(found.master, Remainder) and found.kernel is tried_adamw_kernel() is not None
     else:
         assert found.kernel is None and isinstance(found.master, MarkedRemainder)

@@ -17,7 +17,7 @@ import torch
 from tiered.zero.formats.tile_scratch import Dither, Rows
 from tiered.zero.kernels.exact_kernels import ExactKernels
 
-__all__ = ["NO_DITHER", "Bf16Moment", "Field", "MarkedRemainder", "MasterCode", "MomentCode", "RawMoment", "Remainder"]
+__all__ = ["NO_DITHER", "Field", "MarkedRemainder", "MasterCode", "MomentCode", "RawMoment", "Remainder"]
 
 _TIE = 0x8000
 _ROW_NUMEL, _MOST_ROWS = 1024, 64  # looked through for ties, mended at once
@@ -241,22 +241,3 @@ class RawMoment:
         """Nothing is left to do where ``values`` is the field."""
         if values.data_ptr() != fields[0].data_ptr():
             fields[0].copy_(values)
-
-
-class Bf16Moment:
-    """The upper half of the fp32, rounded by the dither: a running mean that changes by less still moves."""
-
-    fields: tuple[Field, ...] = (Field(torch.bfloat16),)
-    is_raw = False
-
-    def decode(self, fields: Sequence[torch.Tensor], out: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
-        """Return the moments."""
-        return out[: fields[0].numel()].copy_(fields[0])
-
-    def encode(
-        self, values: torch.Tensor, fields: Sequence[torch.Tensor], work: torch.Tensor, dither: Dither, stream: int
-    ) -> None:
-        """Round to bf16."""
-        bits = values.view(torch.int32)
-        dither.add(bits, stream, bits=16, offset=0)
-        fields[0].view(torch.int16).copy_(bits.bitwise_right_shift_(16))

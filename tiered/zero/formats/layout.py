@@ -3,7 +3,6 @@
 A format is chosen by its word (``state=``), a layout follows from it, from the rule and from the parameter's dtype:
 
 - exact: fp32 moments and the bits of an fp32 master; fp32 and fp64 parameters keep their moments in their own dtype
-- bf16: bf16 moments, the master as above
 - compact: 8 bits a moment and 8 bits more for the master of a bf16 parameter
 
 fp64 parameters keep exact state under every format: who asks for fp64 asks for its bits.
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from tiered.units import round_up
-from tiered.zero.formats.codes import Bf16Moment, Field, MarkedRemainder, MasterCode, MomentCode, RawMoment, Remainder
+from tiered.zero.formats.codes import Field, MarkedRemainder, MasterCode, MomentCode, RawMoment, Remainder
 from tiered.zero.formats.compact_codes import PositiveMoment8, Remainder8, SignedMoment8
 from tiered.zero.formats.tile_scratch import Rows, TileScratch
 from tiered.zero.kernels.adamw_kernel import AdamWKernel
@@ -26,7 +25,7 @@ from tiered.zero.optimizer.rules import AdamWRule, Hyperparameters, Moment, Rule
 
 __all__ = ["FORMATS", "KERNELS_PAY_NUMEL", "Layout", "Layouts", "Tile"]
 
-FORMATS = ("exact", "bf16", "compact")
+FORMATS = ("exact", "compact")
 
 _FIELD_ALIGNMENT = 64  # bytes
 
@@ -84,8 +83,6 @@ class Layouts:
     def _moment_code(self, moment: Moment, dtype: torch.dtype) -> MomentCode:
         if dtype == torch.float64:
             return RawMoment(torch.float64)
-        if self.word == "bf16":
-            return Bf16Moment()
         if self.word == "compact":
             kernels = tried_compact_kernels()
             return PositiveMoment8(kernels) if moment.is_positive else SignedMoment8(kernels)

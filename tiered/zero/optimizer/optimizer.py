@@ -25,12 +25,11 @@ class AdamW(StreamingOptimizer):
     parameter included:
 
     - ``state="exact"`` (12): fp32 moments and the bits of an fp32 master; the numbers are those of
-      ``torch.optim.AdamW(fused=True)`` on fp32 masters (design.md, section 9)
-    - ``state="bf16"`` (8.1): the moments rounded to bf16, the master exact
+      ``torch.optim.AdamW(fused=True)`` on fp32 masters
     - ``state="compact"`` (5.1): the moments in 8 bits with a scale per 128 elements, the master in 24 bits
 
-    The last two round by a hash of parameter, step and position: right on average, the same bits in every run, under
-    any budget and after a resume. fp32 parameters are their own masters; fp64 ones keep exact state in any format.
+    compact rounds by a hash of parameter, step and position: right on average, the same bits in every run, under any
+    budget and after a resume. fp32 parameters are their own masters; fp64 ones keep exact state in any format.
 
     ``foreach`` and ``fused`` are torch's and change nothing: the arithmetic is always that of ``fused=True``.
     ``amsgrad``, ``capturable`` and ``differentiable`` can only be False.
@@ -72,8 +71,8 @@ class SGD(StreamingOptimizer):
     """Stochastic gradient descent with momentum, streaming its state through a store.
 
     The numbers are those of ``torch.optim.SGD(fused=True)`` on fp32 masters. ``params``, ``update``, ``state``,
-    ``store``, torch's switches and errors as for ``tiered.AdamW``; bytes per bf16 parameter are 8.1, 6.1 and 4.0,
-    without momentum 4.1, 4.1 and 3. Momentum in any group lays a buffer out for all; where there
+    ``store``, torch's switches and errors as for ``tiered.AdamW``; bytes per bf16 parameter are 8.1 and 4.0,
+    without momentum 4.1 and 3. Momentum in any group lays a buffer out for all; where there
     is none in any, it cannot be given to a group later.
     """
 
@@ -119,7 +118,7 @@ class Lion(StreamingOptimizer):
     """Lion, the sign of an interpolated momentum with decoupled weight decay, streaming its state through a store.
 
     On fp32 masters. ``params``, ``update``, ``state``, ``store`` and errors as for ``tiered.AdamW``; bytes per bf16
-    parameter are 8.1, 6.1 and 4.0. A usual learning rate is a third to a tenth of AdamW's.
+    parameter are 8.1 and 4.0. A usual learning rate is a third to a tenth of AdamW's.
     """
 
     def __init__(
