@@ -20,9 +20,9 @@ from tiered.zero.formats import layout
 from tiered.zero.formats.codec import Bucket, divide, update_piece
 from tiered.zero.formats.codes import MarkedRemainder
 from tiered.zero.formats.layout import FORMATS, Layouts
+from tiered.zero.formats.rules import AdamWRule, Hyperparameters, LionRule, Rule, SGDRule
 from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.kernels.kernel_trial import adamw_trial, compact_trial, exact_trial
-from tiered.zero.optimizer.rules import AdamWRule, Hyperparameters, LionRule, Rule, SGDRule
 from tiered.zero.parameters.unit import Segment
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}

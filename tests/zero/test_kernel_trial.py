@@ -20,6 +20,7 @@ from tiered.doctor.finding import MACHINE, Check, Finding, Outcome, broken, ok
 from tiered.zero.formats import layout
 from tiered.zero.formats.codes import MarkedRemainder, Remainder
 from tiered.zero.formats.layout import KERNELS_PAY_NUMEL, Layouts
+from tiered.zero.formats.rules import AdamWRule, LionRule, Rule
 from tiered.zero.kernels import kernel_trial
 from tiered.zero.kernels.adamw_kernel import AdamWKernel
 from tiered.zero.kernels.exact_kernels import compile_exact_kernels
@@ -37,7 +38,6 @@ from tiered.zero.kernels.kernel_trial import (
     tried_compact_kernels,
     tried_exact_kernels,
 )
-from tiered.zero.optimizer.rules import AdamWRule, LionRule, Rule
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tiered.train.config import RunConfig, RunDials
 from tiered.train.data import Corpus
 from tiered.units import divide_up, format_bytes, format_count
 from tiered.zero.formats.layout import Layouts
-from tiered.zero.optimizer.rules import AdamWRule
+from tiered.zero.formats.rules import AdamWRule
 
 __all__ = ["Plan"]
 

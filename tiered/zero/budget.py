@@ -13,8 +13,8 @@ from tiered.errors import CapacityError
 from tiered.units import format_bytes, parse_bytes, round_up
 from tiered.zero.formats.codec import PIECE_ALIGNMENT, divide
 from tiered.zero.formats.layout import Layouts
+from tiered.zero.formats.rules import AdamWRule
 from tiered.zero.formats.tile_scratch import TileScratch
-from tiered.zero.optimizer.rules import AdamWRule
 
 if TYPE_CHECKING:
     from tiered.zero.parameters.unit import Segment, Unit

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tiered.zero.formats.layout import Layout, Layouts
+from tiered.zero.formats.rules import Hyperparameters
 from tiered.zero.formats.tile_scratch import TileScratch
-from tiered.zero.optimizer.rules import Hyperparameters
 
 if TYPE_CHECKING:
     from tiered.zero.parameters.unit import Segment

@@ -18,10 +18,10 @@ import torch
 from tiered.units import round_up
 from tiered.zero.formats.codes import Field, MarkedRemainder, MasterCode, MomentCode, RawMoment, Remainder
 from tiered.zero.formats.compact_codes import PositiveMoment8, Remainder8, SignedMoment8
+from tiered.zero.formats.rules import AdamWRule, Hyperparameters, Moment, Rule
 from tiered.zero.formats.tile_scratch import Rows, TileScratch
 from tiered.zero.kernels.adamw_kernel import AdamWKernel
 from tiered.zero.kernels.kernel_trial import tried_adamw_kernel, tried_compact_kernels, tried_exact_kernels
-from tiered.zero.optimizer.rules import AdamWRule, Hyperparameters, Moment, Rule
 
 __all__ = ["FORMATS", "KERNELS_PAY_NUMEL", "Layout", "Layouts", "Tile"]
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tiered.bytes.kernel import Call, compile_kernel
-from tiered.zero.optimizer.rules import Hyperparameters
+from tiered.zero.formats.rules import Hyperparameters
 
 __all__ = ["AdamWKernel", "compile_adamw_kernel"]
 

@@ -16,11 +16,11 @@ import torch
 from tiered.bytes.kernel import give_back_compiler
 from tiered.zero.formats.codes import NO_DITHER, MarkedRemainder, MasterCode, MomentCode, Remainder
 from tiered.zero.formats.compact_codes import PositiveMoment8, Remainder8, SignedMoment8
+from tiered.zero.formats.rules import AdamWRule, Hyperparameters
 from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.kernels.adamw_kernel import AdamWKernel, compile_adamw_kernel
 from tiered.zero.kernels.compact_kernels import CompactKernels, compile_compact_kernels
 from tiered.zero.kernels.exact_kernels import ExactKernels, compile_exact_kernels, torch_nan
-from tiered.zero.optimizer.rules import AdamWRule, Hyperparameters
 
 __all__ = [
     "COMPACT_COST", "EXACT_COST", "Trial", "adamw_trial", "compact_trial", "exact_trial", "tried_adamw_kernel",

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from tiered.errors import UsageError
-from tiered.zero.optimizer.rules import Rule
+from tiered.zero.formats.rules import Rule
 from tiered.zero.parameters.unit import Segment
 
 __all__ = ["LoadedState", "StateDictReader"]

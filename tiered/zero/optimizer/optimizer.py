@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tiered.store.store import Store
-from tiered.zero.optimizer.rules import AdamWRule, LionRule, SGDRule
+from tiered.zero.formats.rules import AdamWRule, LionRule, SGDRule
 from tiered.zero.optimizer.streaming_optimizer import StreamingOptimizer
 
 __all__ = ["SGD", "AdamW", "Lion"]

@@ -17,11 +17,11 @@ from tiered.store.residency.lease import Mode
 from tiered.store.store import Store
 from tiered.zero.formats.codec import Bucket, Piece, divide
 from tiered.zero.formats.layout import Layouts, Tile
+from tiered.zero.formats.rules import Hyperparameters
 from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.model_state import refuse_missing
 from tiered.zero.optimizer.masters import master_key, master_offsets, masters_nbytes
 from tiered.zero.optimizer.plain import PlainSegment, PlainUnit
-from tiered.zero.optimizer.rules import Hyperparameters
 from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["OptimizerState", "StateUnit"]

@@ -19,12 +19,12 @@ from tiered.store.store import Store
 from tiered.zero.budget import bucket_numel_for, tile_numel_for
 from tiered.zero.engine import Engine
 from tiered.zero.formats.layout import FORMATS, Layouts
+from tiered.zero.formats.rules import Rule
 from tiered.zero.model_state import check_added
 from tiered.zero.optimizer.committed_optimizer import bucket_numel_of, compare, groups_of, steps_of, withhold_steps
 from tiered.zero.optimizer.loaded_state import StateDictReader
 from tiered.zero.optimizer.optimizer_state import OptimizerState, StateUnit
 from tiered.zero.optimizer.plain import PlainUnit
-from tiered.zero.optimizer.rules import Rule
 from tiered.zero.optimizer.unit_update import UnitUpdate
 from tiered.zero.optimizer.update import PlainSupply, Source, UpdatePipeline
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch

@@ -14,8 +14,8 @@ from tiered.zero.optimizer.update import Source
 if TYPE_CHECKING:
     from tiered.tiers.schedule import Schedule
     from tiered.zero.formats.codec import Bucket
+    from tiered.zero.formats.rules import Hyperparameters
     from tiered.zero.gradients.taken_gradients import TakenGradients
-    from tiered.zero.optimizer.rules import Hyperparameters
     from tiered.zero.optimizer.update import UpdatePipeline
     from tiered.zero.parameters.unit import Segment, Unit
 

@@ -14,8 +14,8 @@ import torch
 
 from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.zero.formats.codec import Bucket, update_piece
+from tiered.zero.formats.rules import Hyperparameters
 from tiered.zero.formats.tile_scratch import TileScratch
-from tiered.zero.optimizer.rules import Hyperparameters
 
 if TYPE_CHECKING:
     from tiered.zero.parameters.unit import Segment
