@@ -13,7 +13,7 @@ from tiered.doctor import compute
 from tiered.doctor.compute import check_compute_device, compute_checks, group_checks, kernel_checks
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import MACHINE, Check, Finding, Outcome
-from tiered.zero.kernels.kernel_trial import COMPACT_COST, EXACT_COST
+from tiered.zero.formats.kernel_trial import COMPACT_COST, INSTALL_COMPACT
 
 
 def test_a_process_group_is_made_and_nothing_is_left_of_it() -> None:
@@ -63,6 +63,14 @@ def test_numba_that_compiles() -> None:
 def test_numba_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     (finding,) = examine([kernel_checks()], 120)
-    assert finding.outcome is Outcome.SLOWER and "import of numba halted" in finding.found
-    assert COMPACT_COST in finding.cost and EXACT_COST in finding.cost
-    assert finding.mend == "pip install --upgrade numba"
+    assert finding.outcome is Outcome.SLOWER and "numba" in finding.found and "not there" in finding.found
+    assert (finding.cost, finding.mend) == (COMPACT_COST, INSTALL_COMPACT)
+
+
+def test_numba_that_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs an older NumPy')")
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (finding,) = examine([kernel_checks()], 120)
+    assert finding.outcome is Outcome.SLOWER and "needs an older NumPy" in finding.found
+    assert (finding.cost, finding.mend) == (COMPACT_COST, "pip install --upgrade numba")

@@ -1,4 +1,4 @@
-"""Codes of masters: every fp32 comes back from its bf16 and its remainder; kernels and torch keep the same bits."""
+"""Codes of exact masters: every fp32 comes back from its bf16 and its remainder."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tiered.zero.formats.codes import MarkedRemainder, Remainder
 from tiered.zero.formats.tile_scratch import Dither, Rows, TileScratch
-from tiered.zero.kernels.kernel_trial import exact_trial
 
 NUMEL = 70 * 1024 + 5  # more rows with ties than are mended at once, and a part of one
 SPECIAL = [
@@ -25,14 +24,9 @@ SPECIAL = [
 
 Code = Remainder | MarkedRemainder
 Marks = Literal["signs", "bitmap"]
-WAYS = [("signs", False), ("bitmap", False), ("bitmap", True)]
+CODES: dict[Marks, Code] = {"signs": Remainder(), "bitmap": MarkedRemainder()}
 
-
-def code_of(marks: Marks, *, by_kernels: bool) -> Code:
-    if marks == "signs":
-        return Remainder()
-    assert exact_trial().kernels is not None, exact_trial().reason
-    return MarkedRemainder(exact_trial().kernels if by_kernels else None)
+every_code = pytest.mark.parametrize("marks", CODES)
 
 
 def rows_for(numel: int) -> Rows:
@@ -69,12 +63,15 @@ def bits(kind: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["random", "a tie in a thousand", "all ties"])
-@pytest.mark.parametrize(("marks", "by_kernels"), WAYS, ids=["signs", "bitmap", "bitmap, kernels"])
-def test_every_master_comes_back(marks: Marks, by_kernels: bool, kind: str) -> None:
-    masters = bits(kind).view(torch.float32)
-    fields = fields_for(marks, NUMEL)
+@every_code
+def test_every_master_comes_back(marks: Marks, kind: str) -> None:
+    check_that_masters_come_back(marks, bits(kind).view(torch.float32))
+
+
+def check_that_masters_come_back(marks: Marks, masters: Tensor) -> None:
+    fields = fields_for(marks, masters.numel())
     before = fields[1].clone()
-    found = round_trip(code_of(marks, by_kernels=by_kernels), masters, fields)
+    found = round_trip(CODES[marks], masters, fields)
     real = ~masters.isnan()
     assert torch.equal(found[real].view(torch.int32), masters[real].view(torch.int32))
     assert found[~real].isnan().all()  # without its payload
@@ -82,9 +79,9 @@ def test_every_master_comes_back(marks: Marks, by_kernels: bool, kind: str) -> N
         assert torch.equal(fields[1], before)  # the moment is as it was
 
 
-@pytest.mark.parametrize("marks", ["signs", "bitmap"])
+@every_code
 def test_a_cleared_remainder_is_nothing(marks: Marks) -> None:
-    code = code_of(marks, by_kernels=False)
+    code = CODES[marks]
     fields = fields_for(marks, NUMEL)
     masters = bits("all ties").view(torch.float32).nan_to_num()
     round_trip(code, masters, fields)
@@ -96,11 +93,8 @@ def test_a_cleared_remainder_is_nothing(marks: Marks) -> None:
     assert torch.equal(code.decode(hi, fields, rows), hi.float())
 
 
-# -- kernels and torch -------------------------------------------------------------------------------------------------
-
-
 @st.composite
-def masters(draw: st.DrawFn) -> Tensor:
+def drawn_bits(draw: st.DrawFn) -> Tensor:
     """Draw (numel,) bits of fp32 at the edges of rows and bytes: any bits, ties, special ones."""
     numel = max(1, 1024 * draw(st.integers(0, 3)) + draw(st.integers(-9, 9)) + draw(st.sampled_from([0, 512])))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -113,49 +107,8 @@ def masters(draw: st.DrawFn) -> Tensor:
     return drawn
 
 
-def as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [each.view(torch.uint8).clone() for each in tensors]
-
-
-def all_that_is_kept(code: Code, drawn: Tensor, marks: Tensor) -> list[Tensor]:
-    """Return, as bytes, what ``code`` keeps of ``drawn``, what it makes of that, and what attaching it writes."""
-    numel = drawn.numel()
-    hi = torch.empty(numel, dtype=torch.bfloat16)
-    found = []
-    fields = [torch.empty(numel, dtype=torch.int16), marks.clone()]
-    rows = rows_for(numel)
-    rows.master[:numel].copy_(drawn.view(torch.float32))
-    code.encode(hi, fields, rows, Dither(torch.empty(0)))
-    found += as_bytes([hi, *fields])
-    found += as_bytes([code.decode(hi, fields, rows), *fields])
-    rows.master[:numel].copy_(drawn.view(torch.float32))
-    code.attach(hi, fields, rows)
-    return found + as_bytes(fields)
-
-
-@settings(max_examples=200)
-@given(drawn=masters())
-def test_kernels_keep_the_bits_that_torch_keeps(drawn: Tensor) -> None:
-    """Of NaN, too: its upper half is the one that torch's rounding makes of any NaN here, its lower half is its own."""
-    before = torch.full((-(-drawn.numel() // 8),), 0xA5, dtype=torch.uint8)
-    ways = [all_that_is_kept(code_of("bitmap", by_kernels=each), drawn, before) for each in (False, True)]
-    for by_torch, by_kernel in zip(*ways, strict=True):
-        assert torch.equal(by_torch, by_kernel)
-
-
+@every_code
 @settings(max_examples=100)
-@given(numel=st.one_of(st.integers(1, 40), st.integers(1020, 3080)), seed=st.integers(0, 2**31))
-def test_kernels_read_all_bytes_as_torch_does(numel: int, seed: int) -> None:
-    """Also such as no encoding writes: what a store holds is not ours to say."""
-    generator = torch.Generator().manual_seed(seed)
-    hi = torch.empty(numel, dtype=torch.bfloat16)
-    fields = fields_for("bitmap", numel)
-    for each in (hi, *fields):
-        each.view(torch.uint8).random_(0, 256, generator=generator)
-    fields[0][::900] = -0x8000
-    found = []
-    for by_kernels in (False, True):
-        own = [field.clone() for field in fields]
-        found.append(as_bytes([code_of("bitmap", by_kernels=by_kernels).decode(hi, own, rows_for(numel)), *own]))
-    for by_torch, by_kernel in zip(*found, strict=True):
-        assert torch.equal(by_torch, by_kernel)
+@given(drawn=drawn_bits())
+def test_masters_of_any_number_come_back(marks: Marks, drawn: Tensor) -> None:
+    check_that_masters_come_back(marks, drawn.view(torch.float32))

@@ -2,7 +2,7 @@
 
 numba compiles them; its files are pickled, which nothing here reads. Kernels take addresses, allocate nothing, start no
 thread, and run without the interpreter's lock. Arithmetic is IEEE's, nothing is contracted or reordered. What they
-compute is in exact_kernels.py and compact_kernels.py, whether they are used in kernel_trial.py.
+compute is in zero/kernels, whether they are used in zero/formats/kernel_trial.py.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from tiered.bytes.arena import Arena
 from tiered.bytes.kernel import compile_nothing
 from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
 from tiered.units import MiB, format_bytes
-from tiered.zero.formats.layout import KERNELS_PAY_NUMEL
-from tiered.zero.kernels.kernel_trial import COMPACT_COST, EXACT_COST
+from tiered.zero.formats.kernel_trial import COMPACT_COST, INSTALL_COMPACT
 
 __all__ = ["compute_checks", "group_checks", "kernel_checks"]
 
@@ -38,20 +37,21 @@ def group_checks() -> list[Check]:
 
 
 def kernel_checks() -> list[Check]:
-    """Return the check of the update's kernels, which compiles: run it in a process of its own."""
-    return [Check(MACHINE, "update kernels", check_update_kernels)]
+    """Return the check of compact state's kernels, which compiles: run it in a process of its own."""
+    return [Check(MACHINE, "compact kernels", check_compact_kernels)]
 
 
-def check_update_kernels() -> Finding:
-    """Compile a kernel; whether those of the update give torch's bits is tried in full by who uses them."""
-    name = "update kernels"
+def check_compact_kernels() -> Finding:
+    """Compile a kernel; an optimizer tries in full whether the real ones give torch's bits."""
+    name = "compact kernels"
     try:
         compile_nothing()
+    except ModuleNotFoundError:
+        return slower(MACHINE, name, "numba is not there to compile them", cost=COMPACT_COST, mend=INSTALL_COMPACT)
     except Exception as error:  # numba's, llvmlite's, the loader's
         reason = (str(error).strip() or repr(error)).partition("\n")[0][:200]
         found = f"numba does not compile them: {reason}"
-        cost = f"{COMPACT_COST}; with {KERNELS_PAY_NUMEL >> 20} Mi parameters or more, {EXACT_COST}"
-        return slower(MACHINE, name, found, cost=cost, mend="pip install --upgrade numba")
+        return slower(MACHINE, name, found, cost=COMPACT_COST, mend="pip install --upgrade numba")
     return ok(MACHINE, name, f"numba {importlib.metadata.version('numba')} compiles them")
 
 

@@ -22,8 +22,7 @@ __all__ = ["PIECE_ALIGNMENT", "Bucket", "Piece", "divide", "update_piece"]
 
 PIECE_ALIGNMENT = 1024
 """Elements; a piece and a tile start at a multiple of this from the start of their parameter, so that the vectorised
-kernels meet the same lanes and tails as on the whole parameter (design.md, section 9)."""
-
+kernels meet the same lanes and tails as on the whole parameter."""
 
 _SMALLEST_BUCKET_NBYTES = 64  # where a rule remembers nothing, as SGD without momentum: a key still has bytes
 
@@ -108,19 +107,14 @@ def update_piece(
     factor: torch.Tensor | None,
     scratch: TileScratch,
 ) -> None:
-    """Do one update of ``piece`` in place: by its layout's kernel as far as that goes, else tile by tile.
+    """Do one update of ``piece`` in place, tile by tile.
 
     ``parameter``, ``gradient``: (numel of the whole parameter,) in memory order, in the parameter's dtype; ``bucket``:
     the bucket's uint8 bytes; ``factor``: () clip factor multiplied to the gradient in fp32, or None.
     """
     layout, views, numel = piece.layout, piece.views(bucket), piece.layout.tile_numel(scratch)
     parameter, gradient = parameter[piece.start : piece.stop], gradient[piece.start : piece.stop]
-    start = 0
-    while start < piece.numel:
-        left = [view[start:] for view in views] if layout.kernel is not None else []
-        start += layout.update_by_kernel(left, parameter[start:], gradient[start:], factor, hyper, scratch)
+    for start in range(0, piece.numel, numel):
         stop = min(start + numel, piece.numel)
-        if start < stop:
-            scratch.dither.aim(piece.segment.name, hyper.step, piece.start + start)
-            layout.tile(views, start, stop).update(parameter[start:stop], gradient[start:stop], factor, hyper, scratch)
-        start = stop
+        scratch.dither.aim(piece.segment.name, hyper.step, piece.start + start)
+        layout.tile(views, start, stop).update(parameter[start:stop], gradient[start:stop], factor, hyper, scratch)

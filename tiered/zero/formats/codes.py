@@ -1,10 +1,7 @@
 """Codes: how the values of a tile are kept in fewer bytes than fp32 has, and how they are made fp32 again.
 
 Master codes keep what a bf16 parameter lacks of its fp32 master, moment codes what a rule remembers. All arithmetic is
-elementwise, in place on scratch. Those of 8 bits are in compact_codes.py.
-
-``MarkedRemainder`` works by torch operations, or on the CPU by the kernels it was made with: the same bits in a third
-of the time. So a run may go from one to the other.
+elementwise, in place on scratch, by torch operations. Those of 8 bits are in compact_codes.py.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tiered.zero.formats.tile_scratch import Dither, Rows
-from tiered.zero.kernels.exact_kernels import ExactKernels
 
 __all__ = ["NO_DITHER", "Field", "MarkedRemainder", "MasterCode", "MomentCode", "RawMoment", "Remainder"]
 
@@ -78,7 +74,7 @@ class Remainder:
 
     So master_bits = (hi << 16) + lo, because torch rounds up where lo is negative. One remainder does not fit: a tie
     above an even ``hi``, +0x8000, which reads as -0x8000. It is marked in the sign bits of the second of ``fields``, a
-    moment (fp32) that is never negative (design.md, section 9). Lossless but for a NaN, whose upper half becomes
+    moment (fp32) that is never negative. Lossless but for a NaN, whose upper half becomes
     the one NaN that torch rounds to.
 
     Ties are as rare as one element in 65,536: they are looked for by the smallest lo of each 1,024 elements.
@@ -113,13 +109,8 @@ class MarkedRemainder:
 
     fields: tuple[Field, ...] = (Field(torch.int16), Field(torch.uint8, 8))
 
-    def __init__(self, kernels: ExactKernels | None = None) -> None:
-        self.kernels = kernels
-
     def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
         """Return the masters."""
-        if self.kernels is not None and hi.is_cpu:
-            return _join_by(self.kernels, hi, fields, rows)
         n = hi.numel()
         bits = _join(hi, fields[0], rows).view(torch.int32)
         nonzero = rows.gradient.view(torch.uint8)[: 8 * fields[1].numel()]  # a byte per element
@@ -133,9 +124,6 @@ class MarkedRemainder:
 
     def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
         """Split the masters."""
-        if self.kernels is not None and hi.is_cpu:
-            _split_by(self.kernels, hi, fields, rows)
-            return
         n = hi.numel()
         _split(hi, fields[0], rows)
         marks = _is_marked(rows.master.view(torch.int32)[:n], out=rows.work.view(torch.int32)[:n])
@@ -154,21 +142,6 @@ class MarkedRemainder:
         """Zero the remainder and the marks."""
         fields[0].zero_()
         fields[1].zero_()
-
-
-def _join_by(kernels: ExactKernels, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
-    """Return the masters, by ``kernels``; ``fields``: the remainder, and where its ties are marked."""
-    master = rows.master[: hi.numel()]
-    lo, marks = fields
-    kernels.join(hi.data_ptr(), lo.data_ptr(), marks.data_ptr(), master.data_ptr(), hi.numel())
-    return master
-
-
-def _split_by(kernels: ExactKernels, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
-    """Split the masters in ``rows.master`` by ``kernels``."""
-    lo, marks = fields
-    addresses = (rows.master.data_ptr(), hi.data_ptr(), lo.data_ptr(), marks.data_ptr())
-    kernels.split(*addresses, hi.numel(), kernels.nan)
 
 
 def _join(hi: torch.Tensor, lo: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -18,36 +18,24 @@ import torch
 from tiered.units import round_up
 from tiered.zero.formats.codes import Field, MarkedRemainder, MasterCode, MomentCode, RawMoment, Remainder
 from tiered.zero.formats.compact_codes import PositiveMoment8, Remainder8, SignedMoment8
-from tiered.zero.formats.rules import AdamWRule, Hyperparameters, Moment, Rule
+from tiered.zero.formats.kernel_trial import tried_compact_kernels
+from tiered.zero.formats.rules import Hyperparameters, Moment, Rule
 from tiered.zero.formats.tile_scratch import Rows, TileScratch
-from tiered.zero.kernels.adamw_kernel import AdamWKernel
-from tiered.zero.kernels.kernel_trial import tried_adamw_kernel, tried_compact_kernels, tried_exact_kernels
 
-__all__ = ["FORMATS", "KERNELS_PAY_NUMEL", "Layout", "Layouts", "Tile"]
+__all__ = ["FORMATS", "Layout", "Layouts", "Tile"]
 
 FORMATS = ("exact", "compact")
 
 _FIELD_ALIGNMENT = 64  # bytes
 
-KERNELS_PAY_NUMEL = 1 << 29
-"""bf16 parameters from which exact state has kernels: AdamW's saves 1.9 of 3.7 ns of CPU time each and update: 1 s.
-
-They cost 0.9 s of CPU time per process, which 64 Mi would earn back soon, but also 40 MiB of numba's memory for good:
-with 352 Mi (test_bounded.py, which allows 128 MiB beyond the budget) there are 92 MiB already.
-"""
-
 
 class Layouts:
-    """The layouts of all parameters of one optimizer: ``word`` is the format's, one of FORMATS.
+    """The layouts of all parameters of one optimizer: ``word`` is the format's, one of FORMATS."""
 
-    ``numel``: how many bf16 parameters will be updated; few are not worth compiling exact state's kernels for.
-    """
-
-    def __init__(self, word: str, rule: Rule, *, numel: int = 0) -> None:
+    def __init__(self, word: str, rule: Rule) -> None:
         assert word in FORMATS
         self.word = word
         self.rule = rule
-        self.numel = numel
         self._layouts: dict[torch.dtype, Layout] = {}
 
     def __repr__(self) -> str:
@@ -66,19 +54,13 @@ class Layouts:
     def _make(self, dtype: torch.dtype) -> Layout:
         moments = tuple(self._moment_code(moment, dtype) for moment in self.rule.moments)
         master: MasterCode | None = None
-        marks, kernel = None, None
+        marks = None
         if dtype == torch.bfloat16 and self.word == "compact":
             master = Remainder8(tried_compact_kernels())
         elif dtype == torch.bfloat16:
-            positive = [i for i, (m, code) in enumerate(zip(self.rule.moments, moments, strict=True)) if m.is_positive]
-            marks = next((i for i in positive if moments[i].is_raw), None)
-            pays = self.numel >= KERNELS_PAY_NUMEL
-            if marks is None:
-                master = MarkedRemainder(tried_exact_kernels() if pays else None)
-            else:
-                master = Remainder()
-                kernel = tried_adamw_kernel() if pays and isinstance(self.rule, AdamWRule) else None
-        return Layout(self.rule, dtype, master, moments, marks, kernel)
+            marks = next((i for i, moment in enumerate(self.rule.moments) if moment.is_positive), None)
+            master = MarkedRemainder() if marks is None else Remainder()
+        return Layout(self.rule, dtype, master, moments, marks)
 
     def _moment_code(self, moment: Moment, dtype: torch.dtype) -> MomentCode:
         if dtype == torch.float64:
@@ -94,7 +76,7 @@ class Layout:
     """The fields of a piece, one after the other, each on 64 bytes: those of the master, then those of each moment.
 
     ``master`` is None where the parameter is its own master; ``marks`` is the moment in whose sign bits ties of the
-    master are marked; ``kernel`` updates most of a piece in one pass, tiles the rest.
+    master are marked.
     """
 
     rule: Rule
@@ -102,7 +84,6 @@ class Layout:
     master: MasterCode | None
     moments: tuple[MomentCode, ...]
     marks: int | None
-    kernel: AdamWKernel | None = None
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -131,23 +112,6 @@ class Layout:
             views.append(memory[offset : offset + nbytes].view(field.dtype))
             offset += round_up(nbytes, _FIELD_ALIGNMENT)
         return views
-
-    def update_by_kernel(
-        self,
-        views: Sequence[torch.Tensor],
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        factor: torch.Tensor | None,
-        hyper: Hyperparameters,
-        scratch: TileScratch,
-    ) -> int:
-        """Update the first elements in place, as many as the kernel can; return how many, a multiple of 1,024.
-
-        ``parameter``, ``gradient``, and ``views`` of the state, begin at the same element: (numel,).
-        """
-        if self.kernel is None or not parameter.is_cpu or gradient.dtype != self.dtype or not gradient.is_contiguous():
-            return 0
-        return self.kernel.update(parameter, gradient, views, factor, hyper, scratch.rows(small=False).work)
 
     # -- one tile -------------------------------------------------------------------------------------------------
 

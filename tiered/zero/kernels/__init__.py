@@ -1,1 +1,1 @@
-"""Kernels: compiled loops that do in one pass what the formats do by torch operations, bit for bit, once tried."""
+"""Kernels: compiled loops that do in one pass what a format does by torch operations. They know plain memory only."""

@@ -157,8 +157,7 @@ class StreamingOptimizer(Optimizer):
         self._pipeline = UpdatePipeline(self._store.working_set, tile_numel_for(numel, [list(managed)]))
         try:
             scratch = self._pipeline.scratch
-            num_halves = sum(segment.numel for segment in managed if segment.dtype == torch.bfloat16)
-            layouts = Layouts(self.format, self.rule, numel=num_halves)
+            layouts = Layouts(self.format, self.rule)
             self._state = OptimizerState(self._store, units, managed, layouts, bucket_numel=numel, scratch=scratch)
             if committed is None:
                 self._state.create()
