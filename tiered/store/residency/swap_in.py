@@ -33,7 +33,6 @@ class SwapIn:
     def __init__(
         self, residents: Residents, records: Records, space: Space, condition: threading.Condition, room: Room
     ) -> None:
-        self.arriving: dict[Entry, Transfer] = {}  # reads that have not ended, started or not
         self.counts = {IOClass.DEMAND: [0, 0], IOClass.PREFETCH: [0, 0]}  # bytes, number of what arrived
         self._residents = residents
         self._records = records
@@ -67,16 +66,13 @@ class SwapIn:
             return None
         entry.state = Residency.ARRIVING
         self._residents.num_arriving += 1
-        transfer = self._space.transfer(
+        return self._space.transfer(
             entry.row,
             residence.buffer.memory,
             io_class,
             functools.partial(self._arrived, entry, self._room.recorder.begin_move()),
             on_moved=self._moved,
-            on_checked=self._checked,
         )
-        self.arriving[entry] = transfer
-        return transfer
 
     # Below: without the lock
 
@@ -134,19 +130,12 @@ class SwapIn:
                 self._ahead_nbytes -= transfer.row.nbytes
             self._start_ahead()
 
-    def _checked(self, transfer: Transfer) -> None:
-        """A block is there. Whoever follows is counted first and looks at the blocks then: none goes unnoticed."""
-        if transfer.num_followers:
-            with self._condition:
-                self._condition.notify_all()
-
     def _arrived(self, entry: Entry, begun_s: float, transfer: Transfer) -> None:
         nbytes = 0 if transfer.error is not None else self._space.round_up(entry.nbytes)
         self._room.recorder.end_move(entry.name, nbytes, begun_s, is_write=False)
         with self._condition:
             self._residents.num_arriving -= 1
             transfer.is_done = True
-            del self.arriving[entry]
             if transfer.error is None:
                 entry.state = Residency.CLEAN
                 counts = self.counts[transfer.io_class]

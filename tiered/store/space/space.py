@@ -225,7 +225,6 @@ class Space:
         on_done: Callable[[Transfer], None],
         *,
         on_moved: Callable[[Transfer], None] | None = None,
-        on_checked: Callable[[Transfer], None] | None = None,
         first_block: int = 0,
         is_checked_by_owner: bool = False,
     ) -> Transfer:
@@ -240,7 +239,6 @@ class Space:
             progress=self.progress,
             on_done=on_done,
             on_moved=on_moved,
-            on_checked=on_checked,
             first_block=first_block,
             is_checked_by_owner=is_checked_by_owner,
         )

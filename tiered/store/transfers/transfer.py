@@ -46,14 +46,13 @@ class Transfer:
 
     Digests of large blocks are computed in ``threads``, others where they come up: by the caller of ``start`` and in
     the device's thread. ``on_moved(transfer)`` is called before ``on_done``, from any thread, once the devices have
-    done their part of a read; blocks may wait for their check then. ``on_checked(transfer)`` is called, from any
-    thread, after each block that was checked and found right has been added to ``checked``.
+    done their part of a read; blocks may wait for their check then.
     """
 
     __slots__ = (
-        "_blocks", "_devices", "_is_unchecked", "_lock", "_num_blocks_left", "_num_pieces_left", "_on_checked",
-        "_on_done", "_on_moved", "_pieces_left", "_progress", "_store_uuid", "_threads", "_unsubmitted", "checked",
-        "digests", "error", "failed_piece", "first_block", "io_class", "is_done", "memory", "num_followers", "row",
+        "_blocks", "_devices", "_is_unchecked", "_lock", "_num_blocks_left", "_num_pieces_left", "_on_done",
+        "_on_moved", "_pieces_left", "_progress", "_store_uuid", "_threads", "_unsubmitted", "digests",
+        "error", "failed_piece", "first_block", "io_class", "is_done", "memory", "row",
     )  # fmt: skip
 
     def __init__(
@@ -68,7 +67,6 @@ class Transfer:
         progress: Progress,
         on_done: Callable[[Transfer], None],
         on_moved: Callable[[Transfer], None] | None = None,
-        on_checked: Callable[[Transfer], None] | None = None,
         first_block: int = 0,
         is_checked_by_owner: bool = False,
     ) -> None:
@@ -80,15 +78,12 @@ class Transfer:
         self.error: Exception | None = None
         self.failed_piece: Extent | None = None  # in which the device failed with ``error``
         self.is_done = False  # for the owner, who sets it under its lock
-        self.num_followers = 0  # likewise
-        self.checked: list[int] = []  # blocks, in the order in which they were checked
         self._devices = devices
         self._store_uuid = store_uuid
         self._threads = threads
         self._progress = progress
         self._on_done = on_done
         self._on_moved = on_moved
-        self._on_checked = on_checked
         self._lock = threading.Lock()
         last_block = min(num_blocks(row.nbytes), first_block + -(-len(memory) // BLOCK_NBYTES))
         self._blocks = range(first_block, last_block)
@@ -240,11 +235,7 @@ class Transfer:
             self._blocks_done(1)
 
     def _check_arrived(self, block: int) -> None:
-        error = self._check(block)
-        if error is None and self._on_checked is not None:  # order: before the last block can be done
-            self.checked.append(block)
-            self._on_checked(self)
-        self._blocks_done(1, error)
+        self._blocks_done(1, self._check(block))
 
     def _blocks_done(self, number: int, error: Exception | None = None) -> None:
         self._progress.num_blocks += number

@@ -22,7 +22,6 @@ from tiered.store.records.entry import Residency
 from tiered.store.residency.lease import EndedView, ReadOnlyView, plain_of
 from tiered.store.residency.modes import refuse_modes
 from tiered.store.residency.working_set import WorkingSet
-from tiered.store.values.arrival import Arrival, is_worthwhile
 from tiered.store.values.get_batches import GetBatches
 from tiered.store.values.put_batches import PutBatches, Source
 from tiered.store.values.streaming import DirectGet, Streams
@@ -112,7 +111,7 @@ class Values:
         if out is not None and device is not None and torch.device(device) != out.device:
             raise ValueError(f"get({key!r}): out is on {out.device}, device={device!r}; give one of them")
         target = torch.device("cpu" if device is None else device) if out is None else out.device
-        row, is_arriving = self._stored_row(key)
+        row = self._stored_row(key)
         if row is not None and row.inline is not None:
             result = _result(Spec.of(row), key, out, target)
             if row.nbytes:
@@ -124,12 +123,6 @@ class Values:
                 with contextlib.closing(direct):
                     direct.wait()
             return result
-        arrival = Arrival.begin(self._working_set, key) if is_arriving and target.type == "cpu" else None
-        if arrival is not None:
-            with contextlib.closing(arrival):
-                result = _result(arrival.spec, key, out, target)
-                if arrival.copy_to(_flat(result)):
-                    return result
         deadline = Deadline(f"lease of {key!r} for 'r'", self._working_set.deadline_s)
         alias, spec, _ = self._working_set.obtain(key, "r", deadline, is_brief=True)
         try:
@@ -160,7 +153,7 @@ class Values:
                 if i % (_NUM_AHEAD // 2) == 0:
                     self._working_set.prefetch(islice(others, i, i + _NUM_AHEAD))
                 INTERRUPTS.look()
-                row, _ = self._stored_row(name)
+                row = self._stored_row(name)
                 if row is None or row.inline is not None:
                     found[name] = self.get(name)
                     continue
@@ -204,11 +197,8 @@ class Values:
         self._working_set.check(writing=True)
         self._put_batches.put(Source(values.items() if isinstance(values, Mapping) else values, _plain))
 
-    def _stored_row(self, key: str) -> tuple[Row | None, bool]:
-        """Return the row to read past the working set: inline, or to be streamed and then with a stream begun.
-
-        Where there is none, also whether the tensor may be followed on its way into the working set.
-        """
+    def _stored_row(self, key: str) -> Row | None:
+        """Return the row to read past the working set: inline, or to be streamed and then with a stream begun."""
         self._working_set.check(writing=False)
         with self._condition:
             self._working_set.residents.drain()
@@ -218,11 +208,11 @@ class Values:
                 raise KeyError(key)
             row = entry.row
             if row is None or row.inline is not None:
-                return row, False
+                return row
             if entry.residence is not None or not self._goes_past(row):
-                return None, is_worthwhile(entry)
+                return None
             self._working_set.space.begin_stream(row.extents)
-            return row, False
+            return row
 
     def _goes_past(self, row: Row) -> bool:
         """Whether a get reads the row past the working set: it is large, or others would have to leave it."""
