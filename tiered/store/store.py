@@ -232,7 +232,7 @@ class Store(MutableMapping[str, torch.Tensor]):
     def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Put each of ``values``, a mapping or pairs, in order: where one fails, all before it are put, none after.
 
-        Tensors of 8 MiB and more are written while they are copied; single puts leave as much as an eighth of the
+        Tensors of 8 MiB and more are written once they are copied; single puts leave as much as an eighth of the
         budget to be written when it is needed, or by the commit.
         """
         pairs = values.items() if isinstance(values, Mapping) else values

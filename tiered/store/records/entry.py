@@ -95,8 +95,8 @@ class Entry:
     """
 
     __slots__ = (
-        "committed", "held", "is_pending", "key_id", "landing", "name", "nbytes", "residence", "row", "scratch", "spec",
-        "state",
+        "committed", "digests", "held", "is_pending", "key_id", "landing", "name", "nbytes", "residence", "row",
+        "scratch", "spec", "state",
     )  # fmt: skip
 
     def __init__(self, name: str, key_id: int, spec: Spec, *, scratch: bool) -> None:
@@ -112,6 +112,7 @@ class Entry:
         self.row: Row | None = None  # the newest bytes on the device; None while only DRAM has them
         self.committed: Row | None = None  # what the last committed generation has
         self.landing: tuple[Extent, ...] | None = None  # the set that writes of the open generation go to
+        self.digests: tuple[int, bytes] | None = None  # of the bytes in DRAM, where they are known, for a generation
 
     @property
     def is_inline(self) -> bool:

@@ -126,6 +126,7 @@ class Records:
     def touch(self, entry: Entry) -> None:
         """Note that the newest bytes are about to be in DRAM only, or in a row the caller will set."""
         entry.row = None
+        entry.digests = None
         if not entry.scratch:
             self.changed[entry] = None
         if not (entry.scratch and self.durable):
@@ -151,10 +152,13 @@ class Records:
         return entry.landing
 
     def row_for(self, entry: Entry, extents: Extents) -> Row:
-        """Return the row, without digests, for bytes about to be written to ``extents``."""
+        """Return the row for bytes about to be written to ``extents``; it has digests only where they are known."""
         # Order: pending bytes are the sealed generation's, all others the open one's.
         generation = self.generation if entry.is_pending else self.open_generation
-        return _row(entry.key_id, entry.name, entry.spec, generation=generation, extents=extents)
+        row = _row(entry.key_id, entry.name, entry.spec, generation=generation, extents=extents)
+        if entry.digests is not None and entry.digests[0] == generation:
+            row = dataclasses.replace(row, digests=entry.digests[1])
+        return row
 
     def inline_row(self, entry: Entry, content: bytes) -> Row:
         """Return the row of an inline entry."""

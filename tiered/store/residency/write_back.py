@@ -108,19 +108,15 @@ class WriteBack:
     def _depart(self, entry: Entry, extents: Extents) -> Transfer:
         assert entry.residence is not None
         row = self._records.row_for(entry, extents)
-        self.depart(entry)
-        on_done = functools.partial(self.landed, entry, self._recorder.begin_move())
-        return self._space.transfer(row, entry.residence.buffer.memory, IOClass.WRITE, on_done)
-
-    def depart(self, entry: Entry) -> None:
-        """Count ``entry``, whose bytes are resident, as being written; ``landed`` ends it. Under the lock."""
         self._residents.withdraw(entry)
         entry.state = Residency.DEPARTING
         self._residents.departing.add(entry)
         self.writing_bytes += entry.nbytes
         self.num_writing += 1
+        on_done = functools.partial(self._landed, entry, self._recorder.begin_move())
+        return self._space.transfer(row, entry.residence.buffer.memory, IOClass.WRITE, on_done)
 
-    def landed(self, entry: Entry, begun_s: float, transfer: Transfer) -> None:
+    def _landed(self, entry: Entry, begun_s: float, transfer: Transfer) -> None:
         """The write of ``entry``, begun at ``begun_s``, has ended, well or not. Without the lock."""
         nbytes = 0 if transfer.error is not None else self._space.round_up(entry.nbytes)
         self._recorder.end_move(entry.name, nbytes, begun_s, is_write=True)

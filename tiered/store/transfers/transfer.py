@@ -41,8 +41,9 @@ class Transfer:
 
     ``memory`` is one buffer's bytes, a multiple of ``alignment``; it and the extents belong to the transfer until
     ``on_done(transfer)`` is called, once, from any thread or from inside ``start``. A write zeroes the bytes behind
-    the record's end and leaves ``digests``; a read checks the row's digests, block by block as they arrive or, where
-    ``is_checked_by_owner``, when ``check`` is called. ``error`` is then None or a TieredError.
+    the record's end and leaves ``digests``, which it computes unless the row has them; a read checks the row's digests,
+    block by block as they arrive or, where ``is_checked_by_owner``, when ``check`` is called. ``error`` is then None or
+    a TieredError.
 
     Digests of large blocks are computed in ``threads``, others where they come up: by the caller of ``start`` and in
     the device's thread. ``on_moved(transfer)`` is called before ``on_done``, from any thread, once the devices have
@@ -97,25 +98,20 @@ class Transfer:
     def is_write(self) -> bool:
         return self.io_class is IOClass.WRITE
 
-    def start(self, fill: Callable[[int], bool] | None = None) -> None:
+    def start(self) -> None:
         """Submit everything; what cannot be submitted is an error of the transfer, and not raised.
 
-        ``fill(block)`` makes the bytes of a block that is to be written next, while those before it are on their way,
-        and returns whether their digest is computed here as well, while a cache of this processor has them. What it
-        raises is raised here, and so is an interrupt; what was not submitted by then never is, and the transfer
-        ends with an error but without a ``failed_piece``.
+        An interrupt is raised; what was not submitted by then never is, and the transfer ends with an error but
+        without a ``failed_piece``.
         """
         operations: list[list[tuple[int, Operation]]] | None = None
         try:
             operations = self._operations()
             if not operations:  # a row of no bytes
                 self._on_done(self)
-            elif self.is_write:
+            elif self.is_write and not self.row.digests:
                 for block, pieces_of_block in zip(self._blocks, operations, strict=True):
-                    if fill is not None and fill(block):
-                        self._write(block, pieces_of_block)
-                    else:
-                        self._compute(block, functools.partial(self._write, block, pieces_of_block))
+                    self._compute(block, functools.partial(self._write, block, pieces_of_block))
             else:
                 all_operations = list(itertools.chain.from_iterable(operations))
                 self._unsubmitted.clear()
@@ -155,7 +151,7 @@ class Transfer:
         self._num_pieces_left = sum(map(len, operations))
         self._num_blocks_left = len(operations)
         if self.is_write:
-            self.digests = bytearray(len(operations) * DIGEST_NBYTES)
+            self.digests = bytearray(self.row.digests or len(operations) * DIGEST_NBYTES)
         self._unsubmitted = set(self._blocks)
         return operations
 

@@ -16,25 +16,30 @@ from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import aligned_memory, copy_contiguous, empty_aligned
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import UsageError
+from tiered.store.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_seed, digest, num_blocks
 from tiered.store.format.row import MAX_NUM_DIMS, Row
 from tiered.store.format.spec import INLINE_NBYTES, Spec, is_kept
-from tiered.store.records.entry import Residency
+from tiered.store.records.entry import Entry, Residency
 from tiered.store.residency.lease import EndedView, ReadOnlyView, plain_of
 from tiered.store.residency.modes import refuse_modes
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.values.get_batches import GetBatches
 from tiered.store.values.put_batches import PutBatches, Source
 from tiered.store.values.streaming import DirectGet, Streams
-from tiered.store.values.write_through import WriteThrough
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import MiB
 
 __all__ = ["Values"]
 
+_LARGE_NBYTES = 8 * MiB  # from here on a put digests what it copies, and put_many has it written at once
 _NUM_AHEAD = 64  # keys that get_many prefetches
 _AHEAD_NBYTES = 64 * MiB  # for each device: what get_many reads past the working set while it waits for a tensor
 _DIRECT_NBYTES = MiB  # smaller tensors are not worth pages of their own
 _OWN_PAGES_NBYTES = 32 * MiB  # from here on malloc maps new pages for each tensor too, but small ones: slow to touch
+
+
+_Digests = tuple[int, int, bytes]
+"""A key id, a generation, and the digests under them."""
 
 
 class Values:
@@ -45,7 +50,6 @@ class Values:
         self._records = working_set.records
         self._condition = working_set.condition
         self._streams = streams
-        self._write_through = WriteThrough(working_set, streams)
         self._put_batches = PutBatches(working_set, self._put_one_of_many)
         self._get_batches = GetBatches(working_set, self.get)
 
@@ -71,25 +75,44 @@ class Values:
             self._install(key, spec, ctypes.string_at(host.data_ptr(), spec.nbytes) if spec.nbytes else b"")
         elif self._streams.must_stream(spec.nbytes):
             self._streams.put(key, _flat(plain), spec, scratch=scratch)
-        elif self._write_through.is_due(key, plain, scratch=scratch, is_one_of_many=is_one_of_many):
-            self._write_through.put(key, _flat(plain), spec)
         else:
-            buffer = self._working_set.room.reserve(spec.nbytes)
-            try:
-                copy_contiguous(buffer, plain, to_buffer=True)
-                self._install(key, spec, buffer)
-            except BaseException:
-                self._working_set.unreserve(buffer)
-                raise
+            entry = self._put_resident(key, plain, spec)
+            if is_one_of_many and spec.nbytes >= _LARGE_NBYTES and entry.landing is None and not entry.held:
+                self._working_set.room.write([entry], spec.nbytes)
         self._working_set.room.pump()
 
-    def _install(self, key: str, spec: Spec, content: Buffer | bytes) -> None:
-        scratch = not self._records.durable
+    def _put_resident(self, key: str, plain: torch.Tensor, spec: Spec) -> Entry:
+        buffer = self._working_set.room.reserve(spec.nbytes)
+        try:
+            if not plain.is_cpu or spec.nbytes < _LARGE_NBYTES:
+                copy_contiguous(buffer, plain, to_buffer=True)
+                return self._install(key, spec, buffer)
+            with self._condition:
+                generation, old = self._records.open_generation, self._records.entries.get(key)
+                is_new = old is None or not self._fits(old, spec)
+                key_id = self._records.new_key_ids(1) if old is None or is_new else old.key_id
+            digests = _copy_and_digest(buffer, plain, self._working_set.space.store_uuid, key_id, generation)
+            known = (key_id, generation, digests)
+            return self._install(key, spec, buffer, new_id=key_id if is_new else None, known=known)
+        except BaseException:
+            self._working_set.unreserve(buffer)
+            raise
+
+    def _install(
+        self,
+        key: str,
+        spec: Spec,
+        content: Buffer | bytes,
+        *,
+        new_id: int | None = None,
+        known: _Digests | None = None,
+    ) -> Entry:
+        """Make ``content`` the bytes of ``key``: of its entry, where that fits, or of a new one, under ``new_id``."""
         working_set = self._working_set
         with self._condition:
             entry = working_set.settled(key, "put")
-            if entry is None or entry.spec != spec or entry.scratch != scratch:
-                entry = working_set.replace(entry, key, spec, scratch=scratch)
+            if entry is None or not self._fits(entry, spec):
+                entry = working_set.replace(entry, key, spec, scratch=not self._records.durable, key_id=new_id)
             else:
                 working_set.residents.drop(entry)
             self._records.touch(entry)
@@ -99,8 +122,15 @@ class Values:
             else:
                 working_set.room.take_over(content)
                 working_set.residents.admit(entry, content)
+                if known is not None and known[:2] == (entry.key_id, self._records.open_generation):
+                    entry.digests = known[1:]
                 entry.state = Residency.DIRTY
                 working_set.residents.offer(entry)
+            return entry
+
+    def _fits(self, entry: Entry, spec: Spec) -> bool:
+        """Whether a put of ``spec`` goes on with ``entry``."""
+        return entry.spec == spec and entry.scratch is not self._records.durable
 
     @uninterrupted
     def get(
@@ -220,6 +250,21 @@ class Values:
             return True
         arena = self._working_set.residents.arena
         return row.nbytes >= _DIRECT_NBYTES and arena.leased_nbytes + row.nbytes > arena.nbytes
+
+
+def _copy_and_digest(buffer: Buffer, tensor: torch.Tensor, store_uuid: bytes, key_id: int, generation: int) -> bytes:
+    """Copy ``tensor``, contiguous in DRAM, to the start of ``buffer``; return its digests.
+
+    Each block is digested while a cache has it: to fetch it once more later takes a tenth of a put's CPU time.
+    """
+    digests = bytearray()
+    for block in range(num_blocks(tensor.nbytes)):
+        start, end = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, tensor.nbytes)
+        # By this thread alone, as in host_tensor.py.
+        ctypes.memmove(buffer.address + start, tensor.data_ptr() + start, end - start)
+        content = digest(buffer.memory[start:end], block_seed(store_uuid, key_id, block, generation))
+        digests += content.to_bytes(DIGEST_NBYTES, "little")
+    return bytes(digests)
 
 
 def _plain(key: str, value: torch.Tensor) -> torch.Tensor:

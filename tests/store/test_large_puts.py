@@ -1,22 +1,21 @@
-"""Large puts whose first blocks are on their way while the next are copied: as safe as any other put."""
+"""Large puts, whose digests are made of what is copied: as safe as any other put."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store, stored
-from tiered.bytes.device.base import Operation
 from tiered.bytes.device.memory import SimulatedDisk
-from tiered.errors import DeviceError, LeaseError
+from tiered.errors import DeviceError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.records.entry import Residency
-from tiered.store.residency.lease import Lease
 from tiered.store.store import Store
-from tiered.store.values import write_through
+from tiered.store.transfers.transfer import Transfer
+from tiered.store.values import values
 from tiered.units import KiB, MiB
 
 NBYTES = 2 * BLOCK_NBYTES + 100 * KiB + 5  # three blocks, the last one short
@@ -59,25 +58,6 @@ def rig() -> Iterator[Rig]:
     made.store.close()
 
 
-def test_blocks_are_written_before_the_tensor_is_whole(rig: Rig) -> None:
-    rig.store["a"] = OLD
-    rig.store.working_set.space.close()  # digests are the caller's business now: what follows is deterministic
-    seen: list[bool] = []
-
-    def watch(operation: Operation) -> bool:
-        seen.append(torch.equal(rig.store["a"], OLD) and "b" in rig.store)
-        return False
-
-    rig.gate.hold = watch
-    rig.store["b"] = NEW
-    assert seen == [False, False, True]
-    rig.gate.hold = lambda operation: False
-    rig.store.commit()
-    store = rig.reopen()
-    assert torch.equal(store["a"], OLD) and torch.equal(store["b"], NEW)
-    assert store.verify().is_clean
-
-
 def test_it_can_be_read_and_sealed_while_it_is_on_its_way(rig: Rig) -> None:
     rig.gate.hold = lambda operation: operation.is_write and len(operation.memory) < BLOCK_NBYTES
     rig.store["a"] = NEW
@@ -103,32 +83,6 @@ def test_it_stays_resident_and_clean(rig: Rig) -> None:
     assert rig.store.statistics().working_set.swaps.swap_out_bytes == NBYTES
 
 
-@pytest.mark.parametrize("has_failed", [False, True])
-def test_a_put_that_cannot_take_its_place_leaves_nothing(rig: Rig, has_failed: bool) -> None:
-    rig.store["a"] = OLD
-    rig.store.commit()
-    rig.store.working_set.space.close()
-    leases: list[Lease] = []
-
-    def lease(operation: Operation) -> Exception | None:
-        if operation.is_write and not leases:  # the first block of the new tensor
-            leases.append(rig.store.working_set.lease("a", "rw"))
-        return DeviceError("no such block") if has_failed else None
-
-    rig.gate.fail = lease
-    with pytest.raises(LeaseError, match="put of 'a', which is leased for writing"):
-        rig.store["a"] = NEW
-    rig.gate.fail = lambda operation: None
-    leases.pop().release()
-    assert torch.equal(rig.store["a"], OLD)
-    statistics = rig.store.statistics()
-    assert statistics.quarantined_bytes == (SIZE if has_failed else 0)
-    assert statistics.working_set.arena_bytes == SIZE
-    rig.store["a"] = NEW
-    rig.store.commit()
-    assert rig.used_nbytes == SIZE
-
-
 def test_after_a_failed_write_the_tensor_is_written_elsewhere(rig: Rig) -> None:
     rig.store["a"] = OLD
     rig.store.commit()
@@ -136,7 +90,7 @@ def test_after_a_failed_write_the_tensor_is_written_elsewhere(rig: Rig) -> None:
     failures: list[Exception] = [DeviceError("no such block")]
     rig.gate.fail = lambda operation: failures.pop() if operation.is_write and failures else None
     rig.store["b"] = NEW
-    assert rig.state("b") is Residency.CLEAN
+    assert rig.state("b") is Residency.DIRTY
     with pytest.raises(DeviceError, match="no such block"):
         rig.store["a"]
     assert torch.equal(rig.store["b"], NEW)
@@ -200,26 +154,67 @@ def test_put_many_writes_at_once_what_single_puts_leave_for_later() -> None:
     store.close()
 
 
-def test_whoever_copies_digests_while_the_drives_are_behind(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_through, "_BEHIND_NBYTES", NBYTES)
-    writers: list[bool] = []
-
-    def hold(operation: Operation) -> bool:
-        writers.append(threading.current_thread() is threading.main_thread())
-        return True
-
-    rig.gate.hold = hold
+def test_what_is_written_after_a_put_has_digests_of_its_own(rig: Rig) -> None:
     rig.store["a"] = OLD
-    rig.store["b"] = NEW
-    assert writers.count(True) == 4  # all of the second, and the last of the first, which is too short for a thread
-    rig.gate.open()
+    with rig.store.lease("a", mode="rw") as view:
+        view.copy_(NEW)
     rig.store.commit()
-    writers.clear()
-    monkeypatch.setattr(write_through, "_BEHIND_NBYTES", 8 * NBYTES)
-    rig.gate.hold = lambda operation: bool(hold(operation)) and False
+    assert torch.equal(rig.store["a"], NEW)
+    rig.store["a"] = OLD
     rig.store["a"] = NEW
     rig.store.commit()
-    assert sorted(writers) == [False, False, True]
+    store = rig.reopen()
+    assert torch.equal(store["a"], NEW)
+    assert store.verify().is_clean
+
+
+def test_a_put_across_a_seal_has_digests_of_the_generation_it_is_in(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.store["a"] = OLD
+    copy_and_digest = values._copy_and_digest
+
+    def commit_first(*args: Any) -> bytes:
+        digests = copy_and_digest(*args)
+        rig.store.commit()
+        return digests
+
+    monkeypatch.setattr(values, "_copy_and_digest", commit_first)
+    rig.store["a"] = NEW
+    rig.store["b"] = NEW
+    rig.store.commit()
     store = rig.reopen()
     assert torch.equal(store["a"], NEW) and torch.equal(store["b"], NEW)
     assert store.verify().is_clean
+
+
+def test_a_key_that_is_deleted_while_it_is_put_again_has_an_id_of_its_own(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.store["a"] = OLD
+    rig.store.commit()
+    old_id = rig.store.working_set.records.entries["a"].key_id
+    copy_and_digest = values._copy_and_digest
+
+    def delete_first(*args: Any) -> bytes:
+        digests = copy_and_digest(*args)
+        del rig.store["a"]
+        return digests
+
+    monkeypatch.setattr(values, "_copy_and_digest", delete_first)
+    rig.store["a"] = NEW
+    assert rig.store.working_set.records.entries["a"].key_id > old_id
+    rig.store.commit()
+    store = rig.reopen()
+    assert torch.equal(store["a"], NEW)
+    assert store.verify().is_clean
+
+
+def test_no_thread_digests_what_a_put_has_digested(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(transfer: Transfer, block: int) -> int:
+        raise AssertionError(f"block {block} of {transfer.row.name!r} is digested again")
+
+    monkeypatch.setattr(Transfer, "_seed", refuse)
+    rig.store["a"] = OLD
+    rig.store.commit()
+    monkeypatch.undo()
+    store = rig.reopen()
+    assert torch.equal(store["a"], OLD)
