@@ -3,7 +3,6 @@
 import itertools
 import random
 import tracemalloc
-from collections.abc import Mapping
 
 import pytest
 
@@ -105,64 +104,72 @@ class Rooms:
         return self.returned.get(name)
 
 
-def schedule_of(order: list[str], keys: str, rooms: Rooms, window_bytes: int) -> tuple[Schedule, list[dict[str, int]]]:
-    """Return a schedule of keys of one byte each, and where it notes what it asks for: key -> bytes beside it."""
-    asked: list[dict[str, int]] = []
-
-    def prefetch(wanted: Mapping[str, int]) -> int:
-        asked.append(dict(wanted))
-        return 0
-
-    return Schedule(Trace(order), prefetch, dict.fromkeys(keys, 1), window_bytes=window_bytes, rooms=rooms), asked
+def schedule_of(order: list[str], keys: str, rooms: Rooms, window_bytes: int) -> Schedule:
+    """Return a schedule of keys of one byte each."""
+    return Schedule(Trace(order), dict.fromkeys(keys, 1), window_bytes=window_bytes, rooms=rooms)
 
 
 def test_promised_keys_are_asked_for_in_the_order_of_use() -> None:
-    schedule, asked = schedule_of(["u", "v", "s", "w"], "ugsvw", Rooms({}, 0), window_bytes=3)
-    schedule.use("u")
-    schedule.hand_over(["s"], unrecorded=["g"])
-    schedule.use_promised("g")
-    schedule.use_promised("s")
-    schedule.use("v")
+    schedule = schedule_of(["u", "v", "s", "w"], "ugsvw", Rooms({}, 0), window_bytes=3)
+    asked = [
+        schedule.use("u"),
+        schedule.hand_over(["s"], unrecorded=["g"]),
+        schedule.use_promised("g"),
+        schedule.use_promised("s"),
+        schedule.use("v"),
+    ]
     assert [list(wanted) for wanted in asked] == [
         ["v", "s", "w"], ["g", "s", "v"], ["s", "v", "w"], ["v", "s", "w"], ["w", "u", "v"],
     ]  # fmt: skip
+
+
+def test_hand_overs_that_belong_together_ask_once_at_their_end() -> None:
+    schedule = schedule_of(["u", "v", "s", "t"], "uvst", Rooms({}, 0), window_bytes=2)
+    schedule.begin_hand_overs()
+    assert schedule.hand_over(["s"]) == {}
+    assert schedule.hand_over(["t"]) == {}
+    assert list(schedule.end_hand_overs()) == ["s", "t"]
+
+
+def test_nothing_is_asked_for_where_all_is_there_for_good() -> None:
+    schedule = schedule_of(["u", "v", "w"], "uvw", Rooms({}, 0), window_bytes=2)
+    schedule.settle()
+    assert schedule.use("u") == schedule.hand_over(["w"]) == schedule.rewind() == schedule.soon() == {}
+    schedule.learn("x", 1, window_bytes=2)
+    assert list(schedule.use("u")) == ["w", "v"]
+    schedule.settle()  # what was learnt is in nobody's hands for good
+    assert list(schedule.use("v")) == ["w", "u"]
 
 
 @pytest.mark.parametrize("has_room", [True, False])
 def test_small_keys_that_all_have_room_are_asked_for_again_when_an_eighth_of_them_was_used(has_room: bool) -> None:
     order = [f"key {i}" for i in range(100)]
     asked: list[list[str]] = []
-
-    def prefetch(wanted: Mapping[str, int]) -> int:
-        asked.append(list(wanted))
-        return len(wanted) if has_room else 0
-
-    schedule = Schedule(Trace(order), prefetch, dict.fromkeys(order, 1), window_bytes=64)
+    schedule = Schedule(Trace(order), dict.fromkeys(order, 1), window_bytes=64)
     for key in order[:20]:
-        schedule.use(key)
+        if wanted := schedule.use(key):
+            asked.append(list(wanted))
+            schedule.granted(len(wanted) if has_room else 0)
     seen = [0, 9, 18] if has_room else list(range(20))  # after how many uses, the first not counted
     assert asked == [order[at + 1 : at + 65] for at in seen]
-    schedule.advance()  # and whenever somebody says so
-    assert asked[-1] == order[20:84]
+    assert list(schedule.advance()) == order[20:84]  # and whenever somebody says so
 
 
 def test_a_key_is_asked_for_beside_what_is_leased_before_its_use() -> None:
-    schedule, asked = schedule_of(["u", "v", "room v", "s", "w"], "uvsw", Rooms({"room v": 5}, 7), window_bytes=3)
-    schedule.use("u")
-    assert asked == [{"v": 7, "s": 12, "w": 12}]
+    schedule = schedule_of(["u", "v", "room v", "s", "w"], "uvsw", Rooms({"room v": 5}, 7), window_bytes=3)
+    assert schedule.use("u") == {"v": 7, "s": 12, "w": 12}
 
 
 def test_a_room_that_was_given_back_is_read_ahead_with_the_key_beside_it() -> None:
     rooms = Rooms({"room u": 5, "room v": 5, "room w": 5}, 7)
-    schedule, asked = schedule_of(["u", "room u", "v", "room v", "w", "room w", "x"], "uvwx", rooms, window_bytes=2)
+    schedule = schedule_of(["u", "room u", "v", "room v", "w", "room w", "x"], "uvwx", rooms, window_bytes=2)
     rooms.returned = {"room v": 5, "room w": 5}
-    schedule.advance()
-    assert asked == [{"u": 7, "v": 12, "room v": 12}]
+    assert schedule.advance() == {"u": 7, "v": 12, "room v": 12}
     assert schedule.soon() == {"u": 1, "room u": 5, "v": 1, "room v": 5, "w": 1}
 
 
 def test_a_prefetch_evicts_nothing_that_is_used_within_twice_the_window() -> None:
-    schedule, _ = schedule_of(["u", "v", "w", "x", "y"], "uvwxy", Rooms({}, 0), window_bytes=1)
+    schedule = schedule_of(["u", "v", "w", "x", "y"], "uvwxy", Rooms({}, 0), window_bytes=1)
     policy = NextUsePolicy(schedule.trace, schedule.is_near)
     schedule.use("u")
     assert policy.victim({"w": 1}, "v") is None
@@ -171,7 +178,7 @@ def test_a_prefetch_evicts_nothing_that_is_used_within_twice_the_window() -> Non
 
 
 def test_a_prefetch_evicts_nothing_that_was_handed_over() -> None:
-    schedule, _ = schedule_of(["u", "v", "w", "x", "y", "z"], "uvwxyzgst", Rooms({}, 0), window_bytes=1)
+    schedule = schedule_of(["u", "v", "w", "x", "y", "z"], "uvwxyzgst", Rooms({}, 0), window_bytes=1)
     policy = NextUsePolicy(schedule.trace, schedule.is_near)
     schedule.use("u")
     schedule.hand_over([], unrecorded=["g", "s", "t", "z"])
@@ -193,7 +200,7 @@ def test_what_is_used_later_is_waited_for_rather_than_a_near_key_evicted() -> No
 
 
 def test_keys_that_were_handed_over_can_be_taken_back() -> None:
-    schedule, _ = schedule_of(["u", "v"], "uv", Rooms({}, 0), window_bytes=1)
+    schedule = schedule_of(["u", "v"], "uv", Rooms({}, 0), window_bytes=1)
     schedule.hand_over([], unrecorded=["v"])
     schedule.take_back(["v"])
     assert list(schedule.trace.upcoming()) == ["u", "v"]

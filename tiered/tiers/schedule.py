@@ -1,12 +1,12 @@
 """What to swap in ahead of need, and what to give up first: both from the trace, both in bytes.
 
 The schedule only hints; the working set decides under its budget, and a wrong hint costs time, never a wrong byte.
+There is no thread, lock or clock: what happens goes in, what to read comes out, and the caller has one lock around it.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Protocol
 
 from tiered.tiers.trace import Trace
@@ -15,7 +15,7 @@ __all__ = ["NextUsePolicy", "NoRooms", "Rooms", "Schedule"]
 
 
 _MOST_KEYS = 64
-"""Of a window, however small: so many uses take longer than a read, and all are looked at again at each use."""
+"""Of a window, however small: so many uses take longer than a read, and all are looked at again now and then."""
 
 
 class NextUsePolicy:
@@ -53,7 +53,7 @@ class Rooms(Protocol):
     """
 
     def due(self) -> int:
-        """Return the bytes that will be leased before anything else is used. Any thread; never blocks."""
+        """Return the bytes that will be leased before anything else is used. Never blocks."""
 
     def of(self, name: str) -> int | None:
         """Return the bytes that the use of the room ``name`` will lease; None where it is no room's name."""
@@ -79,34 +79,45 @@ class NoRooms:
 
 
 class Schedule:
-    """Keeps up to ``window_bytes`` of the keys that come next on their way into DRAM. Thread-safe.
+    """Keeps up to ``window_bytes`` of the keys that come next on their way into DRAM.
 
-    Keys that were learnt on the way, activations, have a window of their own; rooms that were given back come with the
-    keys around them. The invariant: *a key is asked for only beside all that will be used or leased before it*, so
-    nothing is read that must go again before its use.
+    Whatever happens returns what to read now: key -> bytes to leave beside it, in the order of use; the caller says
+    with ``granted`` what became of it. Keys that were learnt on the way, activations, have a window of their own; rooms
+    that were given back come with the keys around them. The invariant: *a key is asked for only beside all that will be
+    used or leased before it*, so nothing is read that must go again before its use.
     """
 
     def __init__(
         self,
         trace: Trace,
-        prefetch: Callable[[Mapping[str, int]], int],
         nbytes: MutableMapping[str, int],
         *,
         window_bytes: int,
         rooms: Rooms | None = None,
     ) -> None:
-        """``prefetch`` takes, for each key in the order of use, how many bytes must be left beside it."""
+        """``nbytes``: the bytes of each key that may be read ahead."""
         self.trace = trace
         self.window_bytes = window_bytes
-        self._prefetch = prefetch
-        self._nbytes = nbytes  # bytes of each key that may be prefetched
+        self.is_settled = False
+        self._nbytes = nbytes
         self._rooms = rooms or NoRooms()
-        self._near: set[str] = set()
         self._soon: dict[str, int] = {}
+        self._near_until = 0  # position up to which expected keys are near
         self._learnt: set[str] = set()
         self._learnt_window_bytes = 0
         self._is_handing_over = False
+        self._asked_bytes = 0  # that were asked for last, in so many keys
+        self._num_asked = 0
         self._num_lasting = 0  # uses for which what was asked for last is enough
+
+    def settle(self) -> None:
+        """Ask for nothing any more: all keys are in DRAM for good. Until ``unsettle``, or a key is learnt."""
+        self.is_settled = not self._learnt
+        self._soon = {}
+
+    def unsettle(self) -> None:
+        """Ask for what comes next again."""
+        self.is_settled = False
 
     def learn(self, key: str, nbytes: int, *, window_bytes: int) -> None:
         """Let ``key``, of ``nbytes``, be read ahead from now on where the trace expects it.
@@ -116,65 +127,83 @@ class Schedule:
         self._nbytes[key] = nbytes
         self._learnt.add(key)
         self._learnt_window_bytes = max(window_bytes, self.window_bytes)
+        self.is_settled = False
 
-    def use(self, key: str, *, room: str = "") -> None:
-        """Note that ``key`` is being used now, and ``room`` soon, and ask for what comes next. Never blocks on I/O."""
-        if self.trace.record(key, room) if room else self.trace.record(key):
-            self.go_on()
+    def use(self, key: str, *, room: str = "") -> dict[str, int]:
+        """Note that ``key`` is being used now, and ``room`` soon; return what to read."""
+        is_new = self.trace.record(key, room) if room else self.trace.record(key)
+        return self.go_on() if is_new else {}
 
-    def hand_over(self, keys: Iterable[str], *, unrecorded: Iterable[str] = ()) -> None:
+    def hand_over(self, keys: Iterable[str], *, unrecorded: Iterable[str] = ()) -> dict[str, int]:
         """Note that another thread will use ``unrecorded`` and ``keys`` soon, in this order (see ``Trace.promise``)."""
         self.trace.promise(keys, unrecorded=unrecorded)
-        self.go_on()
+        return self.go_on()
 
     def take_back(self, keys: Iterable[str]) -> None:
-        """Note that keys that were handed over will not be used."""
+        """Note that keys that were handed over were used, or will not be."""
         for key in keys:
             self.trace.kept(key)
 
-    def use_promised(self, key: str) -> None:
-        """Note that a key that was handed over is being used now, and ask for what comes after it."""
+    def use_promised(self, key: str) -> dict[str, int]:
+        """Note that a key that was handed over is being used now, and return what to read after it."""
         self.trace.kept(key)
-        self.go_on()
+        return self.go_on()
 
     def is_near(self, key: str) -> bool:
         """Return whether ``key`` is used within twice the window from now, or was handed over."""
-        return key in self._near or self.trace.is_promised(key)
+        if key in self._learnt:
+            return self.trace.is_promised(key)
+        return -1 < self.trace.next_use(key) < self._near_until or self.trace.is_promised(key)
 
-    @contextlib.contextmanager
-    def hand_overs(self) -> Iterator[None]:
-        """Several hand-overs belong together: what comes next is asked for once, when the block ends."""
+    def begin_hand_overs(self) -> None:
+        """Several hand-overs belong together: ask for nothing until ``end_hand_overs``."""
         self._is_handing_over = True
-        try:
-            yield
-        finally:
-            self._is_handing_over = False
-            self.advance()
+
+    def end_hand_overs(self) -> dict[str, int]:
+        """Return what to read after all that was handed over."""
+        self._is_handing_over = False
+        return self.advance()
+
+    def rewind(self) -> dict[str, int]:
+        """Say that a new step begins (see ``Trace.rewind``)."""
+        self.trace.rewind()
+        return self.advance()
+
+    def end_step(self) -> dict[str, int]:
+        """Say that a step is complete (see ``Trace.end_step``)."""
+        self.trace.end_step()
+        return self.advance()
 
     def soon(self) -> dict[str, int]:
         """Return what will be asked for at the next use, key or room -> bytes: there should be room for it by then."""
         return self._soon
 
-    def go_on(self) -> None:
-        """Ask for what comes next, once some of what is on its way, an eighth, has been used."""
-        self._num_lasting -= 1
-        if self._num_lasting < 0:
-            self.advance()
+    def granted(self, nbytes: int) -> None:
+        """Note that of what was asked for last ``nbytes`` are there or on their way.
 
-    def advance(self) -> None:
-        """Ask for the next ``window_bytes`` of promised and expected keys, in the order of their use."""
-        if self._is_handing_over:
-            return
+        If all of it is, an eighth may be used before more is asked for.
+        """
+        self._num_lasting = self._num_asked // 8 if nbytes >= self._asked_bytes else 0
+
+    def go_on(self) -> dict[str, int]:
+        """Return what to read, once some of what is on its way has been used."""
+        self._num_lasting -= 1
+        return self.advance() if self._num_lasting < 0 else {}
+
+    def advance(self) -> dict[str, int]:
+        """Return the next ``window_bytes`` of promised and expected keys, in the order of their use."""
+        if self._is_handing_over or self.is_settled:
+            return {}
         wanted: dict[str, int] = {}  # key -> bytes to leave beside it
-        near: set[str] = set()
         soon: dict[str, int] = {}
-        rooms = self._rooms.due()
+        looked_at: list[str] = []
+        rooms, trace, sizes, learnt = self._rooms.due(), self.trace, self._nbytes, self._learnt
         left, left_learnt = self.window_bytes, self._learnt_window_bytes
         least_nbytes = self.window_bytes // _MOST_KEYS
-        for key in self.trace.upcoming():
-            nbytes = self._nbytes.get(key)
+        self._near_until = trace.end
+        for key in trace.upcoming():
+            nbytes = sizes.get(key)
             if nbytes is None:
-                near.add(key)
                 given_back = self._rooms.given_back(key)
                 room = self._rooms.of(key) or 0
                 if left >= 0:
@@ -183,7 +212,7 @@ class Schedule:
                     rooms += room
                 elif left >= 0:
                     wanted[key] = rooms
-            elif key in self._learnt:
+            elif key in learnt:
                 left_learnt -= nbytes
                 if left_learnt >= 0 and key not in wanted:
                     wanted[key] = rooms
@@ -192,11 +221,18 @@ class Schedule:
                     soon[key] = nbytes
                 left -= max(nbytes, least_nbytes)
                 if left < -self.window_bytes:
+                    self._near_until = self._end_of(looked_at)
                     break
-                near.add(key)
                 if left >= 0:
                     wanted[key] = rooms
-        self._near, self._soon = near, soon
+            looked_at.append(key)
+        self._soon = soon
         self._num_lasting = 0
-        if wanted and self._prefetch(wanted) >= sum(self._nbytes.get(key, 0) for key in wanted):
-            self._num_lasting = len(wanted) // 8
+        self._num_asked = len(wanted)
+        self._asked_bytes = sum([sizes.get(key, 0) for key in wanted])
+        return wanted
+
+    def _end_of(self, keys: Sequence[str]) -> int:
+        """Return the position behind the last of ``keys``, which were upcoming, that is expected and not promised."""
+        expected = (key for key in reversed(keys) if not self.trace.is_promised(key))
+        return self.trace.next_use(next(expected, "")) + 1

@@ -1,13 +1,12 @@
 """The recorded order in which keys are used, and how far away the next use of a key is.
 
-Pure bookkeeping: no bytes, no budget. What to do with the order is schedule.py's business.
+Pure bookkeeping: no bytes, no budget, and no thread, lock or clock: the caller has one lock around all calls. What to
+do with the order is schedule.py's business.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["Trace"]
@@ -16,7 +15,6 @@ _MOST_STEPS = 8  # a step is not so much longer than the one before
 _MOST_USES = 1 << 16  # nor than this, where nothing is expected
 _NUM_FIRST = 4
 """Promised keys that come before anything else: one unit's parameters, gradients and what is read ahead for them."""
-_NUM_LOOKED_AT = 256  # keys: a window of the schedule's, and the rooms between them
 
 
 class Trace:
@@ -30,22 +28,24 @@ class Trace:
     recorded right after this thread's next use, which comes at the same time and has somebody waiting for it, so that
     the order does not depend on which thread runs faster. Until ``kept`` they come before all that is expected, but
     for what this thread uses before it waits for them: its next use where that is not recorded yet, and whatever it
-    uses before the first promised key. That comes behind the first few promised ones. All methods are thread-safe.
+    uses before the first promised key. That comes behind the first few promised ones.
+
+    The invariant: *``_at`` has the position of each expected key's next use from the cursor on*, those of the next
+    step counted on behind this one's. Each position knows the next use of its key, so that a use costs one look.
     """
 
     def __init__(self, guess: Sequence[str] = ()) -> None:
         self._expected: list[str] = []
-        self._positions: dict[str, list[int]] = {}
-        self._recorded: list[str] = []
+        self._next: list[int] = []  # position -> that of the next use of its key
+        self._first: dict[str, int] = {}  # key -> position of its first use
+        self._at: dict[str, int] = {}
         self._cursor = 0
-        self._next_uses: list[int] | None = None  # see _upcoming; None: not known
-        self._next_uses_from = 0  # the cursor that they belong to
+        self._recorded: list[str] = []
         self._promised: dict[str, int] = {}  # in order -> number of the promise
         self._to_record: list[str] = []  # promised since this thread's last use
         self._num_promises = 0
         self._num_recorded = 0  # promises that this thread's uses have passed: it waits for them next
-        self._border: int | None = None  # see _first_waiting; None: not known
-        self._lock = threading.Lock()
+        self._waiting_from = 0  # no promised key is expected between the cursor and there
         self._expect(guess)
 
     def __repr__(self) -> str:
@@ -53,77 +53,73 @@ class Trace:
 
     def record(self, *keys: str) -> bool:
         """Note that ``keys`` are used now, at one time; return False when it merely repeats the use before it."""
-        with self._lock:
-            is_new = tuple(self._recorded[-len(keys) :]) != keys
-            if is_new:
-                for key in keys:
-                    self._record(key)
-            if self._to_record:
-                self._num_recorded = self._num_promises
-                self._record_promised()
-            return is_new
+        is_new = tuple(self._recorded[-len(keys) :]) != keys
+        if is_new:
+            for key in keys:
+                self._record(key)
+        if self._to_record:
+            self._num_recorded = self._num_promises
+            self._record_promised()
+        return is_new
 
     def promise(self, keys: Iterable[str], *, unrecorded: Iterable[str] = ()) -> None:
         """Note that another thread will use ``unrecorded`` and ``keys`` soon, in this order; ``keys`` are recorded."""
-        with self._lock:
-            for key in unrecorded:
-                self._promise(key)
-            for key in keys:
-                self._to_record.append(key)
-                self._promise(key)
+        for key in unrecorded:
+            self._promise(key)
+        for key in keys:
+            self._to_record.append(key)
+            self._promise(key)
 
     def kept(self, key: str) -> None:
         """Note that a promised use has happened, or will not."""
-        with self._lock:
-            self._promised.pop(key, None)
-            self._border = None
+        self._promised.pop(key, None)
 
     def is_promised(self, key: str) -> bool:
-        """Return whether ``key`` was promised, and that use has not happened. Takes no lock: one look at a dict."""
+        """Return whether ``key`` was promised, and that use has not happened."""
         return key in self._promised
 
     def rewind(self) -> None:
         """Say that a new step begins: the prediction starts again, what was recorded since the last step is dropped."""
-        with self._lock:
-            self._rewind()
+        self._recorded.clear()
+        self._to_record.clear()
+        self._num_recorded = 0
+        if self._cursor:
+            self._cursor = 0
+            self._at = self._first.copy()
+        self._waiting_from = 0
 
     def end_step(self) -> None:
         """Say that a step is complete: what was recorded becomes the prediction for the next one."""
-        with self._lock:
-            self._record_promised()
-            self._num_recorded = 0  # the next step waits for them one by one, if at all
-            if self._recorded and self._recorded != self._expected:
-                self._expect(self._recorded)
-            self._rewind()
+        self._record_promised()
+        if self._recorded and self._recorded != self._expected:
+            self._expect(self._recorded)
+        self.rewind()  # the next step waits for what is promised key by key, if at all
 
     def upcoming(self) -> Iterator[str]:
-        """Yield the keys promised and expected from now on, soonest first, each once.
+        """Yield the keys promised and expected from now on, soonest first, each once. Nothing may be noted meanwhile.
 
-        Few are looked at until more are asked for: of ten thousand keys, each use looks at as many as a window has.
+        No more is looked at than is asked for: of ten thousand keys, each use looks at as many as a window has.
         """
-        first = self._first_upcoming(_NUM_LOOKED_AT)
-        yield from first
-        if len(first) == _NUM_LOOKED_AT:
-            known = set(first)  # what comes next may have changed meanwhile
-            yield from (key for key in self._first_upcoming(None) if key not in known)
+        first, promised = self._first_waiting(), iter(self._promised)
+        return itertools.chain(
+            itertools.islice(promised, _NUM_FIRST),
+            self._expected_between(self._cursor, first),
+            promised,
+            self._expected_between(first, self._cursor + len(self._expected)),
+        )
 
-    def _first_upcoming(self, most: int | None) -> list[str]:
-        with self._lock:
-            expected, promised, uses = self._expected, self._promised, self._upcoming()
-            num_before, num_expected = bisect_left(uses, self._first_waiting()), len(expected)
-            later = (expected[at % num_expected] for at in uses)  # order: one iterator, the border takes a part of it
-            upcoming = itertools.chain(
-                itertools.islice(promised, _NUM_FIRST),
-                (key for key in itertools.islice(later, num_before) if key not in promised),
-                itertools.islice(promised, _NUM_FIRST, None),
-                (key for key in later if key not in promised),
-            )
-            return list(itertools.islice(upcoming, most))
+    @property
+    def end(self) -> int:
+        """The position behind the last expected use, one step from the cursor."""
+        return self._cursor + len(self._expected)
+
+    def next_use(self, key: str) -> int:
+        """Return the position of the next expected use of ``key``, to be compared with others; -1 where none is."""
+        return self._at.get(key, -1)
 
     def distance(self, key: str) -> int:
         """Return after how many uses ``key`` is expected again; more than a whole step for a key never seen."""
-        with self._lock:
-            return self._distance(key)
+        return self.farthest((key,))[1]
 
     def farthest(self, keys: Iterable[str]) -> tuple[str | None, int]:
         """Return which of ``keys`` is expected last, the first of several, and its distance; (None, -1) for no keys.
@@ -131,22 +127,21 @@ class Trace:
         Looks at no key behind the first one that is not expected at all: a million keys of others cost nothing.
         """
         farthest, found = -1, None
-        with self._lock:
-            positions, promised, cursor = self._positions, self._promised, self._cursor
-            border, num_expected, num_promised = self._first_waiting(), len(self._expected), len(self._promised)
-            num_first = min(num_promised, _NUM_FIRST)
-            for key in keys:
-                if key in promised:
-                    distance = self._distance(key)
-                elif not (uses := positions.get(key)):
-                    return key, self._never()
-                elif uses[-1] < cursor:
-                    distance = uses[0] + num_expected - cursor + num_promised
-                else:
-                    at = uses[bisect_left(uses, cursor)]
-                    distance = at - cursor + (num_promised if at >= border else num_first)
-                if distance > farthest:
-                    farthest, found = distance, key
+        positions, promised, cursor, first = self._at, self._promised, self._cursor, self._first_waiting()
+        num_promised = len(promised)
+        num_first = min(num_promised, _NUM_FIRST)
+        oldest = next(iter(promised.values()), 0)
+        never = 2 * len(self._expected) + self._num_promises + 1
+        for key in keys:
+            at, promise = positions.get(key), promised.get(key)
+            if at is None and promise is None:
+                return key, never
+            distance = never if at is None else at - cursor + (num_promised if at >= first else num_first)
+            if promise is not None:
+                rank = promise - oldest
+                distance = min(distance, rank if rank < _NUM_FIRST else first - cursor + rank)
+            if distance > farthest:
+                farthest, found = distance, key
         return found, farthest
 
     def _record(self, key: str) -> None:
@@ -155,88 +150,57 @@ class Trace:
         if len(self._recorded) > max(_MOST_USES, _MOST_STEPS * len(self._expected)):
             del self._recorded[: len(self._recorded) // 2]  # forwards that no step follows
         self._recorded.append(key)
-        positions = self._positions.get(key)
-        if positions:
-            index = bisect_left(positions, self._cursor)
-            if index < len(positions):
-                self._cursor = positions[index] + 1
-                self._border = None
+        expected, positions = self._expected, self._at
+        used = positions.get(key, len(expected))
+        if used < len(expected):
+            for position in range(self._cursor, used + 1):
+                positions[expected[position]] = self._next[position]
+            self._cursor = used + 1
 
     def _record_promised(self) -> None:
         for key in self._to_record:
             self._record(key)
         self._to_record.clear()
-        self._border = None
-
-    def _first_waiting(self) -> int:
-        """Return the position of the first expected use that comes after the promised ones."""
-        if self._border is None:
-            self._border = self._find_border()
-        return self._border
-
-    def _find_border(self) -> int:
-        first = next(iter(self._promised.values()), None)
-        if first is None:
-            return len(self._expected)
-        if first <= self._num_recorded:
-            return self._cursor
-        this_step = itertools.takewhile(lambda at: at < len(self._expected), self._upcoming())
-        return next((at for at in this_step if self._expected[at] in self._promised), len(self._expected))
-
-    def _upcoming(self) -> list[int]:
-        """Return the position of each expected key's next use, in order; those of the next step behind this step's.
-
-        It follows the cursor: a loop over one key, a thousand times, costs each use no look at the others.
-        """
-        if self._next_uses is None or self._cursor < self._next_uses_from:
-            self._next_uses = [positions[0] for positions in self._positions.values()]
-        uses, num_expected = self._next_uses, len(self._expected)
-        while uses and uses[0] < self._cursor:
-            positions = self._positions[self._expected[uses.pop(0)]]
-            index = bisect_left(positions, self._cursor)
-            insort(uses, positions[index] if index < len(positions) else positions[0] + num_expected)
-        self._next_uses_from = self._cursor
-        return uses
 
     def _promise(self, key: str) -> None:
         self._num_promises += 1
         self._promised.pop(key, None)  # order: a key that is promised again goes to the end
         self._promised[key] = self._num_promises
-        self._border = None
+        at = self._at.get(key, self._waiting_from)
+        self._waiting_from = min(self._waiting_from, at)
 
-    def _rewind(self) -> None:
-        self._recorded.clear()
-        self._to_record.clear()
-        self._num_recorded = 0
-        self._cursor = 0
-        self._border = None
+    def _first_waiting(self) -> int:
+        """Return the position of the first expected use of this step that comes after the promised ones."""
+        oldest = next(iter(self._promised.values()), None)
+        if oldest is not None and oldest <= self._num_recorded:
+            return self._cursor
+        first, num_expected = max(self._waiting_from, self._cursor), len(self._expected)
+        if oldest is None:
+            return num_expected
+        while first < num_expected and self._expected[first] not in self._promised:
+            first += 1
+        self._waiting_from = first
+        return first
 
-    def _distance(self, key: str) -> int:
-        expected = self._expected_distance(key)
-        promise = self._promised.get(key)
-        if promise is None:
-            return expected
-        rank = promise - next(iter(self._promised.values()))
-        return min(expected, rank if rank < _NUM_FIRST else self._first_waiting() - self._cursor + rank)
-
-    def _expected_distance(self, key: str) -> int:
-        positions = self._positions.get(key)
-        if not positions:
-            return self._never()
-        index = bisect_left(positions, self._cursor)
-        if index < len(positions):
-            at, num_before = positions[index], len(self._promised)
-            return at - self._cursor + (num_before if at >= self._first_waiting() else min(num_before, _NUM_FIRST))
-        return positions[0] + len(self._expected) - self._cursor + len(self._promised)
-
-    def _never(self) -> int:
-        """Return the distance of a key that is not expected: more than any other."""
-        return 2 * len(self._expected) + self._num_promises + 1
+    def _expected_between(self, start: int, stop: int) -> Iterator[str]:
+        """Yield the keys whose next use is in [start, stop) and that were not promised."""
+        expected, positions, promised, num_expected = self._expected, self._at, self._promised, len(self._expected)
+        for position in range(start, stop):
+            key = expected[position if position < num_expected else position - num_expected]
+            if positions[key] == position and key not in promised:
+                yield key
 
     def _expect(self, uses: Sequence[str]) -> None:
-        self._border = None
-        self._next_uses = None
         self._expected = list(uses)
-        self._positions = {}
-        for position, key in enumerate(self._expected):
-            self._positions.setdefault(key, []).append(position)
+        num_expected = len(self._expected)
+        self._next = [0] * num_expected
+        self._first = {}
+        for position in range(num_expected - 1, -1, -1):
+            key = self._expected[position]
+            self._next[position] = self._first.get(key, -1)
+            self._first[key] = position
+        for position, later in enumerate(self._next):
+            if later < 0:  # the last use in a step: the next one is the first of the step after it
+                self._next[position] = self._first[self._expected[position]] + num_expected
+        self._at = self._first.copy()
+        self._cursor = self._waiting_from = 0

@@ -18,8 +18,6 @@ from torch import nn
 from tiered.errors import StepAbandonedError, StoreLostError, UsageError
 from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
-from tiered.tiers.schedule import NextUsePolicy, Schedule
-from tiered.tiers.trace import Trace
 from tiered.zero.activations.activations import Activations
 from tiered.zero.activations.repeated_inputs import keep_repeated_inputs
 from tiered.zero.budget import smallest_budget, whole_pages
@@ -37,6 +35,7 @@ from tiered.zero.parameters.functorch import guard_functorch
 from tiered.zero.parameters.outputs import any_requires_grad, own
 from tiered.zero.parameters.parameter import is_write, name_of
 from tiered.zero.parameters.residency import Residency
+from tiered.zero.parameters.shared_schedule import SharedSchedule
 
 if TYPE_CHECKING:
     from tiered.zero.formats.codec import Bucket
@@ -88,7 +87,7 @@ class Engine:
         self.worker.on_use = lambda key: self.schedule.use_promised(key)
         self.activations = Activations(self)  # Order: asked before the residency to give bytes back
         self.residency = Residency(self.working_set, self.units[0], self.worker)
-        self.residency.distance = lambda key: self.schedule.trace.distance(key)
+        self.residency.distance = lambda key: self.schedule.distance(key)
         self.backward = Backward(self)
         self.model = weakref.ref(model)
         self.pid = os.getpid()
@@ -247,8 +246,7 @@ class Engine:
         self.activations.begin_forward(is_first=is_first)
         if is_first:
             self.forget_touches()
-            self.schedule.trace.rewind()
-            self.schedule.advance()
+            self.schedule.rewind()
 
     def leave(self, unit: Unit | None) -> None:
         """A call of the module of ``unit``, if it is one's, is over: park it unless it is used on."""
@@ -274,6 +272,8 @@ class Engine:
 
     def _make_way(self) -> None:
         """Give back what is in the way of what comes next; gradients handed over in a backward are limited anyway."""
+        if self.schedule.is_settled:
+            return
         is_pending = self.worker.is_busy and self.updater is not None and not self.updater.in_backward
         self.residency.make_way(self.schedule.soon(), pending=is_pending)
 
@@ -349,8 +349,7 @@ class Engine:
         self.is_between = False
         self.residency.sweep()
         self.activations.swapped.sweep()
-        self.schedule.trace.end_step()
-        self.schedule.advance()
+        self.schedule.end_step()
         self._make_way()
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
@@ -371,7 +370,8 @@ class Engine:
         self.pending_bytes = max(0, spare) // 2  # the other half is for reading ahead
         parameters = {unit.key: whole_pages(unit.nbytes) for unit in self.units}
         held_state = {key: whole_pages(nbytes) for key, nbytes in state.items()}
-        self.working_set.hold(choose_held(parameters, held_state, self.held_bytes))
+        held = choose_held(parameters, held_state, self.held_bytes)
+        self.working_set.hold(held)
         order = [unit.key for unit in self.units]
         if not in_backward:
             order += [key for unit in reversed(self.units) for key in (unit.key, unit.gradients.room)]
@@ -382,15 +382,19 @@ class Engine:
             if not in_backward:
                 handed_over.insert(1, unit.gradients.room)
         order += handed_over
-        self._expect(order, self.schedule.window_bytes)
+        rooms = {unit.gradients.room: unit.gradients.nbytes for unit in self.units}
+        is_all_held = len(held) == len(parameters) + len(state)
+        self._expect(order, self.schedule.window_bytes, rooms if is_all_held else None)
 
-    def _expect(self, order: list[str], window_bytes: int) -> None:
-        trace = Trace(order)
-        self.schedule = Schedule(trace, self._prefetch, self._nbytes, window_bytes=window_bytes, rooms=self.residency)
-        self.working_set.set_policy(NextUsePolicy(trace, self.schedule.is_near))
-
-    def _prefetch(self, keys: Mapping[str, int]) -> int:
-        return self.working_set.prefetch(keys, keys)
+    def _expect(self, order: list[str], window_bytes: int, rooms_nbytes: dict[str, int] | None = None) -> None:
+        self.schedule = SharedSchedule(
+            self.working_set,
+            order,
+            self._nbytes,
+            window_bytes=window_bytes,
+            rooms=self.residency,
+            rooms_nbytes=rooms_nbytes,
+        )
 
     def written(self, segment: Segment, source: torch.Tensor | None) -> None:
         """A parameter's values were replaced, by ``source`` where it is known; who keeps masters must hear of it."""

@@ -66,4 +66,4 @@ def _forget_step(engine: Engine) -> None:
     for unit in engine.units:
         unit.gradients.drop()
     engine.forget_touches()
-    engine.schedule.trace.rewind()
+    engine.schedule.forget()

@@ -12,11 +12,11 @@ from tiered.store.residency.working_set import Lease
 from tiered.zero.optimizer.update import Source
 
 if TYPE_CHECKING:
-    from tiered.tiers.schedule import Schedule
     from tiered.zero.formats.codec import Bucket
     from tiered.zero.formats.rules import Hyperparameters
     from tiered.zero.gradients.taken_gradients import TakenGradients
     from tiered.zero.optimizer.update import UpdatePipeline
+    from tiered.zero.parameters.shared_schedule import SharedSchedule
     from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["UnitUpdate"]
@@ -46,7 +46,7 @@ class UnitUpdate:
         self.nbytes = unit.nbytes + gradients.nbytes  # of DRAM that it keeps from others
         self.keys = [unit.key, gradients.key, *(bucket.key for bucket in self.buckets)]  # in order of use
         self._pipeline = pipeline
-        self._schedule: Schedule = unit.engine.schedule
+        self._schedule: SharedSchedule = unit.engine.schedule
         self._lease: Lease | None = None
 
     def __repr__(self) -> str:
@@ -62,9 +62,8 @@ class UnitUpdate:
         while True:
             if self._lease is None:
                 self._lease = working_set.lease(self.unit.key, "rw")
-                self._schedule.trace.kept(self.unit.key)
             self.gradients.open()
-            self._schedule.trace.kept(self.gradients.key)
+            self._schedule.take_back([self.unit.key, self.gradients.key])
             bucket = working_set.lease(key, "rw")
             if self._lease is not None and self.gradients.lease is not None:
                 return bucket
@@ -98,8 +97,7 @@ class UnitUpdate:
 
     def end(self) -> str:
         """Give everything back; return the gradients' key if a caller still sees its bytes, else ""."""
-        for key in self.keys:
-            self._schedule.trace.kept(key)
+        self._schedule.take_back(self.keys)
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release(is_written=True)
