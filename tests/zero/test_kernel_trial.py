@@ -7,11 +7,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.zero.digests import digests_of_training
 from tiered.bytes.kernel import compile_nothing, give_back_compiler
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import MACHINE, Check, Finding, Outcome, broken, ok
@@ -27,6 +27,8 @@ from tiered.zero.formats.kernel_trial import (
 from tiered.zero.formats.layout import Layouts
 from tiered.zero.formats.rules import AdamWRule
 from tiered.zero.kernels.compact_kernels import compile_compact_kernels
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -56,43 +58,17 @@ def test_numba_that_cannot_compile_is_said_once(
     assert "needs an older NumPy" in warning and "--upgrade numba" in warning and warning.endswith(COMPACT_COST)
 
 
-TRAIN = """
-def train(directory):
-    import hashlib, torch, tiered
-    digests = {}
-    for name, state in (("AdamW", "exact"), ("SGD", "exact"), ("Lion", "exact"), ("AdamW", "compact")):
-        torch.manual_seed(0)
-        with tiered.Store(f"{directory}/{name}-{state}", dram="16MiB", durable=False) as store:
-            model = tiered.shard(torch.nn.Linear(300, 40), store, param_dtype=torch.bfloat16)
-            options = {"momentum": 0.9} if name == "SGD" else {}
-            optimizer = getattr(tiered, name)(model.parameters(), lr=1e-2, state=state, **options)
-            for step in range(3):
-                x = torch.linspace(-1, 1 + step, 600).view(2, 300).bfloat16()
-                model(x).square().sum().backward()
-                optimizer.step()
-            seen = list(model.state_dict().values())
-            for one in optimizer.state_dict()["state"].values():
-                seen += [one[word] for word in sorted(one)]
-            digest = hashlib.sha256()
-            for value in seen:
-                digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-            digests[f"{name} {state}"] = digest.hexdigest()
-    return digests
-"""
-
-
 def test_without_numba_all_trains_to_the_same_bits_and_compact_alone_warns_once(tmp_path: Path) -> None:
-    program = TRAIN + (
+    program = (
         "import sys; sys.modules['numba'] = sys.modules['llvmlite'] = None  # as if they were not installed\n"
-        f"print(train({str(tmp_path / 'without')!r}))\n"
-        "assert sys.modules['numba'] is None\n"
+        "from tests.zero.digests import digests_of_training\n"
+        f"print(digests_of_training({str(tmp_path / 'without')!r}))\n"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    here: dict[str, Any] = {}
-    exec(TRAIN, here)
     assert tried_compact_kernels() is not None, compact_trial().reason
-    assert ast.literal_eval(done.stdout) == here["train"](tmp_path / "with")
+    assert ast.literal_eval(done.stdout) == digests_of_training(tmp_path / "with")
     (warning,) = [line for line in done.stderr.splitlines() if "compact" in line]
     assert INSTALL_COMPACT in warning and warning.endswith(COMPACT_COST)
 
