@@ -22,6 +22,7 @@ FLOORS = {
     "tiers": 3,
     "ranks": 3,
     "zero": 4,
+    "loader": 5,
     "": 5,  # the package's own __init__
     "console": 5,
     "doctor": 5,

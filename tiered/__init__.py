@@ -17,6 +17,7 @@ from tiered.errors import (
 )
 
 if TYPE_CHECKING:
+    from tiered.loader.resumable import resumable
     from tiered.store.store import Store
     from tiered.zero import (
         SGD,
@@ -52,6 +53,7 @@ __all__ = [
     "clip_grad_norm_",
     "construct",
     "micro_batches",
+    "resumable",
     "shard",
     "unsharded",
 ]
@@ -63,7 +65,8 @@ def __getattr__(name: str) -> Any:
     """Import what needs torch when it is first asked for: the command line has answers to give before that."""
     if name.startswith("_") or name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "tiered.store.store" if name == "Store" else "tiered.zero"
+    homes = {"Store": "tiered.store.store", "resumable": "tiered.loader.resumable"}
+    home = homes.get(name, "tiered.zero")
     globals()[name] = found = getattr(importlib.import_module(home), name)
     return found
 

@@ -1,0 +1,1 @@
+"""Loaders of batches that a store can commit and resume."""

@@ -1,0 +1,140 @@
+"""The random states that decide which batches a loader gives: the process's, and those of the loader's own parts."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from tiered.store.generations.registry import Stateful
+from tiered.zero.model_state import RandomState
+
+__all__ = ["RandomParts", "drawn_state", "generators", "is_stateful", "parts_of"]
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+class RandomParts:
+    """The process's generators and ``parts`` by name: generators, and samplers with ``state_dict``.
+
+    ``kept`` names the parts that a replay must leave alone, since it does not load what draws from them.
+    """
+
+    def __init__(self, parts: dict[str, Any], *, kept: frozenset[str] = frozenset()) -> None:
+        self._parts = parts
+        self._kept = kept
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parts."""
+        return sorted(self._parts)
+
+    def states(self) -> dict[str, Any]:
+        """Return copies of all states, in what a commit can carry."""
+        return {"process": RandomState().state_dict(), "parts": self.part_states()}
+
+    def part_states(self) -> dict[str, Any]:
+        """Return copies of the states of the parts alone."""
+        return {name: _state(part) for name, part in self._parts.items()}
+
+    def restore_parts(self, states: dict[str, Any]) -> None:
+        """Set all parts to ``states``, as ``part_states`` returned them."""
+        for name, part in self._parts.items():
+            _set_state(part, states[name])
+
+    @contextmanager
+    def replaying(self, start: dict[str, Any]) -> Iterator[None]:
+        """Set everything but the kept parts to ``start``; at the end put the process's generators back."""
+        found = RandomState().state_dict()
+        RandomState().load_state_dict(start["process"])
+        try:
+            for name in self._parts.keys() - self._kept:
+                _set_state(self._parts[name], start["parts"][name])
+            yield
+        finally:
+            RandomState().load_state_dict(found)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Put everything back at the end."""
+        found = self.states()
+        try:
+            yield
+        finally:
+            self.restore_parts(found["parts"])
+            RandomState().load_state_dict(found["process"])
+
+
+def parts_of(loader: DataLoader[Any], *, loads_again: bool) -> RandomParts:
+    """Return the parts of a torch ``loader``. ``loads_again``: a resumed one loads again what was used."""
+    parts: dict[str, Any] = {}
+    owners: dict[int, tuple[str, object]] = {id(loader): ("loader", loader)}
+    waiting = list(owners.values())
+    for name, owner in waiting:
+        if owner is not loader and is_stateful(owner):
+            parts[name] = owner
+        for attribute, value in getattr(owner, "__dict__", {}).items():
+            is_sampler = isinstance(value, Sampler) or attribute in ("sampler", "batch_sampler")
+            if is_sampler and id(value) not in owners:
+                owners[id(value)] = (f"{name}.{attribute}", value)
+                waiting.append(owners[id(value)])
+        parts |= {f"{name}.{key}": value for key, value in generators(owner).items()}
+    known = {id(part) for part in parts.values()}
+    data_parts = {f"loader.dataset.{key}": value for key, value in generators(loader.dataset).items()}
+    kept = () if loads_again else (name for name, part in data_parts.items() if id(part) not in known)
+    return RandomParts(data_parts | parts, kept=frozenset(kept))
+
+
+def generators(owner: object) -> dict[str, Any]:
+    """Return the attributes of ``owner`` that are generators of random numbers."""
+    attributes = getattr(owner, "__dict__", {})
+    return {name: value for name, value in attributes.items() if isinstance(value, _GENERATORS)}
+
+
+def is_stateful(item: object) -> TypeGuard[Stateful]:
+    """Return whether ``item`` has a state to commit."""
+    return all(callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict"))
+
+
+def drawn_state(parts: Iterable[Any]) -> object:
+    """Return what compares unequal as soon as somebody has drawn from the process's generators or from ``parts``."""
+    states = [torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate(), *map(_state, parts)]
+    return [_comparable(state) for state in states]
+
+
+def _comparable(state: Any) -> Any:
+    """Return ``state`` with the bytes of tensors and arrays in their place."""
+    if isinstance(state, dict):
+        return {key: _comparable(value) for key, value in state.items()}
+    return np.asarray(state).tobytes() if isinstance(state, torch.Tensor | np.ndarray) else state
+
+
+def _state(part: Any) -> Any:
+    if isinstance(part, torch.Generator):
+        return part.get_state()
+    if isinstance(part, np.random.Generator):
+        return copy.deepcopy(part.bit_generator.state)
+    if isinstance(part, np.random.RandomState):
+        return part.get_state(legacy=False)
+    if isinstance(part, random.Random):
+        return part.getstate()
+    return copy.deepcopy(part.state_dict())
+
+
+def _set_state(part: Any, state: Any) -> None:
+    if isinstance(part, torch.Generator):
+        part.set_state(state)
+    elif isinstance(part, np.random.Generator):
+        part.bit_generator.state = state
+    elif isinstance(part, np.random.RandomState):
+        part.set_state(state)
+    elif isinstance(part, random.Random):
+        part.setstate(state)
+    else:
+        part.load_state_dict(copy.deepcopy(state))

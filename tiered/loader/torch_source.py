@@ -1,0 +1,190 @@
+"""torch's DataLoader: what was used is skipped in the sampler where the data set is map-style, else loaded and dropped.
+
+The loader that is iterated is a copy, whose sampler, collate_fn and worker_init_fn are stood in for by ones that do the
+same and more. torch makes an iterator in this order: ``iter(sampler)``, a draw of the workers' seed, and then, at once
+with workers and at the first batch without, the sampler's first item, for which it draws. Workers that persist are made
+in the first epoch; in a later one there is no draw of a seed.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+from tiered.loader.random_parts import drawn_state, generators, parts_of
+from tiered.loader.source import Source, length
+
+__all__ = ["TorchSource"]
+
+_log = logging.getLogger("tiered")
+
+Batch = TypeVar("Batch")
+
+
+class TorchSource(Source[Batch]):
+    """A DataLoader without a state of its own. A resumed epoch skips what was used, or, with ``loads_again``, does not.
+
+    It keeps the worker processes that persist, as long as it lives.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, replay: bool) -> None:
+        self._loads_again = replay or isinstance(loader.dataset, IterableDataset)
+        self._persists = loader.persistent_workers and loader.num_workers > 0
+        if replay and self._persists and not isinstance(loader.dataset, IterableDataset):
+            raise ValueError(
+                "resumable: replay=True cannot bring back what workers draw that persist from epoch to epoch;"
+                " expected persistent_workers=False, or replay=False"
+            )
+        self._torch_loader = copy.copy(loader)
+        super().__init__(self._torch_loader, parts_of(loader, loads_again=self._loads_again))
+        self._sampler = _SkippingSampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+        place = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        changes: dict[str, Any] = {place: self._sampler, "_iterator": None}
+        self._watch: _WorkerWatch | None = None
+        if loader.num_workers > 0 and (self._persists or not self._loads_again):
+            self._watch = _WorkerWatch(loader)
+            changes |= {"collate_fn": self._watch.collate, "worker_init_fn": self._watch.start_worker}
+        vars(self._torch_loader).update(changes)  # torch refuses these as attributes of a loader that is made
+        self._is_made = False
+
+    def begin(self) -> Iterator[Batch]:
+        """Return an iterator over a whole epoch."""
+        if self.has_workers and not self._is_made:
+            self._make_workers()
+        self.has_workers, self._is_made = self._persists, True
+        return iter(self._loader)
+
+    def _make_workers(self) -> None:
+        """Make workers that persist without anything to do, as the epochs before left them."""
+        self._sampler.is_empty = True
+        try:
+            with self.random.unchanged():
+                iter(self._loader)
+        finally:
+            self._sampler.is_empty = False
+
+    def resume(self, start: dict[str, Any], position: int) -> Iterator[Batch]:
+        """Return an iterator over what comes after ``position`` batches; the process's generators stay as they were."""
+        with self.random.replaying(start):
+            if self._loads_again:
+                batches = self.begin()
+                self.pass_over(batches, position)
+                return batches
+            self._sampler.pass_over = lambda indices: self.pass_over(indices, position)
+            try:
+                batches = self.begin()
+                self._sampler.start()  # order: under the start's random state; without workers nobody asked for an item
+            finally:
+                self._sampler.pass_over = None
+        return batches
+
+    def warn(self) -> None:
+        """Log, once, that workers draw random numbers that a resumed run would not draw again."""
+        if self._watch is None or not self._watch.has_drawn:
+            return
+        self._watch = None
+        ways = ["persistent_workers=False"] * self._persists
+        ways += ["tiered.resumable(loader, replay=True), which loads again what was used"] * (not self._loads_again)
+        _log.warning(
+            "worker processes of a DataLoader draw random numbers: a run that is resumed in the middle of an epoch"
+            " draws others from there on; expected %s",
+            " and ".join(ways),
+        )
+
+    def description(self) -> dict[str, Any]:
+        """Return what decides which batches come in which order."""
+        loader = self._torch_loader
+        is_iterable = isinstance(loader.dataset, IterableDataset)
+        return {
+            "type": type(loader).__name__,
+            "batches": None if is_iterable else length(loader),  # torch warns of an iterable that has told its length
+            "items": length(loader.dataset),
+            "batch_size": loader.batch_size,
+            "drop_last": loader.drop_last,
+            "sampler": _names(self._sampler.sampler),
+            "num_workers": loader.num_workers if is_iterable else None,
+            "persistent_workers": self._persists,
+            "parts": self.random.names,
+        }
+
+
+def _names(sampler: object) -> str:
+    """Return the type of ``sampler``, and of the one within where it is torch's for batches."""
+    name = type(sampler).__name__
+    return f"{name} of {type(sampler.sampler).__name__}" if isinstance(sampler, BatchSampler) else name
+
+
+class _SkippingSampler(Sampler[Any]):
+    """The sampler within. Iterators made while ``pass_over`` is set call it with the indices when they start."""
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self.sampler = sampler
+        self.is_empty = False
+        self.pass_over: Callable[[Iterator[Any]], None] | None = None
+        self._last: _Indices | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.is_empty:
+            return iter(())
+        self._last = _Indices(iter(self.sampler), self.pass_over)
+        return self._last
+
+    def start(self) -> None:
+        """Have the last iterator pass over what it should, if it has not."""
+        assert self._last is not None
+        self._last.start()
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]  # its own TypeError is the right one
+
+
+class _Indices(Iterator[Any]):
+    def __init__(self, indices: Iterator[Any], pass_over: Callable[[Iterator[Any]], None] | None) -> None:
+        self._indices = indices
+        self._pass_over = pass_over
+
+    def start(self) -> None:
+        pass_over, self._pass_over = self._pass_over, None
+        if pass_over is not None:
+            pass_over(self._indices)
+
+    def __next__(self) -> Any:
+        self.start()
+        return next(self._indices)
+
+
+class _WorkerWatch:
+    """Stands in for a DataLoader's ``collate_fn`` and ``worker_init_fn``, and sees whether workers draw.
+
+    ``has_drawn``, a bool tensor of one element in shared memory, becomes true when one of them has.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.has_drawn = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
+        self._collate_fn = loader.collate_fn
+        self._worker_init_fn = loader.worker_init_fn
+        self._generators = generators(loader.dataset)
+        self._before: object = None
+
+    def start_worker(self, number: int) -> None:
+        """Do what the user's function does, and look from then on."""
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(number)
+        self._before = self._seen()
+
+    def collate(self, items: Any) -> Any:
+        """Return the batch that the user's function makes of ``items``, drawn for by now."""
+        batch = self._collate_fn(items)
+        if not self.has_drawn:
+            before, self._before = self._before, self._seen()
+            if before != self._before:
+                self.has_drawn.fill_(True)
+        return batch
+
+    def _seen(self) -> object:
+        return drawn_state(self._generators.values())
