@@ -4,7 +4,7 @@
 Usage: python bench/io_engine.py DIR [--only engines,busy,demand,duplex,leaks] [--rounds 5] [--seconds 1]
 
 Ours and what it is compared with run in turn, and medians of the pairs' ratios are printed. The bound is what fio gives
-with the same block, depth, file and huge pages. One JSON line comes last. Run nothing else meanwhile.
+with the same block, depth and file, in huge pages. One JSON line comes last. Run nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ import torch
 from tiered.bytes.device.base import SCRATCH, Device, IOClass, Operation
 from tiered.bytes.device.engines import open_device
 from tiered.measure.bed import Bed
-from tiered.measure.fio import HugePages
 from tiered.measure.pairs import BusyThread, measure_pairs
-from tiered.measure.pattern import LARGE_NBYTES, Pattern
+from tiered.measure.pattern import Pattern
 from tiered.measure.rounds import run_round
 from tiered.units import GiB, KiB, MiB, format_bytes, parse_bytes
 
@@ -53,7 +52,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--only", default="engines,busy,demand,duplex,leaks")
-    parser.add_argument("--engines", default="uring/uring, memory registered/threads")
+    parser.add_argument("--engines", default="uring/threads")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of one round")
     parser.add_argument("--depth", type=int, default=8)
@@ -63,47 +62,34 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def bed_of(args: argparse.Namespace, engine: str, depth: int, block: int, *, has_large: bool = False) -> Bed:
+def bed_of(args: argparse.Namespace, engine: str, depth: int, block: int) -> Bed:
     bed = Bed(
         [args.directory],
         engine=engine,
-        memory_nbytes=max(depth * block, 2 * LARGE_NBYTES if has_large else 0),
+        memory_nbytes=depth * block,
         file_nbytes=args.file,
         depth=depth,
-        periods=[depth * block] if has_large else (),
     )
     bed.write_file()
     return bed
 
 
 def engines(args: argparse.Namespace) -> list[Figures]:
-    """Each engine beside fio: GB/s and CPU-seconds per GB, both with huge pages where fio can be lent some.
-
-    Ours twice: with an operation for each block, and with large ones that the engine cuts into the same blocks, in as
-    much memory as those and fio use, where the kernel lends huge pages for it.
-    """
+    """Each engine beside fio: GB/s and CPU-seconds per GB."""
     rows: list[Figures] = []
     for name in args.engines.split("/"):
         for block in args.blocks:
-            with bed_of(args, name.split(",")[0], args.depth, block, has_large=True) as bed:
-                if name.endswith("registered"):
-                    assert bed.register_memory()
+            with bed_of(args, name, args.depth, block) as bed:
                 fio = bed.find_fio()
                 for op in ("read", "write"):
                     pattern = Pattern(op, block, args.depth, args.file, args.seconds)
-                    with HugePages(pattern, fio):
-                        pairs = measure_pairs(bed, pattern, rounds=args.rounds, fio=fio, has_large=True)
-                    for found in (pairs, pairs.of_large):
-                        if found is not None:
-                            row: Figures = {
-                                "engine": name, "op": op, "block_bytes": block, "depth": args.depth,
-                                "operations": "of one block" if found is pairs else "large", "gb_per_s": found.gb_per_s,
-                                "fio_gb_per_s": found.fio_gb_per_s, "ratio": found.ratio_to_fio,
-                                "cpu_s_per_gb": found.cpu_s_per_gb, "cpu_ratio": found.cpu_ratio_to_fio,
-                                "fio_has_huge_pages": found.has_huge_pages,
-                                "as_much_memory": found is pairs or bed.is_repeated(pattern),
-                            }  # fmt: skip
-                            rows.append(show(row))
+                    found = measure_pairs(bed, pattern, rounds=args.rounds, fio=fio)
+                    row: Figures = {
+                        "engine": name, "op": op, "block_bytes": block, "depth": args.depth,
+                        "gb_per_s": found.gb_per_s, "fio_gb_per_s": found.fio_gb_per_s, "ratio": found.ratio_to_fio,
+                        "cpu_s_per_gb": found.cpu_s_per_gb, "cpu_ratio": found.cpu_ratio_to_fio,
+                    }  # fmt: skip
+                    rows.append(show(row))
     return rows
 
 

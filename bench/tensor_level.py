@@ -77,7 +77,6 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
             depth=args.depth,
         ) as bed:
             bed.write_file()
-            bed.register_memory()
             for op in WORK:
                 yield measure_op(args, tensors, op, folder, bed)
     finally:

@@ -112,7 +112,7 @@ def test_io_engine_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
     result = json.loads(output.splitlines()[-1])
     assert result["bench"] == "io_engine"
-    assert {row["engine"] for row in result["engines"]} == {"uring", "uring, memory registered", "threads"}
+    assert {row["engine"] for row in result["engines"]} == {"uring", "threads"}
     assert all(row["gb_per_s"] > 0 for row in result["engines"] + result["duplex"])
     assert all(row["fds"] == row["threads"] == 0 for row in result["leaks"])
     assert not list(tmp_path.iterdir())
@@ -126,19 +126,6 @@ def test_tensor_level_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None
     assert result["bench"] == "tensor_level"
     assert [row["op"] for row in result["rows"]] == ["put", "get", "lease"]
     assert all(row[f"{name}_gb_per_s"] > 0 for row in result["rows"] for name in ("raw", "ceiling", "store"))
-    assert not list(tmp_path.iterdir())
-
-
-def test_ring_loop_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
-    tiny = ("--rounds", "1", "--seconds", "0.05", "--blocks", "1MiB", "--file", "16MiB")
-    command = [warm_python.executable, "bench/ring_loop.py", str(tmp_path), *tiny]
-    output = subprocess.run(command, cwd=ROOT, env=warm_python.environment, check=True, capture_output=True, text=True)
-    result = json.loads(output.stdout.splitlines()[-1])
-    assert result["bench"] == "ring_loop"
-    assert [(row["op"], row["is_registered"]) for row in result["rows"]] == [
-        ("read", False), ("write", False), ("read", True), ("write", True),
-    ]  # fmt: skip
-    assert all(row["gb_per_s"] > 0 and row["cpu_s_per_gb"] > 0 for row in result["rows"])
     assert not list(tmp_path.iterdir())
 
 

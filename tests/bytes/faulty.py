@@ -75,10 +75,10 @@ class FaultyRing(Ring):
         self._fds[slot] = fd
         super().set_file(slot, fd)
 
-    def prepare(self, opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int, index: int = 0) -> None:
+    def prepare(self, opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int) -> None:
         self._is_real = self._device.fault is None or self._fds[file] == self._device._wake_up.fd
         if self._is_real:
-            super().prepare(opcode, file, address, nbytes, offset, tag, index)
+            super().prepare(opcode, file, address, nbytes, offset, tag)
             return
         memory = memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
         call = self._device._pwrite if opcode == WRITE else self._device._pread

@@ -28,11 +28,10 @@ from tiered.units import KiB, MiB
 Opener = Callable[[], Device]
 
 
-def cutting(directory: Path, *, is_compiled: bool) -> UringDevice:
+def cutting(directory: Path) -> UringDevice:
     """Return a device that makes two requests at a time, of one block each, of whatever is larger than that."""
     device = UringDevice(directory)
     device.cut(device.alignment, 2)
-    assert not is_compiled or device.compile_loop()
     return device
 
 
@@ -40,8 +39,7 @@ ENGINES: dict[str, Callable[..., Device]] = {
     "threads": partial(ThreadsDevice, num_threads=3),
     "threads-buffered": partial(ThreadsDevice, num_threads=3, direct=False),
     "uring": UringDevice,
-    "uring-cut": partial(cutting, is_compiled=False),
-    "uring-compiled": partial(cutting, is_compiled=True),
+    "uring-cut": cutting,
     "aiofiles": partial(AiofilesDevice, num_threads=3),
     "mmap": partial(MmapDevice, num_threads=3),
 }

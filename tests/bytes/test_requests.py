@@ -1,8 +1,6 @@
-"""Operations cut into requests: every byte once, the most urgent first, and compiled or not the same."""
+"""Operations cut into requests: every byte once, the most urgent first."""
 
-import ctypes
 import errno
-import logging
 import mmap
 import os
 import random
@@ -19,172 +17,216 @@ import pytest
 from tests.bytes.faulty import Call, Errors, FaultyCutting, Gate, faulty
 from tests.bytes.moving import WAIT_S, Batch, exit_code_of_child, fill, move
 from tiered.bytes.arena import Buffer
-from tiered.bytes.device import request_loop, uring
-from tiered.bytes.device.base import IOClass
-from tiered.bytes.device.request_loop import compiled_loop
-from tiered.bytes.device.requests import MOST_REQUESTS, NUM_ROWS, Requests
-from tiered.bytes.device.ring import ENTER, GETEVENTS, READ, WRITE, Ring, system_call
+from tiered.bytes.device import uring
+from tiered.bytes.device.base import IOClass, Operation
+from tiered.bytes.device.in_flight import InFlight
+from tiered.bytes.device.requests import MOST_REQUESTS, Requests
+from tiered.bytes.device.ring import Ring
 from tiered.bytes.device.uring import UringDevice
 from tiered.errors import CapacityError, DeviceError
 from tiered.units import KiB, MiB
 
 DEMAND, PREFETCH, WRITE_BACK = IOClass
-Prepared = tuple[int, int, int, int, int, int, int]
+MEMORY = memoryview(bytes(16 * MiB))
 
 
-class NotedRing:
-    """A ring that only notes what is prepared, and how much with each call."""
-
-    def __init__(self) -> None:
-        self.prepared: list[Prepared] = []
-        self.batches: list[int] = []
-
-    def prepare(self, opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int, index: int = 0) -> None:
-        self.prepared.append((opcode, file, address, nbytes, offset, tag & 0xFFFF, index))
-
-    def enter_briefly(self) -> None:
-        self.batches.append(len(self.prepared) - sum(self.batches))
-
-    def take(self) -> list[Prepared]:
-        found, self.prepared, self.batches = self.prepared, [], []
-        return found
+def large(io_class: IOClass, nbytes: int) -> InFlight:
+    """Return an operation of ``nbytes`` at offset 8192 that its engine has located."""
+    operation = Operation(
+        is_write=io_class is WRITE_BACK,
+        file=0,
+        offset=8192,
+        memory=MEMORY[:nbytes],
+        io_class=io_class,
+        on_done=lambda operation: None,
+    )
+    flight = InFlight(operation, io_class, 0.0)
+    flight.address, flight.file_slot = 1_000_000, 3
+    return flight
 
 
-def fill_ring(requests: Requests, ring: NotedRing, *, is_calm: bool = False, are_apart: bool = False) -> list[Prepared]:
-    requests.fill(ring, is_calm=is_calm, are_apart=are_apart)  # type: ignore[arg-type]
-    return ring.take()
+def requests_of(depth: int) -> Requests:
+    requests = Requests()
+    requests.depth = depth
+    return requests
 
 
-def add(requests: Requests, row: int, io_class: IOClass, nbytes: int, *, most: int = 4096) -> None:
-    opcode = WRITE if io_class is WRITE_BACK else READ
-    requests.add(row, io_class, opcode, 3, 1_000_000 * (row + 1), 8192, nbytes, 7, most=most)
+def add(requests: Requests, io_class: IOClass, nbytes: int, *, most: int = 4096) -> InFlight:
+    flight = large(io_class, nbytes)
+    requests.add(flight, most)
+    return flight
+
+
+def take_all(requests: Requests, *, is_calm: bool = False) -> list[InFlight]:
+    taken = []
+    while (part := requests.take(1.0, is_calm=is_calm)) is not None:
+        taken.append(part)
+    return taken
+
+
+def whole(part: InFlight) -> InFlight:
+    assert part.whole is not None
+    return part.whole
+
+
+def end(requests: Requests, part: InFlight) -> InFlight | None:
+    """End ``part`` as one that moved all its bytes."""
+    part.moved = part.nbytes
+    return requests.end(part)
 
 
 def test_an_operation_is_given_in_order_and_whole() -> None:
-    requests, ring = Requests(), NotedRing()
-    requests.set_depth(3)
-    add(requests, 5, PREFETCH, 5 * 4096 + 512)
-    found = fill_ring(requests, ring)
-    assert requests.num_with_kernel == 3 and requests.num_startable == 0 and requests.num_waiting == 1
+    requests = requests_of(3)
+    flight = add(requests, PREFETCH, 5 * 4096 + 512)
+    found = taken = take_all(requests)
+    assert len(found) == 3 and not requests.can_start and requests.num_waiting == 1
     ended = []
-    while requests.num_with_kernel:
-        number = min(requests.requests_of(5))
-        assert requests.request(number)[0] == requests.owner(number) == 5
-        ended.append(requests.end(number))
-        found += fill_ring(requests, ring)
-    assert ended == [False] * 5 + [True]
-    assert [nbytes for _, _, _, nbytes, *_ in found] == [4096] * 5 + [512]
-    assert [address for _, _, address, *_ in found] == [6_000_000 + 4096 * place for place in range(6)]
-    assert [offset for *_, offset, _, _ in found] == [8192 + 4096 * place for place in range(6)]
-    assert {(opcode, file, index) for opcode, file, *_, index in found} == {(READ, 3, 7)}
-    assert requests.left(5) == 0 and requests.num_waiting == 0
+    while taken:
+        assert whole(taken[0]) is flight
+        ended.append(end(requests, taken[0]))
+        more = take_all(requests)
+        taken, found = taken[1:] + more, found + more
+    assert ended == [None] * 5 + [flight]
+    assert [part.nbytes for part in found] == [4096] * 5 + [512]
+    assert [part.address for part in found] == [1_000_000 + 4096 * place for place in range(6)]
+    assert [part.offset for part in found] == [8192 + 4096 * place for place in range(6)]
+    assert {(part.file_slot, part.start) for part in found} == {(3, 1.0)}
+    assert flight.moved == flight.nbytes and requests.num_waiting == 0
 
 
 def test_the_most_urgent_operation_goes_first_then_the_oldest() -> None:
-    requests, ring = Requests(), NotedRing()
-    requests.set_depth(2)
-    order = [(1, WRITE_BACK), (2, PREFETCH), (3, WRITE_BACK), (4, DEMAND), (5, PREFETCH), (6, DEMAND)]
-    for row, io_class in order:
-        add(requests, row, io_class, 2 * 4096)
-    owners = []
-    while found := fill_ring(requests, ring):
-        for *_, number, _ in found:
-            owners.append(requests.owner(number))
-            requests.end(number)
-    assert owners == [row for row in (4, 6, 2, 5, 1, 3) for _ in range(2)]
+    requests = requests_of(2)
+    flights = [
+        add(requests, io_class, 2 * 4096) for io_class in (WRITE_BACK, PREFETCH, WRITE_BACK, DEMAND, PREFETCH, DEMAND)
+    ]
+    order = []
+    while found := take_all(requests):
+        for part in found:
+            order.append(flights.index(whole(part)))
+            end(requests, part)
+    assert order == [place for place in (3, 5, 1, 4, 0, 2) for _ in range(2)]
 
 
 def test_what_is_urgent_overtakes_an_operation_that_has_begun() -> None:
-    requests, ring = Requests(), NotedRing()
-    requests.set_depth(1)
-    add(requests, 0, WRITE_BACK, 3 * 4096)
-    owners = []
+    requests = requests_of(1)
+    flights = [add(requests, WRITE_BACK, 3 * 4096)]
+    order = []
     for turn in range(5):
-        (request,) = fill_ring(requests, ring)
-        owners.append(requests.owner(request[5]))
+        (part,) = take_all(requests)
+        order.append(flights.index(whole(part)))
         if turn == 0:
-            add(requests, 1, DEMAND, 2 * 4096)
-        requests.end(request[5])
-    assert owners == [0, 1, 1, 0, 0] and fill_ring(requests, ring) == []
+            flights.append(add(requests, DEMAND, 2 * 4096))
+        end(requests, part)
+    assert order == [0, 1, 1, 0, 0] and take_all(requests) == []
 
 
-def test_while_somebody_waits_for_a_read_writes_go_a_mebibyte_at_a_time() -> None:
-    requests, ring = Requests(), NotedRing()
-    add(requests, 0, WRITE_BACK, 9 * MiB, most=4 * MiB)
-    (first,) = fill_ring(requests, ring, is_calm=True)
-    assert first[3] == MiB and fill_ring(requests, ring, is_calm=True) == []
-    assert requests.are_writes_waiting
-    requests.end(first[5])
-    assert [request[3] // MiB for request in fill_ring(requests, ring, is_calm=True)] == [1]
-    add(requests, 1, DEMAND, 8 * MiB, most=4 * MiB)
-    assert [request[3] // MiB for request in fill_ring(requests, ring, is_calm=True)] == [4, 4]
-    assert [request[3] // MiB for request in fill_ring(requests, ring)] == [4, 3]
-    assert not requests.are_writes_waiting
+def test_while_somebody_waits_for_a_read_one_part_of_a_write_is_with_the_kernel() -> None:
+    requests = requests_of(8)
+    add(requests, WRITE_BACK, 9 * MiB, most=4 * MiB)
+    (first,) = take_all(requests, is_calm=True)
+    assert take_all(requests, is_calm=True) == []
+    assert requests.can_start
+    end(requests, first)
+    assert [part.nbytes // MiB for part in take_all(requests, is_calm=True)] == [4]
+    add(requests, DEMAND, 8 * MiB, most=4 * MiB)
+    assert [part.nbytes // MiB for part in take_all(requests, is_calm=True)] == [4, 4]
+    assert [part.nbytes // MiB for part in take_all(requests)] == [1]
+    assert not requests.can_start
 
 
-def test_requests_go_two_at_a_time_so_that_the_kernel_keeps_them_apart() -> None:
-    for are_apart, batches in ((True, [2, 2, 2]), (False, [])):
-        requests, ring = Requests(), NotedRing()
-        requests.set_depth(8)
-        add(requests, 0, PREFETCH, 8 * 4096)
-        requests.fill(ring, is_calm=False, are_apart=are_apart)  # type: ignore[arg-type]
-        assert ring.batches == batches and len(ring.take()) == 8
+def test_an_operation_that_has_failed_ends_with_what_the_kernel_has() -> None:
+    requests = requests_of(2)
+    first, second = (add(requests, PREFETCH, 10 * 4096) for _ in range(2))
+    parts = take_all(requests)
+    first.operation.error = DeviceError("scripted")
+    assert [requests.end(parts[0]), end(requests, parts[1])] == [None, first]
+    assert first.moved == 4096 and requests.num_waiting == 1
+    assert {whole(part) is second for part in take_all(requests)} == {True}
 
 
-def test_an_operation_that_is_given_up_ends_with_what_the_kernel_has() -> None:
-    requests, ring = Requests(), NotedRing()
-    requests.set_depth(2)
-    for row in (0, 1):
-        add(requests, row, PREFETCH, 10 * 4096)
-    numbers = [request[5] for request in fill_ring(requests, ring)]
-    assert requests.give_up(0) == 8 * 4096 and requests.num_waiting == 1
-    assert [requests.end(number) for number in numbers] == [False, True]
-    assert {requests.owner(request[5]) for request in fill_ring(requests, ring)} == {1}
-
-
-def test_the_depth_follows_at_once_and_no_number_is_lost() -> None:
-    requests, ring = Requests(), NotedRing()
+def test_the_depth_follows_at_once_and_no_byte_is_lost() -> None:
+    requests = Requests()
     numbers = random.Random(1)
-    free, left, given = list(range(NUM_ROWS)), 300, {}
-    with_kernel: list[int] = []
-    while left or given:
-        if left and free and numbers.random() < 0.5:
-            left -= 1
-            row = free.pop()
-            given[row] = 4096 * numbers.randint(2, 9)
-            add(requests, row, numbers.choice(list(IOClass)), given[row])
-        depth = numbers.choice([1, 7, MOST_REQUESTS])
-        requests.set_depth(depth)
-        found = fill_ring(requests, ring)
-        with_kernel += [request[5] for request in found]
-        assert len(set(with_kernel)) == len(with_kernel) == requests.num_with_kernel
+    num_left, given = 300, dict[InFlight, int]()
+    with_kernel: list[InFlight] = []
+    while num_left or given:
+        if num_left and numbers.random() < 0.5:
+            num_left -= 1
+            nbytes = 4096 * numbers.randint(2, 9)
+            given[add(requests, numbers.choice(list(IOClass)), nbytes)] = nbytes
+        depth = requests.depth = numbers.choice([1, 7, MOST_REQUESTS])
+        found = take_all(requests)
+        with_kernel += found
+        assert len(set(with_kernel)) == len(with_kernel)
         assert not found or len(with_kernel) <= depth
         for _ in range(min(len(with_kernel), numbers.randint(0, 9))):
-            number = with_kernel.pop(numbers.randrange(len(with_kernel)))
-            row, nbytes = requests.request(number)
-            given[row] -= nbytes
-            if requests.end(number):
-                assert given.pop(row) == 0
-                free.append(row)
-    assert not with_kernel
+            part = with_kernel.pop(numbers.randrange(len(with_kernel)))
+            given[whole(part)] -= part.nbytes
+            ended = end(requests, part)
+            if ended is not None:
+                assert given.pop(ended) == 0 and ended.moved == ended.nbytes
+    assert not with_kernel and not requests.num_waiting
 
 
-@pytest.fixture(params=["Python", "compiled"])
-def is_compiled(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param == "compiled")
+def test_nobody_is_overtaken_for_ever() -> None:
+    requests = requests_of(1)
+    flights = [add(requests, WRITE_BACK, 2 * 4096), add(requests, PREFETCH, 2 * 4096)]
+    order: list[int] = []
+    for turn in range(40):
+        if turn % 2 == 0:
+            flights.append(add(requests, DEMAND, 2 * 4096))
+        (part,) = take_all(requests)
+        order.append(flights.index(whole(part)))
+        end(requests, part)
+    assert order.index(1) < 24 and order.index(0) < 40  # the first that is overtaken lets eight pass, then the next
+    assert order[:14] == [place for place in range(2, 9) for _ in range(2)]
+
+
+def test_only_the_first_that_is_overtaken_loses_its_patience() -> None:
+    requests = requests_of(1)
+    flights = [add(requests, PREFETCH, 4096) for _ in range(4)]
+    flights += [add(requests, DEMAND, 4096) for _ in range(20)]
+    order = []
+    while found := take_all(requests):
+        order += [flights.index(whole(part)) for part in found]
+        for part in found:
+            end(requests, part)
+    assert order == [*range(4, 12), 0, *range(12, 20), 1, *range(20, 24), 2, 3]
+
+
+def test_reads_that_are_behind_writes_do_not_wait_for_them_while_somebody_waits() -> None:
+    requests = requests_of(8)
+    for _ in range(4):
+        add(requests, WRITE_BACK, 2 * MiB, most=MiB)
+    (write,) = take_all(requests, is_calm=True)  # which the drive keeps
+    reads = [add(requests, DEMAND, 2 * 4096) for _ in range(30)]
+    order: list[InFlight] = []
+    while found := take_all(requests, is_calm=True):
+        assert len(found) < 8
+        for part in found:
+            order.append(whole(part))
+            end(requests, part)
+    assert order == [read for read in reads for _ in range(2)]
+    assert requests.num_waiting == 4
+    end(requests, write)
+    writes = [MiB]
+    while found := take_all(requests):
+        for part in found:
+            writes.append(part.nbytes)
+            end(requests, part)
+    assert writes == [MiB] * 8 and requests.num_waiting == 0
 
 
 @pytest.fixture
-def device(tmp_path: Path, is_compiled: bool) -> Iterator[UringDevice]:
-    device = opened(tmp_path, is_compiled=is_compiled)
+def device(tmp_path: Path) -> Iterator[UringDevice]:
+    device = opened(tmp_path)
     yield device
     device.close()
 
 
-def opened(directory: Path, *, is_compiled: bool, kind: type[UringDevice] = UringDevice) -> UringDevice:
+def opened(directory: Path, *, kind: type[UringDevice] = UringDevice) -> UringDevice:
     device = kind(directory, deadline_s=WAIT_S)
     device.cut(8 * KiB, 4)
-    assert not is_compiled or device.compile_loop()
     return device
 
 
@@ -245,9 +287,9 @@ def move_all(device: UringDevice, verb: str, memory: memoryview, offset: int = 0
     return batch.wait(1)[0].error
 
 
-def test_a_write_beyond_the_limit_of_files_is_a_capacity_error(tmp_path: Path, is_compiled: bool) -> None:
+def test_a_write_beyond_the_limit_of_files_is_a_capacity_error(tmp_path: Path) -> None:
     def check() -> None:
-        device = opened(tmp_path, is_compiled=is_compiled)
+        device = opened(tmp_path)
         device.grow(0, 4 * MiB)
         resource.setrlimit(resource.RLIMIT_FSIZE, (MiB, MiB))
         signal_less = pages(2 * MiB)
@@ -281,8 +323,8 @@ def test_a_demand_read_comes_before_the_rest_of_large_ones(device: UringDevice) 
         assert bulk.error is None and demand.error is None
 
 
-def test_close_completes_what_is_cut(tmp_path: Path, is_compiled: bool) -> None:
-    device = opened(tmp_path, is_compiled=is_compiled)
+def test_close_completes_what_is_cut(tmp_path: Path) -> None:
+    device = opened(tmp_path)
     device.grow(0, 32 * MiB)
     memory = pages(32 * MiB)
     memory[:] = content = os.urandom(32 * MiB)
@@ -295,14 +337,14 @@ def test_close_completes_what_is_cut(tmp_path: Path, is_compiled: bool) -> None:
     assert (tmp_path / "data-000").read_bytes() == content
 
 
-def test_in_a_tight_ring_fewer_requests_are_in_flight(tmp_path: Path, is_compiled: bool) -> None:
+def test_in_a_tight_ring_fewer_requests_are_in_flight(tmp_path: Path) -> None:
     class Tight(UringDevice):
         def _new_ring(self, num_entries: int) -> Ring:
             if num_entries > 16:
                 raise OSError(errno.ENOMEM, "scripted")
             return super()._new_ring(num_entries)
 
-    device = opened(tmp_path, is_compiled=is_compiled, kind=Tight)
+    device = opened(tmp_path, kind=Tight)
     device.cut(4 * KiB, 64)
     device.grow(0, 4 * MiB)
     memory = pages(4 * MiB)
@@ -365,7 +407,7 @@ class Cancelling:
         self.cancelled.append(target)
 
 
-def test_an_operation_that_waits_behind_an_overdue_one_is_not_overdue(
+def test_only_what_the_drive_has_for_too_long_is_overdue_and_it_is_said_once(
     tmp_path: Path, buffer: Buffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(uring, "_TICK_S", WAIT_S)  # the thread's own look comes too late
@@ -375,17 +417,27 @@ def test_an_operation_that_waits_behind_an_overdue_one_is_not_overdue(
         gate = device.fault = Gate()
         batch = Batch(device)
         half = len(buffer.memory) // 2
-        device.submit([batch.operation("read", buffer.memory[start : start + half], start) for start in (0, half)])
-        for _ in range(2):
-            assert gate.reached.acquire(timeout=WAIT_S)
-        flights = list(device._running())
-        for flight in flights:
-            flight.start -= 2 * device.deadline_s
-        device._look_for_overdue(ring)  # type: ignore[arg-type]
-        assert [flight.is_slow for flight in flights].count(True) == 1 and len(set(ring.cancelled)) == 2
-        assert sum("has not completed" in record.getMessage() for record in caplog.records) == 1
-        gate.opened.set()
+        try:
+            device.submit([batch.operation("read", buffer.memory[start : start + half], start) for start in (0, half)])
+            first, second = wait_for_requests(device, 2)  # of the first operation: the other waits behind it
+            first.start -= 2 * device.deadline_s
+            device._look_for_overdue(ring)  # type: ignore[arg-type]
+            assert (first.is_slow, second.is_slow, len(ring.cancelled)) == (True, False, 1)
+            second.start -= 2 * device.deadline_s
+            for _ in range(2):
+                device._look_for_overdue(ring)  # type: ignore[arg-type]
+            assert second.is_slow and len(set(ring.cancelled)) == len(ring.cancelled) == 2
+            assert sum("has not completed" in record.getMessage() for record in caplog.records) == 1
+        finally:
+            gate.opened.set()
         assert [operation.error for operation in batch.wait(2)] == [None] * 2
+
+
+def wait_for_requests(device: UringDevice, number: int) -> list[InFlight]:
+    """Return what the kernel has, once that is so many requests."""
+    while len(found := list(device._running())) < number:
+        time.sleep(0.001)
+    return found
 
 
 def test_all_requests_of_what_is_overdue_are_cancelled(
@@ -398,54 +450,19 @@ def test_all_requests_of_what_is_overdue_are_cancelled(
         gate = device.fault = Gate()
         batch = Batch(device)
         device.submit([batch.operation("read", buffer.memory, 0)])
-        for _ in range(2):
-            assert gate.reached.acquire(timeout=WAIT_S)
+        wait_for_requests(device, 2)
         device.deadline_s = -1.0
         device._look_for_overdue(ring)  # type: ignore[arg-type]
         device.deadline_s = WAIT_S
-        assert len(set(ring.cancelled)) == 2 and min(ring.cancelled) >= uring.FIRST_TAG
+        assert len(set(ring.cancelled)) == 2
         gate.opened.set()
         assert batch.wait(1)[0].error is None
-
-
-def test_without_a_compiler_all_works_and_it_is_said_once(
-    tmp_path: Path, buffer: Buffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise ImportError("no module named numba")
-
-    monkeypatch.setattr(request_loop, "compile_kernel", broken)
-    compiled_loop.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING, logger="tiered"):
-            for _ in range(2):
-                device = opened(tmp_path, is_compiled=False)
-                assert not device.compile_loop()
-                device.grow(0, MiB)
-                content = fill(buffer, 4)
-                assert move(device, "write", buffer) is None
-                buffer.memory[:] = bytes(buffer.nbytes)
-                assert move(device, "read", buffer) is None and bytes(buffer.memory) == content
-                device.close()
-        assert caplog.text.count("no module named numba") == 1
-    finally:
-        compiled_loop.cache_clear()
 
 
 def test_what_requests_cannot_be_is_refused(device: UringDevice) -> None:
     for nbytes, depth, complaint in ((5000, 1, "a multiple of 4096"), (2 << 30, 1, "up to 1 GiB"), (4096, 0, "from 1")):
         with pytest.raises(ValueError, match=complaint):
             device.cut(nbytes, depth)
-
-
-def test_registered_memory_is_used_as_such(device: UringDevice) -> None:
-    device.grow(0, 2 * MiB)
-    memory = pages(2 * MiB)
-    assert device.register_memory(memory)
-    memory[:] = content = os.urandom(2 * MiB)
-    assert move_all(device, "write", memory) is None
-    memory[:] = bytes(2 * MiB)
-    assert move_all(device, "read", memory) is None and memory == content
 
 
 def test_once_an_operation_has_failed_nothing_of_it_is_tried_again(tmp_path: Path, buffer: Buffer) -> None:
@@ -470,50 +487,18 @@ def test_once_an_operation_has_failed_nothing_of_it_is_tried_again(tmp_path: Pat
         assert isinstance(operation.error.__cause__, OSError) and operation.error.__cause__.errno == errno.ENODEV
 
 
-def test_a_large_operation_that_gets_on_is_not_overdue(
-    tmp_path: Path, buffer: Buffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uring, "_TICK_S", WAIT_S)  # the thread's own look comes too late
-    may_go = threading.Semaphore(0)
-
-    def slow(call: Call, fd: int, memory: memoryview, offset: int) -> int:
-        assert may_go.acquire(timeout=WAIT_S)
-        return call(fd, memory, offset)
-
-    cancelled: list[int] = []
-    ring = type("Cancelling", (), {"num_free": 1000, "prepare_cancel": lambda _, tag, __: cancelled.append(tag)})()
-    with faulty(tmp_path, "uring-cut") as device:
-        assert isinstance(device, FaultyCutting)
-        device.fault = slow
-        batch = Batch(device)
-        try:
-            device.submit([batch.operation("read", buffer.memory, 0)])
-            may_go.release()
-            while not device._requests.left(0) or device._requests.left(0) == buffer.nbytes:  # of the first slot
-                time.sleep(0.001)
-            device.deadline_s = 0.0
-            device._look_for_overdue(ring)
-            assert cancelled == []  # something was moved since the last look
-            device._look_for_overdue(ring)
-            assert cancelled
-        finally:
-            device.deadline_s = WAIT_S
-            may_go.release(100)
-        assert batch.wait(1)[0].error is None
-
-
-def test_while_writes_are_calm_python_starts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = opened(tmp_path, is_compiled=True)
+def test_while_writes_are_calm_a_mebibyte_goes_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = opened(tmp_path)
     device.grow(0, 8 * MiB)
     memory = pages(8 * MiB)
     device.cut(4 * MiB, 4)
     assert device._ring is not None
     sizes, prepare = list[int](), device._ring.prepare
 
-    def noting(opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int, index: int = 0) -> None:
-        if tag >= uring.FIRST_TAG:
+    def noting(opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int) -> None:
+        if tag < uring._WAKE:
             sizes.append(nbytes)
-        prepare(opcode, file, address, nbytes, offset, tag, index)
+        prepare(opcode, file, address, nbytes, offset, tag)
 
     monkeypatch.setattr(device._ring, "prepare", noting)
     monkeypatch.setattr(device._queue, "is_calm", lambda now: True)
@@ -522,43 +507,14 @@ def test_while_writes_are_calm_python_starts_them(tmp_path: Path, monkeypatch: p
     device.close()
 
 
-def test_a_loop_whose_system_call_failed_leaves_the_ring_as_it_is(tmp_path: Path) -> None:
-    ring = Ring(8)
-    ring.register_files(1)
-    with open(tmp_path / "file", "w+b") as file:
-        file.write(b"x" * 4096)
-        file.flush()
-        ring.set_file(0, file.fileno())
-        memory = bytearray(4096)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        table = memoryview(bytearray(24)).cast("q")
-
-        def failing(fd: int, *words: int) -> int:
-            """Submit, and know nothing of it."""
-            ctypes.c_uint32.from_address(words[5]).value = table[0]
-            assert system_call(ENTER, fd, 1, 1, GETEVENTS, 0, 0) == 1
-            return -1
-
-        ring.prepare(READ, 0, address, 4096, 0, 5)
-        assert ring.num_free == ring.num_entries - 1
-        ring.lend(failing, table, 0)
-        assert ring.num_free == ring.num_entries
-        assert [completion[:2] for completion in ring.completions()] == [(5, 4096)] and memory == b"x" * 4096
-        fd, ring._fd = ring._fd, -1
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            ring.lend(lambda *words: -1, table, 0)
-        ring._fd = fd
-    ring.close()
-
-
 class FailingOnce(Ring):
     """Each of ``tags`` comes back with EIO the next time it ends, having moved nothing."""
 
     tags: ClassVar[set[int]] = set()
 
-    def prepare(self, opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int, index: int = 0) -> None:
+    def prepare(self, opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int) -> None:
         # A slot without a file is EBADF to the kernel, which becomes EIO below.
-        super().prepare(opcode, 200 if tag in self.tags else file, address, nbytes, offset, tag, index)
+        super().prepare(opcode, 200 if tag in self.tags else file, address, nbytes, offset, tag)
 
     def completions(self) -> list[tuple[int, int, int]]:
         found = []
@@ -574,15 +530,15 @@ class FailsOnce(UringDevice):
         return FailingOnce(num_entries)
 
 
-def test_what_was_tried_again_leaves_nothing_to_the_next_operation(tmp_path: Path, is_compiled: bool) -> None:
+def test_what_was_tried_again_leaves_nothing_to_the_next_operation(tmp_path: Path) -> None:
     def check() -> None:
-        device = opened(tmp_path, is_compiled=is_compiled, kind=FailsOnce)
+        device = opened(tmp_path, kind=FailsOnce)
         device.grow(0, 4 * MiB)
         memory = pages(2 * MiB)
         assert move_all(device, "write", memory) is None
-        FailingOnce.tags = {uring.FIRST_TAG + number for number in range(MOST_REQUESTS)}
+        FailingOnce.tags = set(range(uring._WAKE))
         assert move_all(device, "read", memory) is None
-        assert len(FailingOnce.tags) < MOST_REQUESTS and not device._parts
+        assert len(FailingOnce.tags) < uring._WAKE
         FailingOnce.tags = set()
         resource.setrlimit(resource.RLIMIT_FSIZE, (MiB, MiB))
         assert isinstance(move_all(device, "write", memory), CapacityError)
@@ -618,59 +574,3 @@ def test_how_operations_are_cut_may_change_while_they_come(device: UringDevice) 
         is_over.set()
         thread.join()
         sys.setswitchinterval(interval)
-
-
-def test_nobody_is_overtaken_for_ever() -> None:
-    requests, ring = Requests(), NotedRing()
-    requests.set_depth(1)
-    add(requests, 0, WRITE_BACK, 2 * 4096)
-    add(requests, 1, PREFETCH, 2 * 4096)
-    owners: list[int] = []
-    for turn in range(40):
-        if turn % 2 == 0:
-            add(requests, 2 + turn // 2, DEMAND, 2 * 4096)
-        (request,) = fill_ring(requests, ring)
-        owners.append(requests.owner(request[5]))
-        requests.end(request[5])
-    assert owners.index(1) < 24 and owners.index(0) < 40  # the first that is overtaken lets eight pass, then the next
-    assert owners[:14] == [owner for row in range(2, 9) for owner in (row, row)]
-
-
-def test_only_the_first_that_is_overtaken_loses_its_patience() -> None:
-    requests, ring = Requests(), NotedRing()
-    requests.set_depth(1)
-    for row in range(4):
-        add(requests, row, PREFETCH, 4096)
-    for row in range(4, 24):
-        add(requests, row, DEMAND, 4096)
-    owners = []
-    while found := fill_ring(requests, ring):
-        owners += [requests.owner(request[5]) for request in found]
-        for request in found:
-            requests.end(request[5])
-    assert owners == [*range(4, 12), 0, *range(12, 20), 1, *range(20, 24), 2, 3]
-
-
-def test_reads_that_are_behind_writes_do_not_wait_for_them_while_somebody_waits() -> None:
-    requests, ring = Requests(), NotedRing()
-    requests.set_depth(8)
-    for row in range(4):
-        add(requests, row, WRITE_BACK, 2 * MiB, most=MiB)
-    (write,) = fill_ring(requests, ring, is_calm=True)  # which the drive keeps
-    for row in range(4, 34):
-        add(requests, row, DEMAND, 2 * 4096)
-    owners: list[int] = []
-    while found := fill_ring(requests, ring, is_calm=True):
-        assert requests.num_with_kernel <= 8
-        for request in found:
-            owners.append(requests.owner(request[5]))
-            requests.end(request[5])
-    assert owners == [row for row in range(4, 34) for _ in range(2)]
-    assert requests.num_waiting == 4 and requests.num_with_kernel == 1
-    requests.end(write[5])
-    writes: list[int] = [MiB]
-    while found := fill_ring(requests, ring):
-        for request in found:
-            writes.append(request[3])
-            requests.end(request[5])
-    assert writes == [MiB] * 8 and requests.num_waiting == 0

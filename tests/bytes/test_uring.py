@@ -19,7 +19,6 @@ from tiered.bytes.device import engines, ring, uring, uring_probe
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.device.engines import choose_engine, open_device
 from tiered.bytes.device.file_device import FileDevice
-from tiered.bytes.device.requests import FIRST_TAG
 from tiered.bytes.device.ring import Ring
 from tiered.bytes.device.uring import UringDevice
 from tiered.bytes.device.uring_probe import probe_uring
@@ -250,7 +249,7 @@ def test_no_more_is_cancelled_in_a_turn_than_the_ring_has_room_for(
         device.deadline_s = -1.0
         cancelled = []
         for _ in range(4):
-            narrow.num_free = device._num_preparable() + 1 + 2  # what the next turn may prepare, and two more
+            narrow.num_free = len(device._free_slots) + 1 + 2  # what the next turn may prepare, and two more
             device._look_for_overdue(narrow)  # type: ignore[arg-type]
             cancelled.append(len(narrow.cancelled))
         device.deadline_s = WAIT_S
@@ -308,9 +307,9 @@ class NotingRing(Ring):
         self._noted = noted
         self._num_prepared = 0
 
-    def prepare(self, opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int, index: int = 0) -> None:
-        self._num_prepared += tag < uring._WAKE or tag >= FIRST_TAG
-        super().prepare(opcode, file, address, nbytes, offset, tag, index)
+    def prepare(self, opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int) -> None:
+        self._num_prepared += tag < uring._WAKE
+        super().prepare(opcode, file, address, nbytes, offset, tag)
 
     def _count_submitted(self, submitted: int) -> None:
         if self._num_prepared:

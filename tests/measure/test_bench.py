@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,8 +34,6 @@ TINY = Settings(
     mixed_blocks=(128 * KiB,),
     busy_blocks=(128 * KiB,),
     busy_depths=(2,),
-    large_blocks=(128 * KiB,),
-    large_depths=(2,),
     rounds=2,
     round_s=0.05,
     warm_up_s=0.01,
@@ -49,21 +46,7 @@ TINY = Settings(
     sustained_s=0.06,
     window_s=0.01,
 )
-FEW = replace(TINY, rounds=1, tensor_nbytes=(), sustained_s=0.0, mixed_blocks=(), busy_blocks=(), large_blocks=())
-NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
-
-
-def num_huge_pages() -> int:
-    """Return the kernel's setting for the whole machine, 0 where there is none."""
-    return int(NR_HUGEPAGES.read_text()) if NR_HUGEPAGES.exists() else 0
-
-
-def expect_no_more_huge_pages_than(before: int) -> None:
-    """Fail unless the pages lent to fio are given back; other benches on this machine may borrow some meanwhile."""
-    deadline_s = time.monotonic() + 60
-    while num_huge_pages() > before:
-        assert time.monotonic() < deadline_s, f"{num_huge_pages()} huge pages are reserved, {before} were before"
-        time.sleep(0.001)
+FEW = replace(TINY, rounds=1, tensor_nbytes=(), sustained_s=0.0, mixed_blocks=(), busy_blocks=())
 
 
 class TestReport:
@@ -72,19 +55,16 @@ class TestReport:
     ) -> None:
         directory, json_file = tmp_path / "drive", tmp_path / "bench.json"
         directory.mkdir()
-        before = num_huge_pages()
         request = BenchRequest((directory,), yes=True, json_file=json_file)
         assert bench(request, TINY) == 0
 
         assert [file.name for file in directory.iterdir()] == [PROFILE_NAME]
-        expect_no_more_huge_pages_than(before)
         found = json.loads(json_file.read_text())
-        assert (found["schema"], found["version"]) == ("tiered-bench", 1)
+        assert (found["schema"], found["version"]) == ("tiered-bench", 2)
         rows = found["results"]
-        assert [(row["op"], row["is_busy"]) for row in rows if not row["is_large"]] == [
+        assert [(row["op"], row["is_busy"]) for row in rows] == [
             ("read", False), ("write", False), ("mixed", False), ("read", True), ("write", True), ("mixed", True),
         ]  # fmt: skip
-        assert [row["op"] for row in rows if row["is_large"]] == ["read", "write"]
         for row in rows:
             assert {"op", "block_bytes", "depth", "gb_per_s", "ratio_to_fio"} <= row.keys()
             assert (row["block_bytes"], row["depth"], row["rounds"]) == (128 * KiB, 2, 2)
@@ -296,7 +276,6 @@ class TestRefusals:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path, warm_python: WarmPython) -> None:
-    before = num_huge_pages()
     command = [warm_python.executable, "-m", "tiered.cli", "bench", str(tmp_path), "--quick", "--yes"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -308,7 +287,6 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path, 
     assert process.returncode == 128 + number, error
     assert ("stopped by Ctrl-C; nothing was left behind" in output) == (number == signal.SIGINT)
     assert not list(tmp_path.iterdir())
-    expect_no_more_huge_pages_than(before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
@@ -339,10 +317,7 @@ class TestSettings:
         assert {point.op for point in points} == {"read", "write", "mixed"}
         assert {point.block_nbytes for point in points} >= {128 * KiB << shift for shift in range(8)}
         assert max(point.block_nbytes * point.depth for point in points) == 128 * MiB
-        assert FULL.memory_nbytes == 256 * MiB  # two large operations
-        assert {(point.op, point.block_nbytes, point.depth) for point in points if point.has_large} == {
-            (op, size * MiB, 8) for op in ("read", "write") for size in (1, 4, 8)
-        }
+        assert FULL.memory_nbytes == 256 * MiB  # more than a processor's cache
         assert FULL.rounds >= 5
 
     def test_quick_has_the_pairs_that_matter_and_ends_in_a_minute(self) -> None:
@@ -355,8 +330,8 @@ class TestSettings:
         settings = replace(TINY, mixed_blocks=(), busy_blocks=(), tensor_nbytes=(), sustained_s=0.0, warm_up_s=0.0)
         beside_demand_reads = 2 * int(0.05 * 8e9)
         rest = beside_demand_reads + int(1.5 * 2 * 4 * MiB)  # and through more memory
-        assert settings.write_nbytes(has_fio=False) == (8 + 4 * 4) * MiB + rest  # large ones as well
-        assert settings.write_nbytes(has_fio=True) == (8 + 6 * 4) * MiB + rest
+        assert settings.write_nbytes(has_fio=False) == (8 + 2 * 4) * MiB + rest
+        assert settings.write_nbytes(has_fio=True) == (8 + 4 * 4) * MiB + rest
 
     def test_little_room_makes_smaller_files(self) -> None:
         assert FULL.fitted(10 * GiB).file_nbytes == GiB

@@ -1,26 +1,21 @@
-"""fio's side of a pair: the same blocks, huge pages lent and taken back, its report read."""
+"""fio's side of a pair: the same blocks, huge pages for its memory, its report read."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
 from tiered.bytes.device.base import SCRATCH
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import DeviceError
-from tiered.measure import huge_pages as huge_pages_module
 from tiered.measure.bed import Bed
-from tiered.measure.fio import Fio, FioError, HugePages, open_file_path
+from tiered.measure.fio import Fio, FioError, open_file_path
 from tiered.measure.pairs import BusyThread, measure_pairs
 from tiered.measure.pattern import Pattern
 from tiered.units import KiB, MiB
@@ -43,13 +38,13 @@ def pattern(op: str) -> Pattern:
 
 class TestCommand:
     def test_the_jobs_are_ours(self) -> None:
-        command = Fio("/bin/fio", "io_uring", has_huge_pages=True).command(pattern("mixed"), ["/file"], ["--limit"])
+        command = Fio("/bin/fio", "io_uring").command(pattern("mixed"), ["/file"], ["--limit"])
         jobs = [index for index, part in enumerate(command) if part.startswith("--name=")]
         assert len(jobs) == 2
         read, write = set(command[jobs[0] : jobs[1]]), set(command[jobs[1] :])
         assert read >= {"--rw=read", "--iodepth=2", "--offset=0", f"--size={FILE // 2}", "--filename=/file", "--limit"}
         assert write >= {"--rw=write", "--iodepth=2", f"--offset={FILE // 2}", f"--size={FILE // 2}", "--limit"}
-        assert {"--direct=1", "--overwrite=1", "--randrepeat=0", "--iomem=mmaphuge"} < set(command[: jobs[0]])
+        assert {"--direct=1", "--overwrite=1", "--randrepeat=0"} < set(command[: jobs[0]])
 
 
 class TestRuns:
@@ -68,24 +63,6 @@ class TestRuns:
             assert one.seconds > 0 <= one.cpu_s
             assert 0 < one.latency.p50_s <= one.latency.p99_s <= one.latency.p999_s
         assert (bed.device.files(), len(bed.paths)) == ({-1: FILE}, 1)
-
-    @pytest.mark.parametrize("op", ["read", "write"])
-    @pytest.mark.parametrize("is_busy", [False, True])
-    def test_large_operations_move_the_same_blocks(self, tmp_path: Path, op: str, is_busy: bool) -> None:
-        wanted = replace(pattern(op), block_nbytes=64 * KiB)
-        with Bed([tmp_path], engine="uring", memory_nbytes=4 * MiB, file_nbytes=FILE, depth=4) as bed:
-            bed.write_file()
-            assert bed.can_run_large(wanted) and not bed.can_run_large(replace(wanted, op="mixed"))
-            assert not bed.can_run_large(replace(wanted, block_nbytes=MiB))  # they would be blocks themselves
-            pairs = measure_pairs(bed, wanted, rounds=2, has_large=True, is_busy=is_busy, warm_up_s=0.01)
-            assert pairs.of_large is not None and pairs.of_large.of_large is None
-            assert [one.nbytes for one in pairs.of_large.ours] == [one.nbytes for one in pairs.ours] == [FILE] * 2
-            assert [len(one.latencies_s) for one in pairs.of_large.ours] == [2, 2]  # operations of 2 MiB
-            assert pairs.of_large.gb_per_s > 0 and pairs.of_large.ratio_to_fio is None
-
-    def test_threads_take_no_large_operations(self, bed: Bed) -> None:
-        pairs = measure_pairs(bed, pattern("read"), rounds=1, has_large=True, warm_up_s=0.01)
-        assert pairs.of_large is None and len(pairs.ours) == 1
 
     def test_a_busy_thread_is_not_counted_as_ours(self, bed: Bed) -> None:
         pairs = measure_pairs(bed, pattern("read"), rounds=1, is_busy=True, warm_up_s=0.01)
@@ -135,86 +112,14 @@ class TestRuns:
                 assert os.stat(bed.paths[0]).st_size == FILE
 
 
-class TestHugePages:
-    @pytest.fixture
-    def fio(self) -> Fio:
-        return Fio("/bin/fio", "io_uring")
-
-    def test_the_setting_is_put_back(self, fio: Fio, tmp_path: Path) -> None:
-        setting = tmp_path / "nr_hugepages"
-        setting.write_text("3\n")
-        with pytest.raises(RuntimeError), HugePages(pattern("read"), fio, setting=setting):
-            assert fio.has_huge_pages
-            assert int(setting.read_text()) == 3 + 1 + 2  # 1 MiB of blocks, and what alignment may take
-            raise RuntimeError
-        assert setting.read_text() == "3\n"
-        assert not fio.has_huge_pages
-
-    def test_a_signal_while_they_are_reserved_puts_them_back(self, fio: Fio, tmp_path: Path) -> None:
-        class Struck(type(tmp_path)):  # type: ignore[misc]
-            written: ClassVar[list[str]] = []
-
-            def write_text(self, data: str, *arguments: object, **options: object) -> int:
-                self.written.append(data)
-                number = super().write_text(data, *arguments, **options)
-                if len(self.written) == 1:
-                    raise SystemExit(143)
-                return int(number)
-
-        setting = Struck(tmp_path / "nr_hugepages")
-        (tmp_path / "nr_hugepages").write_text("3\n")
-        with pytest.raises(SystemExit), HugePages(pattern("read"), fio, setting=setting):
-            raise AssertionError("it was entered")
-        assert setting.written == ["6\n", "3\n"] and setting.read_text() == "3\n"
-        assert not fio.has_huge_pages
-
-    def test_without_the_right_to_reserve_there_are_none(self, fio: Fio, tmp_path: Path) -> None:
-        with HugePages(pattern("read"), fio, setting=tmp_path / "missing"):
-            assert not fio.has_huge_pages
-        assert not list(tmp_path.iterdir())
-
-    def test_without_fio_nothing_is_reserved(self, tmp_path: Path) -> None:
-        setting = tmp_path / "nr_hugepages"
-        setting.write_text("3\n")
-        with HugePages(pattern("read"), None, setting=setting):
-            assert setting.read_text() == "3\n"
-
-    def test_many_at_once_give_back_what_they_took(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(huge_pages_module, "_LOCK_S", 300.0)  # after which one goes on without the lock
-        setting = tmp_path / "nr_hugepages"
-        setting.write_text("3\n")
-        with ThreadPoolExecutor(8) as pool:
-            for done in [pool.submit(self._borrow, setting) for _ in range(200)]:
-                done.result()
-        assert setting.read_text() == "3\n"
-
-    def _borrow(self, setting: Path) -> None:
-        fio = Fio("/bin/fio", "io_uring")
-        with HugePages(pattern("read"), fio, setting=setting):
-            assert fio.has_huge_pages
-
-    def test_interrupted_while_it_holds_the_setting_it_still_gives_back(
-        self, fio: Fio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        setting = tmp_path / "nr_hugepages"
-        setting.write_text("3\n")
-        pages = HugePages(pattern("read"), fio, setting=setting)
-        write_text = Path.write_text
-        slept: list[float] = []
-
-        def then_interrupt(path: Path, text: str) -> int:
-            monkeypatch.undo()
-            monkeypatch.setattr(time, "sleep", slept.append)
-            monkeypatch.setattr(huge_pages_module, "_LOCK_S", 0.1)
-            num_written = write_text(path, text)
-            pages.restore()  # as a signal handler does
-            raise SystemExit(num_written)
-
-        monkeypatch.setattr(Path, "write_text", then_interrupt)
-        with pytest.raises(SystemExit), pages:
-            pass
-        assert setting.read_text() == "3\n"
-        assert not slept, "it waited for itself"
+def test_the_memory_of_fio_is_in_huge_pages(bed: Bed, tmp_path: Path) -> None:
+    """As ours is: by a word to glibc, whose malloc fio's buffers come from."""
+    program = tmp_path / "fio"
+    program.write_text('#!/bin/sh\necho "$GLIBC_TUNABLES" >&2\nexit 1\n')
+    program.chmod(0o755)
+    with pytest.raises(FioError, match=r"did not report: glibc\.malloc\.hugetlb=1"):
+        Fio(str(program), "io_uring").run(pattern("read"), bed.paths)
+    program.unlink()
 
 
 def test_a_busy_thread_burns_time_until_it_is_told_to_stop() -> None:

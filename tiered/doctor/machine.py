@@ -138,7 +138,7 @@ def _huge_nbytes(address: int, smaps: str) -> int:
 
 
 def check_memlock() -> Finding:
-    """Set up as many rings as several directories need, and register memory: both may count as locked memory."""
+    """Set up as many rings as several directories need: they may count as locked memory."""
     name = "locked memory"
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     found = f"the limit is {'unlimited' if soft == resource.RLIM_INFINITY else format_bytes(soft)}"
@@ -150,10 +150,6 @@ def check_memlock() -> Finding:
         except (OSError, DeviceError) as error:
             if getattr(error, "errno", None) != errno.ENOMEM:
                 return ok(MACHINE, name, f"{found}; without io_uring nothing asks for it")
-        nbytes = _registrable_nbytes(made[0]) if made else 0
-    most = "at least " if nbytes == _TRIAL_NBYTES else ""
-    # The store registers no buffers, so a low limit costs nothing there; huge pages give nearly all that it would.
-    found += f"; {most}{format_bytes(nbytes)} could be registered with io_uring"
     if len(made) == _NUM_RINGS:
         return ok(MACHINE, name, found)
     return slower(
@@ -163,28 +159,6 @@ def check_memlock() -> Finding:
         cost="a directory whose ring does not fit gets a smaller one, then threads; see io_uring",
         mend=_RAISE_MEMLOCK,
     )
-
-
-def _registrable_nbytes(ring: Ring) -> int:
-    """Return how many bytes ``ring`` takes as registered buffers, of 64 MiB and its halves. Raises OSError."""
-    arena = Arena(_TRIAL_NBYTES)
-    buffer = arena.allocate_nowait(_TRIAL_NBYTES)
-    assert buffer is not None  # the arena is new and as large
-    try:
-        nbytes = _TRIAL_NBYTES
-        while nbytes >= 4 * KiB:
-            try:
-                ring.register_buffers([(buffer.address, nbytes)])
-                return nbytes
-            except OSError as error:
-                if error.errno != errno.ENOMEM:
-                    raise
-            nbytes //= 2
-        return 0
-    finally:
-        ring.close()  # lifetime: what is registered must not be unmapped
-        arena.release(buffer)
-        arena.close()
 
 
 def check_open_files() -> Finding:

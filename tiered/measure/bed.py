@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -24,10 +24,9 @@ from tiered.bytes.device.uring import UringDevice
 from tiered.errors import CapacityError
 from tiered.measure.cold import forget
 from tiered.measure.fio import Fio, find_fio, open_file_path
-from tiered.measure.huge_pages import HUGE_PAGE_NBYTES, LentPages, RepeatedMemory
-from tiered.measure.pattern import LARGE_NBYTES, Pattern
+from tiered.measure.pattern import Pattern
 from tiered.measure.rounds import Round, cpu_seconds, run_round, write_file
-from tiered.units import MiB, divide_up, format_bytes, round_up
+from tiered.units import MiB, format_bytes, round_up
 
 __all__ = ["Bed"]
 
@@ -40,8 +39,6 @@ class Bed:
 
     The memory is in huge pages where the kernel grants them, and holds random bytes until something is read into it:
     incompressible, as what is in the file after ``write_file``. Several directories are striped by their ``weights``.
-    Large operations of a pattern whose blocks in flight take ``periods`` bytes go through as much memory as those do,
-    again and again, where the kernel lends huge pages for it; else through all of it.
     """
 
     def __init__(
@@ -54,7 +51,6 @@ class Bed:
         depth: int = 8,
         weights: Sequence[float] | None = None,
         stripe_nbytes: int = _WRITE_BLOCK_NBYTES,
-        periods: Collection[int] = (),
     ) -> None:
         """Open device and memory; ``depth`` is the most operations there will be in flight on one directory.
 
@@ -65,19 +61,12 @@ class Bed:
         self.engine_reason = "it was asked for"
         if engine == "auto":  # whatever an earlier bench has written
             engine, self.engine_reason = choose_engine(self.directories[0])
-        self.is_registered = False
         self.paths: list[str] = []  # of the scratch files, for other processes; once they are written
         self._exit = ExitStack()
         with ExitStack() as undo:
             # Order: devices are closed, and so nothing is in flight, before the memory goes.
             arena = Arena(round_up(memory_nbytes, _WRITE_BLOCK_NBYTES))
             undo.callback(arena.close)
-            self._lent: list[LentPages] = []
-            undo.callback(self.restore)
-            self._repeated: dict[int, RepeatedMemory] = {}  # by the bytes that are in flight
-            undo.callback(self._unmap_repeated)
-            for nbytes in sorted(set(periods)):
-                self._repeat(nbytes)
             self.parts: list[FileDevice] = []
             for directory in self.directories:
                 self.parts.append(_open_device(directory, engine, depth))
@@ -139,74 +128,6 @@ class Bed:
         return replace(
             found, seconds=found.seconds + time.perf_counter() - start, cpu_s=found.cpu_s + cpu_seconds() - cpu_s
         )
-
-    def register_memory(self) -> bool:
-        """Pin the memory for the engine, where it can and may be; else one warning is logged, and it works without."""
-        memories = [self.memory, *(repeated.memory for repeated in self._repeated.values())]
-        answers = [isinstance(part, UringDevice) and part.register_memory(*memories) for part in self.parts]
-        self.is_registered = all(answers)
-        return self.is_registered
-
-    def can_run_large(self, pattern: Pattern) -> bool:
-        """Whether ``run_large`` can run it: the engine cuts operations, and there is memory and file for two of them.
-
-        Compiles what does so, if nobody has; blocks for up to two seconds then.
-        """
-        if not isinstance(self.device, UringDevice) or pattern.op not in ("read", "write"):
-            return False
-        if not self.is_direct or pattern.depth > self.device.most_depth:
-            return False
-        return self._large_nbytes(pattern) >= pattern.block_nbytes * pattern.depth and self.device.compile_loop()
-
-    def run_large(self, pattern: Pattern) -> Round:
-        """Run one round of operations of up to 128 MiB, which the engine cuts into the pattern's blocks; blocks.
-
-        The drive sees what it sees in ``run`` and from fio: so many blocks of that size at a time, reads or writes; and
-        the processor's caches see as much memory where ``is_repeated``. Latencies are those of whole operations.
-        Only where ``can_run_large`` says so; raises as ``run``.
-        """
-        assert isinstance(self.device, UringDevice), self.device
-        self.device.cut(pattern.block_nbytes, pattern.depth)
-        try:
-            large = replace(pattern, block_nbytes=self._large_nbytes(pattern), depth=2)
-            return run_round(self.device, self._large_memory(pattern), large)
-        finally:
-            self.device.cut()
-
-    def is_repeated(self, pattern: Pattern) -> bool:
-        """Whether ``run_large`` goes through as much memory as ``run`` and fio do."""
-        return pattern.block_nbytes * pattern.depth in self._repeated
-
-    def restore(self) -> None:
-        """Give back what would outlive a process that ends at once: huge pages. Idempotent; never raises."""
-        for lent in self._lent:
-            lent.restore()
-
-    def _repeat(self, nbytes: int) -> None:
-        """Make the memory of large operations that have ``nbytes`` in flight, where there are huge pages for it."""
-        period = round_up(nbytes, HUGE_PAGE_NBYTES)
-        self._lent.append(LentPages(divide_up(period, HUGE_PAGE_NBYTES)))
-        if not self._lent[-1].lend():
-            self._lent[-1].restore()
-            return
-        try:
-            self._repeated[nbytes] = repeated = RepeatedMemory(period, 2 * LARGE_NBYTES)
-        except OSError:  # others were faster
-            self._lent[-1].restore()
-        else:
-            _fill(repeated.memory[:period])
-
-    def _unmap_repeated(self) -> None:
-        while self._repeated:
-            self._repeated.popitem()[1].close()
-
-    def _large_memory(self, pattern: Pattern) -> memoryview:
-        repeated = self._repeated.get(pattern.block_nbytes * pattern.depth)
-        return self.memory if repeated is None else repeated.memory
-
-    def _large_nbytes(self, pattern: Pattern) -> int:
-        most = min(LARGE_NBYTES, len(self._large_memory(pattern)) // 2, self.file_nbytes // 2)
-        return most // pattern.block_nbytes * pattern.block_nbytes
 
     def _forget(self) -> None:
         for path in self.paths:

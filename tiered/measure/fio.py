@@ -1,4 +1,4 @@
-"""fio as the reference: the same pattern on the same file, in huge pages where the kernel lends some.
+"""fio as the reference: the same pattern on the same file, in huge pages as ours.
 
 fio runs as a process of its own; its CPU time is what the kernel counted for its jobs, without what fio takes to start.
 """
@@ -13,21 +13,19 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tiered.bytes.device.base import SCRATCH
 from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import DeviceError
-from tiered.measure.huge_pages import HUGE_PAGE_NBYTES, NR_HUGEPAGES, LentPages
 from tiered.measure.pattern import Pattern
 from tiered.measure.rounds import Latency, Moved
-from tiered.units import divide_up
 
-__all__ = ["Fio", "FioError", "FioRound", "HugePages", "find_fio", "open_file_path"]
+__all__ = ["Fio", "FioError", "FioRound", "find_fio", "open_file_path"]
 
 _ENGINES = ("io_uring", "libaio")  # the first that works here; no other keeps a depth
 _START_NOISE_S = 0.01  # CPU; measured: within 5 ms
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # fio's buffers come from malloc; glibc from 2.35
 _START_S = 30.0  # what fio may take beyond its run time before it is called stuck
 
 
@@ -42,42 +40,13 @@ class FioRound(Moved):
     latency: Latency
 
 
-class HugePages:
-    """Huge pages for ``fio``'s buffers, lent between ``__enter__`` and ``__exit__``.
-
-    ``fio.has_huge_pages`` is False where we may not lend any, or the kernel finds none, and outside the context; with
-    no ``fio`` nothing is lent.
-    """
-
-    def __init__(self, pattern: Pattern, fio: Fio | None, num_files: int = 1, setting: Path = NR_HUGEPAGES) -> None:
-        self._fio = fio
-        # Each job maps its own: the blocks, up to a page of alignment, rounded up.
-        nbytes = [lane.depth * pattern.block_nbytes for lane in pattern.lanes]
-        self._pages = LentPages(num_files * sum(divide_up(one, HUGE_PAGE_NBYTES) + 2 for one in nbytes), setting)
-
-    def __enter__(self) -> HugePages:
-        if self._fio is not None:
-            self._fio.has_huge_pages = self._pages.lend()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.restore()
-
-    def restore(self) -> None:
-        """Give the pages back. Idempotent; never raises."""
-        if self._fio is not None:
-            self._fio.has_huge_pages = False
-        self._pages.restore()
-
-
 class Fio:
     """A way to call fio: its path, the engine that works here, and what a start costs per pattern."""
 
-    def __init__(self, program: str, engine: str, *, has_huge_pages: bool = False) -> None:
+    def __init__(self, program: str, engine: str) -> None:
         self.engine = engine
-        self.has_huge_pages = has_huge_pages
         self._program = program
-        self._start_cpu_s: dict[tuple[str, int, int, bool], float] = {}
+        self._start_cpu_s: dict[tuple[str, int, int], float] = {}
 
     def calibrate(self, pattern: Pattern, files: Sequence[str]) -> None:
         """Measure what fio's start costs in CPU for ``pattern``, and warm it up; blocks."""
@@ -109,8 +78,6 @@ class Fio:
         ]  # fmt: skip
         if pattern.op == "mixed":
             command.append("--exitall")
-        if self.has_huge_pages:
-            command.append("--iomem=mmaphuge")
         for index, (file, lane) in enumerate((file, lane) for file in files for lane in pattern.lanes):
             command += [
                 f"--name={'write' if lane.is_write else 'read'}-{index}", f"--filename={file}",
@@ -120,8 +87,8 @@ class Fio:
             ]  # fmt: skip
         return command
 
-    def _key(self, pattern: Pattern) -> tuple[str, int, int, bool]:
-        return pattern.op, pattern.block_nbytes, pattern.depth, self.has_huge_pages
+    def _key(self, pattern: Pattern) -> tuple[str, int, int]:
+        return pattern.op, pattern.block_nbytes, pattern.depth
 
     def _run(
         self, pattern: Pattern, files: Sequence[str], limits: Sequence[str], *, wait_s: float
@@ -197,6 +164,7 @@ def _process(command: Sequence[str]) -> Iterator[_TimedProcess]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, **_HUGE_PAGES},
         process_group=0,  # Ctrl-C on the terminal is ours to obey: after the round
     )
     with process:

@@ -11,13 +11,12 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from tiered.measure.bed import Bed
-from tiered.measure.fio import Fio, FioRound, HugePages
+from tiered.measure.fio import Fio, FioRound
 from tiered.measure.pattern import OPS, Pattern
 from tiered.measure.rounds import Latency, Moved, Round
 from tiered.units import MiB, parse_bytes
@@ -27,18 +26,11 @@ __all__ = ["BusyThread", "Pairs", "main", "measure_pairs"]
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The rounds of one pattern; ``fio`` and ``large`` are empty where there are none, else as long as ``ours``."""
+    """The rounds of one pattern; ``fio`` is empty where there is none, else as long as ``ours``."""
 
     pattern: Pattern
     ours: tuple[Round, ...]
     fio: tuple[FioRound, ...]
-    has_huge_pages: bool  # fio's buffers
-    large: tuple[Round, ...] = ()  # ours, of large operations that the engine cuts into the pattern's blocks
-
-    @property
-    def of_large(self) -> Pairs | None:
-        """The pairs of large operations and fio, where there are any."""
-        return replace(self, ours=self.large, large=()) if self.large else None
 
     @property
     def gb_per_s(self) -> float:
@@ -115,35 +107,28 @@ def measure_pairs(
     rounds: int,
     fio: Fio | None = None,
     is_busy: bool = False,
-    has_large: bool = False,
     warm_up_s: float = 0.1,
     check: Callable[[], object] = lambda: None,
 ) -> Pairs:
     """Run ``rounds`` rounds after a warm-up, and as many of ``fio`` between them; blocks.
 
-    Who begins changes from pair to pair. ``is_busy`` has a busy Python thread beside ours. ``has_large`` has a round of
-    large operations in each, where the engine takes them. ``check`` is called before each pair and may raise.
+    Who begins changes from pair to pair. ``is_busy`` has a busy Python thread beside ours. ``check`` is called before
+    each pair and may raise.
     """
     bed.run(replace(pattern, seconds=warm_up_s))
-    has_large = has_large and bed.can_run_large(pattern)
-    if has_large:
-        bed.run_large(replace(pattern, seconds=warm_up_s))
     if fio is not None:
         fio.calibrate(pattern, bed.paths)
-    sides = ["ours", *["large"] * has_large, *["fio"] * (fio is not None)]
+    sides = ["ours", *["fio"] * (fio is not None)]
     ours: list[Round] = []
-    large: list[Round] = []
     theirs: list[FioRound] = []
     for turn in range(rounds):
         check()
         for side in sides[turn % len(sides) :] + sides[: turn % len(sides)]:
             if side == "ours":
                 ours.append(_run_busy(bed.run, pattern) if is_busy else bed.run(pattern))
-            elif side == "large":
-                large.append(_run_busy(bed.run_large, pattern) if is_busy else bed.run_large(pattern))
             elif fio is not None:
                 theirs.append(fio.run(pattern, bed.paths))
-    return Pairs(pattern, tuple(ours), tuple(theirs), fio is not None and fio.has_huge_pages, tuple(large))
+    return Pairs(pattern, tuple(ours), tuple(theirs))
 
 
 def _run_busy(run: Callable[[Pattern], Round], pattern: Pattern) -> Round:
@@ -169,19 +154,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-fio", action="store_true")
     given = parser.parse_args(arguments)
     pattern = Pattern(given.op, given.block, given.depth, given.file, given.seconds)
-    with ExitStack() as stack:
-        bed = stack.enter_context(
-            Bed(
-                [given.directory],
-                engine=given.engine,
-                memory_nbytes=given.block * given.depth,
-                file_nbytes=given.file,
-                depth=given.depth,
-            )
-        )
+    with Bed(
+        [given.directory],
+        engine=given.engine,
+        memory_nbytes=given.block * given.depth,
+        file_nbytes=given.file,
+        depth=given.depth,
+    ) as bed:
         bed.write_file()
         fio = None if given.no_fio else bed.find_fio()
-        stack.enter_context(HugePages(pattern, fio))
         pairs = measure_pairs(bed, pattern, rounds=given.rounds, fio=fio, is_busy=given.busy)
     print(
         json.dumps(
@@ -195,7 +176,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "ratio_to_fio": pairs.ratio_to_fio and round(pairs.ratio_to_fio, 3),
                 "cpu_s_per_gb": round(pairs.cpu_s_per_gb, 4),
                 "cpu_ratio_to_fio": pairs.cpu_ratio_to_fio and round(pairs.cpu_ratio_to_fio, 3),
-                "fio_has_huge_pages": pairs.has_huge_pages,
                 "latency": asdict(pairs.latency),
                 "pairs": [
                     [round(one.gb_per_s, 3) for one in pair] for pair in zip(pairs.ours, pairs.fio or (), strict=False)

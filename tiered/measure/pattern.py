@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiered.bytes.device.base import SCRATCH, IOClass
-from tiered.units import MiB, format_bytes
+from tiered.units import format_bytes
 
-__all__ = ["DEMAND_OPS", "LARGE_NBYTES", "OPS", "Lane", "Pattern"]
+__all__ = ["DEMAND_OPS", "OPS", "Lane", "Pattern"]
 
 OPS = ("read", "write", "mixed")
 DEMAND_OPS = ("demand", "demand beside writes")
-
-LARGE_NBYTES = 128 * MiB
-"""An operation that an engine cuts into blocks; two of them are in flight, so that the drive never waits for one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,9 @@
 """What a bench found, as rows and as JSON. The JSON's shape is fixed by ``SCHEMA`` and ``VERSION``.
 
-Version 1: an object with schema, version, measured_at, machine, settings, results (one object per point, each with at
+Version 2: an object with schema, version, measured_at, machine, settings, results (one object per point, each with at
 least op, block_bytes, depth, gb_per_s, ratio_to_fio), tensors, ratios_to_sum, verdict; and by directory engines,
-engine_reasons, registered, fio, sustained, smart, cold, demand, swap, best. A figure that was not measured is null. GB
-are 10^9 bytes; latencies are in seconds; the order of results is that of measuring, those with is_large behind the
-others: there the engine cuts operations of up to 128 MiB into such blocks, and latencies are those of operations.
+engine_reasons, fio, sustained, smart, cold, demand, swap, best. A figure that was not measured is null. GB
+are 10^9 bytes; latencies are in seconds; the order of results is that of measuring.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tiered.units import format_bytes
 __all__ = ["ROW_TITLE", "SCHEMA", "TENSOR_TITLE", "VERSION", "DirectoryReport", "Report", "Row", "TensorRow"]
 
 SCHEMA = "tiered-bench"
-VERSION = 1
+VERSION = 2
 
 ROW_TITLE = (
     "op          block depth      GB/s          range    fio  ratio  p50 ms  p99 ms  p99.9     max  CPU ms/GB    fio"
@@ -46,7 +45,6 @@ class Row:
     engine: str
     directory: str  # several are joined by "+"
     is_busy: bool  # with a busy Python thread beside
-    is_large: bool  # operations of up to 128 MiB, which the engine cuts into the blocks; latencies are of those
     rounds: int
     gb_per_s: float
     gb_per_s_min: float
@@ -60,10 +58,9 @@ class Row:
     fio_cpu_s_per_gb: float | None
     cpu_ratio_to_fio: float | None
     fio_latency: Latency | None  # of the median round
-    fio_has_huge_pages: bool | None
 
     @classmethod
-    def of(cls, pairs: Pairs, *, engine: str, directory: str, is_busy: bool = False, is_large: bool = False) -> Row:
+    def of(cls, pairs: Pairs, *, engine: str, directory: str, is_busy: bool = False) -> Row:
         """Return the row of ``pairs``."""
         rates = sorted(one.gb_per_s for one in pairs.ours)
         seconds = sum(one.seconds for one in pairs.ours)
@@ -76,7 +73,6 @@ class Row:
             engine=engine,
             directory=directory,
             is_busy=is_busy,
-            is_large=is_large,
             rounds=len(rates),
             gb_per_s=pairs.gb_per_s,
             gb_per_s_min=rates[0],
@@ -90,11 +86,10 @@ class Row:
             fio_cpu_s_per_gb=pairs.fio_cpu_s_per_gb,
             cpu_ratio_to_fio=pairs.cpu_ratio_to_fio,
             fio_latency=middle.latency if middle else None,
-            fio_has_huge_pages=pairs.has_huge_pages if fio else None,
         )
 
     def __str__(self) -> str:
-        op = f"{self.op}{' busy' if self.is_busy else ''}{' large' if self.is_large else ''}"
+        op = f"{self.op}{' busy' if self.is_busy else ''}"
         latency = self.latency
         spread = f"{self.gb_per_s_min:.2f}-{self.gb_per_s_max:.2f}"
         return (
@@ -152,11 +147,8 @@ class DirectoryReport:
     directory: str
     engine: str = ""
     engine_reason: str = ""
-    is_registered: bool = False  # the engine's memory; fio's is not
-    are_large_alike: bool | None = None  # large operations go through no more memory than fio
     fio_engine: str | None = None
     rows: list[Row] = field(default_factory=list)
-    large_rows: list[Row] = field(default_factory=list)  # of large operations
     other_rows: list[Row] = field(default_factory=list)  # of other engines
     tensors: list[TensorRow] = field(default_factory=list)
     sustained: list[Sample] = field(default_factory=list)
@@ -181,7 +173,7 @@ class Report:
     @property
     def rows(self) -> list[Row]:
         """All points of all directories."""
-        return [row for one in self.directories for row in one.rows + one.large_rows + one.other_rows] + self.together
+        return [row for one in self.directories for row in one.rows + one.other_rows] + self.together
 
     @property
     def ratios_to_sum(self) -> dict[str, float]:
@@ -200,8 +192,6 @@ class Report:
             "machine": self.machine.as_json(),
             "settings": asdict(self.settings),
             "engines": {one.directory: one.engine for one in by_directory},
-            "large_operations_in_as_much_memory": {one.directory: one.are_large_alike for one in by_directory},
-            "registered": {one.directory: one.is_registered for one in by_directory},
             "engine_reasons": {one.directory: one.engine_reason for one in by_directory},
             "fio": {one.directory: one.fio_engine for one in by_directory},
             "results": [asdict(row) for row in self.rows],

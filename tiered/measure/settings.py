@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tiered.bytes.device.engines import DEVICES
-from tiered.measure.pattern import LARGE_NBYTES, OPS, Pattern
+from tiered.measure.pattern import OPS, Pattern
 from tiered.units import GiB, KiB, MiB, round_up
 
 __all__ = ["FULL", "QUICK", "Point", "Settings"]
 
 _FIO_START_S = 0.28  # wall time of a start of fio 3.33
+_SPREAD_NBYTES = 256 * MiB  # more than a processor's cache
 _FASTEST_BYTES_PER_S = 8e9  # of a drive, for what a time series may write
 
 
@@ -26,7 +27,6 @@ class Point:
     depth: int
     has_fio: bool = True
     is_busy: bool = False
-    has_large: bool = False  # with large operations beside, which the engine cuts into such blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,6 @@ class Settings:
     busy_ops: tuple[str, ...] = OPS
     busy_blocks: tuple[int, ...] = (MiB, 4 * MiB, 8 * MiB)
     busy_depths: tuple[int, ...] = (8, 32)
-    large_blocks: tuple[int, ...] = (MiB, 4 * MiB, 8 * MiB)
-    large_depths: tuple[int, ...] = (8,)
     rounds: int = 5
     round_s: float = 0.5
     warm_up_s: float = 0.1
@@ -60,7 +58,7 @@ class Settings:
     def points(self) -> tuple[Point, ...]:
         """All patterns, reads first, in the order they are measured."""
         found = [
-            Point(op, block, depth, has_fio=op in self.fio_ops, has_large=self._has_large(op, block, depth))
+            Point(op, block, depth, has_fio=op in self.fio_ops)
             for op in OPS
             for block in (self.mixed_blocks if op == "mixed" else self.blocks)
             for depth in self.depths
@@ -76,15 +74,10 @@ class Settings:
         return tuple(found)
 
     @property
-    def periods(self) -> tuple[int, ...]:
-        """The bytes in flight at each point that has large operations beside."""
-        return tuple({point.block_nbytes * point.depth for point in self.points if point.has_large})
-
-    @property
     def memory_nbytes(self) -> int:
-        """What the blocks of the largest point need, or two large operations."""
-        large = min(2 * LARGE_NBYTES, self.file_nbytes) if any(point.has_large for point in self.points) else 0
-        return max(large, *(point.block_nbytes * point.depth for point in self.points))
+        """What the blocks go through where that must be more than the caches hold, and those of the largest point."""
+        spread = min(_SPREAD_NBYTES, self.file_nbytes)
+        return max(spread, *(point.block_nbytes * point.depth for point in self.points))
 
     def pattern(self, point: Point) -> Pattern:
         """Return the pattern of ``point``."""
@@ -97,9 +90,8 @@ class Settings:
         total = float(self.file_nbytes)
         for point in self.points:
             share = {"read": 0.0, "write": 1.0, "mixed": 0.5}[point.op]
-            num_ours = 1 + point.has_large
-            num_rounds = self.rounds * (num_ours + (has_fio and point.has_fio))
-            total += share * (num_rounds + num_ours * self.warm_up_s / self.round_s) * self.round_nbytes
+            num_rounds = self.rounds * (1 + (has_fio and point.has_fio))
+            total += share * (num_rounds + self.warm_up_s / self.round_s) * self.round_nbytes
         total += len(self.engines) * (self.file_nbytes + (2 * self.rounds + 1) * self.round_nbytes)
         # Through more memory than the caches hold, again for each engine that turns out to be the fastest so far.
         total += (1 + len(self.engines)) * 1.5 * self.rounds * self.round_nbytes
@@ -112,7 +104,7 @@ class Settings:
         """Return about how long it takes per directory, at some 2 GB/s."""
         seconds = self.file_nbytes / 2e9 + 2 * self.sustained_s + 5 * self.rounds * self.round_s
         for point in self.points:
-            seconds += (1 + point.has_large) * (self.warm_up_s + self.rounds * self.round_s)
+            seconds += self.warm_up_s + self.rounds * self.round_s
             if has_fio and point.has_fio:
                 seconds += self.rounds * self.round_s + (self.rounds + 1) * _FIO_START_S
         seconds += len(self.engines) * (self.file_nbytes / 1e9 + 4 * self.rounds * (self.round_s + _FIO_START_S))
@@ -132,9 +124,6 @@ class Settings:
             if 2 * round_up(max(tensors_nbytes, nbytes), nbytes) + file_nbytes <= free_nbytes
         ]
         return replace(self, file_nbytes=file_nbytes, tensors_nbytes=tensors_nbytes, tensor_nbytes=tuple(fitting))
-
-    def _has_large(self, op: str, block_nbytes: int, depth: int) -> bool:
-        return op != "mixed" and block_nbytes in self.large_blocks and depth in self.large_depths
 
     def _fits(self, block_nbytes: int, depth: int) -> bool:
         return block_nbytes * depth <= self.most_in_flight_nbytes

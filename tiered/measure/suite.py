@@ -19,7 +19,7 @@ from tiered.measure.bed import Bed
 from tiered.measure.cold import prove_cold
 from tiered.measure.demand import measure_demand
 from tiered.measure.display import BenchDisplay
-from tiered.measure.fio import Fio, FioError, HugePages
+from tiered.measure.fio import Fio, FioError
 from tiered.measure.pairs import Pairs, measure_pairs
 from tiered.measure.pattern import Pattern
 from tiered.measure.report import ROW_TITLE, TENSOR_TITLE, DirectoryReport, Row, TensorRow
@@ -56,10 +56,7 @@ class Suite:
         self._check = check
         self._engine = engine
         self._fio: Fio | None = None
-        self._lends_pages = True
-        self._huge_pages: HugePages | None = None
         self._folder: Path | None = None
-        self._bed: Bed | None = None
 
     def run(self) -> DirectoryReport:
         """Measure everything; blocks for minutes. Raises TieredError and what ``check`` raises; cleans up."""
@@ -83,10 +80,6 @@ class Suite:
 
     def abandon(self) -> None:
         """Put back what outlives a process that ends at once; from a signal handler."""
-        if self._huge_pages is not None:
-            self._huge_pages.restore()
-        if self._bed is not None:
-            self._bed.restore()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -100,11 +93,8 @@ class Suite:
             memory_nbytes=settings.memory_nbytes + max(settings.blocks),  # a demand read beside the deepest writes
             file_nbytes=settings.file_nbytes,
             depth=max(settings.depths),
-            periods=settings.periods,
         ) as bed:
-            self._bed = bed
             bed.write_file(lambda nbytes: self._check())
-            bed.register_memory()
             yield bed
 
     def _try_engine(self, engine: str, best: Best) -> None:
@@ -134,9 +124,7 @@ class Suite:
             missing = str(error)
         reference = f"beside fio with {self._fio.engine}" if self._fio else f"without a reference: {missing}"
         self.report.fio_engine = self._fio.engine if self._fio else None
-        memory = ", memory registered" if bed.is_registered else ""
-        self.report.is_registered = bed.is_registered
-        self._display.line(f"\n{self.report.directory}: engine {bed.engine} ({bed.engine_reason}){memory}, {reference}")
+        self._display.line(f"\n{self.report.directory}: engine {bed.engine} ({bed.engine_reason}), {reference}")
 
     def _measure_points(self, bed: Bed) -> None:
         points = self._settings.points
@@ -147,44 +135,24 @@ class Suite:
             row = Row.of(pairs, engine=bed.engine, directory=self.report.directory, is_busy=point.is_busy)
             self.report.rows.append(row)
             self._display.line(str(row))
-            if pairs.of_large is not None:
-                row = Row.of(pairs.of_large, engine=bed.engine, directory=self.report.directory, is_large=True)
-                self.report.large_rows.append(row)
-                is_alike = bed.is_repeated(pairs.pattern)
-                self.report.are_large_alike = is_alike and self.report.are_large_alike is not False
-                self._display.line(str(row))
-        if any(row.fio_has_huge_pages is False for row in self.report.rows):
-            self._display.line("fio ran without huge pages, which cost it bandwidth: only root can lend it some")
-        if self.report.are_large_alike is False:
-            self._display.line(
-                "large operations went through more memory than the processor's caches hold, which cost them "
-                "bandwidth beside the others: only root can lend huge pages for less"
-            )
 
     def _measure(self, bed: Bed, point: Point) -> Pairs:
-        """Measure ``point``. Should fio fail on the way, it goes on without huge pages, and if it fails again, not."""
+        """Measure ``point``; without fio from here on should that fail."""
         settings, pattern = self._settings, self._settings.pattern(point)
         fio = self._fio if point.has_fio else None
-        self._huge_pages = HugePages(pattern, fio if self._lends_pages else None)
-        with self._huge_pages:
-            try:
-                return measure_pairs(
-                    bed,
-                    pattern,
-                    rounds=settings.rounds,
-                    fio=fio,
-                    is_busy=point.is_busy,
-                    has_large=point.has_large,
-                    warm_up_s=settings.warm_up_s,
-                    check=self._check,
-                )
-            except FioError as error:
-                if fio is not None and fio.has_huge_pages:
-                    self._display.line(f"from here on fio has no huge pages: {error}")
-                    self._lends_pages = False
-                else:
-                    self._display.line(f"from here on without fio: {error}")
-                    self._fio = None
+        try:
+            return measure_pairs(
+                bed,
+                pattern,
+                rounds=settings.rounds,
+                fio=fio,
+                is_busy=point.is_busy,
+                warm_up_s=settings.warm_up_s,
+                check=self._check,
+            )
+        except FioError as error:
+            self._display.line(f"from here on without fio: {error}")
+            self._fio = None
         return self._measure(bed, point)
 
     def _measure_swapping(self, bed: Bed, best: Best) -> None:

@@ -23,24 +23,41 @@ class InFlight:
     """``operation`` from the moment an engine takes it: ``moved`` of ``nbytes`` bytes are done.
 
     Its engine alone uses it, one thread at a time; the queue made it and keeps its place until ``IOQueue.done``.
+    A ring cuts a large one into parts, each of which is an InFlight with the large one as its ``whole``.
     """
 
     __slots__ = (
-        "io_class", "is_slow", "lost", "moved", "nbytes", "num_retries", "operation", "pinned", "request_nbytes",
-        "start",
+        "address", "file_slot", "given", "io_class", "is_slow", "left", "moved", "nbytes", "num_overtaken",
+        "num_retries", "offset", "operation", "pinned", "request_nbytes", "start", "whole",
     )  # fmt: skip
 
     def __init__(self, operation: Operation, io_class: IOClass, start: float) -> None:
         self.operation = operation
         self.io_class = io_class  # as it was queued: the operation's own may be raised meanwhile
         self.nbytes = operation.nbytes
+        self.offset = operation.offset  # in the file
         self.start = start  # s, of time.monotonic
         self.moved = 0
-        self.request_nbytes = 0  # it is cut into such requests; 0: it is one
-        self.lost = 0  # bytes of those that will not be moved, because of an error
         self.num_retries = 0  # after EIO, and of less than one granule
         self.is_slow = False  # a warning has been logged
         self.pinned: ctypes.c_char | None = None  # lifetime: holds the memory while the kernel has its address
+        self.address = self.file_slot = 0  # a ring's: of the memory, and of the file
+        self.whole: InFlight | None = None  # that this is a part of
+        self.request_nbytes = 0  # of its parts, where it is cut; then also:
+        self.given = 0  # bytes that the kernel has been given, from the operation's start
+        self.left = 0  # bytes that neither moved nor were given up
+        self.num_overtaken = 0  # later ones that were put right before it
+
+    def next_part(self, now: float) -> InFlight:
+        """Return the next part that the kernel is given, ``now``; there must be one."""
+        part = InFlight(self.operation, self.io_class, now)
+        part.whole = self
+        part.nbytes = min(self.request_nbytes, self.nbytes - self.given)
+        part.offset = self.offset + self.given
+        part.address = self.address + self.given
+        part.file_slot = self.file_slot
+        self.given += part.nbytes
+        return part
 
     def advance(self, moved: int, granularity: int, what: str) -> bool:
         """Count ``moved`` more bytes; return whether all are done.

@@ -13,21 +13,17 @@ import os
 import platform
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tiered.errors import DeviceError
 
-__all__ = [
-    "ENTER", "FIXED_FILE", "GETEVENTS", "PRIVATE_EXPEDITED", "READ", "READ_FIXED", "WAIT", "WRITE", "WRITE_FIXED",
-    "Ring", "system_call",
-]  # fmt: skip
+__all__ = ["READ", "WRITE", "Ring"]
 
-READ_FIXED, WRITE_FIXED, ASYNC_CANCEL, READ, WRITE = 4, 5, 14, 22, 23  # opcodes
+_ASYNC_CANCEL, READ, WRITE = 14, 22, 23  # opcodes
 
-ENTER = 426
-_SETUP, _REGISTER = 425, 427
+_SETUP, _ENTER, _REGISTER = 425, 426, 427
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283}  # a full fence, which Python has no other word for
-PRIVATE_EXPEDITED, _REGISTER_PRIVATE_EXPEDITED = 1 << 3, 1 << 4
+_PRIVATE_EXPEDITED, _REGISTER_PRIVATE_EXPEDITED = 1 << 3, 1 << 4
 
 _SETUP_CLAMP, _SETUP_COOP_TASKRUN = 1 << 4, 1 << 8
 _MODES = {"COOP_TASKRUN": _SETUP_COOP_TASKRUN, "plain": 0}  # the first from Linux 5.19
@@ -35,25 +31,25 @@ _MODES = {"COOP_TASKRUN": _SETUP_COOP_TASKRUN, "plain": 0}  # the first from Lin
 # alone, so not while the thread waits for the interpreter's lock (bench/LOG.md).
 _FEATURE_SINGLE_MMAP, _FEATURE_NODROP, _FEATURE_EXT_ARG = 1 << 0, 1 << 1, 1 << 8
 _NEEDED_FEATURES = _FEATURE_SINGLE_MMAP | _FEATURE_NODROP | _FEATURE_EXT_ARG
-GETEVENTS = 1 << 0
-WAIT = GETEVENTS | 1 << 3  # with a timeout (EXT_ARG)
-_REGISTER_BUFFERS, _REGISTER_FILES, _REGISTER_FILES_UPDATE = 0, 2, 6
+_GETEVENTS = 1 << 0
+_WAIT = _GETEVENTS | 1 << 3  # with a timeout (EXT_ARG)
+_REGISTER_FILES, _REGISTER_FILES_UPDATE = 2, 6
 _OFFSET_RINGS, _OFFSET_SQES = 0, 0x10000000
-FIXED_FILE, _LINK = 1 << 0, 1 << 2
+_FIXED_FILE, _LINK = 1 << 0, 1 << 2
 _MADV_DONTFORK = 10
 _PAUSES_S = (0.005, 0.02, 0.05, 0)  # after ENOMEM: a closed ring is taken off the user's locked memory a little later
 
 _PARAMS = struct.Struct("=10I 8IQ 8IQ")  # 5 words, features, wq_fd, 3 reserved; offsets in the two rings
 _SQE_NBYTES = 64
-_SQE = struct.Struct("=BBHiQQIIQH")  # its first 42 bytes; what follows stays 0
+_SQE = struct.Struct("=BBHiQQIIQ")  # its first 40 bytes; what follows stays 0
 _CQE = struct.Struct("=QiI")
 _GETEVENTS_ARG = struct.Struct("=QIIQ")
 _TIMESPEC = struct.Struct("=qq")
 
 _libc = ctypes.CDLL(None, use_errno=True)
-system_call = _libc.syscall
+_system_call = _libc.syscall
 _brief_call = ctypes.PyDLL(None, use_errno=True).syscall  # keeps the interpreter's lock: for what never waits
-for _call in (system_call, _brief_call):
+for _call in (_system_call, _brief_call):
     _call.argtypes = [ctypes.c_long] * 7
     _call.restype = ctypes.c_long
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -90,21 +86,13 @@ class Ring:
         # have in flight.)
         self._needs_fence = platform.machine() != "x86_64"
         if self._needs_fence:
-            system_call(_MEMBARRIER[platform.machine()], _REGISTER_PRIVATE_EXPEDITED, 0, 0, 0, 0, 0)
+            _system_call(_MEMBARRIER[platform.machine()], _REGISTER_PRIVATE_EXPEDITED, 0, 0, 0, 0, 0)
         # Lifetime: the kernel reads these during ``enter``.
         self._timeout = ctypes.create_string_buffer(_TIMESPEC.size)
         self._wait_argument = ctypes.create_string_buffer(_GETEVENTS_ARG.size)
         _GETEVENTS_ARG.pack_into(self._wait_argument, 0, 0, 8, 0, ctypes.addressof(self._timeout))
         self._wait_address = ctypes.addressof(self._wait_argument)
         self._timeout_s = -1.0
-        barrier = _MEMBARRIER[platform.machine()] if self._needs_fence else 0
-        self._words = (
-            self._mask, self._cq_mask, barrier, self._wait_address, _GETEVENTS_ARG.size, *map(ctypes.addressof, (
-                self._sq_tail, self._cq_head, self._cq_tail,
-                (ctypes.c_char * len(self._sqes)).from_buffer(self._sqes),
-                (ctypes.c_char * len(self._cqes)).from_buffer(self._cqes),
-            )),
-        )  # fmt: skip
 
     @property
     def fd(self) -> int:
@@ -116,16 +104,15 @@ class Ring:
         """How many submissions can be written before the next ``enter``."""
         return self.num_entries - (self._tail - self._num_submitted)
 
-    def prepare(self, opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int, index: int = 0) -> None:
+    def prepare(self, opcode: int, file: int, address: int, nbytes: int, offset: int, tag: int) -> None:
         """Write a submission for the next ``enter``; there must be room (``num_free``).
 
         ``file`` is the slot of a registered file, ``address`` that of ``nbytes`` bytes of memory, ``offset`` the place
-        in the file in bytes, ``tag`` what its completion will carry, ``index`` the registered buffer of READ_FIXED and
-        WRITE_FIXED.
+        in the file in bytes, ``tag`` what its completion will carry.
         """
         _SQE.pack_into(
             self._sqes, (self._tail & self._mask) * _SQE_NBYTES,
-            opcode, FIXED_FILE, 0, file, offset, address, nbytes, 0, tag, index,
+            opcode, _FIXED_FILE, 0, file, offset, address, nbytes, 0, tag,
         )  # fmt: skip
         self._tail += 1
 
@@ -139,7 +126,7 @@ class Ring:
     def prepare_cancel(self, target: int, tag: int) -> None:
         """Write a request to cancel the submission tagged ``target``, if it has not begun."""
         place = (self._tail & self._mask) * _SQE_NBYTES
-        _SQE.pack_into(self._sqes, place, ASYNC_CANCEL, 0, 0, -1, 0, target, 0, 0, tag, 0)
+        _SQE.pack_into(self._sqes, place, _ASYNC_CANCEL, 0, 0, -1, 0, target, 0, 0, tag)
         self._tail += 1
 
     def enter(self, num_wanted: int, timeout_s: float = 1.0) -> None:
@@ -150,9 +137,9 @@ class Ring:
         """
         self._set_timeout(timeout_s)
         self._sq_tail.value = self._tail
-        submitted = system_call(
-            ENTER, self._fd, self._tail - self._num_submitted, num_wanted,
-            WAIT, self._wait_address, _GETEVENTS_ARG.size,
+        submitted = _system_call(
+            _ENTER, self._fd, self._tail - self._num_submitted, num_wanted,
+            _WAIT, self._wait_address, _GETEVENTS_ARG.size,
         )  # fmt: skip
         self._count_submitted(submitted)
 
@@ -164,20 +151,7 @@ class Ring:
         """
         self._sq_tail.value = self._tail
         num_pending = self._tail - self._num_submitted
-        self._count_submitted(_brief_call(ENTER, self._fd, num_pending, 0, GETEVENTS, 0, 0))
-
-    def lend(self, loop: Callable[..., int], table: memoryview, address: int, timeout_s: float = 1.0) -> None:
-        """Let compiled code (request_loop.py) submit, wait and reap until it gives the ring back; as ``enter``.
-
-        ``table`` is its memory at ``address``, whose first words (int64) say where the ring is: before, and afterwards.
-        """
-        self._set_timeout(timeout_s)
-        table[0], table[1], table[2] = self._tail, self._num_submitted, self._head
-        result = loop(self._fd, *self._words, address)
-        self._tail, self._num_submitted, self._head = table[0], table[1], table[2]
-        if result < 0:
-            self._find_submitted()
-            self.enter_briefly()  # which raises what is not the end of the wait
+        self._count_submitted(_brief_call(_ENTER, self._fd, num_pending, 0, _GETEVENTS, 0, 0))
 
     def _set_timeout(self, timeout_s: float) -> None:
         if timeout_s != self._timeout_s:
@@ -201,7 +175,7 @@ class Ring:
         """Return the completions that are there, (tag, result, flags): bytes moved, or a negative errno."""
         tail = self._cq_tail.value
         if self._needs_fence:
-            system_call(_MEMBARRIER[platform.machine()], PRIVATE_EXPEDITED, 0, 0, 0, 0, 0)
+            _system_call(_MEMBARRIER[platform.machine()], _PRIVATE_EXPEDITED, 0, 0, 0, 0, 0)
         head = self._head
         if head == tail:
             return []
@@ -225,15 +199,6 @@ class Ring:
         update = ctypes.create_string_buffer(struct.pack("=IIQ", slot, 0, ctypes.addressof(number)))
         self._register(_REGISTER_FILES_UPDATE, ctypes.addressof(update), 1)
 
-    def register_buffers(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Pin the memory of ``ranges`` of (address, nbytes), each at most 1 GiB, for READ_FIXED and WRITE_FIXED.
-
-        Only memory that nobody unmaps or gives back to the kernel before the ring is closed. Raises OSError: ENOMEM
-        where RLIMIT_MEMLOCK does not allow it.
-        """
-        vectors = ctypes.create_string_buffer(b"".join(struct.pack("=QQ", *range_) for range_ in ranges))
-        self._register(_REGISTER_BUFFERS, ctypes.addressof(vectors), len(ranges))
-
     def close(self) -> None:
         """Unmap the rings and close the descriptor. Idempotent. Never call it with submissions in flight."""
         fd, self._fd = self._fd, -1
@@ -244,7 +209,7 @@ class Ring:
             os.close(fd)
 
     def _register(self, opcode: int, address: int, num: int) -> None:
-        if system_call(_REGISTER, self._fd, opcode, address, num, 0, 0) < 0:
+        if _system_call(_REGISTER, self._fd, opcode, address, num, 0, 0) < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def _map(self, params: Sequence[int]) -> None:
@@ -279,7 +244,7 @@ def _set_up(num_entries: int) -> tuple[str, int, tuple[int, ...]]:
     for mode, flags in _MODES.items():
         for pause_s in _PAUSES_S:
             buffer = ctypes.create_string_buffer(_PARAMS.pack(0, 0, flags | _SETUP_CLAMP, *[0] * 25))
-            fd = system_call(_SETUP, num_entries, ctypes.addressof(buffer), 0, 0, 0, 0)
+            fd = _system_call(_SETUP, num_entries, ctypes.addressof(buffer), 0, 0, 0, 0)
             number = ctypes.get_errno()
             if fd >= 0 or number != errno.ENOMEM:
                 break

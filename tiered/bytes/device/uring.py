@@ -20,19 +20,16 @@ from tiered.bytes.device.files import DataFile, translate
 from tiered.bytes.device.in_flight import InFlight
 from tiered.bytes.device.pinning import address_of, pin
 from tiered.bytes.device.queue import CALM_NBYTES, IOQueue
-from tiered.bytes.device.registration import Registration
-from tiered.bytes.device.request_loop import compiled_loop
-from tiered.bytes.device.requests import FIRST_TAG, MOST_REQUESTS, NUM_ROWS, Requests
-from tiered.bytes.device.ring import READ, READ_FIXED, WRITE, WRITE_FIXED, Ring
+from tiered.bytes.device.requests import MOST_REQUESTS, Requests
+from tiered.bytes.device.ring import READ, WRITE, Ring
 from tiered.bytes.device.wake_up import WakeUp
 from tiered.bytes.inside import ServiceThread
-from tiered.bytes.kernel import Call
 from tiered.errors import DeadlineError, DeviceError, TieredError
 from tiered.units import GiB, KiB, MiB
 
 __all__ = ["UringDevice"]
 
-_NUM_SLOTS = NUM_ROWS  # operations in flight; their bytes are bounded by the queue's budgets
+_NUM_SLOTS = 128  # requests in flight; their bytes are bounded by the queue's budgets
 _LEAST_SLOTS = 8  # the rings count as locked memory on some kernels: fewer, where the limit is tight
 _NUM_FILE_SLOTS = 257  # of a ring's table at most, its wake-up's included; the kernel allows as many as descriptors
 _WAKE = _NUM_SLOTS  # the tag of the read on the eventfd; above it, those of cancellations
@@ -44,19 +41,18 @@ _DEPTH = 32  # requests with the kernel: what a drive has to do while a busy Pyt
 _PIECE_NBYTES = 16 * MiB  # of a large operation that count against its class's budget
 _MOST_NBYTES = GiB  # of a request, whose length has 32 bits
 _TICK_S = 1.0  # how long a wait lasts at most, so that what is overdue is seen
-_FIXED = {READ: READ_FIXED, WRITE: WRITE_FIXED}
 _log = logging.getLogger("tiered")
 
 
 class UringDevice(FileDevice):
     """One directory served by one thread that owns a ring: up to 128 operations in flight, batches of system calls.
 
-    Each slot is free or holds an InFlight; it is freed by the completion of all its bytes alone, so memory and extent
-    stay the operation's past any deadline. An operation overdue by ``deadline_s`` is reported and cancelled, which the
-    kernel can only do to what the drive has not begun.
+    Each slot is free or holds an InFlight, whose tag is the slot; it is freed by the completion of all its bytes alone,
+    so memory and extent stay the operation's past any deadline. What is overdue by ``deadline_s`` is reported and
+    cancelled, which the kernel can only do to what the drive has not begun.
 
-    An operation of at most 1 MiB is one request to the kernel, whose tag is its slot; a larger one is cut into such
-    requests (``cut``), and after ``compile_loop`` compiled code keeps those coming (request_loop.py).
+    An operation of at most 1 MiB is one request to the kernel. A larger one is cut into such requests (``cut``), each
+    of which has a slot.
     """
 
     engine = "uring"
@@ -77,11 +73,8 @@ class UringDevice(FileDevice):
         self._free_slots = list(range(_NUM_SLOTS))
         self._file_slots: dict[int, tuple[int, DataFile]] = {}  # a file's number -> its slot in the ring
         self._wake_slot = 0  # the wake-up's: the last
-        self._registration = Registration(os.fspath(directory))
         self._requests = Requests()  # of operations that are larger than one
         self._request_nbytes = _REQUEST_NBYTES
-        self._parts: dict[int, InFlight] = {}  # requests that fell short or failed, and are tried again
-        self._loop: Call | None = None
         self._wake_up = WakeUp()
         self._ring: Ring | None = None
         self._is_ready = threading.Event()
@@ -93,47 +86,23 @@ class UringDevice(FileDevice):
         """How the ring completes, for reports: the flags it was set up with."""
         return self._ring.mode if self._ring is not None else "closed"
 
-    def register_memory(self, *memories: memoryview) -> bool:
-        """Pin ``memories`` so that operations on them need not do so each time; blocks. Once per device.
-
-        Only for memory that stays mapped, and is never given back to the kernel, until the device is closed (an arena's
-        buffer may be, once it is released). Returns False, with one warning, where RLIMIT_MEMLOCK does not allow it:
-        all works as before. Raises ClosedError, UsageError (a second call), DeadlineError (the thread does not answer).
-        """
-        self._check_open()
-        return self._registration.ask(memories, self._wake, self.deadline_s)
-
     @property
     def request_nbytes(self) -> int:
         """The longest request to the kernel; larger operations are cut."""
         return self._request_nbytes
 
-    @property
-    def most_depth(self) -> int:
-        """How many requests of large operations may be with the kernel: 64, fewer where the ring is small."""
-        return min(MOST_REQUESTS, max(1, self._num_slots // 2))
-
     def cut(self, request_nbytes: int = _REQUEST_NBYTES, depth: int = _DEPTH) -> None:
         """Cut operations of more than ``request_nbytes`` into such requests from now on.
 
-        ``depth`` of those may be with the kernel at a time, 1 to 64, and never more than ``most_depth``. The length is
-        a multiple of ``alignment``, at most 1 GiB; ValueError. Any thread may call; what is in flight stays as it is.
+        ``depth`` of those may be with the kernel at a time, 1 to 64, fewer where the ring is small. The length is a
+        multiple of ``alignment``, at most 1 GiB; ValueError. Any thread may call; what is in flight stays as it is.
         """
         if not (0 < request_nbytes <= _MOST_NBYTES and request_nbytes % self.alignment == 0):
             raise ValueError(f"request_nbytes must be a multiple of {self.alignment} up to 1 GiB, got {request_nbytes}")
         if not 0 < depth <= MOST_REQUESTS:
             raise ValueError(f"depth must be from 1 to {MOST_REQUESTS}, got {depth}")
         self._request_nbytes = request_nbytes
-        self._requests.set_depth(min(depth, self.most_depth))
-
-    def compile_loop(self) -> bool:
-        """Let compiled code serve large operations: a fraction of the CPU time, and none of the interpreter's turns.
-
-        For processes that move much in them: numba takes up to two seconds, for which this blocks, and 40 to 100 MiB.
-        False, with one warning, where it does not work: all works as before.
-        """
-        self._loop = compiled_loop()
-        return self._loop is not None
+        self._requests.depth = min(depth, max(1, self._num_slots // 2))
 
     def _make_threads(self) -> Sequence[threading.Thread]:
         try:
@@ -158,7 +127,6 @@ class UringDevice(FileDevice):
         super().close()
         if self._pid == os.getpid():
             self._wake_up.close()
-            self._registration.forget()
 
     def _close_in_child(self) -> None:
         super()._close_in_child()
@@ -200,7 +168,7 @@ class UringDevice(FileDevice):
         self._free_slots = list(reversed(range(num_slots)))
         self._num_slots = num_slots
         self._queue = IOQueue(num_slots, piece_nbytes=_PIECE_NBYTES)  # still empty: nobody has this device yet
-        self._requests.set_depth(min(_DEPTH, self.most_depth))
+        self._requests.depth = min(_DEPTH, max(1, num_slots // 2))
         try:
             num_file_slots = min(_NUM_FILE_SLOTS, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             ring.register_files(num_file_slots)
@@ -220,13 +188,11 @@ class UringDevice(FileDevice):
         next_look = time.monotonic() + _TICK_S
         while True:
             self._wake_up.is_waiting = True  # order: before the queue is looked at for the last time
-            if self._registration.is_due:
-                self._registration.carry_out(ring)
             self._start_queued(ring)
             self._start_requests(ring)
-            if self._is_closed and len(self._free_slots) == self._num_slots and self._is_empty():
+            if self._is_closed and self._is_empty():
                 return
-            self._wait(ring)
+            ring.enter(1, _TICK_S)
             self._wake_up.is_waiting = False
             finished = self._reap(ring)
             if finished and (self._queue.num_queued or self._requests.can_start):
@@ -239,17 +205,10 @@ class UringDevice(FileDevice):
                 next_look = time.monotonic() + _TICK_S
                 self._look_for_overdue(ring)
 
-    def _wait(self, ring: Ring) -> None:
-        """Submit what was prepared and wait for something to do, or for a tick."""
-        requests = self._requests
-        if self._loop is None or not (requests.num_with_kernel or requests.num_waiting):
-            ring.enter(1, _TICK_S)
-        elif self._queue.is_calm(time.monotonic()) and requests.are_writes_waiting:
-            ring.enter(1, _TICK_S)  # the loop knows of no calm
-        else:
-            ring.lend(self._loop, requests.table, requests.address, _TICK_S)
-
     def _is_empty(self) -> bool:
+        """Whether nothing is queued, waiting or with the kernel."""
+        if self._requests.num_waiting or len(self._free_slots) < self._num_slots:
+            return False
         with self._lock:
             return not self._queue.num_queued
 
@@ -264,19 +223,20 @@ class UringDevice(FileDevice):
         self._finish(flights)
 
     def _start_queued(self, ring: Ring) -> None:
-        """Prepare what the queue lets go."""
+        """Prepare what the queue lets go; large operations wait for ``_start_requests``."""
         if not self._queue.num_queued:
             return
         with self._lock:
             taken = self._queue.take_some(time.monotonic(), len(self._free_slots))
-        ended: list[InFlight] = []
+        ended = [flight for flight in taken if not self._locate(ring, flight)]
+        if ended:
+            taken = [flight for flight in taken if flight not in ended]
         most = self._request_nbytes  # order: once, because it may change at any moment
         flights = [flight for flight in taken if flight.nbytes <= most]
         if len(flights) < len(taken):
             for flight in taken:
                 if flight.nbytes > most:
-                    flight.request_nbytes = most
-                    self._begin(ring, flight, ended)
+                    self._requests.add(flight, most)
         nbytes = sum([flight.nbytes for flight in flights])
         if nbytes < _CHAINED_NBYTES:
             # More than two at once the kernel holds back, and makes one request of neighbours: the drive begins later,
@@ -285,65 +245,58 @@ class UringDevice(FileDevice):
             for number, flight in enumerate(flights):
                 if are_apart and number and number % 2 == 0:
                     ring.enter_briefly()
-                self._begin(ring, flight, ended)
+                self._submit(ring, flight)
         else:
             for flight, follower in _chains(flights):
-                has_begun = self._begin(ring, flight, ended)
-                if follower is not None and self._begin(ring, follower, ended) and has_begun:
+                self._submit(ring, flight)
+                if follower is not None:
+                    self._submit(ring, follower)
                     ring.link()
         self._finish(ended)
 
     def _start_requests(self, ring: Ring) -> None:
-        """Prepare what large operations may have with the kernel."""
-        if self._requests.can_start:
-            are_apart = self._is_direct and self._request_nbytes >= _APART_NBYTES
-            self._requests.fill(ring, is_calm=self._queue.is_calm(time.monotonic()), are_apart=are_apart)
+        """Prepare what the kernel may have of large operations."""
+        if not self._requests.can_start:
+            return
+        now = time.monotonic()
+        is_calm = self._queue.is_calm(now)
+        are_apart = self._is_direct and self._request_nbytes >= _APART_NBYTES
+        number = 0
+        while self._free_slots and (part := self._requests.take(now, is_calm=is_calm)) is not None:
+            if are_apart and number and number % 2 == 0:
+                ring.enter_briefly()
+            self._submit(ring, part)
+            number += 1
 
-    def _begin(self, ring: Ring, flight: InFlight, ended: list[InFlight]) -> bool:
-        """Give ``flight`` a slot and prepare it; whether it is on its way, else it is in ``ended``."""
+    def _submit(self, ring: Ring, flight: InFlight) -> None:
+        """Give ``flight`` a slot and prepare it."""
         slot = self._free_slots[-1]
-        if not self._prepare(ring, slot, flight):
-            ended.append(flight)
-            return False
+        self._prepare(ring, slot, flight)
         self._slots[self._free_slots.pop()] = flight
-        return True
 
-    def _prepare(self, ring: Ring, slot: int, flight: InFlight) -> bool:
-        """Write the submission of what is left of ``flight``; False when its operation has ended instead.
+    def _prepare(self, ring: Ring, slot: int, flight: InFlight) -> None:
+        """Write the submission of what is left of ``flight``."""
+        moved, is_write = flight.moved, flight.operation.is_write
+        nbytes = flight.nbytes - moved
+        if is_write and nbytes > CALM_NBYTES and self._queue.is_calm(time.monotonic()):
+            nbytes = CALM_NBYTES
+        opcode = WRITE if is_write else READ
+        ring.prepare(opcode, flight.file_slot, flight.address + moved, nbytes, flight.offset + moved, slot)
+
+    def _locate(self, ring: Ring, flight: InFlight) -> bool:
+        """Find the file and the memory of ``flight``; False when its operation has ended instead.
 
         That is when it has failed, or has no bytes to move.
         """
-        operation, nbytes = flight.operation, flight.nbytes
-        offset = operation.offset
+        operation = flight.operation
         try:
-            file_slot, file = self._file_slots.get(operation.file) or self._register_file(ring, flight)
-            if not 0 <= offset <= file.nbytes - nbytes:
+            flight.file_slot, file = self._file_slots.get(operation.file) or self._register_file(ring, flight)
+            if not 0 <= flight.offset <= file.nbytes - flight.nbytes:
                 raise self._beyond_end(flight)
-            if not nbytes:
+            if not flight.nbytes:
                 return False
-            pinned = flight.pinned
-            if pinned is None:
-                pinned = flight.pinned = pin(operation.memory, is_read_only=operation.is_write)
-            address = address_of(pinned)
-            opcode, index = READ, 0
-            if operation.is_write:
-                opcode = WRITE
-            piece = self._registration.index_of(address, nbytes)
-            if piece is not None:
-                opcode, index = _FIXED[opcode], piece
-            if flight.request_nbytes:
-                self._requests.add(
-                    slot, flight.io_class, opcode, file_slot, address, offset, nbytes, index, most=flight.request_nbytes
-                )
-                return True
-            moved = flight.moved
-            if moved or (nbytes > CALM_NBYTES and operation.is_write):
-                address += moved
-                offset += moved
-                nbytes -= moved
-                if operation.is_write and self._queue.is_calm(time.monotonic()):
-                    nbytes = min(nbytes, CALM_NBYTES)
-            ring.prepare(opcode, file_slot, address, nbytes, offset, slot, index)
+            flight.pinned = pin(operation.memory, is_read_only=operation.is_write)
+            flight.address = address_of(flight.pinned)
         except TieredError as error:
             operation.error = error
         except Exception as error:  # a bug of the submitter, such as released memory: its error, not our end
@@ -363,62 +316,33 @@ class UringDevice(FileDevice):
 
     def _reap(self, ring: Ring) -> list[InFlight]:
         """Take the completions that are there; return what is finished, with what went wrong in its operation."""
-        finished = [self._end(row) for row in self._requests.take_ended()]
+        finished: list[InFlight] = []
         slots, free_slots = self._slots, self._free_slots
         for tag, result, _ in ring.completions():
             if tag >= _WAKE:
                 if tag == _WAKE:
                     self._wake_up.arm(ring, self._wake_slot, _WAKE)
-                elif tag >= FIRST_TAG and self._has_ended(ring, tag - FIRST_TAG, result):
-                    finished.append(self._end(self._requests.owner(tag - FIRST_TAG)))
                 continue
             flight = slots[tag]
             assert flight is not None, f"a completion for the free slot {tag}"
             if result == flight.nbytes:
                 flight.moved = result
-            elif not self._is_finished(flight, result) and self._prepare(ring, tag, flight):
+            elif not self._is_finished(flight, result):
+                self._prepare(ring, tag, flight)
                 continue
             slots[tag] = None
             free_slots.append(tag)
-            finished.append(flight)
+            if flight.whole is None:
+                finished.append(flight)
+            elif (whole := self._requests.end(flight)) is not None:
+                finished.append(whole)
         return finished
-
-    def _has_ended(self, ring: Ring, number: int, result: int) -> bool:
-        """Count the ``result`` of a request; whether its operation has ended with it."""
-        row, nbytes = self._requests.request(number)
-        flight = self._slots[row]
-        assert flight is not None, f"a completion for the free slot {row}"
-        part = self._parts.pop(number, None)
-        if result != nbytes or part is not None:
-            operation = flight.operation
-            error = operation.error
-            if part is None:
-                part = InFlight(operation, flight.io_class, time.monotonic())
-                part.nbytes = nbytes
-            assert part.operation is operation, f"request {number} was part of {part.operation!r}"
-            part.is_slow = flight.is_slow
-            if error is None and not self._is_finished(part, result):
-                self._parts[number] = part
-                self._requests.set_aside(number)
-                self._requests.prepare(ring, number, part.moved)
-                return False
-            flight.lost += nbytes - part.moved
-            if operation.error is not None and error is None:
-                flight.lost += self._requests.give_up(row)
-        return self._requests.end(number)
-
-    def _end(self, row: int) -> InFlight:
-        """Free the slot of a large operation of which the kernel has nothing any more."""
-        flight = self._slots[row]
-        assert flight is not None, f"the free slot {row} has ended"
-        flight.moved = flight.nbytes - flight.lost
-        self._slots[row] = None
-        self._free_slots.append(row)
-        return flight
 
     def _is_finished(self, flight: InFlight, result: int) -> bool:
         """Count ``result``; whether nothing is left to do, because all moved or because of an error."""
         operation = flight.operation
+        if operation.error is not None:  # of another part of it
+            return True
         try:
             if result >= 0:
                 return flight.advance(result, self._granularity(), self._describe(operation))
@@ -435,36 +359,24 @@ class UringDevice(FileDevice):
         return False
 
     def _look_for_overdue(self, ring: Ring) -> None:
-        """Report each operation that the drive has had for ``deadline_s``, once, and try to cancel it.
-
-        A large one is overdue when so long nothing of it was moved.
-        """
+        """Cancel each request that the drive has had for ``deadline_s``, and report its operation, once."""
         now = time.monotonic()
         for slot, flight in enumerate(self._slots):
-            if flight is None or flight.is_slow:
+            if flight is None or flight.is_slow or now - flight.start <= self.deadline_s:
                 continue
-            tags = [slot]
-            if flight.request_nbytes:
-                moved, flight.moved = flight.moved, flight.nbytes - self._requests.left(slot)
-                if moved != flight.moved:
-                    flight.start = now
-                tags = [FIRST_TAG + number for number in self._requests.requests_of(slot)]
-                if not tags:  # the drive has nothing of it: it waits behind others, whose time this is
-                    flight.start = now
             # Order: room is left for what the next turn may prepare; what does not fit is reported then.
-            if now - flight.start > self.deadline_s and ring.num_free > self._num_preparable() + len(tags):
-                flight.is_slow = True
+            if ring.num_free <= len(self._free_slots) + 1:
+                return
+            flight.is_slow = True
+            ring.prepare_cancel(slot, _CANCEL)
+            whole = flight.whole or flight
+            if whole is flight or not whole.is_slow:
+                whole.is_slow = True
                 _log.warning(
                     "%s has not completed for %.0f s; its memory and extent stay in use until the drive answers",
                     self._describe(flight.operation),
                     now - flight.start,
                 )
-                for tag in tags:
-                    ring.prepare_cancel(tag, _CANCEL)
-
-    def _num_preparable(self) -> int:
-        """Return how many submissions one turn may prepare: operations, requests, the wake-up's."""
-        return len(self._free_slots) + self._requests.num_startable
 
 
 def _chains(flights: list[InFlight]) -> Iterator[tuple[InFlight, InFlight | None]]:
