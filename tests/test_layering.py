@@ -52,8 +52,6 @@ MOST_FUNCTION_LINES = 60
 MOST_LINES_OF = {"tiered.zero.engine": 250}  # files that are to stay smaller than others
 
 NOT_YET: set[str] = {
-    "tiered.bytes.device.request_loop: _serve has more than 60 lines",
-    "tiered.bytes.device.uring has more than 400 lines",
     "tiered.store.residency.lease is in a circle of files",
     "tiered.store.residency.working_set has more than 400 lines",
     "tiered.store.residency.working_set is in a circle of files",
