@@ -14,7 +14,7 @@ from tests.zero.training import counted_swaps
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.store.store import Store
 from tiered.units import KiB
-from tiered.zero.parameters.parameter import GuardedGradient
+from tiered.zero.gradients.stand_in import StandIn
 
 NUM_UNITS = 8
 WIDTH = 128
@@ -45,7 +45,7 @@ class Trainer:
 
     def stored_gradients(self) -> list[bool]:
         """Return for each layer whether its gradient is the working set's now."""
-        return [isinstance(layer.weight.grad, GuardedGradient) for layer in self.model]
+        return [isinstance(layer.weight.grad, StandIn) for layer in self.model]
 
     def finish(self) -> None:
         self.model[0].weight.segment.unit.engine.finish_updates()  # type: ignore[union-attr]

@@ -25,7 +25,7 @@ from tests.zero.drawn.models import describe
 from tests.zero.drawn.plan import draw_plan
 from tests.zero.drawn.sides import Plain, Side, Tiered
 from tiered.errors import TieredError
-from tiered.zero.parameters.parameter import GuardedGradient
+from tiered.zero.gradients.stand_in import StandIn
 
 __all__ = ["Program", "batch"]
 
@@ -216,7 +216,7 @@ class Program:
             self.rng.randrange(1000),
         )
         gradients = [p.grad for p in self.ours.model.parameters() if p.grad is not None]
-        if not kind or not gradients or any(isinstance(gradient, GuardedGradient) for gradient in gradients):
+        if not kind or not gradients or any(isinstance(gradient, StandIn) for gradient in gradients):
             return
 
         def act(side: Side) -> Any:

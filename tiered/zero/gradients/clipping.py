@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,14 +10,12 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
-from tiered.zero.parameters.parameter import GuardedGradient, TieredParameter, without_dispatch
+from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 
 if TYPE_CHECKING:
     from tiered.zero.parameters.unit import Unit
 
 __all__ = ["check_unused", "clip_grad_norm_"]
-
-_NUM_UNITS_AHEAD = 2  # one is being read while the other is waited for
 
 
 def clip_grad_norm_(
@@ -72,28 +68,17 @@ def check_unused(unit: Unit, what: str) -> None:
 
 
 def _norms(tensors: Sequence[torch.Tensor], norm_type: float) -> Iterator[torch.Tensor]:
-    """Yield the fp32 norm of each parameter's gradient; those of the next units are read ahead meanwhile."""
-    units = deque({tensor.segment.unit: None for tensor in tensors if isinstance(tensor, TieredParameter)})
-    for unit, group in itertools.groupby(tensors, _unit_of):
-        if unit is None:
-            for tensor in group:
-                assert tensor.grad is not None
-                yield _vector_norm(tensor.grad, norm_type)
+    """Yield the fp32 norm of each parameter's gradient."""
+    for tensor in tensors:
+        if not isinstance(tensor, TieredParameter):
+            assert tensor.grad is not None
+            yield _vector_norm(tensor.grad, norm_type)
             continue
-        while units and units[0] is unit:
-            units.popleft()
-        unit.working_set.prefetch([each.gradients.key for each in itertools.islice(units, _NUM_UNITS_AHEAD)])
-        with unit.gradients.lent() as flat:
-            for tensor in group:
-                assert isinstance(tensor, TieredParameter)
-                view = tensor.segment.view(flat, tensor.segment.grad_offset)
-                factor = unit.gradients.factors.get(tensor.segment)
-                yield _vector_norm(view if factor is None else view.to(_accumulator(view.dtype)) * factor, norm_type)
-                del view  # lifetime: the bytes are lent
-
-
-def _unit_of(tensor: torch.Tensor) -> Unit | None:
-    return tensor.segment.unit if isinstance(tensor, TieredParameter) else None
+        gradients = tensor.segment.unit.gradients
+        factor = gradients.factors.get(tensor.segment)
+        with gradients.lent(tensor.segment) as view:
+            yield _vector_norm(view if factor is None else view.to(_accumulator(view.dtype)) * factor, norm_type)
+            del view  # lifetime: the bytes are lent
 
 
 def _vector_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -103,7 +88,7 @@ def _vector_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> None:
     if not isinstance(tensor, TieredParameter):
-        assert tensor.grad is not None and not isinstance(tensor.grad, GuardedGradient)
+        assert tensor.grad is not None
         tensor.grad.mul_(factor.to(tensor.grad.dtype))
         return
     factors = tensor.segment.unit.gradients.factors

@@ -1,9 +1,7 @@
-"""GradScaler: torch's loss scaling over gradients that may be on NVMe; only the way to the gradients is ours."""
+"""GradScaler: torch's loss scaling, which refuses what it cannot do to a sharded model's gradients in time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,8 +9,8 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from tiered.errors import UsageError
 from tiered.zero.gradients.clipping import check_unused
-from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
-from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.parameters.parameter import TieredParameter
+from tiered.zero.parameters.unit import Unit
 
 __all__ = ["GradScaler"]
 
@@ -21,7 +19,7 @@ _Found = dict[torch.device, torch.Tensor]
 
 
 class GradScaler(TorchGradScaler):
-    """``torch.amp.GradScaler`` for sharded and plain parameters alike, a unit's gradients at a time.
+    """``torch.amp.GradScaler`` that knows when it comes too late; for sharded and plain parameters alike.
 
     ``scale``, ``unscale_``, ``step``, ``update`` and ``state_dict`` are torch's, and so are the bits; a step whose
     gradients are not finite is skipped. Clip after ``unscale_``. ``store.register("scaler", scaler)`` makes it part of
@@ -51,27 +49,11 @@ class GradScaler(TorchGradScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> _Found:
-        """Multiply the gradients by ``inv_scale`` in place and return where one is not finite (torch's own hook)."""
-        units: dict[Unit, list[Segment]] = {}
-        plain: list[torch.Tensor] = []
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if isinstance(parameter, TieredParameter):
-                units.setdefault(parameter.segment.unit, []).append(parameter.segment)
-            else:
-                plain.append(parameter)
-        for unit in units:
-            _check(unit)
-
-        def unscale(parameters: Iterable[torch.Tensor]) -> _Found:
-            holder: Any = SimpleNamespace(param_groups=[{"params": parameters}])
-            return super(GradScaler, self)._unscale_grads_(holder, inv_scale, found_inf, allow_fp16)
-
-        found = unscale(plain)
-        with torch.no_grad(), without_dispatch():
-            for unit, segments in units.items():
-                for device, value in unscale(_stand_ins(unit, segments)).items():
-                    found[device] = torch.maximum(found[device], value) if device in found else value
-        return found
+        """Refuse what comes too late, then do as torch does (its own hook)."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for unit in {p.segment.unit: None for p in parameters if isinstance(p, TieredParameter)}:
+            _check(unit)  # order: what is refused has changed nothing
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
 
 def _check(unit: Unit) -> None:
@@ -81,16 +63,3 @@ def _check(unit: Unit) -> None:
             f"unit {unit.name!r}: scaler.unscale_ or scaler.step after tiered.clip_grad_norm_, which clipped scaled"
             " gradients; expected scaler.unscale_(optimizer) first, then the clipping, then scaler.step(optimizer)"
         )
-    unit.gradients.reconcile()
-
-
-def _stand_ins(unit: Unit, segments: Iterable[Segment]) -> list[torch.Tensor]:
-    """Return, for each parameter with a gradient, a tensor whose ``.grad`` is that gradient, in the unit's buffer."""
-    stand_ins = []
-    for segment in segments:
-        if segment.has_gradient:
-            view = segment.view(unit.gradients.open(), segment.grad_offset)
-            stand_in = view.detach()
-            stand_in.grad = view
-            stand_ins.append(stand_in)
-    return stand_ins

@@ -1,11 +1,12 @@
 """The gradients of a unit: one flat buffer, a scratch key of the store, shown as the parameters' ``.grad``.
 
-Gradients stay in DRAM while the budget allows; under pressure they go to NVMe and ``.grad`` becomes a guard.
+Gradients stay in DRAM while the budget allows; under pressure they go to NVMe and ``.grad`` becomes a stand-in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,25 +15,29 @@ from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
 from tiered.store.residency.working_set import Lease
 from tiered.units import round_up
+from tiered.zero.gradients.stand_in import Change, StandIn
+from tiered.zero.gradients.stored_gradient import StoredGradient, UsedGradient, with_pending
 from tiered.zero.gradients.taken_gradients import TakenGradients
-from tiered.zero.parameters.parameter import (
-    GuardedGradient,
-    UsedGradient,
-    guarded_gradient,
-    without_dispatch,
-)
+from tiered.zero.parameters.parameter import without_dispatch
 
 if TYPE_CHECKING:
     from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["UnitGradients"]
 
+_NUM_UNITS_AHEAD = 2  # one is being read while the other is waited for
+_BETWEEN_CLIP_AND_STEP = (
+    "between tiered.clip_grad_norm_, whose factor is applied by the step, and optimizer.step(); expected changes, such"
+    " as those of scaler.unscale_, before the clipping"
+)
+
 
 class UnitGradients:
     """The gradients of one unit in one buffer, in the parameters' dtypes, each segment on 64 bytes.
 
-    Invariant: ``.grad`` of a parameter with a gradient is a view of the leased buffer, or a guard when the bytes are
-    the working set's. ``factors`` are the clip factors that the next update multiplies with, in fp32.
+    Invariant: ``.grad`` of a parameter with a gradient is a view of the leased buffer, or a stand-in when the bytes are
+    the working set's. ``sources`` are what stand-ins stand for, with the changes that the stored bytes lack;
+    ``factors`` are the clip factors that the next update multiplies with, in fp32.
 
     ``room`` is the name under which the schedule knows that the buffer will be leased, and the buffer's key but where
     an earlier one still has it. While ``num_accumulating`` autograd adds to what ``.grad`` shows, after hooks of the
@@ -40,8 +45,8 @@ class UnitGradients:
     """
 
     __slots__ = (
-        "_clipped_version", "_is_changed", "_num_leases", "_used", "factors", "key", "lease", "nbytes",
-        "num_accumulating", "room", "unit", "working_set",
+        "__weakref__", "_clipped_version", "_is_changed", "_num_leases", "factors", "key", "lease", "nbytes",
+        "num_accumulating", "room", "sources", "unit", "working_set",
     )  # fmt: skip
 
     def __init__(self, unit: Unit) -> None:
@@ -56,7 +61,7 @@ class UnitGradients:
         self._num_leases = 0
         self._clipped_version = 0  # of the leased buffer, when the factors were made for it
         self._is_changed = False  # in place, since then
-        self._used: list[Segment] = []  # by an update in the backward, before the step that concludes it
+        self.sources: dict[Segment, StoredGradient | UsedGradient] = {}
 
     def lay_out(self) -> int:
         """Place the segments that are trainable or have a gradient; return the bytes their gradients take.
@@ -95,23 +100,65 @@ class UnitGradients:
         self.unit.engine.residency.gradients_opened(self)
         with without_dispatch():
             for segment in self.unit.segments:
-                # What is no guard of ours is the caller's: reconcile takes note of it.
-                if segment.has_gradient and isinstance(segment.parameter.grad, GuardedGradient):
+                source = self.sources.get(segment)
+                for change in source.take_pending() if source is not None else ():
+                    change(segment.view(self.lease.tensor, segment.grad_offset))
+                # What is no stand-in of ours is the caller's: reconcile takes note of it.
+                if segment.has_gradient and self._is_ours(segment, segment.parameter.grad):
                     segment.parameter.grad = segment.view(self.lease.tensor, segment.grad_offset)
         self._clipped_version = self.lease.tensor._version
         return self.lease.tensor
 
     @uninterrupted_block
-    def lent(self) -> Iterator[torch.Tensor]:
-        """Lend the buffer for reading, (nbytes,) uint8; what is stored is swapped in for as long, and stays stored."""
+    def lent(self, segment: Segment) -> Iterator[torch.Tensor]:
+        """Lend the gradient of ``segment`` for reading; what is stored is swapped in for as long, and stays stored.
+
+        Where changes are pending this lends a copy, within the budget, to which they are applied.
+        """
         if self.lease is not None:
-            yield self.lease.tensor
+            yield segment.view(self.lease.tensor, segment.grad_offset)
             return
+        self._read_ahead()
+        source = self.sources.get(segment)
+        pending = source.pending if isinstance(source, StoredGradient) else []
         lease = self.working_set.lease(self.key, "r")
         try:
-            yield lease.tensor
+            with with_pending(self.working_set, segment.view(lease.tensor, segment.grad_offset), pending) as values:
+                yield values
+                del values  # lifetime: the bytes are lent
         finally:
             lease.release()
+
+    def _read_ahead(self) -> None:
+        """Ask for this unit's gradients and those of the next units, which are read next by whoever reads all."""
+        units = self.unit.engine.units
+        index = units.index(self.unit)
+        coming = [unit.gradients for unit in units[index : index + 1 + _NUM_UNITS_AHEAD]]
+        self.working_set.prefetch([gradients.key for gradients in coming if gradients.key and gradients.lease is None])
+
+    def read(self, source: StoredGradient) -> AbstractContextManager[torch.Tensor]:
+        """Lend the gradient that ``source`` is. UsageError where it is gone."""
+        return self.lent(self._segment_of(source))
+
+    def change(self, source: StoredGradient, change: Change) -> None:
+        """Apply ``change`` to the gradient that ``source`` is, or have it pending. UsageError where it is gone."""
+        segment = self._segment_of(source)
+        if self.factors:
+            raise UsageError(f"parameter {segment.name}: its gradient changed in place {_BETWEEN_CLIP_AND_STEP}")
+        if self.lease is not None:
+            change(segment.view(self.lease.tensor, segment.grad_offset))
+        else:
+            source.pending.append(change)
+
+    def _segment_of(self, source: StoredGradient) -> Segment:
+        for segment, each in self.sources.items():
+            if each is source:
+                return segment
+        raise source.gone()
+
+    def _is_ours(self, segment: Segment, gradient: torch.Tensor | None) -> bool:
+        """Return whether ``gradient`` is a stand-in for what ``segment`` has here."""
+        return isinstance(gradient, StandIn) and gradient.source is self.sources.get(segment)
 
     def are_there(self) -> bool:
         """Return whether there are any; where the caller has dropped all, as model.zero_grad() does, the bytes go."""
@@ -151,6 +198,12 @@ class UnitGradients:
             self._adopt(segment, gradient)
 
     def _adopt(self, segment: Segment, gradient: torch.Tensor) -> None:
+        if isinstance(gradient, StandIn):
+            raise UsageError(
+                f"parameter {segment.name}: .grad is the stand-in of another gradient, of parameter"
+                f" {gradient.source.name}, which is or was {gradient.source.where}; expected a tensor with values, or"
+                " .grad as it was"
+            )
         if gradient.layout is not torch.strided:
             raise UsageError(
                 f"parameter {segment.name}: a {gradient.layout} gradient; expected a dense one:"
@@ -164,6 +217,7 @@ class UnitGradients:
             if gradient.data_ptr() != view.data_ptr():
                 view.copy_(gradient.detach())
                 segment.parameter.grad = view
+                self.sources.pop(segment, None)
         segment.has_gradient = True
 
     def _make_place(self) -> None:
@@ -194,7 +248,7 @@ class UnitGradients:
 
     def _is_in_place(self, segment: Segment, gradient: torch.Tensor) -> bool:
         """Return whether ``gradient`` is the view of the leased buffer that belongs to ``segment``."""
-        if self.lease is None or not segment.has_gradient:
+        if self.lease is None or not segment.has_gradient or isinstance(gradient, StandIn):
             return False
         return gradient.data_ptr() == self.lease.tensor.data_ptr() + segment.grad_offset
 
@@ -207,8 +261,7 @@ class UnitGradients:
         self._note_changes()
         if self._is_changed:
             raise UsageError(
-                f"unit {self.unit.name!r}: gradients written in place between tiered.clip_grad_norm_, whose factor is"
-                " applied by the step, and optimizer.step(); expected changes before the clipping, or a new tensor as"
+                f"unit {self.unit.name!r}: gradients written in place {_BETWEEN_CLIP_AND_STEP}, or a new tensor as"
                 " .grad, which is taken as it is"
             )
         for segment, gradient in self._changed_by_hand():
@@ -219,7 +272,7 @@ class UnitGradients:
     def check_used(self) -> None:
         """Raise UsageError where the caller has put or dropped a gradient, which no backward can heed any more."""
         with without_dispatch():
-            dropped = next((segment for segment in self._used if segment.parameter.grad is None), None)
+            dropped = next((segment for segment in self.sources if segment.parameter.grad is None), None)
         if dropped is not None:
             raise UsageError(
                 f"parameter {dropped.name}: .grad dropped between backward and optimizer.step() under"
@@ -236,8 +289,8 @@ class UnitGradients:
         """Let each ``.grad`` say again that the backward has used it; what the caller has put there goes."""
         with without_dispatch():
             for segment in self.unit.segments:
-                used = guarded_gradient(segment.shape, segment.dtype, UsedGradient) if segment in self._used else None
-                segment.parameter.grad = used
+                source = self.sources.get(segment)
+                segment.parameter.grad = None if source is None else _stand_in(segment, source)
 
     def note_clipped(self) -> None:
         """The factors are for the gradients as they are now."""
@@ -265,25 +318,29 @@ class UnitGradients:
                 if gradient is None:
                     segment.has_gradient = False
                     self.factors.pop(segment, None)
-                elif not isinstance(gradient, GuardedGradient) and not self._is_in_place(segment, gradient):
-                    is_ours = gradient.layout is torch.strided and start <= gradient.data_ptr() < end
-                    changed.append((segment, gradient.detach().clone() if is_ours else gradient))
+                    self.sources.pop(segment, None)
+                elif isinstance(gradient, StandIn):
+                    changed += [] if self._is_ours(segment, gradient) else [(segment, gradient)]
+                elif not self._is_in_place(segment, gradient):
+                    lies_here = gradient.layout is torch.strided and start <= gradient.data_ptr() < end
+                    changed.append((segment, gradient.detach().clone() if lies_here else gradient))
         return changed
 
     @uninterrupted
     def store_away(self) -> bool:
-        """Give the buffer back to the working set and leave guards; return whether there was anything to give."""
+        """Give the buffer back to the working set and leave stand-ins; return whether there was anything to give."""
         if self.lease is None:
             return False
         self._note_changes()
         for segment, gradient in self._changed_by_hand():
-            if segment.has_gradient:  # others have no bytes of ours
+            if segment.has_gradient and not isinstance(gradient, StandIn):  # others have no bytes of ours
                 self.factors.pop(segment, None)
                 self._adopt(segment, gradient)
         with without_dispatch():
             for segment in self.unit.segments:
-                if segment.has_gradient:
-                    segment.parameter.grad = guarded_gradient(segment.shape, segment.dtype)
+                if segment.has_gradient and not isinstance(segment.parameter.grad, StandIn):
+                    source = self.sources.setdefault(segment, StoredGradient(segment.name, self))
+                    segment.parameter.grad = _stand_in(segment, source)
         lease, self.lease = self.lease, None
         self.unit.engine.residency.gradients_closed(self)
         lease.release()
@@ -294,7 +351,11 @@ class UnitGradients:
         """Hand the gradients over to an update; there are none here afterwards (see ``drop`` for ``.grad``)."""
         assert self.key
         offsets = {segment: segment.grad_offset for segment in self.unit.segments if segment.has_gradient}
-        taken = TakenGradients(self.working_set, self.key, self.lease, self.nbytes, offsets, dict(self.factors))
+        pending = {s: source.take_pending() for s, source in self.sources.items() if s.has_gradient}
+        taken = TakenGradients(
+            self.working_set, self.key, self.lease, nbytes=self.nbytes, offsets=offsets, factors=dict(self.factors),
+            pending={segment: changes for segment, changes in pending.items() if changes},
+        )  # fmt: skip
         if self.lease is not None:
             self.unit.engine.residency.gradients_closed(self)
         self.key, self.lease = "", None
@@ -305,15 +366,15 @@ class UnitGradients:
     def drop(self, *, used: bool = False) -> None:
         """Forget the gradients; bytes a caller still sees live as long as its view.
 
-        ``.grad`` of each becomes None, or with ``used`` a guard that says so.
+        ``.grad`` of each becomes None, or with ``used`` a stand-in that says so.
         """
-        self._used = [segment for segment in self.unit.segments if used and segment.has_gradient]
+        self.sources = {s: UsedGradient(s.name) for s in self.unit.segments if used and s.has_gradient}
         with without_dispatch():
             for segment in self.unit.segments:
                 parameter = segment.parameter
-                if used and segment.has_gradient:
-                    parameter.grad = guarded_gradient(segment.shape, segment.dtype, UsedGradient)
-                elif not used or isinstance(parameter.grad, GuardedGradient):
+                if segment in self.sources:
+                    parameter.grad = _stand_in(segment, self.sources[segment])
+                elif not used or isinstance(parameter.grad, StandIn):
                     parameter.grad = None
                 segment.has_gradient = False
         self.factors.clear()
@@ -332,3 +393,7 @@ class UnitGradients:
         self.reconcile()
         if self.key:
             self.open().zero_()
+
+
+def _stand_in(segment: Segment, source: StoredGradient | UsedGradient) -> StandIn:
+    return StandIn.of(source, segment.shape, segment.strides, segment.dtype)

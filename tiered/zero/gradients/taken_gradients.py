@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.zero.gradients.stand_in import Change
 
 if TYPE_CHECKING:
     from tiered.zero.parameters.unit import Segment
@@ -17,19 +18,22 @@ __all__ = ["TakenGradients"]
 class TakenGradients:
     """The gradients of one unit that an update has taken over, with their clip factors. One owner at a time.
 
-    Segments lie at ``offsets`` of the bytes of ``key``, a scratch key that ``delete`` ends.
+    Segments lie at ``offsets`` of the bytes of ``key``, a scratch key that ``delete`` ends. ``pending`` are changes
+    that these bytes lack until they are leased.
     """
 
-    __slots__ = ("_working_set", "factors", "key", "lease", "nbytes", "offsets")
+    __slots__ = ("_working_set", "factors", "key", "lease", "nbytes", "offsets", "pending")
 
     def __init__(
         self,
         working_set: WorkingSet,
         key: str,
         lease: Lease | None,
+        *,
         nbytes: int,
         offsets: dict[Segment, int],
         factors: dict[Segment, torch.Tensor],
+        pending: dict[Segment, list[Change]],
     ) -> None:
         self._working_set = working_set
         self.key = key
@@ -37,11 +41,17 @@ class TakenGradients:
         self.nbytes = nbytes
         self.offsets = offsets
         self.factors = factors
+        self.pending = pending
 
     def open(self) -> None:
-        """Lease the bytes; what is stored is swapped in. Blocks."""
-        if self.lease is None:
-            self.lease = self._working_set.lease(self.key, "r")
+        """Lease the bytes; what is stored is swapped in, and what is pending applied. Blocks."""
+        if self.lease is not None:
+            return
+        self.lease = self._working_set.lease(self.key, "rw" if self.pending else "r")
+        pending, self.pending = self.pending, {}
+        for segment, changes in pending.items():
+            for change in changes:
+                change(self.flat(segment))
 
     def flat(self, segment: Segment) -> torch.Tensor:
         """Return the (numel,) gradient of ``segment`` in memory order; the bytes must be leased."""

@@ -17,48 +17,19 @@ from torch.utils._pytree import tree_leaves
 
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
-from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder
+from tiered.zero.parameters.metadata import LAYOUT, METADATA, name_of, without_dispatch
+from tiered.zero.parameters.placeholder import ordinary_tensors
 
 if TYPE_CHECKING:
     from tiered.zero.parameters.unit import Segment
 
 __all__ = [
-    "GuardedGradient",
     "TieredParameter",
-    "UsedGradient",
-    "guarded_gradient",
     "is_write",
     "name_of",
     "without_dispatch",
 ]
 
-without_dispatch = torch._C.DisableTorchFunctionSubclass
-"""Context manager: inside it a TieredParameter is a plain tensor."""
-
-
-def _functions(names: str) -> set[Any]:
-    found: set[Any] = set()
-    for name in names.split():
-        member = getattr(torch.Tensor, name, None)
-        if member is None:
-            continue
-        found |= {member} if callable(member) else {member.__get__, member.__set__}
-        found |= {member.__delete__} if name == "grad" else set()
-        if callable(getattr(torch, name, None)):
-            found.add(getattr(torch, name))
-    return found
-
-
-_METADATA = _functions(
-    "shape dtype device layout ndim requires_grad grad is_leaf grad_fn _version output_nr _backward_hooks "
-    "_post_accumulate_grad_hooks name names retains_grad is_sparse is_sparse_csr is_quantized is_meta is_cuda is_cpu "
-    "is_xpu is_mps is_mkldnn is_nested is_xla is_ipu is_vulkan is_mtia is_maia itemsize nbytes _grad _cdata "
-    "size dim numel nelement element_size is_floating_point is_complex is_signed is_inference is_conj is_neg "
-    "requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad get_device is_same_size __len__ "
-    "__hash__ type_as_is has_names dense_dim sparse_dim"
-)
-_METADATA.add(torch._has_compatible_shallow_copy_type)  # asked by model.to()
-_LAYOUT = _functions("stride is_contiguous storage_offset dim_order is_non_overlapping_and_dense")
 _SET_REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _AS_STRIDED = {  # to the position of its storage_offset
     torch.Tensor.as_strided: 3, torch.as_strided: 3, torch.as_strided_copy: 3,
@@ -92,7 +63,7 @@ class TieredParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with without_dispatch():
                 result = func(*args, **kwargs)
             if func in _REQUIRES_GRAD:
@@ -103,7 +74,7 @@ class TieredParameter(nn.Parameter):
             with without_dispatch():
                 return func(*args, **kwargs)
         first = parameters[0]
-        if func in _LAYOUT:
+        if func in LAYOUT:
             return func(first.segment.layout(), *args[1:], **kwargs)
         if func is torch.Tensor.__repr__:
             return _describe(first)
@@ -166,39 +137,6 @@ _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class GuardedGradient(torch.Tensor):
-    """What ``parameter.grad`` is while the gradient's bytes are on NVMe: the true shape and dtype, and an error."""
-
-    _where = "on NVMe"
-    _reason = (
-        "is on NVMe because the DRAM budget has no room for it beside what comes next: use tiered.clip_grad_norm_ and"
-        " tiered.GradScaler (they stream), or give the store a larger dram="
-    )
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _METADATA:
-            with without_dispatch():
-                return func(*args, **(kwargs or {}))
-        raise UsageError(f"{getattr(func, '__name__', func)} on a gradient that {cls._reason}")
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        with without_dispatch():
-            return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, {self._where})"
-
-
-class UsedGradient(GuardedGradient):
-    """What ``parameter.grad`` is from the update in a backward to the step that concludes it."""
-
-    _where = "used up"
-    _reason = (
-        'was used up in the backward under update="backward"; clipping, scaling and looking at gradients expect'
-        ' tiered.AdamW(..., update="step")'
-    )
-
-
 class _ViewWithoutValues(torch.Tensor):
     """What ``parameter.view_as(parameter)`` is where its values may not be read: its place in the graph, and an error.
 
@@ -219,7 +157,7 @@ class _ViewWithoutValues(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _METADATA:
+        if func in METADATA:
             with without_dispatch():
                 return func(*args, **(kwargs or {}))
         raise UsageError(next(leaf.refusal for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)))
@@ -235,13 +173,6 @@ def _refusal_of_values(parameter: TieredParameter) -> str:
         return str(error)
 
 
-def guarded_gradient(
-    shape: tuple[int, ...], dtype: torch.dtype, kind: type[GuardedGradient] = GuardedGradient
-) -> GuardedGradient:
-    """Return a gradient that may be assigned to a parameter of this shape and dtype and refuses every use."""
-    return placeholder(shape, dtype).as_subclass(kind)
-
-
 def is_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether ``func`` would write to a TieredParameter among its arguments."""
     if any(True for _ in _find((kwargs.get("out"),))) or func == _SET_DATA:
@@ -252,12 +183,6 @@ def is_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     return any(True for _ in _find((target,)))
-
-
-def name_of(func: Any) -> str:
-    """Return what a message calls ``func``: the getter and the setter of ``data`` are ".data"."""
-    name: str = getattr(func, "__name__", str(func))
-    return f".{func.__self__.__name__}" if name in {"__get__", "__set__"} else name
 
 
 def _find(values: Any) -> Iterator[TieredParameter]:

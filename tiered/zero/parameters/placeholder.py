@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-__all__ = ["ordinary_tensors", "placeholder", "unrecorded"]
+__all__ = ["close", "ordinary_tensors", "placeholder", "unrecorded"]
 
 _log = logging.getLogger("tiered")
 
@@ -64,14 +64,19 @@ def _outside_inference() -> Iterator[None]:
 def _blank(dtype: torch.dtype) -> torch.Tensor:
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     tensor = torch.full((), value, dtype=dtype, device="cpu")
+    close(tensor, _MESSAGE)
+    return tensor
+
+
+def close(tensor: torch.Tensor, message: str) -> None:
+    """Have torch refuse any read and write of the storage of ``tensor``: RuntimeError, with ``message`` if it can."""
     storage = tensor.untyped_storage()
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     set_message = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
     if set_message is not None:
-        set_message(storage._cdata, _MESSAGE)
+        set_message(storage._cdata, message)
     elif (offset := _flag_offset()) is not None:
         _flags(storage)[offset] = 1
-    return tensor
 
 
 @functools.cache

@@ -1,0 +1,284 @@
+"""StandIn: what ``parameter.grad`` is while the gradient's bytes are elsewhere, on NVMe or used up.
+
+A stand-in has the gradient's shape, strides and dtype and no memory. Norms, finite checks and changes in place by
+numbers are answered with torch's bits in the gradient's dtype; every other read is a UsageError. Where the values are,
+and when a change is applied to them, is the business of the stand-in's source.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol, TypeAlias
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tiered.errors import UsageError
+from tiered.zero.parameters.metadata import LAYOUT, METADATA, name_of, without_dispatch
+from tiered.zero.parameters.placeholder import close
+
+__all__ = ["Change", "GradientSource", "StandIn"]
+
+_MESSAGE = (
+    "the values of a gradient that is on NVMe were touched past torch's dispatch; expected norms, finite checks and"
+    " scalings in place, or a store with a larger dram="
+)
+
+Change: TypeAlias = Callable[[torch.Tensor], object]
+"""An elementwise operation in place, as torch was asked for it: may run on any part of the gradient, in its dtype."""
+
+
+class GradientSource(Protocol):
+    """Where the values of one gradient are.
+
+    ``name`` is the parameter's, ``where`` and ``advice`` are for messages: "its gradient is {where}; expected
+    {advice}". Where ``is_readable`` is false the other two methods are never called.
+    """
+
+    name: str
+    where: str
+    advice: str
+    is_readable: bool
+
+    def read(self) -> AbstractContextManager[torch.Tensor]:
+        """Lend the values for reading, all changes applied, in the parameter's shape; the bytes stay the source's.
+
+        Blocks. Raises UsageError where the gradient is gone.
+        """
+
+    def change(self, change: Change) -> None:
+        """Have ``change`` applied to the values before anybody reads them again. Does not block."""
+
+
+class StandIn(torch.Tensor):
+    """A gradient without memory; ``source`` says where its values are.
+
+    All stand-ins of one source are one gradient, as tensors that share memory are: those that ``detach`` and ``.data``
+    return, and one that was kept while ``parameter.grad`` became an ordinary tensor again.
+    """
+
+    source: GradientSource
+
+    @staticmethod
+    def of(source: GradientSource, shape: Iterable[int], strides: Iterable[int], dtype: torch.dtype) -> StandIn:
+        """Return a stand-in of this shape and dtype; it takes no memory."""
+        device = torch.device("cpu")
+        stand_in = torch.Tensor._make_wrapper_subclass(
+            StandIn, tuple(shape), strides=tuple(strides), dtype=dtype, device=device, requires_grad=False
+        )
+        stand_in.source = source
+        with without_dispatch():
+            close(stand_in, _MESSAGE)  # for what asks neither of the two below: DLPack, `tensor.data = stand_in`
+        return stand_in
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in METADATA or func in LAYOUT:
+            with without_dispatch():
+                return func(*args, **(kwargs or {}))
+        return _answer(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types the one that is switched off
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer, or refuse, what has come past ``__torch_function__``: autograd, collectives, C++ extensions."""
+        result = _answer(func, args, kwargs or {})
+        if isinstance(result, tuple):  # norms: an operator returns lists
+            return list(result)
+        return None if isinstance(result, list) else result
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        source = self.source
+        with without_dispatch():
+            return f"StandIn({source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, {source.where})"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise _refusal("set_(), map_(), as_subclass() or swap_tensors()", self)
+
+    set_ = map_ = map2_ = as_subclass = _refuse  # torch tells nobody of these
+    _use_count = _refuse  # all that torch.utils.swap_tensors asks before it swaps
+
+
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
+    answer = _ANSWERS.get(func) if args else None
+    for stand_in in stand_ins:
+        if answer is None or not (stand_in.source.is_readable or func in _ALIASES):
+            raise _refusal(name_of(func), stand_in)
+    if answer is None:  # another subclass brought us here
+        with without_dispatch():
+            return func(*args, **kwargs)
+    with without_dispatch():
+        return answer(func, args, kwargs)
+
+
+def _refusal(operation: str, stand_in: StandIn) -> UsageError:
+    source = stand_in.source
+    return UsageError(
+        f"parameter {source.name}: refused {operation} on its gradient, which is {source.where}; expected"
+        f" {source.advice}"
+    )
+
+
+# -- norms -----------------------------------------------------------------------------------------------------------
+
+
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    stand_in = _only_stand_in(func, args, kwargs)
+    with stand_in.source.read() as values:
+        try:
+            return _with_values(func, args, kwargs, values)
+        finally:
+            del values  # lifetime: the bytes are lent
+
+
+def _with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: torch.Tensor) -> Any:
+    args, kwargs = tree_map_only(StandIn, lambda _: values, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    tensors, *others = args
+    _check_only_numbers(func, (others, kwargs))
+    norms = []
+    for tensor in tensors:
+        if isinstance(tensor, StandIn):
+            norms.append(_norm(lambda values: func([values], *others, **kwargs)[0], (tensor,), {}))
+        else:
+            norms += func([tensor], *others, **kwargs)
+    return tuple(norms)
+
+
+# -- changes in place ------------------------------------------------------------------------------------------------
+
+
+def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    stand_in = _only_stand_in(func, args, kwargs)
+    stand_in.source.change(_frozen(func, stand_in, args[1:], kwargs))
+    return stand_in
+
+
+def _changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Change each tensor of the list ``args[0]``; the other arguments are for all, or lists of one for each."""
+    tensors, *others = args
+
+    def each(tensor: torch.Tensor, *own: Any, **options: Any) -> None:
+        func([tensor], *own, **options)
+
+    changes: list[tuple[torch.Tensor, Change]] = []  # order: what is refused has changed nothing
+    for index, tensor in enumerate(tensors):
+        own = tuple([other[index]] if isinstance(other, list | tuple) else other for other in others)
+        changes.append((tensor, _frozen(each, tensor, own, kwargs, func=func)))
+    for tensor, change in changes:
+        if isinstance(tensor, StandIn):
+            tensor.source.change(change)
+        else:
+            change(tensor)
+    return tensors
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Multiply each gradient by ``inv_scale`` and put 1 into ``found_inf`` where one is not finite."""
+    tensors, found_inf, inv_scale = args
+
+    def unscale(tensor: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        func([tensor], torch.zeros_like(found_inf), inv_scale)  # what is found was found when it was asked for
+
+    if ordinary := [tensor for tensor in tensors if not isinstance(tensor, StandIn)]:
+        func(ordinary, found_inf, inv_scale)  # order: reading the others may have these given back
+    for tensor in tensors:
+        if isinstance(tensor, StandIn):
+            if not _is_finite(tensor):
+                found_inf.fill_(1.0)
+            tensor.source.change(_frozen(unscale, tensor, (inv_scale,), kwargs, func=func))
+    return None
+
+
+def _is_finite(stand_in: StandIn) -> bool:
+    """Return whether all values are: exactly then the largest magnitude is."""
+    if not stand_in.numel():
+        return True
+    return math.isfinite(_norm(torch.linalg.vector_norm, (stand_in, math.inf), {}).item())
+
+
+def _frozen(
+    apply: Callable[..., Any], target: torch.Tensor, others: tuple[Any, ...], kwargs: dict[str, Any], func: Any = None
+) -> Change:
+    """Return ``apply`` with the other arguments as they are now; raises what torch says against them."""
+    _check_only_numbers(func or apply, (others, kwargs), target)
+    others, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (others, kwargs))
+
+    def change(gradient: torch.Tensor) -> None:
+        with torch.no_grad():
+            apply(gradient, *others, **kwargs)
+
+    change(torch.empty(0, dtype=target.dtype, device="cpu"))
+    return change
+
+
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
+    stand_in = _only_stand_in(func, args, kwargs)
+    return StandIn.of(stand_in.source, stand_in.shape, stand_in.stride(), stand_in.dtype)
+
+
+def _itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
+    return _only_stand_in(func, args, kwargs)
+
+
+# -- what may be asked -----------------------------------------------------------------------------------------------
+
+
+def _only_stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
+    """Return the stand-in that is the first argument; raises UsageError for one among the others."""
+    for leaf in tree_leaves((args[1:], kwargs)):
+        if isinstance(leaf, StandIn):
+            raise _refusal(name_of(func), leaf)
+    stand_in = args[0]
+    if not isinstance(stand_in, StandIn):
+        raise _refusal(name_of(func), next(leaf for leaf in tree_leaves(stand_in) if isinstance(leaf, StandIn)))
+    return stand_in
+
+
+def _check_only_numbers(func: Any, others: Any, target: torch.Tensor | None = None) -> None:
+    """Raise UsageError for a stand-in among ``others``, and where ``target`` is one for a tensor of many values."""
+    for leaf in tree_leaves(others):
+        if isinstance(leaf, StandIn):
+            raise _refusal(name_of(func), leaf)
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and isinstance(target, StandIn):
+            raise _refusal(f"{name_of(func)} with a tensor of {leaf.dim()} dimensions", target)
+
+
+def _named(names: str, *owners: Any) -> set[Any]:
+    """Return the operations of these names that ``owners`` have, and torch's operators below them."""
+    found = {getattr(owner, name) for name in names.split() for owner in owners if name in dir(owner)}
+    for name in names.split():
+        packet = getattr(torch.ops.aten, name, None)
+        found |= set() if packet is None else {getattr(packet, overload) for overload in packet.overloads()}
+    return found
+
+
+_ALIASES = _named("detach alias", torch.Tensor, torch) | {torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+_ANSWERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    **dict.fromkeys(_named("linalg_vector_norm"), _norm),
+    **dict.fromkeys({torch.Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm}, _norm),
+    **dict.fromkeys(_named("_foreach_norm", torch), _norms),
+    **dict.fromkeys(
+        _named("mul_ multiply_ div_ divide_ true_divide_ add_ sub_ clamp_ clip_ clamp_min_ clamp_max_", torch.Tensor)
+        | _named("clamp_ clip_ clamp_min_ clamp_max_ nan_to_num_ zero_", torch.Tensor, torch),
+        _change,
+    ),
+    **dict.fromkeys(
+        _named("_foreach_mul_ _foreach_div_ _foreach_clamp_min_ _foreach_clamp_max_ _foreach_zero_", torch), _changes
+    ),
+    **dict.fromkeys(_named("_amp_foreach_non_finite_check_and_unscale_", torch), _unscale),
+    **dict.fromkeys(_ALIASES, _alias),
+    **dict.fromkeys({torch.Tensor.detach_, torch.detach_}, _itself),
+}

@@ -1,0 +1,122 @@
+"""StoredGradient and UsedGradient: the sources of stand-ins, for gradients on NVMe and for those that are no more."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NoReturn, Protocol
+
+import torch
+
+from tiered.bytes.interrupt import uninterrupted_block
+from tiered.errors import UsageError
+from tiered.store.residency.working_set import WorkingSet
+from tiered.zero.gradients.stand_in import Change
+
+__all__ = ["StoredGradient", "UsedGradient", "with_pending"]
+
+
+class GradientOwner(Protocol):
+    """Who has the bytes of gradients."""
+
+    def read(self, source: StoredGradient) -> AbstractContextManager[torch.Tensor]:
+        """Lend the values of ``source`` as ``GradientSource.read`` does."""
+
+    def change(self, source: StoredGradient, change: Change) -> None:
+        """Apply ``change`` to the values of ``source`` now, or have it pending there."""
+
+
+class StoredGradient:
+    """One gradient of a unit, from its first way to NVMe to its end; see ``GradientSource``.
+
+    ``pending`` are the changes that the stored bytes lack, in the order in which they were asked for.
+    """
+
+    __slots__ = ("_owner", "name", "pending")
+
+    where = "on NVMe"
+    advice = (
+        "norms, finite checks and scalings in place by numbers, as torch.nn.utils.clip_grad_norm_ and"
+        " torch.amp.GradScaler do, or a store with a larger dram=, in which gradients find room"
+    )
+    is_readable = True
+
+    def __init__(self, name: str, owner: GradientOwner) -> None:
+        self.name = name
+        self.pending: list[Change] = []
+        # Lifetime: the parameter's gradient leads here, and the collector does not look into what torch keeps there.
+        self._owner = weakref.ref(owner)
+
+    def read(self) -> AbstractContextManager[torch.Tensor]:
+        """Lend the values, a read of the whole unit's gradients if need be. Blocks."""
+        return self._owner_there().read(self)
+
+    def change(self, change: Change) -> None:
+        """Apply ``change`` now where the values are in DRAM, else when they are read."""
+        self._owner_there().change(self, change)
+
+    def take_pending(self) -> list[Change]:
+        """Return the changes that the stored bytes lack; whoever takes them applies them."""
+        pending, self.pending = self.pending, []
+        return pending
+
+    def gone(self) -> UsageError:
+        """Return what to raise once the owner knows this no more."""
+        return UsageError(
+            f"parameter {self.name}: the gradient that this stood for is gone: optimizer.step() has used it, or it was"
+            " dropped or replaced; expected parameter.grad as it is now"
+        )
+
+    def _owner_there(self) -> GradientOwner:
+        owner = self._owner()
+        if owner is None:
+            raise self.gone()
+        return owner
+
+
+class UsedGradient:
+    """What ``parameter.grad`` stands for from the update in a backward to the step that concludes it: nothing."""
+
+    __slots__ = ("name",)
+
+    where = 'used up, by the backward under update="backward"'
+    advice = 'tiered.AdamW(..., update="step") for clipping, scaling and looking at gradients'
+    is_readable = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def read(self) -> NoReturn:
+        """Never called: there is nothing to read."""
+        raise AssertionError(self.name)
+
+    def change(self, change: Change) -> NoReturn:
+        """Never called: there is nothing to change."""
+        raise AssertionError(self.name)
+
+    def take_pending(self) -> list[Change]:
+        """Return nothing: there is nothing to change."""
+        return []
+
+
+@uninterrupted_block
+def with_pending(working_set: WorkingSet, stored: torch.Tensor, pending: Sequence[Change]) -> Iterator[torch.Tensor]:
+    """Lend ``stored``, or where changes are pending a copy of it with these, within the budget of ``working_set``.
+
+    ``stored`` is a dense tensor and stays as it is. Blocks where memory is short.
+    """
+    if not pending or not stored.numel():
+        yield stored
+        return
+    buffer = working_set.reserve(stored.nbytes)
+    try:
+        flat = torch.frombuffer(buffer.memory, dtype=stored.dtype, count=stored.numel())
+        copy = flat.as_strided(stored.shape, stored.stride()).copy_(stored)
+        del flat, stored  # lifetime: of the copy only the caller knows
+        for change in pending:
+            change(copy)
+        yield copy
+        del copy
+    finally:
+        working_set.unreserve(buffer)
