@@ -64,7 +64,7 @@ def arguments() -> argparse.Namespace:
 
 def bed_of(args: argparse.Namespace, engine: str, depth: int, block: int) -> Bed:
     bed = Bed(
-        [args.directory],
+        args.directory,
         engine=engine,
         memory_nbytes=depth * block,
         file_nbytes=args.file,

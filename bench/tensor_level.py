@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     folder = tempfile.mkdtemp(dir=args.directory, prefix=".tiered-bench-")
     try:
         with Bed(
-            [args.directory],
+            args.directory,
             engine="auto",
             memory_nbytes=max(min(CALLERS_NBYTES, args.total), args.block * args.depth),
             file_nbytes=args.total,

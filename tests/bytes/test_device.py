@@ -18,7 +18,6 @@ from tiered.bytes.device.counting import CountingDevice
 from tiered.bytes.device.faults import FaultsDevice
 from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
 from tiered.bytes.device.mmap import MmapDevice
-from tiered.bytes.device.striped import StripedDevice
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.bytes.device.throttled import ThrottledDevice
 from tiered.bytes.device.uring import UringDevice
@@ -65,21 +64,14 @@ def faults(engine: Engine, directory: Path) -> Device:
     return FaultsDevice(engine(directory))
 
 
-def striped(engine: Engine, directory: Path) -> Device:
-    for name in ("a", "b"):
-        (directory / name).mkdir(exist_ok=True)
-    return StripedDevice([engine(directory / name) for name in ("a", "b")], [2, 1], stripe_nbytes=12 * KiB)
-
-
 def all_of_them(engine: Engine, directory: Path) -> Device:
-    return CountingDevice(ThrottledDevice(FaultsDevice(striped(engine, directory)), read_bytes_per_s=1e9))
+    return CountingDevice(ThrottledDevice(FaultsDevice(engine(directory)), read_bytes_per_s=1e9))
 
 
 ADAPTORS: dict[str, Callable[[Engine, Path], Device]] = {
     "counting": counting,
     "throttled": throttled,
     "faults": faults,
-    "striped": striped,
     "all-of-them": all_of_them,
 }
 DEVICES = [

@@ -151,10 +151,15 @@ class TestReport:
         found = json.loads(json_file.read_text())
         rows = found["results"]
         names = [str(directory) for directory in directories]
-        assert [row["directory"] for row in rows] == [names[0]] * 2 + [names[1]] * 2 + ["+".join(names)] * 2
-        assert rows[-1]["depth"] == 4
-        alone = [best["write_gb_per_s"] for best in found["best"].values()]
-        assert found["ratios_to_sum"]["write"] == pytest.approx(rows[-1]["gb_per_s"] / sum(alone))
+        assert [row["directory"] for row in rows] == [names[0]] * 2 + [names[1]] * 2
+        together = found["tensors"]
+        assert [(row["op"], row["directory"]) for row in together] == [
+            (op, "+".join(names)) for op in ("put", "get", "lease")
+        ]
+        assert {row["tensor_bytes"] * row["num_tensors"] for row in together} == {FEW.tensors_nbytes}
+        alone = [rates["write_gb_per_s"] for rates in found["swap"].values()]
+        assert found["ratios_to_sum"]["put"] == pytest.approx(together[0]["gb_per_s"] / sum(alone))
+        assert f"read {together[1]['gb_per_s']:.1f} GB/s" in found["verdict"]
         assert {row["ratio_to_fio"] for row in rows} == {None}
         for directory in directories:
             assert [file.name for file in directory.iterdir()] == [PROFILE_NAME]

@@ -26,7 +26,7 @@ has_fio = shutil.which("fio") is not None
 
 @pytest.fixture
 def bed(tmp_path: Path) -> Iterator[Bed]:
-    with Bed([tmp_path], engine="threads", memory_nbytes=4 * MiB, file_nbytes=FILE, depth=4) as bed:
+    with Bed(tmp_path, engine="threads", memory_nbytes=4 * MiB, file_nbytes=FILE, depth=4) as bed:
         bed.write_file()
         yield bed
     assert not list(tmp_path.iterdir())
@@ -38,7 +38,7 @@ def pattern(op: str) -> Pattern:
 
 class TestCommand:
     def test_the_jobs_are_ours(self) -> None:
-        command = Fio("/bin/fio", "io_uring").command(pattern("mixed"), ["/file"], ["--limit"])
+        command = Fio("/bin/fio", "io_uring").command(pattern("mixed"), "/file", ["--limit"])
         jobs = [index for index, part in enumerate(command) if part.startswith("--name=")]
         assert len(jobs) == 2
         read, write = set(command[jobs[0] : jobs[1]]), set(command[jobs[1] :])
@@ -62,7 +62,7 @@ class TestRuns:
         for one in pairs.fio:
             assert one.seconds > 0 <= one.cpu_s
             assert 0 < one.latency.p50_s <= one.latency.p99_s <= one.latency.p999_s
-        assert (bed.device.files(), len(bed.paths)) == ({-1: FILE}, 1)
+        assert bed.device.files() == {-1: FILE}
 
     def test_a_busy_thread_is_not_counted_as_ours(self, bed: Bed) -> None:
         pairs = measure_pairs(bed, pattern("read"), rounds=1, is_busy=True, warm_up_s=0.01)
@@ -71,7 +71,7 @@ class TestRuns:
 
     def test_a_program_that_is_no_fio_is_refused(self, bed: Bed) -> None:
         with pytest.raises(FioError, match="fio did not report: it said nothing"):
-            Fio("/bin/true", "io_uring").run(pattern("read"), bed.paths)
+            Fio("/bin/true", "io_uring").run(pattern("read"), bed.path)
 
     def test_a_file_that_is_not_open_has_no_path(self, tmp_path: Path) -> None:
         device = ThreadsDevice(tmp_path, num_threads=1)
@@ -107,9 +107,9 @@ class TestRuns:
                 pytest.skip("no overlay over these file systems")
             undo.callback(subprocess.run, ["umount", "--lazy", tmp_path / "merged"], check=True)
             place = tmp_path / "merged/run"
-            with Bed([place], engine="threads", memory_nbytes=4 * MiB, file_nbytes=FILE, depth=4) as bed:
+            with Bed(place, engine="threads", memory_nbytes=4 * MiB, file_nbytes=FILE, depth=4) as bed:
                 bed.write_file()
-                assert os.stat(bed.paths[0]).st_size == FILE
+                assert os.stat(bed.path).st_size == FILE
 
 
 def test_the_memory_of_fio_is_in_huge_pages(bed: Bed, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_the_memory_of_fio_is_in_huge_pages(bed: Bed, tmp_path: Path) -> None:
     program.write_text('#!/bin/sh\necho "$GLIBC_TUNABLES" >&2\nexit 1\n')
     program.chmod(0o755)
     with pytest.raises(FioError, match=r"did not report: glibc\.malloc\.hugetlb=1"):
-        Fio(str(program), "io_uring").run(pattern("read"), bed.paths)
+        Fio(str(program), "io_uring").run(pattern("read"), bed.path)
     program.unlink()
 
 

@@ -113,7 +113,7 @@ class TestVerdict:
         )
         assert "takes 5.0 s a step" in found
         both = [SwapRates(256 * MiB, 1.0, 1.0, duplex=0.0)] * 2
-        together = [Figured("read", MiB, 16, 7.0), Figured("write", MiB, 16, 12.0)]
+        together = [Figured("put", MiB, 16, 12.0), Figured("get", MiB, 16, 7.0)]
         assert "takes 3.0 s a step" in verdict_of([best(), best()], together, swapping=both)
 
     @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ class TestVerdict:
         assert verdict_of([unknown], has_fio=True).endswith("fio did not work, so there is no reference")
 
     def test_several_drives(self) -> None:
-        together = [Figured("read", MiB, 16, 7.0), Figured("write", MiB, 16, 12.0)]
+        together = [Figured("put", MiB, 16, 12.0), Figured("get", MiB, 16, 7.0)]
         found = verdict_of([best(), best(block_bytes=MiB)], together)
         assert "read 7.0 GB/s, write 12.0 GB/s with each at its own best" in found
         assert "these 2 drives takes 3.0 s" in found

@@ -1,4 +1,4 @@
-"""The test bed: a device on one directory or striped over several, its scratch file, and random bytes for the blocks.
+"""The test bed: a device on one directory, its scratch file, and random bytes for the blocks.
 
 The scratch file has no name, so nothing is left behind, whatever ends the process.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -15,10 +15,8 @@ from types import TracebackType
 import numpy as np
 
 from tiered.bytes.arena import Arena
-from tiered.bytes.device.base import Device
 from tiered.bytes.device.engines import choose_engine, open_device
 from tiered.bytes.device.file_device import FileDevice
-from tiered.bytes.device.striped import StripedDevice
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.bytes.device.uring import UringDevice
 from tiered.errors import CapacityError
@@ -35,45 +33,36 @@ _MOST_THREADS = 64
 
 
 class Bed:
-    """A device with a scratch file of ``file_nbytes`` over ``directories``, and ``memory_nbytes`` of memory for blocks.
+    """A device with a scratch file of ``file_nbytes`` in ``directory``, and ``memory_nbytes`` of memory for blocks.
 
     The memory is in huge pages where the kernel grants them, and holds random bytes until something is read into it:
-    incompressible, as what is in the file after ``write_file``. Several directories are striped by their ``weights``.
+    incompressible, as what is in the file after ``write_file``.
     """
 
     def __init__(
         self,
-        directories: Sequence[str | os.PathLike[str]],
+        directory: str | os.PathLike[str],
         *,
         engine: str,
         memory_nbytes: int,
         file_nbytes: int,
         depth: int = 8,
-        weights: Sequence[float] | None = None,
-        stripe_nbytes: int = _WRITE_BLOCK_NBYTES,
     ) -> None:
-        """Open device and memory; ``depth`` is the most operations there will be in flight on one directory.
+        """Open device and memory; ``depth`` is the most operations there will be in flight.
 
         Raises TieredError; then nothing is left open.
         """
-        self.directories = tuple(os.fspath(directory) for directory in directories)
         self.file_nbytes = round_up(file_nbytes, _WRITE_BLOCK_NBYTES)
         self.engine_reason = "it was asked for"
         if engine == "auto":  # whatever an earlier bench has written
-            engine, self.engine_reason = choose_engine(self.directories[0])
-        self.paths: list[str] = []  # of the scratch files, for other processes; once they are written
+            engine, self.engine_reason = choose_engine(directory)
+        self.path = ""  # of the scratch file, for other processes; once it is written
         self._exit = ExitStack()
         with ExitStack() as undo:
-            # Order: devices are closed, and so nothing is in flight, before the memory goes.
+            # Order: the device is closed, and so nothing is in flight, before the memory goes.
             arena = Arena(round_up(memory_nbytes, _WRITE_BLOCK_NBYTES))
             undo.callback(arena.close)
-            self.parts: list[FileDevice] = []
-            for directory in self.directories:
-                self.parts.append(_open_device(directory, engine, depth))
-                undo.callback(self.parts[-1].close)
-            self.device: Device = self.parts[0]
-            if len(self.parts) > 1:
-                self.device = StripedDevice(self.parts, weights, stripe_nbytes=stripe_nbytes)
+            self.device = _open_device(os.fspath(directory), engine, depth)
             undo.callback(self.device.close)
             whole = arena.allocate_nowait(arena.nbytes)
             if whole is None:
@@ -85,13 +74,13 @@ class Bed:
 
     @property
     def engine(self) -> str:
-        """What moves the bytes; several are joined by "+"."""
-        return "+".join(dict.fromkeys(part.engine for part in self.parts))
+        """What moves the bytes."""
+        return self.device.engine
 
     @property
     def is_direct(self) -> bool:
         """Whether I/O passes the page cache by."""
-        return all(part.is_direct for part in self.parts)
+        return self.device.is_direct
 
     def write_file(self, on_written: Callable[[int], object] = lambda nbytes: None) -> None:
         """Write the scratch file from start to end, so that every later write overwrites; blocks.
@@ -101,7 +90,7 @@ class Bed:
         depth = min(16, len(self.memory) // _WRITE_BLOCK_NBYTES)
         pattern = Pattern("write", _WRITE_BLOCK_NBYTES, depth, self.file_nbytes, seconds=1)
         write_file(self.device, self.memory, pattern, on_written)
-        self.paths = [open_file_path(part) for part in self.parts]
+        self.path = open_file_path(self.device)
 
     def run(self, pattern: Pattern, *, is_spread: bool = False) -> Round:
         """Run one round on the file that ``write_file`` wrote; blocks. ``is_spread``: over all of the memory.
@@ -110,32 +99,28 @@ class Bed:
         it leaves there is written back within the time. Raises TieredError, OSError.
         """
         if self.is_direct:
-            rings = [part for part in self.parts if isinstance(part, UringDevice)]
-            for ring in rings:  # a block is one request, as fio's are
+            ring = self.device if isinstance(self.device, UringDevice) else None
+            if ring is not None:  # a block is one request, as fio's are
                 ring.cut(round_up(pattern.block_nbytes, ring.alignment))
             try:
                 return run_round(self.device, self.memory, pattern, is_spread=is_spread)
             finally:
-                for ring in rings:
+                if ring is not None:
                     ring.cut()
-        self._forget()
+        forget(self.path)
         once = min(pattern.max_nbytes or self.file_nbytes, self.file_nbytes)
         found = run_round(self.device, self.memory, replace(pattern, max_nbytes=once), is_spread=is_spread)
         if not found.write_nbytes:
             return found
         cpu_s, start = cpu_seconds(), time.perf_counter()
-        self._forget()
+        forget(self.path)
         return replace(
             found, seconds=found.seconds + time.perf_counter() - start, cpu_s=found.cpu_s + cpu_seconds() - cpu_s
         )
 
-    def _forget(self) -> None:
-        for path in self.paths:
-            forget(path)
-
     def find_fio(self) -> Fio | None:
         """Return a way to call fio that works on this file, or None where fio is not installed."""
-        return find_fio(self.paths[0], self.device.alignment)
+        return find_fio(self.path, self.device.alignment)
 
     def close(self) -> None:
         """Close the device, and with it the scratch file; give the memory back. Idempotent."""

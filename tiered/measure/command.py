@@ -18,11 +18,11 @@ from tiered.console.question import confirm
 from tiered.console.report_file import check_writable, write_report
 from tiered.doctor.card import DirectoryCard, machine_card
 from tiered.errors import TieredError, UsageError
+from tiered.measure.all_directories import AllDirectories
 from tiered.measure.display import BenchDisplay
 from tiered.measure.report import DirectoryReport, Report
 from tiered.measure.settings import FULL, QUICK, Settings
 from tiered.measure.suite import Suite, profile_of
-from tiered.measure.together import measure_together
 from tiered.measure.verdict import verdict_of
 from tiered.units import format_bytes
 
@@ -76,7 +76,7 @@ def bench(request: BenchRequest, settings: Settings | None = None) -> int:
     minutes = settings.estimate_s(has_fio=has_fio) * len(card.directories) / 60
     print(f"about {max(1, round(minutes))} min; Ctrl-C ends it in good order", flush=True)
     confirm_writes(card.directories, settings.write_nbytes(has_fio=has_fio), settings.file_nbytes, yes=request.yes)
-    suites: list[Suite] = []
+    suites: list[Suite | AllDirectories] = []
 
     def farewell() -> str:
         for suite in suites:
@@ -96,12 +96,13 @@ def bench(request: BenchRequest, settings: Settings | None = None) -> int:
 
         try:
             for one in card.directories:
-                suites.append(Suite(one, settings, display, check, engine=request.engine))
-                report.directories.append(suites[-1].run())
+                suite = Suite(one, settings, display, check, engine=request.engine)
+                suites.append(suite)
+                report.directories.append(suite.run())
             if len(suites) > 1:
-                report.together = measure_together(report.directories, settings, display, check)
-                for op, ratio in report.ratios_to_sum.items():
-                    display.line(f"{op} at once: {ratio:.2f} of the sum of each alone")
+                together = AllDirectories(report, settings, display, check, engine=request.engine)
+                suites.append(together)
+                report.together = together.run()
         except _Stopped:
             display.line("stopped by Ctrl-C; nothing was left behind, and nothing is reported")
             return INTERRUPTED

@@ -48,14 +48,14 @@ class Fio:
         self._program = program
         self._start_cpu_s: dict[tuple[str, int, int], float] = {}
 
-    def calibrate(self, pattern: Pattern, files: Sequence[str]) -> None:
+    def calibrate(self, pattern: Pattern, file: str) -> None:
         """Measure what fio's start costs in CPU for ``pattern``, and warm it up; blocks."""
         limits = ["--number_ios=1"]
-        cpu_s, _ = self._run(pattern, files, limits, wait_s=_START_S)
+        cpu_s, _ = self._run(pattern, file, limits, wait_s=_START_S)
         self._start_cpu_s[self._key(pattern)] = cpu_s
 
-    def run(self, pattern: Pattern, files: Sequence[str]) -> FioRound:
-        """Run ``pattern`` on each of ``files`` at once and return what fio did; blocks.
+    def run(self, pattern: Pattern, file: str) -> FioRound:
+        """Run ``pattern`` on ``file`` and return what fio did; blocks.
 
         Raises FioError when fio fails. Interrupted, it ends fio.
         """
@@ -64,13 +64,13 @@ class Fio:
             limits.append("--time_based")
         else:
             limits.append(f"--io_size={pattern.max_turns * pattern.block_nbytes}")
-        cpu_s, report = self._run(pattern, files, limits, wait_s=pattern.seconds + _START_S)
+        cpu_s, report = self._run(pattern, file, limits, wait_s=pattern.seconds + _START_S)
         # The jobs' own count leaves out io_uring's kernel workers, the process's has a start of uncertain length.
         cpu_s -= self._start_cpu_s.get(self._key(pattern), cpu_s) + _START_NOISE_S
         return _parse(report, cpu_s)
 
-    def command(self, pattern: Pattern, files: Sequence[str], limits: Sequence[str]) -> list[str]:
-        """Return the command line: one job per file and direction, each over the same blocks as ours."""
+    def command(self, pattern: Pattern, file: str, limits: Sequence[str]) -> list[str]:
+        """Return the command line: one job per direction, each over the same blocks as ours."""
         command = [
             self._program, "--output-format=json", f"--ioengine={self.engine}", "--direct=1", "--overwrite=1",
             "--allow_file_create=0", "--randrepeat=0", "--scramble_buffers=0", f"--bs={pattern.block_nbytes}",
@@ -78,7 +78,7 @@ class Fio:
         ]  # fmt: skip
         if pattern.op == "mixed":
             command.append("--exitall")
-        for index, (file, lane) in enumerate((file, lane) for file in files for lane in pattern.lanes):
+        for index, lane in enumerate(pattern.lanes):
             command += [
                 f"--name={'write' if lane.is_write else 'read'}-{index}", f"--filename={file}",
                 f"--rw={'write' if lane.is_write else 'read'}", f"--iodepth={lane.depth}",
@@ -91,10 +91,10 @@ class Fio:
         return pattern.op, pattern.block_nbytes, pattern.depth
 
     def _run(
-        self, pattern: Pattern, files: Sequence[str], limits: Sequence[str], *, wait_s: float
+        self, pattern: Pattern, file: str, limits: Sequence[str], *, wait_s: float
     ) -> tuple[float, Mapping[str, Any]]:
         """Return the CPU-seconds of the process and its report."""
-        output, error, cpu_s = _call(self.command(pattern, files, limits), wait_s)
+        output, error, cpu_s = _call(self.command(pattern, file, limits), wait_s)
         try:
             report: Mapping[str, Any] = json.loads(output[output.index("{") :])
         except ValueError:
@@ -118,7 +118,7 @@ def find_fio(trial: str, block_nbytes: int) -> Fio | None:
     for engine in _ENGINES:
         fio = Fio(program, engine)
         try:
-            fio.calibrate(pattern, [trial])
+            fio.calibrate(pattern, trial)
         except FioError as error:
             reason = reason or error
             continue

@@ -117,7 +117,7 @@ def measure_pairs(
     """
     bed.run(replace(pattern, seconds=warm_up_s))
     if fio is not None:
-        fio.calibrate(pattern, bed.paths)
+        fio.calibrate(pattern, bed.path)
     sides = ["ours", *["fio"] * (fio is not None)]
     ours: list[Round] = []
     theirs: list[FioRound] = []
@@ -127,7 +127,7 @@ def measure_pairs(
             if side == "ours":
                 ours.append(_run_busy(bed.run, pattern) if is_busy else bed.run(pattern))
             elif fio is not None:
-                theirs.append(fio.run(pattern, bed.paths))
+                theirs.append(fio.run(pattern, bed.path))
     return Pairs(pattern, tuple(ours), tuple(theirs))
 
 
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     pattern = Pattern(given.op, given.block, given.depth, given.file, given.seconds)
     with Bed(
-        [given.directory],
+        given.directory,
         engine=given.engine,
         memory_nbytes=given.block * given.depth,
         file_nbytes=given.file,

@@ -43,7 +43,7 @@ class Row:
     block_bytes: int
     depth: int
     engine: str
-    directory: str  # several are joined by "+"
+    directory: str
     is_busy: bool  # with a busy Python thread beside
     rounds: int
     gb_per_s: float
@@ -107,12 +107,12 @@ class TensorRow:
     op: str  # "put", "get" or "lease"
     tensor_bytes: int
     num_tensors: int
-    directory: str
+    directory: str  # several are joined by "+"
     rounds: int
     gb_per_s: float
     gb_per_s_min: float
     gb_per_s_max: float
-    raw_gb_per_s: tuple[float, ...]
+    raw_gb_per_s: tuple[float, ...]  # of several directories: the sum of what each gave alone
     ratio_to_raw: float
 
     @classmethod
@@ -166,21 +166,24 @@ class Report:
     machine: MachineCard
     settings: Settings
     directories: list[DirectoryReport]
-    together: list[Row] = field(default_factory=list)  # all directories at once
+    together: list[TensorRow] = field(default_factory=list)  # a store over all directories
     verdict: str = ""
     measured_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
     def rows(self) -> list[Row]:
         """All points of all directories."""
-        return [row for one in self.directories for row in one.rows + one.other_rows] + self.together
+        return [row for one in self.directories for row in one.rows + one.other_rows]
+
+    @property
+    def tensors(self) -> list[TensorRow]:
+        """The rows of a store in each directory, and of one over all."""
+        return [row for one in self.directories for row in one.tensors] + self.together
 
     @property
     def ratios_to_sum(self) -> dict[str, float]:
-        """What all directories gave at once, by op, over the sum of what each gave alone."""
-        bests = [one.best for one in self.directories if one.best is not None]
-        sums = {"read": sum(one.read_gb_per_s for one in bests), "write": sum(one.write_gb_per_s for one in bests)}
-        return {row.op: row.gb_per_s / sums[row.op] for row in self.together}
+        """What a store over all directories gave, by op, over the sum of what each drive gave alone."""
+        return {row.op: row.ratio_to_raw for row in self.together}
 
     def as_json(self) -> dict[str, object]:
         """Return what ``json.dumps`` takes."""
@@ -195,7 +198,7 @@ class Report:
             "engine_reasons": {one.directory: one.engine_reason for one in by_directory},
             "fio": {one.directory: one.fio_engine for one in by_directory},
             "results": [asdict(row) for row in self.rows],
-            "tensors": [asdict(row) for one in by_directory for row in one.tensors],
+            "tensors": [asdict(row) for row in self.tensors],
             "sustained": {one.directory: [asdict(sample) for sample in one.sustained] for one in by_directory},
             "smart": {one.directory: [asdict(smart) for smart in one.smart] for one in by_directory},
             "cold": {

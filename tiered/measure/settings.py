@@ -79,6 +79,11 @@ class Settings:
         spread = min(_SPREAD_NBYTES, self.file_nbytes)
         return max(spread, *(point.block_nbytes * point.depth for point in self.points))
 
+    @property
+    def together_tensor_nbytes(self) -> int:
+        """The size of the tensors in a store over all directories: 64 MiB, less where that would be few of them."""
+        return max(64 * KiB, min(64 * MiB, self.tensors_nbytes // 8 // (64 * KiB) * (64 * KiB)))
+
     def pattern(self, point: Point) -> Pattern:
         """Return the pattern of ``point``."""
         return Pattern(

@@ -23,7 +23,6 @@ from tiered.measure.fio import Fio, FioError
 from tiered.measure.pairs import Pairs, measure_pairs
 from tiered.measure.pattern import Pattern
 from tiered.measure.report import ROW_TITLE, TENSOR_TITLE, DirectoryReport, Row, TensorRow
-from tiered.measure.rounds import Round
 from tiered.measure.settings import Point, Settings
 from tiered.measure.sustained import read_smart, sustain
 from tiered.measure.swapping import measure_swapping
@@ -31,10 +30,11 @@ from tiered.measure.tensors import measure_tensors
 from tiered.measure.verdict import Best, best_of
 from tiered.units import format_bytes
 
-__all__ = ["Suite", "profile_of"]
+__all__ = ["PREFIX", "Suite", "profile_of"]
 
 _CLEARLY_FASTER = 0.95
-_PREFIX = ".tiered-bench-"
+PREFIX = ".tiered-bench-"
+"""Of the names of folders that a bench makes, which `tiered gc` knows."""
 
 
 class Suite:
@@ -88,7 +88,7 @@ class Suite:
         settings = self._settings
         self._now(f"engine {engine}: writing the file that is measured", 0.0)
         with Bed(
-            [self.report.directory],
+            self.report.directory,
             engine=engine,
             memory_nbytes=settings.memory_nbytes + max(settings.blocks),  # a demand read beside the deepest writes
             file_nbytes=settings.file_nbytes,
@@ -172,7 +172,7 @@ class Suite:
         pattern = self._pattern("read", best)
         self.report.cold = prove_cold(
             lambda: bed.run(pattern),
-            path=bed.paths[0],
+            path=bed.path,
             nbytes=bed.file_nbytes,
             is_direct=bed.is_direct,
             disks=drive.disks if drive else (),
@@ -185,10 +185,10 @@ class Suite:
             self._display.line(TENSOR_TITLE)
         for tensor_nbytes in settings.tensor_nbytes:
             self._now(f"tensors of {format_bytes(tensor_nbytes)}", 0.95)
-            self._folder = Path(tempfile.mkdtemp(dir=self.report.directory, prefix=_PREFIX))
+            self._folder = Path(tempfile.mkdtemp(dir=self.report.directory, prefix=PREFIX))
             try:
                 found = measure_tensors(
-                    str(self._folder),
+                    [self._folder],
                     tensor_nbytes,
                     total_nbytes=settings.tensors_nbytes,
                     dram_nbytes=settings.dram_nbytes,
@@ -204,10 +204,10 @@ class Suite:
                 self.report.tensors.append(row)
                 self._display.line(str(row))
 
-    def _raw(self, bed: Bed, pattern: Pattern) -> Callable[[], Round]:
-        def run() -> Round:
+    def _raw(self, bed: Bed, pattern: Pattern) -> Callable[[], float]:
+        def run() -> float:
             self._check()
-            return bed.run(pattern, is_spread=True)  # tensors are not in the processor's caches either
+            return bed.run(pattern, is_spread=True).gb_per_s  # tensors are not in the processor's caches either
 
         return run
 

@@ -19,7 +19,6 @@ import torch
 
 import tiered
 from tiered.measure.cold import forget
-from tiered.measure.rounds import Round
 from tiered.units import MiB, divide_up
 
 __all__ = ["TensorRounds", "measure_tensors"]
@@ -55,18 +54,19 @@ class TensorRounds:
 
 
 def measure_tensors(
-    directory: str,
+    directories: Sequence[Path],
     tensor_nbytes: int,
     *,
     total_nbytes: int,
     dram_nbytes: int,
     rounds: int,
     engine: str,
-    raw: dict[str, Callable[[], Round]],
+    raw: dict[str, Callable[[], float]],
 ) -> list[TensorRounds]:
-    """Measure puts and gets of tensors of ``tensor_nbytes`` in a store in ``directory``, an empty one; blocks.
+    """Measure puts and gets of tensors of ``tensor_nbytes`` in a new store over ``directories``; blocks.
 
-    ``raw`` has a "read" and a "write" round to run between; they may raise. The caller removes the store.
+    ``raw`` has a "read" and a "write" round to run between, which return 10^9 bytes a second and may raise. The caller
+    removes the store.
     """
     keys = [f"tensor/{number}" for number in range(max(1, divide_up(total_nbytes, tensor_nbytes)))]
     source = torch.empty(
@@ -81,17 +81,17 @@ def measure_tensors(
         rates[op][0].append(len(keys) * tensor_nbytes / seconds / 1e9)
         rates[op][1].append(raw_gb_per_s)
 
-    with tiered.Store(directory, dram=dram, engine=engine) as store:
+    with tiered.Store(*directories, dram=dram, engine=engine) as store:
         for turn in range(-_NUM_WARM_UPS, rounds):
-            raw_gb_per_s = raw["write"]().gb_per_s if turn >= 0 else 0.0
+            raw_gb_per_s = raw["write"]() if turn >= 0 else 0.0
             seconds = _put(store, keys, source, tensor_nbytes)
             if turn >= 0:
                 note("put", seconds, raw_gb_per_s)
     for op in ("get", "lease") * rounds:
-        raw_gb_per_s = raw["read"]().gb_per_s
-        for file in Path(directory).glob("data-*"):
+        raw_gb_per_s = raw["read"]()
+        for file in (file for directory in directories for file in directory.glob("data-*")):
             forget(str(file))  # engines that go through the page cache left it there
-        with tiered.Store(directory, dram=dram, engine=engine, mode="r") as store:
+        with tiered.Store(*directories, dram=dram, engine=engine, mode="r") as store:
             _touch(store, dram)
             seconds = _get(store, keys, target if op == "get" else None, num_ahead=dram // 2 // tensor_nbytes)
         note(op, seconds, raw_gb_per_s)

@@ -40,6 +40,15 @@ class Figure(Protocol):
     def ratio_to_fio(self) -> float | None: ...
 
 
+class Measured(Protocol):
+    """What a store over all drives gave."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def gb_per_s(self) -> float: ...
+
+
 class Rates(Protocol):
     """What a drive gives in both directions, 10^9 bytes a second."""
 
@@ -127,18 +136,18 @@ def step_seconds(num_params: float, read_gb_per_s: float, write_gb_per_s: float,
 
 def verdict_of(
     bests: Sequence[Best],
-    together: Sequence[Figure] = (),
+    together: Sequence[Measured] = (),
     *,
     swapping: Sequence[Swapping] = (),
     has_fio: bool = False,
 ) -> str:
-    """Return one line for people about all drives; ``together`` has a read and a write of all at once, if measured.
+    """Return one line for people about all drives; ``together`` has a put and a get of a store over all, if measured.
 
     ``swapping`` is what each drive gives to tensors, which a step is made of; else it counts with the best rates.
     ``has_fio`` says that fio is there, for bests without a ratio to it.
     """
-    read = max((one.gb_per_s for one in together if one.op == "read"), default=bests[0].read_gb_per_s)
-    write = max((one.gb_per_s for one in together if one.op == "write"), default=bests[0].write_gb_per_s)
+    read = max((one.gb_per_s for one in together if one.op == "get"), default=bests[0].read_gb_per_s)
+    write = max((one.gb_per_s for one in together if one.op == "put"), default=bests[0].write_gb_per_s)
     known = [best.duplex for best in bests if best.duplex is not None]
     seconds = step_seconds(1e9, read, write, duplex=min(known, default=None))
     tensors = ""
@@ -146,6 +155,8 @@ def verdict_of(
         one = swapping[0]
         seconds = step_seconds(1e9, one.read_gb_per_s, one.write_gb_per_s, duplex=one.duplex)
         tensors = f" (tensors, which no cache holds, {one.read_gb_per_s:.1f} and {one.write_gb_per_s:.1f})"
+    if together:
+        tensors = " (a store over all of them)"
     drives = "this drive" if len(bests) == 1 else f"these {len(bests)} drives"
     return (
         f"read {read:.1f} GB/s, write {write:.1f} GB/s with {_settings(bests)}{tensors}: "

@@ -1,7 +1,7 @@
 """The one seam for I/O: what a device is, and the operation it carries out.
 
 A device is one directory's worth of numbered files (or a stand-in in RAM). It moves aligned bytes; it knows nothing of
-keys, digests or commits. Striping, counting, throttling and fault injection are adaptors over another device.
+keys, digests or commits. What slows, counts or fails is an adaptor over another device.
 """
 
 from __future__ import annotations

@@ -1,0 +1,93 @@
+"""Several directories at once: a store over all of them, as a user has it, beside the sum of what each gives alone."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tiered.bytes.device.profile import write_profile
+from tiered.measure.display import BenchDisplay
+from tiered.measure.report import TENSOR_TITLE, Report, TensorRow
+from tiered.measure.settings import Settings
+from tiered.measure.suite import PREFIX, profile_of
+from tiered.measure.tensors import measure_tensors
+
+__all__ = ["AllDirectories"]
+
+
+class AllDirectories:
+    """A store over folders in all directories of ``report``, each of which has been measured alone.
+
+    Each folder is given the profile of its directory, which deals out the bytes. ``check`` is called between rounds and
+    may raise to end it all.
+    """
+
+    def __init__(
+        self,
+        report: Report,
+        settings: Settings,
+        display: BenchDisplay,
+        check: Callable[[], object],
+        *,
+        engine: str = "auto",
+    ) -> None:
+        self._report = report
+        self._settings = settings
+        self._display = display
+        self._check = check
+        self._engine = engine
+        self._folders: list[Path] = []
+
+    def run(self) -> list[TensorRow]:
+        """Put, get and lease tensors; return a row for each. Blocks; raises TieredError; cleans up.
+
+        The raw rate of a row is the sum of the rates of the directories alone, through memory that no cache holds.
+        """
+        report, settings = self._report, self._settings
+        swapping = [one.swap for one in report.directories if one.swap is not None]
+        sums = {
+            "read": sum(rates.read_gb_per_s for rates in swapping),
+            "write": sum(rates.write_gb_per_s for rates in swapping),
+        }
+        self._check()
+        self._display.now(f"a store over all {len(report.directories)} directories", done=0.99)
+        self._display.line(f"\na store over all {len(report.directories)}; raw: the sum of each alone\n{TENSOR_TITLE}")
+        try:
+            found = measure_tensors(
+                self._make_folders(),
+                settings.together_tensor_nbytes,
+                total_nbytes=settings.tensors_nbytes,
+                dram_nbytes=settings.dram_nbytes,
+                rounds=settings.tensor_rounds,
+                engine=self._engine,
+                raw={op: self._checked(rate) for op, rate in sums.items()},
+            )
+        finally:
+            self.abandon()
+        rows = [
+            TensorRow.of(rounds, directory="+".join(one.directory for one in report.directories)) for rounds in found
+        ]
+        for row in rows:
+            self._display.line(str(row))
+        return rows
+
+    def abandon(self) -> None:
+        """Remove the folders; from a signal handler too."""
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _make_folders(self) -> Sequence[Path]:
+        report = self._report
+        for one in report.directories:
+            self._folders.append(Path(tempfile.mkdtemp(dir=one.directory, prefix=PREFIX)))
+            write_profile(self._folders[-1], profile_of(one, report.machine, report.measured_at))
+        return self._folders
+
+    def _checked(self, gb_per_s: float) -> Callable[[], float]:
+        def rate() -> float:
+            self._check()
+            return gb_per_s
+
+        return rate
