@@ -36,7 +36,7 @@ FLOORS = {
 """Imports point down; the rooms of floors 0 and 3 never import each other, those of floor 5 only what stands before."""
 
 ORDER = {
-    "bytes": ("interrupt", "endings", "condition", "inside", "kernel", "private_file", "address_ranges", "arena",
+    "bytes": ("interrupt", "endings", "condition", "inside", "private_file", "address_ranges", "arena",
               "pinned_arena", "host_tensor", "device"),
     "store": ("waiting", "format", "transfers", "catalog", "space", "records", "residency", "values", "lifetime",
               "generations", "inventory", "store"),

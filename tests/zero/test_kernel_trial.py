@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.zero.digests import digests_of_training
-from tiered.bytes.kernel import compile_nothing, give_back_compiler
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import MACHINE, Check, Finding, Outcome, broken, ok
 from tiered.zero.formats import kernel_trial, layout
@@ -27,6 +26,7 @@ from tiered.zero.formats.kernel_trial import (
 from tiered.zero.formats.layout import Layouts
 from tiered.zero.formats.rules import AdamWRule
 from tiered.zero.kernels.compact_kernels import compile_compact_kernels
+from tiered.zero.kernels.compiler import compile_nothing, give_back_compiler
 
 ROOT = Path(__file__).parents[2]
 

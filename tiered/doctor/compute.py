@@ -11,10 +11,10 @@ import torch
 import torch.distributed
 
 from tiered.bytes.arena import Arena
-from tiered.bytes.kernel import compile_nothing
 from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
 from tiered.units import MiB, format_bytes
 from tiered.zero.formats.kernel_trial import COMPACT_COST, INSTALL_COMPACT
+from tiered.zero.kernels.compiler import compile_nothing
 
 __all__ = ["compute_checks", "group_checks", "kernel_checks"]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiered.bytes.kernel import Call, compile_kernel
+from tiered.zero.kernels.compiler import Call, compile_kernel
 
 __all__ = ["CompactKernels", "compile_compact_kernels"]
 

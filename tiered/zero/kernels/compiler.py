@@ -1,8 +1,7 @@
-"""Kernels: functions on plain memory, compiled when they are first needed in a process and kept nowhere.
+"""The compiler of kernels: functions on plain memory, compiled when a process first needs them and kept nowhere.
 
 numba compiles them; its files are pickled, which nothing here reads. Kernels take addresses, allocate nothing, start no
-thread, and run without the interpreter's lock. Arithmetic is IEEE's, nothing is contracted or reordered. What they
-compute is in zero/kernels, whether they are used in zero/formats/kernel_trial.py.
+thread, and run without the interpreter's lock. Arithmetic is IEEE's, nothing is contracted or reordered.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from typing import Any, cast
 
 __all__ = ["Call", "compile_kernel", "compile_nothing", "give_back_compiler"]
 
-Call = Callable[..., Any]
+Call = Callable[..., None]
 
 
-def compile_kernel(function: Callable[..., Any], signature: str, *, result: str = "void") -> Call:
+def compile_kernel(function: Callable[..., None], signature: str) -> Call:
     """Compile ``function``, whose arguments ``signature`` names: numba's words, ``*`` behind those that are addresses.
-
-    ``result`` is numba's word for what it returns.
 
     Blocks for 0.1 to 0.5 s of CPU time, the first time half a second more. Memory must be contiguous, aligned to its
     elements and alive during a call; inputs and outputs do not overlap. Any thread may call. Raises whatever numba
@@ -37,10 +34,9 @@ def compile_kernel(function: Callable[..., Any], signature: str, *, result: str 
     types = [getattr(numba.types, word.removesuffix("*")) for word in words]
     given = [numba.types.CPointer(each) if "*" in word else each for word, each in zip(words, types, strict=True)]
     with _less_said():
-        typed = getattr(numba.types, result)(*given)
-        kernel = numba.cfunc(typed, nopython=True, error_model="numpy")(function)
+        kernel = numba.cfunc(numba.types.void(*given), nopython=True, error_model="numpy")(function)
     plain = [_PLAIN.get(word, ctypes.c_void_p) for word in words]
-    prototype = ctypes.CFUNCTYPE(_PLAIN.get(result), *plain)  # whose calls give the interpreter's lock away
+    prototype = ctypes.CFUNCTYPE(None, *plain)  # whose calls give the interpreter's lock away
     call: Any = prototype(kernel.address)
     call.kernel = kernel  # lifetime: the code is the kernel's
     return cast(Call, call)
@@ -52,7 +48,7 @@ def compile_nothing() -> None:
 
 
 def give_back_compiler() -> None:
-    """Take the pages of the compiler's library out of this process: 70 MiB of RSS that nobody needs until he compiles.
+    """Take the pages of the compiler's library out of this process: 70 MiB of RSS that only a compilation needs.
 
     Only of its mappings that nothing was ever written to, so their pages come back from the file when they are touched.
     Thread-safe. Where the kernel does not say which these are, nothing happens.
@@ -93,9 +89,4 @@ _MAPPING = re.compile(
     re.MULTILINE,
 )
 
-_PLAIN: dict[str, Any] = {
-    "int64": ctypes.c_int64,
-    "int32": ctypes.c_int32,
-    "uint32": ctypes.c_uint32,
-    "float32": ctypes.c_float,
-}
+_PLAIN: dict[str, Any] = {"int64": ctypes.c_int64, "uint32": ctypes.c_uint32}
