@@ -26,7 +26,7 @@ from tiered.measure.settings import FULL, QUICK, Settings
 from tiered.measure.sustained import read_smart
 from tiered.measure.swapping import SwapRates
 from tiered.measure.verdict import Best
-from tiered.units import GiB, KiB, MiB
+from tiered.units import GiB, KiB, MiB, format_bytes
 
 TINY = Settings(
     blocks=(128 * KiB,),
@@ -47,6 +47,12 @@ TINY = Settings(
     window_s=0.01,
 )
 FEW = replace(TINY, rounds=1, tensor_nbytes=(), sustained_s=0.0, mixed_blocks=(), busy_blocks=())
+
+
+def written_nbytes() -> int:
+    """Return what storage was made to write for this process."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
 
 
 class TestReport:
@@ -331,12 +337,36 @@ class TestSettings:
         assert QUICK.rounds >= 5
         assert QUICK.estimate_s(has_fio=True) < 55
 
+    @pytest.mark.parametrize("num_directories", [1, 4])
+    def test_quick_writes_at_most_30_gib_to_a_drive(self, num_directories: int) -> None:
+        assert QUICK.sustained_s == 0 and QUICK.engines == ()
+        assert QUICK.write_nbytes(has_fio=True, num_directories=num_directories) <= 30 * GiB
+        assert QUICK.fitted(GiB).write_nbytes(has_fio=True, num_directories=num_directories) <= 30 * GiB
+
+    def test_no_more_is_written_than_was_said(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """By the kernel's count for this process, so without fio."""
+        monkeypatch.setenv("PATH", "")
+        directories = (tmp_path / "a", tmp_path / "b")
+        for directory in directories:
+            directory.mkdir()
+        settings = replace(TINY, sustained_s=0.0, engines=("threads",))
+        most = settings.write_nbytes(has_fio=False, num_directories=2)
+        before = written_nbytes()
+        assert bench(BenchRequest(directories, yes=True), settings) == 0
+        written = written_nbytes() - before
+        assert written <= 2 * most
+        assert not written or written >= 2 * settings.file_nbytes  # nothing is counted on a RAM disk
+        said = capsys.readouterr().out.splitlines()[0]
+        assert said == f"this writes at most {format_bytes(most)} to each of the directories"
+
     def test_what_will_be_written(self) -> None:
         settings = replace(TINY, mixed_blocks=(), busy_blocks=(), tensor_nbytes=(), sustained_s=0.0, warm_up_s=0.0)
-        beside_demand_reads = 2 * int(0.05 * 8e9)
-        rest = beside_demand_reads + int(1.5 * 2 * 4 * MiB)  # and through more memory
-        assert settings.write_nbytes(has_fio=False) == (8 + 2 * 4) * MiB + rest
-        assert settings.write_nbytes(has_fio=True) == (8 + 4 * 4) * MiB + rest
+        rest = 2 * 4 * MiB + int(1.5 * 2 * 4 * MiB)  # beside demand reads, and through more memory
+        rest += 8 * MiB  # the file's last block, and small things
+        assert settings.write_nbytes(has_fio=False) == (8 + 3 * 4) * MiB + rest
+        assert settings.write_nbytes(has_fio=True) == (8 + 5 * 4) * MiB + 128 * KiB + rest
 
     def test_little_room_makes_smaller_files(self) -> None:
         assert FULL.fitted(10 * GiB).file_nbytes == GiB

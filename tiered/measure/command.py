@@ -72,10 +72,13 @@ def bench(request: BenchRequest, settings: Settings | None = None) -> int:
     card = machine_card(request.directories)
     has_fio = shutil.which("fio") is not None
     settings = settings.fitted(min((one.free_nbytes or 0 for one in card.directories), default=0))
+    nbytes = settings.write_nbytes(has_fio=has_fio, num_directories=len(card.directories))
+    each = "each of the directories" if len(card.directories) > 1 else card.directories[0].path
+    print(f"this writes at most {format_bytes(nbytes)} to {each}", flush=True)
     print("\n".join(card.lines()), flush=True)
     minutes = settings.estimate_s(has_fio=has_fio) * len(card.directories) / 60
     print(f"about {max(1, round(minutes))} min; Ctrl-C ends it in good order", flush=True)
-    confirm_writes(card.directories, settings.write_nbytes(has_fio=has_fio), settings.file_nbytes, yes=request.yes)
+    confirm_writes(card.directories, nbytes, settings.file_nbytes, yes=request.yes)
     suites: list[Suite | AllDirectories] = []
 
     def farewell() -> str:

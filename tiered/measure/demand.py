@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,13 +41,15 @@ class DemandLatency:
 def measure_demand(bed: Bed, pattern: Pattern, *, rounds: int, check: Callable[[], object]) -> DemandLatency:
     """Run ``rounds`` rounds of each kind in turn, with the block, depth and length of ``pattern``; blocks.
 
-    ``check`` is called between rounds and may raise.
+    As many bytes as the pattern moves are written in a round, and no more. ``check`` is called between rounds and may
+    raise.
     """
     found: dict[str, list[Round]] = {op: [] for op in DEMAND_OPS}
     for _ in range(rounds):
         for op in DEMAND_OPS:
             check()
-            one = Pattern(op, pattern.block_nbytes, pattern.depth, pattern.file_nbytes, pattern.seconds)
+            most = pattern.max_nbytes and 2 * pattern.max_nbytes  # of both lanes, half each
+            one = replace(pattern, op=op, max_nbytes=most)
             found[op].append(bed.run(one))
     alone, beside = (found[op] for op in DEMAND_OPS)
     return DemandLatency(

@@ -9,13 +9,19 @@ from dataclasses import dataclass, replace
 
 from tiered.bytes.device.engines import DEVICES
 from tiered.measure.pattern import OPS, Pattern
-from tiered.units import GiB, KiB, MiB, round_up
+from tiered.units import GiB, KiB, MiB, divide_up, round_up
 
-__all__ = ["FULL", "QUICK", "Point", "Settings"]
+__all__ = ["FULL", "NUM_TENSOR_WARM_UPS", "QUICK", "Point", "Settings"]
 
 _FIO_START_S = 0.28  # wall time of a start of fio 3.33
 _SPREAD_NBYTES = 256 * MiB  # more than a processor's cache
 _FASTEST_BYTES_PER_S = 8e9  # of a drive, for what a time series may write
+_WRITE_BLOCK_NBYTES = 4 * MiB  # a file is a multiple of these
+_TRIAL_NBYTES = 4 * MiB  # what opening a device or a commit writes is less
+_ROW_NBYTES = 2 * KiB  # what a tensor of at most 256 MiB costs in the catalog and its journal is less
+
+NUM_TENSOR_WARM_UPS = 2
+"""A store has two sets of extents: the first write of each is no overwrite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +96,35 @@ class Settings:
             point.op, point.block_nbytes, point.depth, self.file_nbytes, self.round_s, max_nbytes=self.round_nbytes
         )
 
-    def write_nbytes(self, *, has_fio: bool) -> int:
-        """Return the most that will be written to each directory, fio's share included."""
-        total = float(self.file_nbytes)
+    def write_nbytes(self, *, has_fio: bool, num_directories: int = 1) -> int:
+        """Return the most that will be written to each directory, fio's share and warm-ups included.
+
+        Only a time series has no bound of its own: it counts at 8 GB/s.
+        """
+        total = self.file_nbytes + _WRITE_BLOCK_NBYTES + _TRIAL_NBYTES
         for point in self.points:
-            share = {"read": 0.0, "write": 1.0, "mixed": 0.5}[point.op]
-            num_rounds = self.rounds * (1 + (has_fio and point.has_fio))
-            total += share * (num_rounds + self.warm_up_s / self.round_s) * self.round_nbytes
-        total += len(self.engines) * (self.file_nbytes + (2 * self.rounds + 1) * self.round_nbytes)
+            num_rounds = 1 + self.rounds * (1 + (has_fio and point.has_fio))  # the first warms up
+            share = {"read": 0, "write": 2, "mixed": 1}[point.op]
+            total += share * num_rounds * self.round_nbytes // 2
+            total += bool(share) * has_fio * point.block_nbytes  # what a start of fio costs is measured
+        num_engines = len(self.engines)
+        of_an_engine = self.file_nbytes + (2 * self.rounds + 1) * self.round_nbytes + max(self.blocks)
+        total += num_engines * (of_an_engine + _WRITE_BLOCK_NBYTES + _TRIAL_NBYTES)
         # Through more memory than the caches hold, again for each engine that turns out to be the fastest so far.
-        total += (1 + len(self.engines)) * 1.5 * self.rounds * self.round_nbytes
-        total += self.rounds * self.round_s * _FASTEST_BYTES_PER_S  # writes beside demand reads
-        total += len(self.tensor_nbytes) * (self.tensor_rounds + 2) * self.tensors_nbytes
-        total += len(self.tensor_nbytes) * self.tensor_rounds * self.round_nbytes  # the raw rounds beside
+        total += (1 + num_engines) * 3 * self.rounds * self.round_nbytes // 2
+        total += self.rounds * self.round_nbytes  # beside demand reads
+        for tensor_nbytes in self.tensor_nbytes:
+            total += self._tensors_write_nbytes(tensor_nbytes)
+            total += self.tensor_rounds * self.round_nbytes  # the raw rounds beside
+        if num_directories > 1:
+            total += self._tensors_write_nbytes(self.together_tensor_nbytes)
         return int(total + self.sustained_s * _FASTEST_BYTES_PER_S)
+
+    def _tensors_write_nbytes(self, tensor_nbytes: int) -> int:
+        """Return the most that puts of tensors of one size write, warm-ups and commits included."""
+        num_tensors = divide_up(self.tensors_nbytes, tensor_nbytes)
+        of_a_round = num_tensors * (tensor_nbytes + _ROW_NBYTES) + _TRIAL_NBYTES
+        return (self.tensor_rounds + NUM_TENSOR_WARM_UPS) * of_a_round
 
     def estimate_s(self, *, has_fio: bool) -> float:
         """Return about how long it takes per directory, at some 2 GB/s."""
@@ -146,11 +167,12 @@ QUICK = Settings(
     busy_depths=(8,),
     round_s=0.16,
     warm_up_s=0.05,
-    round_nbytes=2 * GiB,
+    round_nbytes=384 * MiB,
     file_nbytes=GiB,
     tensor_nbytes=(64 * MiB,),
-    tensors_nbytes=GiB,
+    tensors_nbytes=512 * MiB,
     tensor_rounds=3,
+    dram_nbytes=384 * MiB,
     engines=(),
 )
-"""Under a minute, with the pairs that matter."""
+"""Under a minute and 30 GiB written, with the pairs that matter."""

@@ -19,11 +19,11 @@ import torch
 
 import tiered
 from tiered.measure.cold import forget
+from tiered.measure.settings import NUM_TENSOR_WARM_UPS
 from tiered.units import MiB, divide_up
 
 __all__ = ["TensorRounds", "measure_tensors"]
 
-_NUM_WARM_UPS = 2  # a store has two sets of extents: the first write of each is no overwrite
 _SOURCE_NBYTES = 256 * MiB  # of random bytes that puts copy from: more than a processor's cache
 _MIN_DRAM_NBYTES = 64 * MiB
 _MOST_AHEAD = 256  # keys in one prefetch
@@ -82,7 +82,7 @@ def measure_tensors(
         rates[op][1].append(raw_gb_per_s)
 
     with tiered.Store(*directories, dram=dram, engine=engine) as store:
-        for turn in range(-_NUM_WARM_UPS, rounds):
+        for turn in range(-NUM_TENSOR_WARM_UPS, rounds):
             raw_gb_per_s = raw["write"]() if turn >= 0 else 0.0
             seconds = _put(store, keys, source, tensor_nbytes)
             if turn >= 0:
