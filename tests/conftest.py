@@ -78,6 +78,16 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not leaks, f"left behind: {'; '.join(leaks)}"
 
 
+@pytest.fixture
+def ended_workers() -> Iterator[None]:
+    """Wait for the threads that feed the queues of a DataLoader's workers, which torch leaves to end by themselves."""
+    yield
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join(10)
+
+
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[WarmPython]:
     with tempfile.TemporaryDirectory(prefix="tiered-") as directory:

@@ -20,6 +20,8 @@ from tests.reference import MasterAdamW, Recipe
 from tests.rigs.warm_python import WarmPython
 from tests.store.places import quick_directory
 
+pytestmark = pytest.mark.usefixtures("ended_workers")
+
 ROOT = Path(__file__).parents[1]
 NUM_EPOCHS = 3
 LOOP = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]

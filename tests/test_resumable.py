@@ -30,6 +30,8 @@ from tiered.loader.resumable import ResumableLoader
 from tiered.store.format.state_text import decode, encode
 from tiered.zero.model_state import RandomState
 
+pytestmark = pytest.mark.usefixtures("ended_workers")
+
 NUM_ITEMS, WIDTH = 7, 4
 
 Draw = Callable[[], float]
@@ -237,6 +239,12 @@ def same(left: Run, right: Run) -> bool:
     return all(torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.fixture
+def no_warning(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    yield
+    assert not caplog.records
+
+
 def check(make: Callable[[], Iterable[Tensor]], *, num_epochs: int = 3, **options: Any) -> None:
     """The plain loop, the undisturbed one, and it resumed after each step in turn, have the same bits."""
     seed(7)
@@ -256,35 +264,40 @@ def check(make: Callable[[], Iterable[Tensor]], *, num_epochs: int = 3, **option
         assert wrapped.epoch == num_epochs
 
 
+@pytest.mark.usefixtures("no_warning")
 @pytest.mark.parametrize("name", DATA_LOADERS)
 def test_a_resumed_data_loader_goes_on_with_the_bits_of_the_undisturbed_one(name: str) -> None:
     check(DATA_LOADERS[name])
 
 
+@pytest.mark.usefixtures("no_warning")
 @pytest.mark.parametrize("name", ITERABLES)
 def test_a_resumed_loader_goes_on_with_the_bits_of_the_undisturbed_one(name: str) -> None:
     check(ITERABLES[name])
 
 
-@pytest.mark.parametrize("name", ["shuffled", "own_generator", "batch_size_none", "turning_sampler", "drawing_sampler"])
+@pytest.mark.usefixtures("no_warning")
+@pytest.mark.parametrize("name", ["shuffled", "own_generator", "turning_sampler", "drawing_sampler"])
 def test_a_data_loader_with_workers_goes_on_with_the_bits_of_the_undisturbed_one(name: str) -> None:
     check(lambda: DATA_LOADERS[name](num_workers=2), num_epochs=2)
 
 
+@pytest.mark.usefixtures("no_warning")
 @pytest.mark.parametrize("name", ["shuffled", "shuffled_by_own_generator"])
 def test_workers_that_persist_go_on_as_in_the_undisturbed_run(name: str) -> None:
     check(lambda: DATA_LOADERS[name](num_workers=2, persistent_workers=True), num_epochs=2)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_what_workers_draw_for_iterable_data_comes_back(num_workers: int) -> None:
-    check(lambda: loader(Stream(), num_workers=num_workers), num_epochs=2)
+@pytest.mark.usefixtures("no_warning")
+def test_what_workers_draw_for_iterable_data_comes_back() -> None:
+    check(lambda: loader(Stream(), num_workers=2), num_epochs=2)
 
 
 def test_iterable_data_in_workers_that_persist_go_on() -> None:
     check(lambda: loader(Stream(float), num_workers=1, persistent_workers=True), num_epochs=2)
 
 
+@pytest.mark.usefixtures("no_warning")
 @pytest.mark.parametrize("make", [lambda: Items(random.random), ItemsWithGenerator], ids=["process", "own"])
 def test_replay_brings_back_what_workers_draw_for_items(make: Callable[[], Items]) -> None:
     check(lambda: loader(make(), num_workers=2, shuffle=True), num_epochs=2, replay=True)
@@ -466,6 +479,35 @@ def test_draws_in_workers_are_warned_of_once(draw: Draw, caplog: pytest.LogCaptu
 def test_draws_in_workers_that_persist_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     list(tiered.resumable(loader(Stream(), num_workers=1, persistent_workers=True)))
     assert "persistent_workers=False" in caplog.text and "replay" not in caplog.text
+
+
+class DrawingState(Counting):
+    """It draws for each batch."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in super().__iter__():
+            yield batch + random.random()
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        lambda: loader(Stream(lambda: float(torch.rand(())))),
+        lambda: loader(batch_sampler=batches(Hidden()), batch_size=1),
+        lambda: loader(sampler=Hidden(), batch_size=None),
+        DrawingState,
+    ],
+    ids=["iterable", "batch_sampler", "sampler", "own_state"],
+)
+def test_draws_in_turn_with_the_loop_are_warned_of_once(
+    plain: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapped = tiered.resumable(plain())
+    for _ in range(2):
+        for _ in wrapped:
+            torch.rand(1), random.random()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "between batches, as the loop does" in caplog.text
 
 
 @pytest.mark.parametrize(

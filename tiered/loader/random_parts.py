@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, Sampler
 from tiered.store.generations.registry import Stateful
 from tiered.zero.model_state import RandomState
 
-__all__ = ["RandomParts", "drawn_state", "generators", "is_stateful", "parts_of"]
+__all__ = ["DrawWatch", "RandomParts", "drawn_states", "generators", "is_stateful", "parts_of"]
+
+Item = TypeVar("Item")
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
@@ -102,8 +104,38 @@ def is_stateful(item: object) -> TypeGuard[Stateful]:
     return all(callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict"))
 
 
-def drawn_state(parts: Iterable[Any]) -> object:
-    """Return what compares unequal as soon as somebody has drawn from the process's generators or from ``parts``."""
+class DrawWatch:
+    """Sees whether an iterator draws from the process's generators after its first item, in turn with the loop.
+
+    What it draws then depends on what the loop has drawn, which a resumed run does not do again. ``even_alone``: it
+    counts although the loop draws nothing from the same generator.
+    """
+
+    def __init__(self, *, even_alone: bool = False) -> None:
+        self.has_seen = False
+        self._even_alone = even_alone
+        self._last: list[Any] | None = None  # the states when the iterator gave its last item
+
+    def begin(self) -> None:
+        """Another iterator begins."""
+        self._last = None
+
+    def next(self, items: Iterator[Item]) -> Item:
+        """Return the next item, and look."""
+        if self.has_seen:
+            return next(items)
+        before = drawn_states()
+        item = next(items)
+        after = drawn_states()
+        if self._last is not None:
+            states = zip(self._last, before, after, strict=True)
+            self.has_seen = any(now != then and (self._even_alone or then != last) for last, then, now in states)
+        self._last = after
+        return item
+
+
+def drawn_states(parts: Iterable[Any] = ()) -> list[Any]:
+    """Return what compares unequal, generator by generator, once somebody has drawn: the process's, and ``parts``."""
     states = [torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate(), *map(_state, parts)]
     return [_comparable(state) for state in states]
 

@@ -36,8 +36,8 @@ def resumable(loader: Iterable[Batch], *, replay: bool = False) -> ResumableLoad
 
     Part of the state are the generators (torch, numpy, python) and the objects with ``state_dict`` that the
     ``DataLoader``, its samplers and its data set have as attributes. The loader's and the samplers' should be drawn
-    from by nobody else. A sampler or an iterable data set that draws from the process's own generators as it goes on,
-    after its first item, comes back exactly only where the loop does not draw from the same one.
+    from by nobody else. A sampler or an iterable that draws from the process's own generators as it goes on, after its
+    first item, comes back exactly only where the loop does not draw from the same one; one warning says so.
 
     Raises TypeError for what is not iterable, ValueError for ``replay`` with ``persistent_workers``, whose generators
     go on from epoch to epoch.
@@ -130,12 +130,11 @@ class ResumableLoader(Generic[Batch]):
                 " expected the loop to begin anew with iter(loader)"
             )
         try:
-            batch = next(batches)
+            batch = self._source.next(batches)
         except StopIteration:
             self._epoch, self._place = self._epoch + 1, None
             raise
         place.position += 1
-        self._source.warn()
         return batch
 
     def __repr__(self) -> str:

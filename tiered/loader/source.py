@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from tiered.errors import UsageError
-from tiered.loader.random_parts import RandomParts
+from tiered.loader.random_parts import DrawWatch, RandomParts
 from tiered.store.generations.registry import Stateful
 
-__all__ = ["Source", "StatefulSource", "length"]
+__all__ = ["Source", "StatefulSource", "length", "warn_of_turns"]
+
+_log = logging.getLogger("tiered")
 
 Batch = TypeVar("Batch")
 
@@ -26,10 +29,23 @@ class Source(Generic[Batch]):
         self.random = random
         self.has_workers = False  # whether the next epoch finds the worker processes of the last one
         self._loader = loader
+        self._watch: DrawWatch | None = DrawWatch()
 
     def begin(self) -> Iterator[Batch]:
         """Return an iterator over a whole epoch, made as the loop itself would make it."""
+        if self._watch is not None:
+            self._watch.begin()
         return iter(self._loader)
+
+    def next(self, batches: Iterator[Batch]) -> Batch:
+        """Return the next batch. Logs, once, what would make a resumed epoch differ."""
+        if self._watch is None:
+            return next(batches)
+        batch = self._watch.next(batches)
+        if self._watch.has_seen:
+            self._watch = None
+            warn_of_turns(self._loader)
+        return batch
 
     def resume(self, start: dict[str, Any], position: int) -> Iterator[Batch]:
         """Return an iterator over what comes after ``position`` batches of the epoch that began at ``start``.
@@ -37,7 +53,7 @@ class Source(Generic[Batch]):
         The process's generators are left as they were found.
         """
         with self.random.replaying(start):
-            batches = iter(self._loader)
+            batches = self.begin()
             self.pass_over(batches, position)
         return batches
 
@@ -51,9 +67,6 @@ class Source(Generic[Batch]):
                     f"the loader ends after {number} batches of an epoch of which {position} were used;"
                     " expected the data of the run that is resumed"
                 ) from None
-
-    def warn(self) -> None:
-        """Log, once, what makes a resumed epoch differ."""
 
     def description(self) -> dict[str, Any]:
         """Return what a resumed loader must agree in."""
@@ -87,6 +100,7 @@ class StatefulSource(Source[Batch]):
     def __init__(self, loader: Iterable[Batch], state: Stateful) -> None:
         super().__init__(loader, RandomParts({}))
         self._state = state
+        self._watch = DrawWatch(even_alone=True)
 
     def resume(self, start: dict[str, Any], position: int) -> Iterator[Batch]:
         """Return an iterator over the rest, as the loader's own state says.
@@ -95,7 +109,7 @@ class StatefulSource(Source[Batch]):
         makes what it iterates over.
         """
         with self.random.replaying(start):
-            batches = iter(self._loader)
+            batches = self.begin()
             then = self.random.states()
         return self._first_under(then, batches)
 
@@ -116,6 +130,15 @@ class StatefulSource(Source[Batch]):
     def description(self) -> dict[str, Any]:
         """Return the type alone: a loader with a state refuses by itself what is not its own."""
         return {"type": type(self._loader).__name__}
+
+
+def warn_of_turns(owner: object) -> None:
+    """Log that ``owner`` draws between the loop's draws."""
+    _log.warning(
+        "%s draws from the process's random generators between batches, as the loop does: a run that is resumed in the"
+        " middle of an epoch may get other batches; expected a generator of its own, as an attribute or in its state",
+        type(owner).__name__,
+    )
 
 
 def length(loader: object) -> int | None:

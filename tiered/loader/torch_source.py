@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from tiered.loader.random_parts import drawn_state, generators, parts_of
-from tiered.loader.source import Source, length
+from tiered.loader.random_parts import DrawWatch, drawn_states, generators, parts_of
+from tiered.loader.source import Source, length, warn_of_turns
 
 __all__ = ["TorchSource"]
 
@@ -45,10 +45,12 @@ class TorchSource(Source[Batch]):
         self._sampler = _SkippingSampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
         place = "sampler" if loader.batch_sampler is None else "batch_sampler"
         changes: dict[str, Any] = {place: self._sampler, "_iterator": None}
-        self._watch: _WorkerWatch | None = None
+        if loader.num_workers > 0 or not self._loads_again:
+            self._watch = None  # the main process loads nothing, or nothing again
+        self._worker_watch: _WorkerWatch | None = None
         if loader.num_workers > 0 and (self._persists or not self._loads_again):
-            self._watch = _WorkerWatch(loader)
-            changes |= {"collate_fn": self._watch.collate, "worker_init_fn": self._watch.start_worker}
+            self._worker_watch = _WorkerWatch(loader)
+            changes |= {"collate_fn": self._worker_watch.collate, "worker_init_fn": self._worker_watch.start_worker}
         vars(self._torch_loader).update(changes)  # torch refuses these as attributes of a loader that is made
         self._is_made = False
 
@@ -57,7 +59,7 @@ class TorchSource(Source[Batch]):
         if self.has_workers and not self._is_made:
             self._make_workers()
         self.has_workers, self._is_made = self._persists, True
-        return iter(self._loader)
+        return super().begin()
 
     def _make_workers(self) -> None:
         """Make workers that persist without anything to do, as the epochs before left them."""
@@ -83,11 +85,18 @@ class TorchSource(Source[Batch]):
                 self._sampler.pass_over = None
         return batches
 
-    def warn(self) -> None:
-        """Log, once, that workers draw random numbers that a resumed run would not draw again."""
-        if self._watch is None or not self._watch.has_drawn:
-            return
-        self._watch = None
+    def next(self, batches: Iterator[Batch]) -> Batch:
+        """Return the next batch. Logs, once each, what would make a resumed epoch differ."""
+        batch = super().next(batches)
+        if self._worker_watch is not None and self._worker_watch.has_drawn:
+            self._warn_of_workers()
+        if self._sampler.watch is not None and self._sampler.watch.has_seen:
+            self._sampler.watch = None
+            warn_of_turns(self._sampler.innermost)
+        return batch
+
+    def _warn_of_workers(self) -> None:
+        self._worker_watch = None
         ways = ["persistent_workers=False"] * self._persists
         ways += ["tiered.resumable(loader, replay=True), which loads again what was used"] * (not self._loads_again)
         _log.warning(
@@ -106,17 +115,11 @@ class TorchSource(Source[Batch]):
             "items": length(loader.dataset),
             "batch_size": loader.batch_size,
             "drop_last": loader.drop_last,
-            "sampler": _names(self._sampler.sampler),
+            "sampler": self._sampler.name,
             "num_workers": loader.num_workers if is_iterable else None,
             "persistent_workers": self._persists,
             "parts": self.random.names,
         }
-
-
-def _names(sampler: object) -> str:
-    """Return the type of ``sampler``, and of the one within where it is torch's for batches."""
-    name = type(sampler).__name__
-    return f"{name} of {type(sampler.sampler).__name__}" if isinstance(sampler, BatchSampler) else name
 
 
 class _SkippingSampler(Sampler[Any]):
@@ -126,12 +129,23 @@ class _SkippingSampler(Sampler[Any]):
         self.sampler = sampler
         self.is_empty = False
         self.pass_over: Callable[[Iterator[Any]], None] | None = None
+        self.innermost = sampler.sampler if isinstance(sampler, BatchSampler) else sampler
+        is_torchs = type(self.innermost).__module__.startswith("torch.utils.data")
+        self.watch = None if is_torchs else DrawWatch()  # torch's draw before their first item alone
         self._last: _Indices | None = None
+
+    @property
+    def name(self) -> str:
+        """The type of the sampler, and of the one within where it is torch's for batches."""
+        name = type(self.sampler).__name__
+        return name if self.innermost is self.sampler else f"{name} of {type(self.innermost).__name__}"
 
     def __iter__(self) -> Iterator[Any]:
         if self.is_empty:
             return iter(())
-        self._last = _Indices(iter(self.sampler), self.pass_over)
+        if self.watch is not None:
+            self.watch.begin()
+        self._last = _Indices(iter(self.sampler), self.pass_over, self.watch)
         return self._last
 
     def start(self) -> None:
@@ -144,9 +158,12 @@ class _SkippingSampler(Sampler[Any]):
 
 
 class _Indices(Iterator[Any]):
-    def __init__(self, indices: Iterator[Any], pass_over: Callable[[Iterator[Any]], None] | None) -> None:
+    def __init__(
+        self, indices: Iterator[Any], pass_over: Callable[[Iterator[Any]], None] | None, watch: DrawWatch | None
+    ) -> None:
         self._indices = indices
         self._pass_over = pass_over
+        self._watch = watch
 
     def start(self) -> None:
         pass_over, self._pass_over = self._pass_over, None
@@ -155,7 +172,7 @@ class _Indices(Iterator[Any]):
 
     def __next__(self) -> Any:
         self.start()
-        return next(self._indices)
+        return next(self._indices) if self._watch is None else self._watch.next(self._indices)
 
 
 class _WorkerWatch:
@@ -187,4 +204,4 @@ class _WorkerWatch:
         return batch
 
     def _seen(self) -> object:
-        return drawn_state(self._generators.values())
+        return drawn_states(self._generators.values())
