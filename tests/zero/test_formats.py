@@ -47,7 +47,7 @@ class Kept:
         segment = Segment("weight", torch.nn.Parameter(values), values.dtype)
         self.rule, self.values = RULES[rule]
         self.layout = Layouts(word, self.rule).of(values.dtype)
-        self.buckets: list[Bucket] = divide("state", [segment], bucket_numel, Layouts(word, self.rule))
+        self.buckets: list[Bucket[Segment]] = divide("state", [segment], bucket_numel, Layouts(word, self.rule))
         self.memory = [torch.zeros(bucket.nbytes, dtype=torch.uint8) for bucket in self.buckets]
         nbytes = TileScratch.nbytes(tile_numel)
         self.scratch = TileScratch(torch.full((nbytes,), 0xFF, dtype=torch.uint8), tile_numel)

@@ -362,7 +362,7 @@ class Engine:
             else:
                 unit.gradients.zero()
 
-    def set_state_keys(self, buckets: Mapping[Unit, Sequence[Bucket]], *, in_backward: bool) -> None:
+    def set_state_keys(self, buckets: Mapping[Unit, Sequence[Bucket[Segment]]], *, in_backward: bool) -> None:
         """Tell placement and schedule of the optimizer's keys, and of the order of use to expect in a step."""
         state = {bucket.key: bucket.nbytes for unit in self.units for bucket in buckets[unit]}
         self._nbytes |= state

@@ -7,7 +7,7 @@ is layout.py's business.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -15,10 +15,7 @@ from tiered.zero.formats.layout import Layout, Layouts
 from tiered.zero.formats.rules import Hyperparameters
 from tiered.zero.formats.tile_scratch import TileScratch
 
-if TYPE_CHECKING:
-    from tiered.zero.parameters.unit import Segment
-
-__all__ = ["PIECE_ALIGNMENT", "Bucket", "Piece", "divide", "update_piece"]
+__all__ = ["PIECE_ALIGNMENT", "Bucket", "Piece", "StatefulSegment", "divide", "update_piece"]
 
 PIECE_ALIGNMENT = 1024
 """Elements; a piece and a tile start at a multiple of this from the start of their parameter, so that the vectorised
@@ -27,12 +24,31 @@ kernels meet the same lanes and tails as on the whole parameter."""
 _SMALLEST_BUCKET_NBYTES = 64  # where a rule remembers nothing, as SGD without momentum: a key still has bytes
 
 
-class Piece:
+class StatefulSegment(Protocol):
+    """A parameter as its state knows it."""
+
+    @property
+    def name(self) -> str:
+        """The parameter's name, which the dither is made of."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameter's dtype."""
+
+    @property
+    def numel(self) -> int:
+        """The parameter's elements."""
+
+
+S = TypeVar("S", bound=StatefulSegment)
+
+
+class Piece(Generic[S]):
     """Elements [start, stop) of one parameter, in memory order, and where their state lies in the bucket."""
 
     __slots__ = ("layout", "offset", "segment", "start", "stop")
 
-    def __init__(self, segment: Segment, layout: Layout, start: int, stop: int, *, offset: int) -> None:
+    def __init__(self, segment: S, layout: Layout, start: int, stop: int, *, offset: int) -> None:
         self.segment = segment
         self.layout = layout
         self.start = start
@@ -57,27 +73,27 @@ class Piece:
         return self.layout.views(bucket, self.offset, self.numel)
 
 
-class Bucket:
+class Bucket(Generic[S]):
     """Pieces that move together under one key."""
 
     __slots__ = ("key", "nbytes", "pieces")
 
     def __init__(self, key: str) -> None:
         self.key = key
-        self.pieces: list[Piece] = []
+        self.pieces: list[Piece[S]] = []
         self.nbytes = 0
 
     def __repr__(self) -> str:
         return f"Bucket({self.key!r}, {len(self.pieces)} pieces, {self.nbytes} B)"
 
 
-def divide(key: str, segments: Sequence[Segment], bucket_numel: int, layouts: Layouts) -> list[Bucket]:
+def divide(key: str, segments: Sequence[S], bucket_numel: int, layouts: Layouts) -> list[Bucket[S]]:
     """Divide ``segments`` into buckets of at most ``bucket_numel`` elements (a multiple of 1,024) in their order.
 
     The bucket keys are ``key/0``, ``key/1``, ... A piece never crosses a parameter.
     """
     assert bucket_numel % PIECE_ALIGNMENT == 0
-    buckets: list[Bucket] = []
+    buckets: list[Bucket[S]] = []
     left = 0
     for segment in segments:
         start = 0
@@ -99,7 +115,7 @@ def divide(key: str, segments: Sequence[Segment], bucket_numel: int, layouts: La
 
 
 def update_piece(
-    piece: Piece,
+    piece: Piece[S],
     parameter: torch.Tensor,
     gradient: torch.Tensor,
     bucket: torch.Tensor,

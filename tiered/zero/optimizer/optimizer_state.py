@@ -50,7 +50,7 @@ class OptimizerState:
         scratch: TileScratch,
     ) -> None:
         self.bucket_numel = bucket_numel
-        self.buckets: dict[StateUnit, list[Bucket]] = {}
+        self.buckets: dict[StateUnit, list[Bucket[Segment]]] = {}
         self.steps: dict[Segment, int] = {}
         self.begun: set[Segment] = set()
         self._store = store
@@ -90,7 +90,7 @@ class OptimizerState:
         for unit, buckets in self.buckets.items():
             self._create(unit, buckets)
 
-    def _create(self, unit: StateUnit, buckets: Sequence[Bucket]) -> None:
+    def _create(self, unit: StateUnit, buckets: Sequence[Bucket[Segment]]) -> None:
         working_set = self._store.working_set
         key = master_key(unit.name)
         masters = working_set.lease(key, "r") if key in self._store else None
@@ -110,7 +110,7 @@ class OptimizerState:
             working_set.delete([key])
 
     def _attach_masters(
-        self, bucket: Bucket, state: torch.Tensor, masters: torch.Tensor, offsets: dict[Segment, int]
+        self, bucket: Bucket[Segment], state: torch.Tensor, masters: torch.Tensor, offsets: dict[Segment, int]
     ) -> None:
         for piece in bucket.pieces:
             if piece.segment in offsets:
@@ -118,7 +118,7 @@ class OptimizerState:
                 for tile, first, last in self._tiles(piece, state):
                     self._attach(tile, masters[start + first : start + last], None)
 
-    def _tiles(self, piece: Piece, state: torch.Tensor) -> Iterator[tuple[Tile, int, int]]:
+    def _tiles(self, piece: Piece[Segment], state: torch.Tensor) -> Iterator[tuple[Tile, int, int]]:
         """Yield the tiles of ``piece`` and their bounds in elements of it; ``state`` is the bucket's bytes."""
         views = piece.views(state)
         numel = piece.layout.tile_numel(self._scratch)

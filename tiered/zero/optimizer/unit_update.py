@@ -34,7 +34,7 @@ class UnitUpdate:
     def __init__(
         self,
         unit: Unit,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[Bucket[Segment]],
         hypers: Mapping[Segment, Hyperparameters],
         gradients: TakenGradients,
         pipeline: UpdatePipeline,

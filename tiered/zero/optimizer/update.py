@@ -81,7 +81,7 @@ class UpdatePipeline:
         self.scratch = TileScratch(memory, tile_numel)
         self._is_open = True
 
-    def run(self, buckets: Sequence[Bucket], supply: Supply, use: Callable[[str], None]) -> None:
+    def run(self, buckets: Sequence[Bucket[Segment]], supply: Supply, use: Callable[[str], None]) -> None:
         """Update in place every piece of ``buckets`` that ``supply`` has a source for; blocks.
 
         Each bucket has at least one. ``use(key)`` is told of each as it comes up, and may raise to end the run between
@@ -93,7 +93,7 @@ class UpdatePipeline:
             self._update(bucket, supply, use)
             self._working_set.swap_out([bucket.key])
 
-    def _update(self, bucket: Bucket, supply: Supply, use: Callable[[str], None]) -> None:
+    def _update(self, bucket: Bucket[Segment], supply: Supply, use: Callable[[str], None]) -> None:
         lease = supply.open(bucket.key)
         try:
             begun_s = time.monotonic()
