@@ -17,7 +17,6 @@ import tiered
 from tiered.doctor import kernel_file
 from tiered.doctor.block_device import find_block_device
 from tiered.doctor.card import machine_card
-from tiered.doctor.memory_limit import memory_limit
 from tiered.doctor.mount import Mount, find_mount, mounts
 
 
@@ -169,32 +168,6 @@ class TestMounts:
         assert mount is not None
         assert (mount.mount_point, mount.file_system) == ("/dev/shm", "tmpfs")
         assert find_mount("/nowhere") is None
-
-
-class TestMemoryLimit:
-    """Control groups, version 1 and 2; the least of the limits above us counts."""
-
-    def machine(self, root: Path, kind: str, groups: str, limits: dict[str, str]) -> Path:
-        """Plant a /proc/self whose control groups lie in ``root``/cgroup."""
-        plant(root / "cgroup", limits)
-        options = "rw,memory" if kind == "cgroup" else "rw,nsdelegate"
-        line = f"42 35 0:30 / {root}/cgroup rw - {kind} {kind} {options}"
-        return plant(root / "self", {"cgroup": groups, "mountinfo": line})
-
-    def test_version_2(self, tmp_path: Path) -> None:
-        limits = {"user/memory.max": "4096", "user/job/memory.max": "8192", "memory.max": "max"}
-        proc = self.machine(tmp_path, "cgroup2", "0::/user/job", limits)
-        assert memory_limit(proc) == 4096
-
-    def test_version_1(self, tmp_path: Path) -> None:
-        limits = {"memory.limit_in_bytes": str((1 << 63) - 4096), "job/memory.limit_in_bytes": "12288"}
-        proc = self.machine(tmp_path, "cgroup", "5:cpu:/\n4:memory,hugetlb:/job", limits)
-        assert memory_limit(proc) == 12288
-
-    def test_none(self, tmp_path: Path) -> None:
-        proc = self.machine(tmp_path, "cgroup2", "0::/job", {"job/memory.max": "max"})
-        assert memory_limit(proc) == "unlimited"
-        assert memory_limit(tmp_path / "missing") is None
 
 
 def test_the_kernels_files(tmp_path: Path) -> None:

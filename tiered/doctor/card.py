@@ -15,13 +15,16 @@ import torch
 
 import tiered
 from tiered.bytes.device.direct import DirectProbe, probe_direct
+from tiered.bytes.free_memory import memory_limit
 from tiered.doctor import kernel_file
 from tiered.doctor.block_device import BlockDevice, find_block_device
-from tiered.doctor.memory_limit import Limit, memory_limit
 from tiered.doctor.mount import Mount, find_mount
 from tiered.units import KiB, format_bytes
 
 __all__ = ["DirectoryCard", "MachineCard", "directory_card", "machine_card"]
+
+Limit = int | str | None
+"""Bytes or a count; "unlimited"; None where it is not readable."""
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage")
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import torch
 from torch import nn
 
+from tiered.bytes.free_memory import free_memory
 from tiered.errors import CapacityError, UsageError
 from tiered.store.store import Store
 from tiered.units import format_bytes
@@ -223,7 +223,7 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
 def _check_room(module: nn.Module, engine: Engine) -> None:
     engine.check_idle("state_dict()")
     nbytes = sum(p.segment.nbytes for p in module.parameters() if isinstance(p, TieredParameter))
-    available = psutil.virtual_memory().available
+    available = free_memory()
     if nbytes > available:
         raise CapacityError(
             f"state_dict() needs {format_bytes(nbytes)} of memory, {format_bytes(available)} are available; expected"

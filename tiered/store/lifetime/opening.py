@@ -14,6 +14,7 @@ from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Device
 from tiered.bytes.device.engines import DEVICES, open_device
 from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
+from tiered.bytes.free_memory import free_memory
 from tiered.errors import CapacityError, TieredError, UsageError
 from tiered.store.catalog.catalog import Catalog, SqliteCatalog
 from tiered.store.catalog.simulated_catalog import SimulatedCatalog
@@ -73,12 +74,15 @@ class Parts:
 def dram_budget(dram: int | str | None) -> int:
     """Return the DRAM budget in bytes; by default half of what is free, which is logged. Raises CapacityError."""
     if dram is None:
-        budget = _available_nbytes() // 2 // MiB * MiB
+        budget = free_memory() // 2 // MiB * MiB
         _log.info("dram= not given: the budget is %s, half of what is free", format_bytes(budget))
     else:
         budget = parse_bytes(dram)
     if budget < MIN_DRAM_NBYTES:
-        raise CapacityError(f"a DRAM budget of {format_bytes(budget)}; the smallest is {format_bytes(MIN_DRAM_NBYTES)}")
+        raise CapacityError(
+            f"a DRAM budget of {format_bytes(budget)}; the smallest is {format_bytes(MIN_DRAM_NBYTES)}: give a larger"
+            " dram="
+        )
     return budget
 
 
@@ -158,12 +162,3 @@ def _check_engine(engine: str) -> None:
     there_is = f"there is: {', '.join(map(repr, ENGINES))}"
     close = difflib.get_close_matches(str(engine), ENGINES, 1)
     raise UsageError(f"engine={engine!r} is unknown; {there_is}" + (f"; did you mean {close[0]!r}?" if close else ""))
-
-
-def _available_nbytes() -> int:
-    """Return MemAvailable of /proc/meminfo."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise CapacityError("/proc/meminfo does not say how much memory is free; give dram=")

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from tiered.bytes.free_memory import free_memory
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
 from tiered.units import format_bytes
 from tiered.zero.activations.deaths import Deaths
-from tiered.zero.activations.free_memory import free_memory
 from tiered.zero.activations.recompute import Recompute, RecomputedForward
 from tiered.zero.activations.saved import Kept, own_pair_in_force
 from tiered.zero.activations.swapped import SwappedActivations, SwappedTensor

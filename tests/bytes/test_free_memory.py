@@ -1,11 +1,11 @@
-"""What may still be taken: the machine's word, and that of the control groups above the process."""
+"""The memory that a process may take: what the machine has left, and what the control groups above it allow."""
 
 from pathlib import Path
 
 import pytest
 
+from tiered.bytes.free_memory import free_memory, memory_limit
 from tiered.units import GiB, MiB
-from tiered.zero.activations.free_memory import free_memory
 
 
 @pytest.fixture
@@ -35,6 +35,7 @@ def test_the_tightest_group_decides_and_page_cache_counts_as_free(kernel: tuple[
         write(groups / path / "memory.current", str(5 * GiB))
         write(groups / path / "memory.stat", "anon 1", f"inactive_file {512 * MiB}")
     assert free_memory(*kernel) == GiB + 512 * MiB
+    assert memory_limit(*kernel) == 6 * GiB
 
 
 def test_groups_of_version_1(kernel: tuple[Path, Path]) -> None:
@@ -45,7 +46,26 @@ def test_groups_of_version_1(kernel: tuple[Path, Path]) -> None:
     write(groups / "memory" / "job" / "memory.usage_in_bytes", str(3 * GiB))
     write(groups / "memory" / "job" / "memory.stat", f"total_inactive_file {512 * MiB}")
     assert free_memory(*kernel) == 0
+    assert memory_limit(*kernel) == 2 * GiB
+
+
+def test_groups_without_a_limit(kernel: tuple[Path, Path]) -> None:
+    proc, groups = kernel
+    write(proc / "self" / "cgroup", "0::/job")
+    write(groups / "job" / "memory.max", "max")
+    assert free_memory(*kernel) == 8 * GiB
+    assert memory_limit(*kernel) == "unlimited"
+
+
+def test_a_container_that_sees_its_own_group_only(kernel: tuple[Path, Path]) -> None:
+    proc, groups = kernel
+    write(proc / "self" / "cgroup", "0::/docker/4a")
+    write(groups / "memory.max", str(4 * GiB))
+    write(groups / "memory.current", str(GiB))
+    assert free_memory(*kernel) == 3 * GiB
+    assert memory_limit(*kernel) == 4 * GiB
 
 
 def test_where_nothing_is_known_nothing_is_free(tmp_path: Path) -> None:
     assert free_memory(tmp_path, tmp_path) == 0
+    assert memory_limit(tmp_path, tmp_path) is None

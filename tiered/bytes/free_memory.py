@@ -1,0 +1,78 @@
+"""Memory that this process may take: what the machine has left, and what the control groups above it allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["free_memory", "memory_limit"]
+
+_PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT = 1 << 60  # version 1 writes "none" as the largest number of pages, in bytes
+
+
+def free_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
+    """Return the least, in bytes, of what the kernel calls available and what each control group leaves. 0: unknown."""
+    found = [_number(line.split()[1]) * 1024 for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:")]
+    for group in _groups(proc, groups):
+        if (limit := group.limit()) is not None:
+            found.append(limit - group.used_nbytes())
+    return max(0, min(found, default=0))
+
+
+def memory_limit(proc: Path = _PROC, groups: Path = _GROUPS) -> int | str | None:
+    """Return the least limit of the control groups in bytes, "unlimited" if none has one, None if none is readable."""
+    found = [group for group in _groups(proc, groups) if _lines(group.directory / group.limit_name)]
+    limits = [limit for group in found if (limit := group.limit()) is not None]
+    return min(limits) if limits else "unlimited" if found else None
+
+
+class _Group(NamedTuple):
+    """One control group's directory, and how its version calls the files and the line that count memory."""
+
+    directory: Path
+    limit_name: str
+    usage_name: str
+    cache_name: str
+
+    def limit(self) -> int | None:
+        """Return the bytes that the group may use, None where it has no limit of its own."""
+        text = "".join(_lines(self.directory / self.limit_name))
+        return int(text) if text.isdigit() and int(text) < _NO_LIMIT else None
+
+    def used_nbytes(self) -> int:
+        """Return the bytes that the group uses, without the page cache that can be reclaimed."""
+        used = _number("".join(_lines(self.directory / self.usage_name)))
+        lines = [line.split() for line in _lines(self.directory / "memory.stat")]
+        return used - sum(_number(count) for name, count in lines if name == self.cache_name)
+
+
+def _groups(proc: Path, groups: Path) -> Iterator[_Group]:
+    """Yield the control groups that this process is in, from its own up to the one at the mount point.
+
+    In a container the mount may show our own group as its root: then the others are missing, and nothing is lost.
+    """
+    for line in _lines(proc / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, names = groups, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top, names = groups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        directory = top / path.strip("/")
+        for place in (directory, *(parent for parent in directory.parents if parent.is_relative_to(top))):
+            yield _Group(place, *names)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0
