@@ -36,8 +36,8 @@ FLOORS = {
 """Imports point down; the rooms of floors 0 and 3 never import each other, those of floor 5 only what stands before."""
 
 ORDER = {
-    "bytes": ("interrupt", "endings", "condition", "inside", "private_file", "address_ranges", "arena",
-              "pinned_arena", "host_tensor", "device"),
+    "bytes": ("free_memory", "interrupt", "endings", "condition", "inside", "private_file", "address_ranges",
+              "arena", "pinned_arena", "host_tensor", "device"),
     "store": ("waiting", "format", "transfers", "catalog", "space", "records", "residency", "values", "lifetime",
               "generations", "inventory", "store"),
     "tiers": ("placement", "trace", "schedule", "device_tier"),
@@ -60,7 +60,6 @@ NOT_YET: set[str] = {
     "tiered.zero.activations.recompute is in a circle of files",
     "tiered.zero.activations.saved is in a circle of files",
     "tiered.zero.activations.swapped is in a circle of files",
-    "tiered.zero.activations.undecided is in a circle of files",
     "tiered.zero.budget has no place in the order of its floor",
     "tiered.zero.budget is in a circle of files",
     "tiered.zero.division has no place in the order of its floor",

@@ -61,14 +61,20 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """``head``: its own Linear, "tied" to the embedding, or "functional" use of the embedding's weight.
 
-    ``around`` checkpoints the blocks two by two, ``inside`` half of each block (True: the reentrant kind).
+    ``around`` checkpoints ``region`` blocks at a time, ``inside`` half of each block (True: the reentrant kind).
     """
 
     def __init__(
-        self, num_blocks: int = 4, *, head: str = "own", around: bool | None = None, inside: bool | None = None
+        self,
+        num_blocks: int = 4,
+        *,
+        head: str = "own",
+        around: bool | None = None,
+        inside: bool | None = None,
+        region: int = 2,
     ) -> None:
         super().__init__()
-        self.around = around
+        self.around, self.region = around, region
         self.emb, self.pos = nn.Embedding(VOCAB, WIDTH), nn.Embedding(16, WIDTH)
         self.blocks = nn.ModuleList(Block(inside=inside) for _ in range(num_blocks))
         self.ln = nn.LayerNorm(WIDTH)
@@ -77,13 +83,13 @@ class GPT(nn.Module):
             self.head.weight = self.emb.weight
 
     def run(self, first: int, x: Tensor) -> Tensor:
-        for block in self.blocks[first : first + 2]:
+        for block in self.blocks[first : first + self.region]:
             x = block(x)
         return x
 
     def logits(self, tokens: Tensor) -> Tensor:
         x = self.emb(tokens) + self.pos(torch.arange(tokens.shape[1]))
-        for first in range(0, len(self.blocks), 2):
+        for first in range(0, len(self.blocks), self.region):
             run = partial(self.run, first)
             x = run(x) if self.around is None else checkpoint(run, x, use_reentrant=self.around)
         x = self.ln(x)

@@ -208,7 +208,7 @@ def test_auto_decides_by_all_forwards_of_a_method(tmp_path: Path) -> None:
         engine = model.head.weight.segment.unit.engine
         model.fit(tiered.AdamW(model.parameters()), model.loss_of_parts, [])
         units = [block.weight.segment.unit for block in model.blocks]
-        assert engine.activations.planned is not None
+        assert engine.activations.swapping is not None
         assert all(engine.activations._saved[unit] == engine.activations._saved[units[0]] > 0 for unit in units)
 
 

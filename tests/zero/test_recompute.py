@@ -1,6 +1,7 @@
 """Units whose forward runs again in backward, to the same bits."""
 
-import random
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import tiered
 from tests.models import CASES, GPT, Block, Case, Vectors, batch_of_images, batch_of_tokens, batch_of_vectors
 from tests.reference import Recipe
 from tests.zero.saved_tensors import WORDS
+from tests.zero.test_activations import autocast_loss
 from tests.zero.training import assert_same, debug_store, reference, smallest_budget, start
 
 
@@ -45,7 +47,7 @@ def test_a_unit_that_recomputes_runs_once_more(name: str, word: Any, expected: l
 
 
 class Spinning(nn.Module):
-    """A buffer that each forward turns and uses, Python's generator, keyword and nested inputs."""
+    """A buffer that each forward turns and uses, random numbers, keyword and nested inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,13 +59,12 @@ class Spinning(nn.Module):
         x, more = first
         self.spin.copy_(self.spin.roll(1))
         self.count += 1
-        y = torch.tanh(self.linear(x * self.spin.to(x.dtype)) * (1 + random.random() * self.count))
+        y = torch.tanh(self.linear(x * self.spin.to(x.dtype)) * (1 + torch.rand(()) * self.count))
         return y * more["gate"].sigmoid() * scale
 
 
 class Spun(Vectors):
     def __init__(self) -> None:
-        random.seed(5)
         super().__init__(Spinning)
 
     def apply_blocks(self, x: Tensor) -> Tensor:
@@ -76,10 +77,10 @@ class Spun(Vectors):
 def test_a_recompute_finds_buffers_and_generators_as_they_were(word: str, tmp_path: Path, swap_all: None) -> None:
     case, recipe = Case(Spun, batch_of_vectors), Recipe()
     expected = reference(case, recipe)
-    after = random.random()
+    after = torch.rand(())
     with debug_store(tmp_path, durable=False) as store:
         assert_same(start(case, recipe, store, activations=word).run(), expected)
-    assert random.random() == after
+    assert torch.equal(torch.rand(()), after)
 
 
 def test_a_recompute_runs_in_the_mode_of_the_forward(tmp_path: Path) -> None:
@@ -198,3 +199,126 @@ def test_a_checkpoint_over_a_whole_model_takes_no_larger_budget(tmp_path: Path) 
     nbytes = smallest_budget(gpt, recipe, "backward", tmp_path / "probe")
     with debug_store(tmp_path / "store", nbytes, durable=False) as store:
         assert_same(start(case, recipe, store, "backward").run(), reference(case, recipe))
+
+
+# -- forwards that cannot run again --------------------------------------------------------------------------------
+
+
+class InPlace(nn.Module):
+    """Writes its argument in place, as a ResNet does that activates first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.relu_(x))
+
+
+class InPlaceByName(InPlace):
+    def forward(self, *, pair: list[Tensor]) -> Tensor:  # type: ignore[override]
+        return self.linear(pair[1].mul_(0.5))
+
+
+class Alternating(InPlace):
+    """Goes by a count that torch knows nothing of."""
+
+    calls = itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if next(self.calls) % 2 else self.linear(torch.cat([x, x]))[: len(x)]
+
+
+def case_of(block: type[InPlace], *, is_cast: bool = False) -> Case:
+    class Stacked(Vectors):
+        def __init__(self) -> None:
+            super().__init__(block, num_blocks=3)
+
+        def apply_blocks(self, x: Tensor) -> Tensor:
+            for module in self.blocks:
+                x = x * 2 + (module(pair=[x, x * 1.0]) if block is InPlaceByName else module(x * 1.0))
+            return x
+
+    return Case(Stacked, batch_of_vectors, **({"loss": autocast_loss} if is_cast else {}))
+
+
+@pytest.mark.parametrize(("block", "place"), [(InPlace, "argument 0"), (InPlaceByName, "argument 'pair'")])
+@pytest.mark.parametrize("word", ["recompute", "auto"])
+def test_a_forward_that_writes_its_argument_is_refused_by_name(
+    word: str, block: type[InPlace], place: str, tmp_path: Path
+) -> None:
+    """Under "auto" only autocast has units recompute."""
+    case = case_of(block, is_cast=word == "auto")
+    with debug_store(tmp_path / "refused", durable=False) as store:
+        model = start(case, Recipe(), store, activations=word).model
+        with pytest.raises(tiered.UsageError, match=rf"unit 'blocks\.0'.*wrote {place} in place.*'blocks\.0': 'keep'"):
+            case.loss(model, batch_of_vectors(0))
+    with debug_store(tmp_path / "kept", durable=False) as store:
+        words = {f"blocks.{number}": "keep" for number in range(3)}
+        assert_same(start(case, Recipe(), store, activations=words).run(), reference(case, Recipe()))
+    with debug_store(tmp_path / "auto", durable=False) as store:
+        plain = case_of(block)
+        assert_same(start(plain, Recipe(), store, activations="auto").run(), reference(plain, Recipe()))
+
+
+def test_a_second_forward_that_is_another_is_an_error_that_names_the_unit(tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        model = start(case_of(Alternating), Recipe(), store, activations="recompute").model
+        loss = model(*batch_of_vectors(0))
+        with pytest.raises(tiered.UsageError, match=r"unit 'blocks\.2'.*other tensors.*'keep'"):
+            loss.backward()
+        model.zero_grad()
+
+
+class Failing(InPlace):
+    """Cannot run twice: it empties what it was given."""
+
+    def forward(self, x: Iterator[Tensor]) -> Tensor:  # type: ignore[override]
+        return self.linear(next(x))
+
+
+def test_an_error_in_a_second_forward_names_the_unit(tmp_path: Path) -> None:
+    class Iterated(Vectors):
+        def __init__(self) -> None:
+            super().__init__(Failing)
+
+        def apply_blocks(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(iter([x]))
+            return x
+
+    with debug_store(tmp_path, durable=False) as store:
+        model = start(Case(Iterated, batch_of_vectors), Recipe(), store, activations="recompute").model
+        loss = model(*batch_of_vectors(0))
+        with pytest.raises(StopIteration) as caught:
+            loss.backward()
+        assert "recompute of unit 'blocks.3'" in str(caught.value.__notes__)
+        model.zero_grad()
+
+
+# -- micro-batches that take turns ---------------------------------------------------------------------------------
+
+
+class Outer(nn.Module):
+    """A unit with units in it, and with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
+        self.register_buffer("scale", torch.full((), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear in self.inner:
+            x = x + torch.tanh(linear(x)) * self.scale
+        return x
+
+
+def test_micro_batches_leave_the_buffers_as_they_were(tmp_path: Path) -> None:
+    """A second forward is not interrupted by others, which would take its copies for the module's own buffers."""
+    case, batches = Case(lambda: Vectors(Outer), batch_of_vectors), [batch_of_vectors(number) for number in range(3)]
+    with debug_store(tmp_path, 128 << 10, durable=False) as store:
+        model: Any = tiered.shard(case.build(), store, unit=(Outer, nn.Linear), activations="recompute", hold=0)
+        kept = [block.scale for block in model.blocks]
+        torch.stack(tiered.micro_batches(model, batches)).mean().backward()
+        assert all(block.scale is scale for block, scale in zip(model.blocks, kept, strict=True))
+        model.zero_grad()

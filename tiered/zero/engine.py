@@ -19,7 +19,6 @@ from tiered.errors import StepAbandonedError, StoreLostError, UsageError
 from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
 from tiered.zero.activations.activations import Activations
-from tiered.zero.activations.repeated_inputs import keep_repeated_inputs
 from tiered.zero.budget import smallest_budget, whole_pages
 from tiered.zero.export import Export
 from tiered.zero.forks import forget_in_children
@@ -103,7 +102,6 @@ class Engine:
         self._expect([*order, *reversed(order)], window_bytes)
         forget_in_children(self)
         guard_functorch()
-        keep_repeated_inputs()
 
     def __repr__(self) -> str:
         return f"Engine({len(self.units)} units, {self.residency!r}, depth {len(self.calls)})"
@@ -207,9 +205,9 @@ class Engine:
         """A module call ends, also by an exception; return the output with nothing of it in a unit's buffer."""
         for call in self.calls.end(module):
             self.leave(call.unit)
-        if self.calls.are_in_forward or in_graph_task():
+        if self.calls.are_in_forward:
             return output
-        if torch.is_grad_enabled() and any_requires_grad(output):
+        if torch.is_grad_enabled() and not in_graph_task() and any_requires_grad(output):
             self.forward_ended()
         return own(output, self.residency.address_of)
 

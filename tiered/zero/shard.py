@@ -23,6 +23,7 @@ from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
 from tiered.units import format_bytes
 from tiered.zero.activations.activations import ActivationRule, words_of
+from tiered.zero.activations.saved import is_recomputing, with_repeated_arguments
 from tiered.zero.budget import share_out_as_asked, smallest_budget, whole_pages
 from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
@@ -286,10 +287,12 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
 
 
 @uninterrupted
-def _enter(engine: Engine, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any) -> None:
+def _enter(engine: Engine, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
     if engine.calls and module is engine.model():
         engine.leave_abandoned(module)
+    changed = with_repeated_arguments(args, kwargs) if is_recomputing() else None
     engine.enter(module, unit)
+    return changed
 
 
 @uninterrupted

@@ -1,6 +1,6 @@
-"""activations: what becomes of what autograd saves in each unit's forward: kept, recomputed, or swapped.
+"""What becomes of the tensors that autograd saves in each unit's forward: they are kept, recomputed, or swapped.
 
-The words of ``shard(activations=...)`` and the rule of "auto" are here; how it is done in recompute.py and swapped.py.
+The words of ``shard(activations=...)`` and the rule of "auto" are here; recompute.py and swapped.py do the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,53 +22,37 @@ from tiered.bytes.free_memory import free_memory
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
 from tiered.units import format_bytes
-from tiered.zero.activations.deaths import Deaths
+from tiered.zero.activations.freed_objects import FreedObjects
 from tiered.zero.activations.recompute import Recompute, RecomputedForward
 from tiered.zero.activations.saved import Kept, own_pair_in_force
 from tiered.zero.activations.swapped import SwappedActivations, SwappedTensor
 from tiered.zero.gradients.backward import in_graph_task
-from tiered.zero.parameters.outputs import tensors
 
 if TYPE_CHECKING:
     from tiered.zero.engine import Engine
     from tiered.zero.parameters.unit import Unit
 
-__all__ = ["WORDS", "ActivationRule", "Activations", "Cost", "choose", "words_of"]
+__all__ = ["WORDS", "ActivationRule", "Activations", "choose_swapped", "words_of"]
 
 WORDS = ("auto", "keep", "recompute", "swap")
 
 ActivationRule = str | Mapping[str, str] | Callable[[str, nn.Module], str]
 
-SWAP_FLOP_PER_BYTE = 64
-"""From here on swapping a byte out and in costs less than computing it again: 1e11 FLOP/s of two CPU cores over the
-1.6e9 B/s that a byte written and read again moves at (3.5 and 6.5 GB/s, with others on the drive; design.md, 10)."""
-
 _log = logging.getLogger("tiered")
 
 
-class Cost(NamedTuple):
-    """What one forward of a unit saves and computes."""
+def choose_swapped(saved: Mapping[str, int], room_bytes: int) -> set[str]:
+    """Return the units that swap what they save, so that what the others save fits ``room_bytes``.
 
-    nbytes: int
-    flop: float
-
-
-def choose(costs: Mapping[str, Cost], room_bytes: int) -> dict[str, str]:
-    """Return the word for each unit (in the order of use): "keep" for all if what they save fits ``room_bytes``.
-
-    Else those with the fewest FLOP per saved byte, the cheapest to compute again, go until the others fit: to
-    "recompute" below ``SWAP_FLOP_PER_BYTE``, to "swap" from there on.
+    ``saved``: bytes by unit, in the order of use. The first units swap: a backward needs their bytes last.
     """
-    words = dict.fromkeys(costs, "keep")
-    excess = sum(cost.nbytes for cost in costs.values()) - room_bytes
-    for name in sorted(costs, key=lambda name: costs[name].flop / max(1, costs[name].nbytes)):
-        if excess <= 0:
-            break
-        cost = costs[name]
-        if cost.nbytes:
-            words[name] = "recompute" if cost.flop < SWAP_FLOP_PER_BYTE * cost.nbytes else "swap"
-            excess -= cost.nbytes
-    return words
+    excess = sum(saved.values()) - room_bytes
+    swapped = set()
+    for name, nbytes in saved.items():
+        if excess > 0 and nbytes:
+            swapped.add(name)
+            excess -= nbytes
+    return swapped
 
 
 def words_of(rule: ActivationRule, modules: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -118,25 +102,23 @@ class _Local(threading.local):
 class Activations:
     """What autograd saves in the forwards of one model.
 
-    With "auto" a unit keeps as long as all that is kept fits into ``room_bytes`` of ordinary memory; the first forward
-    with gradients measures what each unit saves, and ``choose`` decides from then on; what would exceed the room even
-    so is swapped as it comes. A unit that runs under autocast recomputes: its saved casts are as large as its weights.
-    One whose forward cannot run again (``refused``) is kept, or swapped where it would be recomputed for want of room.
+    With "auto" a unit keeps as long as all that is kept fits into ``room_bytes`` of ordinary memory. The first forward
+    with gradients measures what each unit saves, and ``choose_swapped`` decides from then on; what would exceed the
+    room even so is swapped as it comes. A unit that runs under autocast recomputes: its saved casts are as large as its
+    weights.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.swapped = SwappedActivations(engine)
         self.words: dict[Unit, str] = {}  # those missing keep
-        self.planned: dict[Unit, str] | None = None  # what "auto" means, once measured
+        self.swapping: set[Unit] | None = None  # the "auto" units that swap, once measured
         self.room_bytes: int | None = None  # what "auto" may keep; measured before the first forward
         self._engine = engine
         self._local = _Local()
         self._kept: dict[int, weakref.ref[_KeptStorage]] = {}  # by the address of torch's StorageImpl
         self._kept_bytes = 0
-        self._deaths: Deaths[tuple[int, int]] = Deaths()  # address and bytes of what is not kept any more
+        self._freed: FreedObjects[tuple[int, int]] = FreedObjects()  # address and bytes of what is not kept any more
         self._saved: collections.Counter[Unit] = collections.Counter()  # bytes, in the forward that is measured
-        self._flop: collections.defaultdict[Unit, float] = collections.defaultdict(float)
-        self.refused: set[Unit] = set()  # "auto", and cannot run again
         self._has_measured = False
         self._has_warned = False
 
@@ -153,25 +135,18 @@ class Activations:
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._recomputes(unit):
-                may_keep = self.words.get(unit) == "auto"
-                return recomputed(self._engine, args, kwargs, may_keep=may_keep)
-            output = forward(*args, **kwargs)
-            if self.planned is None and self.words.get(unit) == "auto" and torch.is_grad_enabled():
-                self._flop[unit] += _forward_flop(unit, output)
-            return output
+            return recomputed(self._engine, args, kwargs) if self._recomputes(unit) else forward(*args, **kwargs)
 
         module.forward = run
 
     def _recomputes(self, unit: Unit) -> bool:
         """Return whether a forward of ``unit`` that begins now is to run again in backward."""
         word = self.words.get(unit, "keep")
-        if word == "auto":
-            is_cast = torch.is_autocast_enabled("cpu") and unit not in self.refused
-            word = "recompute" if is_cast else (self.planned or {}).get(unit, "keep")
-        if word != "recompute" or not torch.is_grad_enabled() or in_graph_task() or self._local.recompute is not None:
+        if word != "recompute" and not (word == "auto" and torch.is_autocast_enabled("cpu")):
+            return False
+        if not torch.is_grad_enabled() or in_graph_task() or self._local.recompute is not None:
             return False  # inside one that recomputes, the outer one does
-        pair = own_pair_in_force()  # else a checkpoint of the caller's has the innermost one
+        pair = own_pair_in_force()
         return pair is not None and pair.may_recompute
 
     @contextmanager
@@ -196,15 +171,6 @@ class Activations:
             yield
         finally:
             self._local.is_again = before
-
-    def cannot_recompute(self, unit: Unit, reason: str) -> None:
-        """The forward of ``unit``, which is "auto", cannot run again: from the next one on it keeps, or swaps."""
-        if unit in self.refused:
-            return
-        self.refused.add(unit)
-        if self.planned is not None and self.planned.get(unit) == "recompute":
-            self.planned[unit] = "swap"
-        _log.info('activations="auto": unit %r is not recomputed: %s', unit.name, reason)
 
     def touch(self, unit: Unit) -> None:
         """A parameter of ``unit`` is used in this thread."""
@@ -233,24 +199,19 @@ class Activations:
 
     def decide(self) -> None:
         """Decide what "auto" means, once a forward was measured. Idempotent."""
-        if not self._has_measured or self.planned is not None or self.room_bytes is None:
+        if not self._has_measured or self.swapping is not None or self.room_bytes is None:
             return
-        units = [unit for unit in self._engine.units if self.words.get(unit) == "auto"]
-        root = self._engine.units[0]
-        flop = {unit: float("inf") if unit is root else self._flop[unit] for unit in units}
-        words = choose({unit.name: Cost(self._saved[unit], flop[unit]) for unit in units}, self.room_bytes)
-        self.planned = {unit: words[unit.name] for unit in units}
-        for unit in self.refused:
-            if self.planned.get(unit) == "recompute":
-                self.planned[unit] = "swap"
-        if any(word != "keep" for word in words.values()):
-            counts = collections.Counter(words.values())
+        root, *others = self._engine.units
+        units = [unit for unit in (*others, root) if self.words.get(unit) == "auto"]  # the root ends the forward
+        names = choose_swapped({unit.name: self._saved[unit] for unit in units}, self.room_bytes)
+        self.swapping = {unit for unit in units if unit.name in names}
+        if self.swapping:
             _log.info(
-                'activations="auto": a forward saves %s, %s may stay in memory: of %d units %s',
+                'activations="auto": a forward saves %s, %s may stay in memory: of %d units %d swap',
                 format_bytes(self._saved.total()),
                 format_bytes(self.room_bytes),
                 len(units),
-                ", ".join(f"{count} {word}" for word, count in sorted(counts.items())),
+                len(self.swapping),
             )
 
     def reset(self) -> None:
@@ -276,13 +237,13 @@ class Activations:
         unit = self._engine.calls.innermost_unit() or self._engine.units[0]
         word = self.words.get(unit, "keep")
         if word == "auto":
-            return self._pack_as_planned(unit, tensor)
+            return self._pack_within_room(unit, tensor)
         if not self._has_warned and torch.is_autocast_enabled("cpu") and word != "recompute":
             self._warn_of_casts(unit)
         swapped = self.swapped.pack(tensor) if word == "swap" else None
         return Kept(tensor) if swapped is None else swapped
 
-    def _pack_as_planned(self, unit: Unit, tensor: torch.Tensor) -> Kept | SwappedTensor:
+    def _pack_within_room(self, unit: Unit, tensor: torch.Tensor) -> Kept | SwappedTensor:
         self._forget_ended()
         if tensor.layout is not torch.strided:
             return Kept(tensor)
@@ -291,9 +252,9 @@ class Activations:
         reference = self._kept.get(address)
         counted = None if reference is None else reference()
         if counted is None:
-            if self.planned is None:
+            if self.swapping is None:
                 self._saved[unit] += nbytes
-            if (self.planned or {}).get(unit) == "swap" or self._kept_bytes + nbytes > (self.room_bytes or 0):
+            if unit in (self.swapping or ()) or self._kept_bytes + nbytes > (self.room_bytes or 0):
                 swapped = self.swapped.pack(tensor)
                 if swapped is not None:
                     return swapped
@@ -301,15 +262,15 @@ class Activations:
             with INTERRUPTS:
                 self._kept[address] = weakref.ref(counted)
                 self._kept_bytes += nbytes
-                self._deaths.watch(counted, (address, nbytes))
+                self._freed.watch(counted, (address, nbytes))
         return CountedKept(tensor, counted)
 
     def _forget_ended(self) -> None:
         """Take what is not kept any more out of the count."""
-        if not self._deaths:  # costs less than a block that waits for interrupts
+        if not self._freed:  # costs less than a block that waits for interrupts
             return
         with INTERRUPTS:
-            while (ended := self._deaths.next()) is not None:
+            while (ended := self._freed.next_freed()) is not None:
                 address, nbytes = ended
                 self._kept_bytes -= nbytes
                 reference = self._kept.get(address)
@@ -331,12 +292,3 @@ class CountedKept(Kept):
     def __init__(self, tensor: torch.Tensor, counted: _KeptStorage) -> None:
         super().__init__(tensor)
         self.counted = counted
-
-
-def _forward_flop(unit: Unit, output: Any) -> float:
-    """Return the FLOP of a forward by the usual estimate: two for each element of a matrix and row of the output."""
-    rows = 0
-    for tensor in tensors(output):
-        if tensor.dim() > 1:  # (..., features), or (batch, channels, ...) of images
-            rows = max(rows, tensor.numel() // max(1, tensor.shape[1 if tensor.dim() > 3 else -1]))
-    return 2.0 * rows * sum(segment.numel for segment in unit.segments if len(segment.shape) > 1)

@@ -1,27 +1,24 @@
 """recompute: a unit's forward that keeps its inputs only and runs again in backward, to the same bits.
 
-torch's non-reentrant checkpoint does the bookkeeping of saved tensors, and restores torch's RNG and autocast state;
-here is what it leaves out: arguments and attributes as they were, tensors that functional_call puts in the place of
-parameters, buffers, modes, other generators, units updated meanwhile, and forwards that cannot run again.
+torch's non-reentrant checkpoint does it, with torch's random numbers and autocast as they were. Here is what it leaves
+out: buffers and modes as they were, tensors that functional_call puts in the place of parameters, and units that are
+updated meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
-from tiered.zero.activations.attributes import Attributes, Known
-from tiered.zero.activations.random_draws import RandomStates
-from tiered.zero.activations.saved import other_pair_in_force
-from tiered.zero.activations.snapshot import Snapshot, build, version_of
-from tiered.zero.activations.undecided import UndecidedPair
+from tiered.zero.activations.saved import SavedPair
 
 if TYPE_CHECKING:
     from tiered.zero.engine import Engine
@@ -33,68 +30,44 @@ __all__ = ["Recompute", "RecomputedForward"]
 class RecomputedForward:
     """A unit module's forward under recompute: call it with the module's arguments.
 
-    What runs again must depend on its arguments, generators, autocast state, and what its modules hold only. It may
-    change all of that but tensors, which it may not write in place (buffers excepted). One that does, or that is given
-    what cannot be had twice, such as an iterator, is told at the end of its first run, or before.
+    The forward must go by its arguments, parameters, buffers, mode, torch's random numbers and autocast only, and must
+    not write a tensor argument in place.
     """
 
     def __init__(self, unit: Unit, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.unit = unit
         self.module = module
         self.forward = forward
-        self.by_name = {f"{unit.name}.{name}" if name else unit.name: m for name, m in module.named_modules()}
-        self.modules = list(self.by_name.values())
+        self.modules = list(module.modules())
         self._copies: dict[int, torch.Tensor] = {}  # of buffers as they were last: constant ones are copied once
-        self._known: Known = [None] * len(self.modules)
 
-    def __call__(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_keep: bool) -> Any:
-        """Run the forward; autograd keeps its tensor inputs (a parameter of ours as what it is) and nothing else.
+    def __call__(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward; autograd keeps its tensor inputs and nothing else. Raises UsageError if it wrote one."""
+        arguments = _Arguments(args, kwargs)
+        recompute = Recompute(self, engine, (args, kwargs), arguments)
+        return checkpoint(recompute, *arguments.hand_over(), use_reentrant=False)
 
-        One that cannot run again has all that it saved kept where it ``may_keep``; otherwise raises UsageError.
-        """
-        snapshot = Snapshot()
-        taken = [snapshot.take(value, f"argument {index}") for index, value in enumerate(args)]
-        named = {name: snapshot.take(value, f"argument {name!r}") for name, value in kwargs.items()}
-        tensors, places, unknown = list(snapshot.tensors), list(snapshot.places), snapshot.unknown
-        attributes = Attributes(self.by_name, self._known, snapshot)
-        self._known = attributes.known
-        if unknown or snapshot.iterator:
-            reason = f"{unknown or snapshot.iterator}, cannot be copied for a second forward"
-            if not may_keep:
-                raise self.refusal(reason)
-            engine.activations.cannot_recompute(self.unit, reason)
-            return self.forward(*args, **kwargs)
-        recompute = Recompute(self, engine, (args, kwargs), (taken, named), attributes, places, may_keep=may_keep)
-        return checkpoint(recompute, *tensors, use_reentrant=False)
-
-    def refusal(self, reason: str) -> UsageError:
-        """Return the error that says why the forward cannot run again."""
-        name = self.unit.name
-        return UsageError(
-            f"recompute of unit {name!r}: {reason}; expected a forward that can run again, or"
-            f" activations={{{name!r}: 'keep'}} (or 'swap')"
-        )
-
-    def copies_of_buffers(self) -> list[dict[str, torch.Tensor | None]]:
-        """Return the buffers of each of ``modules``, as they are now; never to be written."""
+    def states(self) -> list[_ModuleState]:
+        """Return the state of each of ``modules`` as it is now; the copies of buffers in it are never written."""
         copies: dict[int, torch.Tensor] = {}
-        found = []
+        states = []
         for module in self.modules:
             for buffer in module._buffers.values():
                 if buffer is not None and id(buffer) not in copies:
                     last = self._copies.get(id(buffer))
                     is_same = last is not None and _has_same_bits(buffer, last)
                     copies[id(buffer)] = last if last is not None and is_same else buffer.detach().clone()
-            found.append({name: None if b is None else copies[id(b)] for name, b in module._buffers.items()})
+            buffers = {name: None if b is None else copies[id(b)] for name, b in module._buffers.items()}
+            states.append(_ModuleState(dict(module._parameters), buffers, module.training))
         self._copies = copies
-        return found
+        return states
 
 
 class Recompute:
     """One call of a unit's forward: called by checkpoint now, and again in backward, each time with the same tensors.
 
-    The first run is given the caller's own objects (``given``), the second ones made afresh as they were then, from
-    ``taken``. Until it has run again it keeps the units whose parameters it touched from being updated in the backward.
+    The first run is given the caller's own arguments (``given``). Until the second run the units whose parameters the
+    first one touched are not updated.
     """
 
     def __init__(
@@ -102,27 +75,15 @@ class Recompute:
         recomputed: RecomputedForward,
         engine: Engine,
         given: tuple[tuple[Any, ...], dict[str, Any]],
-        taken: tuple[list[Any], dict[str, Any]],
-        attributes: Attributes,
-        places: list[str],
-        *,
-        may_keep: bool,
+        arguments: _Arguments,
     ) -> None:
         self._recomputed = recomputed
         self._engine = engine
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = given
-        self._taken = taken
-        self._places = places
-        self._may_keep = may_keep
-        pair = other_pair_in_force()
-        assert pair is not None
-        self._below: Callable[..., Any] | None = pair[0]
+        self._arguments = arguments
+        self._states = recomputed.states()
         self._versions: dict[Unit, int] = {}
         self._tokens: list[ReferenceToken] = []
-        self._parameters = [dict(module._parameters) for module in recomputed.modules]  # functional_call's, maybe
-        self._buffers = recomputed.copies_of_buffers()
-        self._attributes = attributes
-        self._generators = RandomStates.now()
 
     def touch(self, unit: Unit) -> None:
         """Note that the forward uses the parameters of ``unit``."""
@@ -135,76 +96,119 @@ class Recompute:
         if self._given is None:
             return self._run_again(tensors)
         (args, kwargs), self._given = self._given, None
-        below, self._below = self._below, None
-        assert below is not None
-        recomputed = self._recomputed
-        versions = [version_of(tensor) for tensor in tensors]
-        self.touch(recomputed.unit)
-        pair = UndecidedPair(self._engine, recomputed.unit.name, below, may_keep=self._may_keep)
-        with self._engine.activations.recomputing(self), pair.hooks():
-            output = recomputed.forward(*args, **kwargs)
-        written = [
-            place for tensor, n, place in zip(tensors, versions, self._places, strict=True) if version_of(tensor) != n
-        ]
-        where = written[0] if written else self._attributes.written()
-        if not where:
-            pair.recompute()
-            return output
-        reason = f"its forward wrote {where} in place"
-        if not self._may_keep:
-            raise recomputed.refusal(reason)
-        self._engine.activations.cannot_recompute(recomputed.unit, reason)  # Order: what is saved is kept or swapped
-        pair.keep()
-        self._tokens.clear()
+        unit = self._recomputed.unit
+        versions = [_version_of(tensor) for tensor in tensors]
+        self.touch(unit)
+        pair = SavedPair(self._engine, is_outermost=False, recomputed=unit.name)
+        with self._engine.activations.recomputing(self), pair:
+            output = self._recomputed.forward(*args, **kwargs)
+        for tensor, version, place in zip(tensors, versions, self._arguments.places, strict=True):
+            if _version_of(tensor) != version:
+                raise UsageError(
+                    f"recompute of unit {unit.name!r}: its forward wrote {place} in place; expected a forward that can"
+                    f" run again, or activations={{{unit.name!r}: 'keep'}} (or 'swap')"
+                )
         return output
 
-    def _run_again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+    def _run_again(self, tensors: Sequence[torch.Tensor]) -> Any:
         engine, recomputed = self._engine, self._recomputed
-        engine.check_usable(f"recompute of unit {recomputed.unit.name!r}")
+        name = recomputed.unit.name
+        engine.check_usable(f"recompute of unit {name!r}")
         for unit, version in self._versions.items():
             if unit.version != version:
                 raise UsageError(
-                    f"recompute of unit {recomputed.unit.name!r} after the parameters of unit {unit.name!r} were"
-                    ' updated since the forward; expected one backward per forward and step: use update="step" for'
-                    " several"
+                    f"recompute of unit {name!r} after the parameters of unit {unit.name!r} were updated since the"
+                    ' forward; expected one backward per forward and step: use update="step" for several'
                 )
-        where = self._attributes.written()
-        if where:
-            raise recomputed.refusal(f"{where} was written in place since the forward")
-        built: dict[int, Any] = {}
-        taken, named = self._taken
-        args = [build(value, tensors, built) for value in taken]
-        kwargs = {name: build(value, tensors, built) for name, value in named.items()}
+        args, kwargs = self._arguments.build(tensors)
         engine.enter(recomputed.module, recomputed.unit)
         try:
-            with engine.activations.running_again(), self._attributes.in_place(tensors, built), self._as_it_was():
+            with engine.activations.running_again(), self._as_it_was():
                 return recomputed.forward(*args, **kwargs)
-        finally:  # also when checkpoint has all it needs, and says so by an exception
+        except Exception as error:  # also checkpoint's own, when it has all it needs
+            error.add_note(f"in the recompute of unit {name!r}, which activations={{{name!r}: 'keep'}} does without")
+            raise
+        finally:
             engine.exit(recomputed.module, None)
             self._tokens.clear()  # Lifetime: what was recomputed lies in the units' buffers and keeps them itself
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
-        """Give the module its tensors and generators as they were, and take the present ones back after."""
+        """Give the modules their tensors and modes as they were, and take the present ones back after."""
         modules = self._recomputed.modules
-        parameters = [module._parameters for module in modules]
-        buffers = [module._buffers for module in modules]
-        generators = RandomStates.now()
+        present = [_ModuleState(module._parameters, module._buffers, module.training) for module in modules]
         clones: dict[int, torch.Tensor] = {}  # a buffer that two modules share stays one
         try:
-            for module, own, copies in zip(modules, self._parameters, self._buffers, strict=True):
-                module.__dict__["_parameters"] = dict(own)
-                for copy in copies.values():
-                    if copy is not None and id(copy) not in clones:
-                        clones[id(copy)] = copy.clone()
-                module.__dict__["_buffers"] = {n: None if c is None else clones[id(c)] for n, c in copies.items()}
-            self._generators.restore()
+            for module, state in zip(modules, self._states, strict=True):
+                buffers: dict[str, torch.Tensor | None] = {}
+                for name, copy in state.buffers.items():
+                    buffers[name] = None if copy is None else clones.setdefault(id(copy), copy.clone())
+                _ModuleState(dict(state.parameters), buffers, state.training).put(module)
             yield
         finally:
-            for module, own, present in zip(modules, parameters, buffers, strict=True):
-                module.__dict__["_parameters"] = own
-                module.__dict__["_buffers"] = present
-            generators.restore()
+            for module, state in zip(modules, present, strict=True):
+                state.put(module)
+
+
+class _ModuleState(NamedTuple):
+    """What a forward finds in its module."""
+
+    parameters: dict[str, Any]  # in functional_call, tensors of the caller's
+    buffers: dict[str, torch.Tensor | None]
+    training: bool
+
+    def put(self, module: nn.Module) -> None:
+        """Give it to ``module``."""
+        vars(module).update(_parameters=self.parameters, _buffers=self.buffers, training=self.training)
+
+
+class _Number(int):
+    """The place of a tensor among those that autograd keeps."""
+
+
+class _Arguments:
+    """The arguments of one call: each tensor once, for autograd to keep, and what to put together again around them.
+
+    Containers are made afresh; everything else, parameters included, stands for itself.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.places: list[str] = []  # where each tensor was found first, in words
+        self._tensors: list[torch.Tensor] = []
+        numbers: dict[int, _Number] = {}
+        self._args = [self._take(value, f"argument {index}", numbers) for index, value in enumerate(args)]
+        self._kwargs = {name: self._take(value, f"argument {name!r}", numbers) for name, value in kwargs.items()}
+
+    def _take(self, value: Any, place: str, numbers: dict[int, _Number]) -> tuple[list[Any], TreeSpec]:
+        leaves, spec = tree_flatten(value)
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, nn.Parameter):
+                continue
+            if id(leaf) not in numbers:
+                numbers[id(leaf)] = _Number(len(self._tensors))
+                self._tensors.append(leaf)
+                self.places.append(place)
+            leaves[index] = numbers[id(leaf)]
+        return leaves, spec
+
+    def hand_over(self) -> list[torch.Tensor]:
+        """Return the tensors, which are autograd's to keep from now on."""
+        tensors, self._tensors = self._tensors, []
+        return tensors
+
+    def build(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments with ``tensors``."""
+
+        def made(taken: tuple[list[Any], TreeSpec]) -> Any:
+            leaves, spec = taken
+            return tree_unflatten([tensors[leaf] if type(leaf) is _Number else leaf for leaf in leaves], spec)
+
+        return [made(taken) for taken in self._args], {name: made(taken) for name, taken in self._kwargs.items()}
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """Return the count of writes in place to ``tensor``; 0 where torch counts none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _has_same_bits(buffer: torch.Tensor, copy: torch.Tensor) -> bool:

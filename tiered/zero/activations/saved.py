@@ -1,7 +1,7 @@
 """What autograd saves for backward: references into units instead of the units' bytes.
 
 A saved tensor that lies in a unit's buffer becomes (unit, offset, shape, strides) and swaps the unit in when it is
-asked for. Tensors that are not ours go to the pair of hooks that was in force before, or to activations.py.
+asked for. Other tensors go to the pair of hooks that was in force before, or to activations.py.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from tiered.errors import UsageError
+from tiered.zero.gradients.backward import in_graph_task
 from tiered.zero.parameters.parameter import without_dispatch
 
 if TYPE_CHECKING:
@@ -23,20 +24,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Kept",
-    "OwnPair",
     "SavedPair",
     "SavedReference",
     "check_unmodified",
-    "is_callers_pair_in_force",
-    "other_pair_in_force",
+    "is_recomputing",
     "own_pair_in_force",
+    "pair_in_force",
+    "with_repeated_arguments",
 ]
 
 
 _Pair = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-def other_pair_in_force() -> _Pair | None:
+def pair_in_force() -> _Pair | None:
     """Return the pack and unpack hooks that are in force now, if any are."""
     pair: _Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return pair if pair and pair[0] is not None else None
@@ -44,24 +45,43 @@ def other_pair_in_force() -> _Pair | None:
 
 def own_pair_in_force() -> SavedPair | None:
     """Return the pair that is in force now if it is one of ours."""
-    return _own(other_pair_in_force())
-
-
-def is_callers_pair_in_force() -> bool:
-    """Return whether the pair that is in force now is the caller's own: neither ours nor a checkpoint's."""
-    pair = other_pair_in_force()
-    is_own = pair is not None and isinstance(getattr(pair[0], "__self__", None), OwnPair)
-    return pair is not None and not is_own and not _is_of_checkpoint(pair)
-
-
-def _own(pair: _Pair | None) -> SavedPair | None:
+    pair = pair_in_force()
     own = None if pair is None else getattr(pair[0], "__self__", None)
     return own if isinstance(own, SavedPair) else None
 
 
-def _is_of_checkpoint(pair: _Pair) -> bool:
+def _is_of_checkpoint(pair: _Pair | None) -> bool:
     """Return whether ``pair`` is that of a non-reentrant checkpoint, in its forward or as it recomputes."""
-    return getattr(pair[0], "__module__", "") == checkpoint.__module__
+    return pair is not None and getattr(pair[0], "__module__", "") == checkpoint.__module__
+
+
+def is_recomputing() -> bool:
+    """Return whether a non-reentrant checkpoint recomputes here, and no module of ours has been called in it yet."""
+    return in_graph_task() and _is_of_checkpoint(pair_in_force())
+
+
+def with_repeated_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call in a recomputation, with one object wherever the forward was given one tensor.
+
+    A checkpoint saves each of its arguments, and under hooks each comes back as an object of its own. A module that
+    asks ``query is key``, as attention does, would go another way than in the forward.
+    """
+    objects: dict[Any, torch.Tensor] = {}
+
+    def first(value: Any) -> Any:
+        return objects.setdefault(_identity(value), value) if type(value) is torch.Tensor else value
+
+    return tuple(map(first, args)), {name: first(value) for name, value in kwargs.items()}
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a tensor has in common with another object for the same tensor."""
+    if tensor.requires_grad:
+        edge = get_gradient_edge(tensor)
+        return edge.node, edge.output_nr
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return (id(tensor),)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 class SavedReference:
@@ -123,49 +143,55 @@ def check_unmodified(tensor: torch.Tensor, version: int) -> None:
         )
 
 
-class OwnPair:
-    """A pair of hooks of ours: its pack hook is a method."""
+class SavedPair:
+    """One pair of saved-tensor hooks of ours, in force around the outermost call and inside it above every other pair.
 
-    __slots__ = ()
+    A weight becomes a reference; other tensors are handed on to the pair below (``_outer``). A checkpoint's pair is
+    never told of weights: its recomputation would keep every unit of the region in memory. It knows saved tensors by
+    their number. Invariant: in a checkpoint's forward and in its recomputation pairs of ours stand above its own in the
+    same places. A caller's pair is told of weights if it was entered inside the outermost call, and what it hands back
+    of a unit becomes a reference.
 
-
-class SavedPair(OwnPair):
-    """One pair of saved-tensor hooks, entered around the outermost call (see design.md, section 6), and inside it above
-    each pair of the caller's.
-
-    The caller's own pairs are not told of weights when they were in force before the outermost call; those of inside
-    are, and what they hand back of a unit becomes a reference. Invariant: a checkpoint that was in force before is told
-    of every saved tensor. It knows them by their number, and where it recomputes, pairs of ours may be in force that
-    were not in its forward.
+    ``recomputed``: the name of the unit whose forward runs, where a checkpoint of ours is below.
     """
 
-    def __init__(self, engine: Engine, *, is_outermost: bool = True) -> None:
+    def __init__(self, engine: Engine, *, is_outermost: bool = True, recomputed: str = "") -> None:
         self._engine = engine
         self._outer: _Pair | None = None
         self._is_outermost = is_outermost
         self._is_in_checkpoint = False
-        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._recomputed = recomputed
+        self._hooks: saved_tensors_hooks | None = None
 
     @property
     def may_recompute(self) -> bool:
         """Whether a unit under this pair may run again on its own: no checkpoint or pair of the caller's is between."""
         return self._is_outermost and not self._is_in_checkpoint
 
+    def is_of(self, engine: Engine) -> bool:
+        """Return whether this pair knows the units of ``engine``."""
+        return self._engine is engine
+
     def enter(self) -> None:
         """Put the pair in force. Raises UsageError where torch has switched such hooks off."""
-        self._outer = other_pair_in_force()
-        self._is_in_checkpoint = self._outer is not None and _is_of_checkpoint(self._outer)
+        self._outer = pair_in_force()
+        self._is_in_checkpoint = _is_of_checkpoint(self._outer)
+        hooks = saved_tensors_hooks(self._pack, _unpack)
         try:
-            self._hooks.__enter__()
+            hooks.__enter__()
         except RuntimeError as error:
             raise UsageError(
                 f"a forward of a sharded model where saved-tensor hooks are switched off ({error}); expected plain"
                 " autograd: torch.func transforms (grad, vmap, jvp) work on unsharded models"
             ) from error
+        self._hooks = hooks
 
     def exit(self) -> None:
         """Take the pair out of force."""
-        self._hooks.__exit__()
+        hooks, self._hooks = self._hooks, None  # Lifetime: they lead back to the pair
+        self._outer = None  # Lifetime: a checkpoint's leads to the arguments that it keeps
+        if hooks is not None:
+            hooks.__exit__()
 
     def __enter__(self) -> SavedPair:
         self.enter()
@@ -178,12 +204,12 @@ class SavedPair(OwnPair):
         unit = self._engine.residency.address_of(tensor)
         outer = self._outer
         if unit is None:
-            return self._engine.activations.pack(tensor) if outer is None else _HandedOn(outer[1], outer[0](tensor))
-        if outer is not None and not self._is_outermost:
-            return _HandedOnWeight(outer[1], tree_map_only(torch.Tensor, self._as_reference, outer[0](tensor)))
-        if outer is not None and self._is_in_checkpoint:
-            outer[0](tensor)  # it counts; what nobody holds it will not keep as it recomputes
-        return SavedReference(unit, tensor)
+            if outer is None:
+                return self._engine.activations.pack(tensor)
+            return _HandedOn(outer[1], outer[0](tensor), self._recomputed)
+        if outer is None or self._is_outermost or self._is_in_checkpoint:
+            return SavedReference(unit, tensor)
+        return _HandedOnWeight(outer[1], tree_map_only(torch.Tensor, self._as_reference, outer[0](tensor)))
 
     def _as_reference(self, tensor: torch.Tensor) -> torch.Tensor | SavedReference:
         unit = self._engine.residency.address_of(tensor)
@@ -191,27 +217,37 @@ class SavedPair(OwnPair):
 
 
 class _HandedOn:
-    """What the outer pair made of a tensor, and how to undo it."""
+    """What the pair below made of a tensor, and how to undo it."""
 
-    __slots__ = ("packed", "unpack")
+    __slots__ = ("packed", "recomputed", "unpack")
 
-    def __init__(self, unpack: Callable[..., Any], packed: Any) -> None:
+    def __init__(self, unpack: Callable[..., Any], packed: Any, recomputed: str = "") -> None:
         self.unpack = unpack
         self.packed = packed
+        self.recomputed = recomputed
 
     def restore(self) -> torch.Tensor:
-        """Return what the outer pair makes of it."""
-        tensor: torch.Tensor = self.unpack(self.packed)
+        """Return what the pair below makes of it. Raises UsageError where a unit's second forward is another one."""
+        try:
+            tensor: torch.Tensor = self.unpack(self.packed)
+        except CheckpointError as error:
+            if not self.recomputed:
+                raise
+            raise UsageError(
+                f"recompute of unit {self.recomputed!r}: its second forward saved other tensors than the first;"
+                " expected one that goes by its arguments, buffers and torch's random numbers only, or"
+                f" activations={{{self.recomputed!r}: 'keep'}} ({str(error).splitlines()[0]})"
+            ) from error
         return tensor
 
 
 class _HandedOnWeight(_HandedOn):
-    """What the outer pair made of a tensor in a unit, with references to what of it lies there still."""
+    """What the pair below made of a tensor in a unit, with references to what of it lies there still."""
 
     __slots__ = ()
 
     def restore(self) -> torch.Tensor:
-        """Return what the outer pair makes of it, with the unit swapped in."""
+        """Return what the pair below makes of it, with the unit swapped in."""
         tensor: torch.Tensor = self.unpack(tree_map_only(SavedReference, SavedReference.restore, self.packed))
         return tensor
 

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, UsageError
 from tiered.units import KiB, format_bytes
-from tiered.zero.activations.deaths import Deaths
+from tiered.zero.activations.freed_objects import FreedObjects
 from tiered.zero.activations.saved import check_unmodified
 
 if TYPE_CHECKING:
@@ -97,7 +97,9 @@ class SwappedActivations:
         self._storages: dict[int, weakref.ref[SwappedStorage]] = {}  # by the address of torch's StorageImpl
         self._keys: dict[str, tuple[int, int]] = {}  # key -> serial number and bytes of what is in the store
         self._held: OrderedDict[str, int] = OrderedDict()  # oldest first
-        self._deaths: Deaths[tuple[str, int, int]] = Deaths()  # key, serial number and address of the storage
+        self._freed: FreedObjects[tuple[str, int, int]] = (
+            FreedObjects()
+        )  # key, serial number and address of the storage
         self._unswept: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
         engine.working_set.add_reclaimer(self._reclaim)
 
@@ -168,7 +170,7 @@ class SwappedActivations:
     @uninterrupted
     def sweep(self) -> None:
         """Delete the keys that nothing refers to any more, but for those whose write is in flight."""
-        while (ended := self._deaths.next()) is not None:
+        while (ended := self._freed.next_freed()) is not None:
             self._unswept.put(ended)
         busy: list[tuple[str, int, int]] = []
         while not self._unswept.empty():
@@ -224,7 +226,7 @@ class SwappedActivations:
             self._keys[made.key] = made.serial, nbytes
             self._storages[storage._cdata] = weakref.ref(made)
             self._hold(made.key, nbytes)
-        self._deaths.watch(made, (made.key, made.serial, storage._cdata))
+        self._freed.watch(made, (made.key, made.serial, storage._cdata))
         return made
 
     def _name(self) -> tuple[str, int]:

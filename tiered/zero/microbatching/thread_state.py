@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tiered.zero.activations.saved import other_pair_in_force
+from tiered.zero.activations.saved import pair_in_force
 
 __all__ = ["Settings", "ThreadState"]
 
@@ -29,7 +29,7 @@ class ThreadState:
         self._is_casting_once = torch.is_autocast_cache_enabled()
         self._function_modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._dispatch_modes = _get_current_dispatch_mode_stack()
-        self._pair = other_pair_in_force()
+        self._pair = pair_in_force()
         self._context = contextvars.copy_context()
 
     def run(self, work: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tiered.zero.activations.saved import SavedPair, is_callers_pair_in_force
+from tiered.zero.activations.saved import SavedPair, own_pair_in_force
 from tiered.zero.frames import stack
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ class CallStack:
 class Calls:
     """The stack of calls, the outermost first: ``stack``; micro-batches that take turns have their own (``others``).
 
-    Invariant: one pair of hooks is entered by the outermost call or method with gradients, and one by each call and
-    operation that finds a pair of the caller's own above it. (Only the innermost pair is ever used: one per unit would
-    switch non-reentrant checkpointing off.)
+    Invariant: a pair of hooks of ours is entered by the outermost call or method with gradients, and by each call and
+    operation that finds another pair above ours: a caller's own, or a checkpoint's. (torch uses the innermost pair
+    only; see ``SavedPair`` for what it hands on.)
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -211,7 +211,10 @@ class Calls:
         return SavedPair(self._engine, is_outermost=self.stack.num_pairs == 0)
 
     def _needs_pair(self) -> bool:
-        return torch.is_grad_enabled() and (self.stack.num_pairs == 0 or is_callers_pair_in_force())
+        if not torch.is_grad_enabled():
+            return False
+        pair = own_pair_in_force()
+        return pair is None or not pair.is_of(self._engine)
 
 
 def _num_under_way(module: nn.Module) -> int:

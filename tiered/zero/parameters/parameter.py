@@ -96,8 +96,6 @@ class TieredParameter(nn.Parameter):
                     return first.segment.unit.engine.assign(first.segment, args[1])
                 if func in _AS_STRIDED:
                     args, kwargs = _in_buffer(_AS_STRIDED[func], args, kwargs)
-                if torch._C._current_graph_task_id() != -1:
-                    args, kwargs = _frozen_as_tensors(args), _frozen_as_tensors(kwargs)
                 result = func(*args, **kwargs)
                 return first.segment.unit.engine.detached(first.segment, result) if func is _DETACH else result
 
@@ -211,21 +209,6 @@ def _in_buffer(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     if kwargs.get("storage_offset") is not None:
         return args, kwargs | {"storage_offset": kwargs["storage_offset"] + start}
     return args, kwargs
-
-
-def _frozen_as_tensors(value: Any) -> Any:
-    """Return ``value`` with each parameter that has no gradient as a tensor on its bytes.
-
-    A checkpoint that recomputes keeps the saved tensors that require no gradient as the very objects they are: the
-    parameter would be swapped out under it.
-    """
-    if isinstance(value, TieredParameter):
-        return value if value.requires_grad else value.detach()
-    if type(value) in (list, tuple):
-        return type(value)(_frozen_as_tensors(item) for item in value)
-    if type(value) is dict:
-        return {key: _frozen_as_tensors(item) for key, item in value.items()}
-    return value
 
 
 def _is_about_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
