@@ -5,10 +5,17 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
-from tiered.bytes.interrupt import INTERRUPTS
+from tiered.bytes.interrupt import INTERRUPTS, Acquirable
 
-__all__ = ["Condition"]
+__all__ = ["Condition", "Waiter"]
+
+
+class Waiter(Acquirable, Protocol):
+    """What a thread waits for: it can be acquired once for each time that it was released."""
+
+    def release(self) -> None: ...
 
 
 class Condition(threading.Condition):
@@ -26,7 +33,7 @@ class Condition(threading.Condition):
 
     is_held_here: Callable[[], bool]
 
-    _waiters: deque[threading.Lock]  # the standard one's
+    _waiters: deque[Waiter]  # the standard one's
 
     def __init__(self) -> None:
         lock = threading.RLock()
@@ -35,17 +42,21 @@ class Condition(threading.Condition):
         self.__exit__ = lock.__exit__  # type: ignore[method-assign]
         self.is_held_here = lock._is_owned  # type: ignore[attr-defined]
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for a notification, as the standard one does. Among ``INTERRUPTS`` it is here that one is raised."""
-        waiter = self.waiter()
+    def wait(self, timeout: float | None = None, waiter: Waiter | None = None) -> bool:
+        """Wait for a notification, as the standard one does. Among ``INTERRUPTS`` it is here that one is raised.
+
+        A ``waiter`` is released by the next notification, and may be by something else, too.
+        """
+        if waiter is None:
+            waiter = self.waiter()
+        else:
+            self._waiters.append(waiter)
         held = self._release_save()  # type: ignore[attr-defined]  # the standard one has both
-        was_notified = False
         try:
-            was_notified = INTERRUPTS.acquire(waiter, None if timeout is None else max(timeout, 0.0))
-            return was_notified
+            return INTERRUPTS.acquire(waiter, None if timeout is None else max(timeout, 0.0))
         finally:
             self._acquire_restore(held)  # type: ignore[attr-defined]
-            if not was_notified and waiter in self._waiters:
+            if waiter in self._waiters:
                 self._waiters.remove(waiter)
 
     def waiter(self) -> threading.Lock:

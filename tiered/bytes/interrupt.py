@@ -14,13 +14,19 @@ from contextlib import AbstractContextManager, contextmanager
 from signal import SIGINT, default_int_handler
 from threading import get_ident
 from types import FrameType, TracebackType
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
-__all__ = ["INTERRUPTS", "Interrupts", "uninterrupted", "uninterrupted_block"]
+__all__ = ["INTERRUPTS", "Acquirable", "Interrupts", "uninterrupted", "uninterrupted_block"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _SIGINT = int(SIGINT)
+
+
+class Acquirable(Protocol):
+    """A lock, or what is waited for as one is."""
+
+    def acquire(self, *, timeout: float = -1) -> bool: ...
 
 
 class Interrupts:
@@ -70,7 +76,7 @@ class Interrupts:
             self._is_noted = False
             raise KeyboardInterrupt
 
-    def acquire(self, lock: threading.Lock, timeout_s: float | None = None) -> bool:
+    def acquire(self, lock: Acquirable, timeout_s: float | None = None) -> bool:
         """Acquire ``lock`` as itself does; in a block of the main thread, KeyboardInterrupt may be raised instead."""
         timeout_s = -1 if timeout_s is None else timeout_s
         if not self.num_blocks or get_ident() != self.thread:

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from tiered.bytes.arena import Arena, Buffer
@@ -75,6 +75,56 @@ class LeastRecentlyUsed:
         return False
 
 
+class Ends:
+    """The ends of leases, as finalizers report them, and a way to wait for them: a waiter of the store's condition.
+
+    A finalizer must not take the store's lock to notify. So one thread at a time waits for the queue instead, which a
+    notification reaches as well, by None. It leaves in the queue what it finds.
+    """
+
+    def __init__(self, condition: Condition) -> None:
+        self.queue: queue.SimpleQueue[Alias | None] = queue.SimpleQueue()
+        self._condition = condition
+        self._is_awaited = False
+
+    def wait(self, timeout: float) -> None:
+        """Wait for an end or a notification, with the store's lock held."""
+        if self._is_awaited:
+            self._condition.wait(timeout)
+            return
+        self._is_awaited = True
+        try:
+            self._condition.wait(timeout, self)
+        finally:
+            self._is_awaited = False
+            self._condition.notify_all()  # another one that waits goes on with that
+
+    def take(self) -> Iterator[Alias]:
+        """Take the ends out of the queue, under the lock; a notification is left to the thread that waits for one."""
+        was_notified = False
+        while not self.queue.empty():
+            alias = self.queue.get_nowait()
+            if alias is not None:
+                yield alias
+            was_notified |= alias is None
+        if was_notified and self._is_awaited:
+            self.queue.put(None)
+
+    def release(self) -> None:
+        """The condition was notified."""
+        self.queue.put(None)
+
+    def acquire(self, *, timeout: float = -1) -> bool:
+        """Wait until the queue has something; return False where the time is over."""
+        get = functools.partial(self.queue.get, True, None if timeout < 0 else timeout)
+        try:
+            # Order: no line of Python between taking an end and putting it back, where an interrupt would lose it.
+            next(map(self.queue.put, iter(get, None)), None)
+        except queue.Empty:
+            return False
+        return True
+
+
 class Residents:
     """Entries in DRAM, within the arena's budget.
 
@@ -98,7 +148,7 @@ class Residents:
         self.users: Counter[int] = Counter()  # thread -> living leases and reservations it asked for
         self._condition = condition
         self._entries = Table()
-        self._ends: queue.SimpleQueue[Alias] = queue.SimpleQueue()
+        self.ends = Ends(condition)
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -263,11 +313,11 @@ class Residents:
 
         It is no line of Python: an interrupt there would be lost, and the end with it. May be called again.
         """
-        return functools.partial(self._ends.put, alias)  # a queue's put takes, and ignores, a second argument
+        return functools.partial(self.ends.queue.put, alias)  # a queue's put takes, and ignores, a second argument
 
     def report_end(self, alias: Alias) -> None:
         """A lease ends that has no tensor (any more)."""
-        self._ends.put(alias)
+        self.ends.queue.put(alias)
         if self._is_closed:
             self.reap()
 
@@ -286,8 +336,9 @@ class Residents:
 
     def drain(self) -> None:
         """Note the leases that have ended since the last call."""
-        while not self._ends.empty():
-            alias = self._ends.get_nowait()
+        if self.ends.queue.empty():
+            return
+        for alias in self.ends.take():
             if alias.has_ended:
                 continue
             self.release(alias)
@@ -342,7 +393,7 @@ class Residents:
         # the very frame that a collection interrupted; it, or the next end, finds the queue.
         if self._pid != os.getpid() or self._condition.is_held_here():
             return
-        while not self._ends.empty() and self._condition.acquire(blocking=False):
+        while not self.ends.queue.empty() and self._condition.acquire(blocking=False):
             try:
                 self.drain()
             finally:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from tiered.bytes.arena import Buffer
@@ -30,17 +30,15 @@ __all__ = ["Room"]
 
 _log = logging.getLogger("tiered")
 
-_LOOK_AGAIN_S = 0.01  # short against any swap, long against the price of looking
-_PATIENCE = 1 / 8  # of its deadline: so long a caller waits for memory before others stand back
-_TURN = 1 / 4  # of its deadline: so long they do at most
+_STANDING_BACK = 1 / 4  # of its deadline: so long a caller lets others go first at most
 
 
 class Room:
     """Buffers for callers that may block. ``refuse`` raises when the store serves no more calls.
 
-    Who asks for little finds room first. So that nobody is passed over for ever, threads that have nothing (no lease,
-    no reservation) stand back for a caller that has nothing either and has waited for an eighth of its deadline, until
-    it has its memory, or for a quarter of that deadline. Whoever has something goes on: it may be what is waited for.
+    Callers that hold nothing, no lease and no reservation, are served in the order in which they came: one that asks
+    for much is not passed over by those that ask for little. A caller that holds something goes on at once, because
+    the others may be waiting for what it holds.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class Room:
         self._condition = condition
         self._deadline_s = deadline_s
         self.refuse = refuse
-        self._turns: dict[Deadline, float] = {}  # of callers that have waited for long, oldest first: until when
+        self._queue: deque[Deadline] = deque()  # of callers that wait and hold nothing, first come, first served
         self._reservations: dict[Buffer, int | None] = {}  # and the thread that will give it back soon, if one will
         self._policy: EvictionPolicy | None = None  # that was set
 
@@ -80,7 +78,9 @@ class Room:
         It waits for ``thread``, whose own calls then fail with CapacityError where they would wait for it.
         """
         number = this_thread()
-        self.waits_for[number] = thread
+        with self._condition:
+            self.waits_for[number] = thread
+            self._condition.notify_all()  # it may be what the other thread waits for
         try:
             yield
         finally:
@@ -91,7 +91,7 @@ class Room:
 
         Nobody waits for one that ``is_lasting`` to be given back.
         """
-        buffer = None if self._turns else self.reserve_nowait(nbytes, is_lasting=is_lasting)
+        buffer = None if self._queue else self.reserve_nowait(nbytes, is_lasting=is_lasting)
         if buffer is not None:
             return buffer
         deadline = Deadline(f"reservation of {format_bytes(nbytes)} of the DRAM budget", self._deadline_s)
@@ -103,7 +103,7 @@ class Room:
                     return buffer
                 self.make(nbytes, deadline)
         finally:
-            self.end_turn(deadline)
+            self.leave(deadline)
 
     def reserve_nowait(self, nbytes: int, *, is_lasting: bool = False) -> Buffer | None:
         """Lease ``nbytes`` of the arena if evicting clean tensors is enough."""
@@ -116,11 +116,12 @@ class Room:
                     self._residents.users[this_thread()] += 1
             return buffer
 
-    def end_turn(self, deadline: Deadline) -> None:
+    def leave(self, deadline: Deadline) -> None:
         """Note that the caller with ``deadline`` waits for memory no more."""
-        if self._turns:  # nobody else puts in this one
+        if self._queue:  # no other caller adds this one
             with self._condition:
-                if self._turns.pop(deadline, None) is not None:
+                if deadline in self._queue:
+                    self._queue.remove(deadline)
                     self._condition.notify_all()
 
     def unreserve(self, buffer: Buffer) -> None:
@@ -136,6 +137,8 @@ class Room:
         needed = self._space.round_up(nbytes)
         begun_s = time.monotonic()
         with self._condition:
+            if self._has_nothing() and deadline not in self._queue:
+                self._queue.append(deadline)
             self._residents.drain()
             self.raise_failure()
             if self._has_room(needed) and not self._residents.is_worth_waiting():
@@ -218,14 +221,22 @@ class Room:
     # Below: under the lock
 
     @property
-    def has_turns(self) -> bool:
-        """Whether somebody has waited for memory for long."""
-        return bool(self._turns)
+    def num_queued(self) -> int:
+        """How many callers that hold nothing wait for memory."""
+        return len(self._queue)
 
     def stand_back(self, deadline: Deadline) -> None:
-        """Wait while it is the turn of somebody else, before the caller with ``deadline`` takes or pins memory."""
-        while self._turns and self._is_anothers_turn(deadline) and self._has_nothing():
-            self._condition.wait(_LOOK_AGAIN_S)
+        """Let callers that came earlier go first, before the one with ``deadline`` takes or pins memory."""
+        if not self._queue or not self._has_nothing():
+            return
+        if deadline not in self._queue:
+            self._queue.append(deadline)
+        until_s = time.monotonic() + _STANDING_BACK * self._deadline_s
+        while self._queue[0] is not deadline:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:  # what the first one waits for may wait for this caller
+                return
+            self._condition.wait(left_s)
             deadline.renew()
             self._residents.drain()
             self.raise_failure()
@@ -299,29 +310,12 @@ class Room:
     def _has_nothing(self) -> bool:
         return this_thread() not in self._residents.users
 
-    def _is_anothers_turn(self, deadline: Deadline) -> bool:
-        now = time.monotonic()
-        for other, until_s in self._turns.items():
-            if other is deadline:
-                return False
-            if now < until_s:
-                return True
-        return False
-
     def _wait(self, deadline: Deadline) -> None:
         """Wait for a while; the time starts anew as long as what is in flight comes closer to its end."""
-        now = time.monotonic()
-        if (
-            now - deadline.begun_s > _PATIENCE * self._deadline_s
-            and deadline not in self._turns
-            and self._has_nothing()
-        ):
-            self._turns[deadline] = now + _TURN * self._deadline_s
         self.num_waiting += 1
         try:
-            # The end of a lease is reported by a finalizer, which must not take the lock to notify: look again soon.
             progress = (self._records.commit_progress(), self._space.progress.num_blocks)
-            deadline.wait(self._condition, progress, at_most_s=_LOOK_AGAIN_S)
+            deadline.wait(self._residents.ends, progress)
         finally:
             self.num_waiting -= 1
 

@@ -217,7 +217,7 @@ class WorkingSet:
                 elif reading is not None:
                     reading.start()
         finally:
-            self.room.end_turn(deadline)
+            self.room.leave(deadline)
             if claim is not None:
                 self._unclaim(claim)
 

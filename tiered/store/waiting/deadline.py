@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
+from typing import Protocol
 
 from tiered.errors import DeadlineError
 
@@ -15,21 +15,26 @@ _log = logging.getLogger("tiered")
 _UNCHANGED = object()
 
 
+class Awaited(Protocol):
+    """A condition, or another way to wait with its lock held."""
+
+    def wait(self, timeout: float, /) -> object: ...
+
+
 class Deadline:
     """The patience of one operation. Time counts from the last sign of progress."""
 
-    __slots__ = ("_limit_s", "_operation", "_progress", "_start_s", "_warned", "begun_s", "waited_s")
+    __slots__ = ("_limit_s", "_operation", "_progress", "_start_s", "_warned")
 
     def __init__(self, operation: str, limit_s: float) -> None:
         """``operation`` says what waits for what, with its key: ``"lease of 'a'"``."""
-        self.waited_s = 0.0
         self._operation = operation
         self._limit_s = limit_s
-        self.begun_s = self._start_s = time.monotonic()
+        self._start_s = time.monotonic()
         self._progress: object = None
         self._warned = False
 
-    def wait(self, condition: threading.Condition, progress: object = None, *, at_most_s: float = 60.0) -> None:
+    def wait(self, condition: Awaited, progress: object = None, *, at_most_s: float = 60.0) -> None:
         """Wait until ``condition``, whose lock is held, is notified (or for a while); the caller then looks again.
 
         ``progress`` is any value that changes as long as what is waited for comes closer: then the time starts anew.
@@ -38,7 +43,6 @@ class Deadline:
         now = self.check(progress)
         half_s = self._start_s + self._limit_s / 2
         condition.wait(min(at_most_s, (half_s if now < half_s else self._start_s + self._limit_s) - now))
-        self.waited_s += time.monotonic() - now
 
     def renew(self) -> None:
         """Note a sign of progress: the time starts anew."""

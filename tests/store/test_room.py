@@ -1,15 +1,17 @@
-"""Who asks for most of the budget is not passed over for ever by those who ask for little, and nobody hangs for it."""
+"""Callers that wait for memory: in which order they get it, and what wakes them."""
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
-from tests.store.rig import WAIT_S, simulated_store, write_key
+from tests.store.rig import WAIT_S, await_true, simulated_store, write_key
 from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CapacityError
 from tiered.store.residency.working_set import WorkingSet
@@ -103,51 +105,92 @@ class Waiting:
         except BaseException as error:
             self.raised.append(error)
 
-    def until_its_turn(self) -> None:
+    def until_it_waits(self) -> None:
         begun_s = time.monotonic()
-        while not self.working_set.room.has_turns and time.monotonic() - begun_s < WAIT_S:
+        while not self.working_set.room.num_queued and time.monotonic() - begun_s < WAIT_S:
             time.sleep(0.01)
-        assert self.working_set.room.has_turns
+        assert self.working_set.room.num_queued
 
     def give_way(self) -> None:
         """Release what is in its way, and wait for its end."""
         while self.held:
             self.held.pop().release()
         self.thread.join(WAIT_S)
-        assert not self.thread.is_alive() and not self.working_set.room.has_turns
+        assert not self.thread.is_alive() and not self.working_set.room.num_queued
 
 
 def test_who_has_a_lease_does_not_stand_back_and_goes_on() -> None:
     with simulated_store(deadline_s=WAIT_S) as store:
         waiting = Waiting(store)
-        waiting.until_its_turn()
+        waiting.until_it_waits()
         begun_s = time.monotonic()
         waiting.held.append(store.working_set.lease("small 5", "r"))
-        assert time.monotonic() - begun_s < WAIT_S / 8  # a turn lasts for twice as long
+        assert time.monotonic() - begun_s < WAIT_S / 8  # whoever stands back does so for twice as long
         waiting.give_way()
         assert not waiting.raised
 
 
-def test_a_turn_ends_where_nobody_can_have_it() -> None:
+def test_nobody_stands_back_for_ever() -> None:
     """Whoever has the memory waits, outside of the store, for a thread that stands back."""
     with simulated_store(deadline_s=4.0) as store:
         waiting = Waiting(store)
-        waiting.until_its_turn()
+        waiting.until_it_waits()
         awaited = threading.Thread(target=lambda: store.working_set.lease("small 5", "r").release())
         awaited.start()
-        awaited.join(3.0)  # a turn is one second
+        awaited.join(3.0)  # it stands back for one second
         assert not awaited.is_alive()
         waiting.give_way()
         assert not waiting.raised
 
 
-def test_no_turn_is_left_of_a_caller_that_gave_up() -> None:
+def test_nothing_is_left_of_a_caller_that_gave_up() -> None:
     with simulated_store(deadline_s=0.4) as store:
         waiting = Waiting(store)
         waiting.thread.join(WAIT_S)
         assert len(waiting.raised) == 1 and "did not happen within" in str(waiting.raised[0])
-        assert not store.working_set.room.has_turns
+        assert not store.working_set.room.num_queued
         waiting.give_way()
         lease(store.working_set)
         with pytest.raises(CapacityError):
             store.working_set.reserve(1 * MiB)
+
+
+@pytest.mark.parametrize("num_waiting", [1, 3])
+def test_the_death_of_a_tensor_wakes_who_waits_for_its_memory(num_waiting: int) -> None:
+    """No call of the store follows it, and whoever waits looks again at nothing else before its deadline."""
+    with simulated_store(deadline_s=10 * WAIT_S) as store:
+        working_set = store.working_set
+        write_key(working_set, "large", LARGE_NBYTES, 9)
+        views = [working_set.lease("large", "r").tensor]
+        threads = [threading.Thread(target=reserve, args=(working_set,)) for _ in range(num_waiting)]
+        for thread in threads:
+            thread.start()
+        await_true(lambda: working_set.room.num_queued == num_waiting)
+        time.sleep(0.05)  # all of them wait by now, or will find the end
+        views.clear()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert not any(thread.is_alive() for thread in threads)
+
+
+def test_an_interrupt_of_who_waits_loses_no_end_of_a_lease() -> None:
+    with simulated_store() as store:
+        working_set = store.working_set
+        write_key(working_set, "large", LARGE_NBYTES, 9)
+        views: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: views.append(working_set.lease("large", "r").tensor))
+        thread.start()
+        thread.join()
+
+        def interrupt() -> None:
+            await_true(lambda: working_set.room.num_waiting == 1)
+            signal.raise_signal(signal.SIGINT)
+            views.clear()
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            reserve(working_set)
+        thread.join()
+        reserve(working_set)
+        assert not working_set.residents.users and not working_set.room.num_queued
