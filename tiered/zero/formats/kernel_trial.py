@@ -72,7 +72,7 @@ def tried_compact_kernels() -> CompactKernels | None:
 
 
 def agree(made_by: Callable[[CompactKernels | None], list[torch.Tensor]], kernels: CompactKernels) -> bool:
-    """Whether torch and ``kernels`` keep the same numbers as the same bits, and see the same numbers in them."""
+    """Return whether torch and ``kernels`` keep the same numbers as the same bits, and see the same numbers in them."""
     return all(torch.equal(a, b) for a, b in zip(made_by(None), made_by(kernels), strict=True))
 
 
