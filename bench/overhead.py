@@ -78,16 +78,16 @@ class Side:
             self.optimizer = tiered.AdamW(self.model.parameters(), update=update)
         self._engine: Any = None if store is None else next(self.model.parameters()).segment.unit.engine  # type: ignore[attr-defined]
 
-    def train(self, num_steps: int) -> float:
-        """Train, wait for what is pending, and return the seconds of one step."""
-        begun_s = time.perf_counter()
+    def train(self, num_steps: int) -> tuple[float, float]:
+        """Train, wait for what is pending, and return the seconds of one step, and the CPU seconds."""
+        begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
         for _ in range(num_steps):
             self.model(self.rows).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
         if self._engine is not None:
             self._engine.finish_updates()
-        return (time.perf_counter() - begun_s) / num_steps
+        return (time.perf_counter() - begun_s) / num_steps, (time.process_time() - begun_cpu_s) / num_steps
 
 
 class CallCounter:
@@ -128,23 +128,23 @@ def budget_of(width: int, num_units: int) -> int:
     return 2 * 16 * num_units * 2 * width * (width + 1) + 64 * MiB
 
 
-def measure_time(width: int, num_units: int, args: argparse.Namespace) -> dict[str, float]:
-    """Return the median ratio of each mode's step to the plain one's."""
-    ratios: dict[str, list[float]] = {mode: [] for mode in MODES}
+def measure_time(width: int, num_units: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return the median ratio of each mode's step to the plain one's, in time and in CPU time."""
+    turns: list[dict[str, tuple[float, float]]] = []
     with in_stores(width, num_units, args) as sides:
         for side in sides.values():
             side.train(WARM_UP_STEPS)
-        plain_s: list[float] = []
         for turn in range(args.turns):
             order = list(sides.items())
-            seconds = {mode: side.train(args.steps) for mode, side in (order if turn % 2 else reversed(order))}
-            plain_s.append(seconds["plain"])
-            for mode in MODES:
-                ratios[mode].append(seconds[mode] / seconds["plain"])
-    medians = {mode: statistics.median(values) for mode, values in ratios.items()}
-    for mode, values in ratios.items():
-        print(f'  update="{mode}": {medians[mode]:.2f} times as long ({min(values):.2f} to {max(values):.2f})')
-    print(f"  a step in plain PyTorch: {1e3 * statistics.median(plain_s):.2f} ms, {args.turns} turns of {args.steps}")
+            turns.append({name: side.train(args.steps) for name, side in (order if turn % 2 else reversed(order))})
+    medians: dict[str, dict[str, float]] = {"time": {}, "cpu": {}}
+    for index, (what, found) in enumerate(medians.items()):
+        for mode in MODES:
+            ratios = [turn[mode][index] / turn["plain"][index] for turn in turns]
+            found[mode] = statistics.median(ratios)
+            print(f'  update="{mode}": {found[mode]:.2f} times the {what} ({min(ratios):.2f} to {max(ratios):.2f})')
+    plain_s = statistics.median(turn["plain"][0] for turn in turns)
+    print(f"  a step in plain PyTorch: {1e3 * plain_s:.2f} ms, {args.turns} turns of {args.steps} steps")
     return medians
 
 

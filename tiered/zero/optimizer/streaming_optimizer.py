@@ -254,8 +254,7 @@ class StreamingOptimizer(Optimizer):
         engine = unit.engine
         limit = engine.pending_bytes if self.in_backward else None
         buckets = [b for b in self._state.buckets[unit] if not {p.segment for p in b.pieces}.isdisjoint(managed)]
-        # Order: promised before the wait, in which the parameters would be evicted as done with.
-        state_keys = [bucket.key for bucket in buckets]
+        state_keys = [bucket.key for bucket in buckets]  # order: promised before the wait, or they would be evicted
         if self.in_backward:  # the gradients stay leased from here on
             engine.schedule.hand_over([unit.key, *state_keys], unrecorded=[gradients.key])
         else:
@@ -268,7 +267,8 @@ class StreamingOptimizer(Optimizer):
             raise
         hypers = {segment: self._state.count(segment, self._hypers[segment]) for segment in managed}
         taken = gradients.take(used=self.in_backward)
-        engine.worker.submit(UnitUpdate(unit, buckets, hypers, taken, self._pipeline))
+        update = UnitUpdate(unit, buckets, hypers, taken, self._pipeline)
+        engine.worker.submit(update, is_settled=engine.schedule.is_settled)
 
     def _step_plain(self, unit: PlainUnit) -> None:
         for engine in self._engines:

@@ -26,6 +26,7 @@ from tiered.store.residency.working_set import WorkingSet
 from tiered.store.waiting.recorder import Wait
 from tiered.store.waiting.reentry import Reentry
 from tiered.zero.parameters.parameter import without_dispatch
+from tiered.zero.parameters.placeholder import is_in_mode
 
 if TYPE_CHECKING:
     from tiered.zero.optimizer.unit_update import UnitUpdate
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["UpdateWorker"]
 
 _log = logging.getLogger("tiered")
-
 _LOOK_AGAIN_S = 0.01  # short against any swap, long against the price of looking
 _STAND_BACK_S = 0.1  # long enough for somebody who waits for memory to take what was given up
 
@@ -96,23 +96,27 @@ class UpdateWorker:
         """Whether the caller is the worker's thread."""
         return self._last_thread is threading.current_thread()
 
-    # -- the main thread ------------------------------------------------------------------------------------------
-
     def make_room(self, unit: Unit, nbytes: int, limit_bytes: int | None) -> None:
         """Wait until ``nbytes`` more may be pending: the sum is within the limit, if any, or nothing is pending.
 
         And until a commit that waits for what is pending has been sealed: it is not to contain what comes next.
         """
         self.wait_for(unit)
-        if limit_bytes is not None:
-            most_bytes = max(0, limit_bytes - nbytes)
-            self._wait(lambda: sum(update.nbytes for update in self._pending()) <= most_bytes, unit.name)
+        if limit_bytes is not None and self.is_busy:
+            most = max(0, limit_bytes - nbytes)
+            self._wait(lambda: sum(update.nbytes for update in self._pending()) <= most, unit.name)
         if self._conclusion is not None:
             self.wait_for_all()
 
     @uninterrupted
-    def submit(self, update: UnitUpdate) -> None:
-        """Hand ``update`` over; does not block. Its unit has none pending. DeviceError where there can be no thread."""
+    def submit(self, update: UnitUpdate, *, is_settled: bool = False) -> None:
+        """Hand ``update`` over; does not block. Its unit has none pending. DeviceError where there can be no thread.
+
+        Where all is in DRAM for good, ``is_settled``, a second thread has nothing to wait for and takes this one's
+        cores and interpreter: the update runs here then, unless one of torch's modes would see what it does.
+        """
+        if is_settled and not self.is_busy and not is_in_mode():
+            return self._run_here(update)
         try:
             with self._condition:
                 assert update.unit not in self._queue and self._conclusion is None
@@ -122,6 +126,11 @@ class UpdateWorker:
         except BaseException:
             self._drop([update])
             raise
+
+    def _run_here(self, update: UnitUpdate) -> None:
+        with torch.no_grad(), without_dispatch():
+            self.failure, self._what_failed = self._update(update), "an update failed"
+        self.raise_failure()
 
     def _start_thread(self, update: UnitUpdate) -> None:
         """Under the lock, which keeps the thread from looking for work before there is some."""
@@ -135,18 +144,19 @@ class UpdateWorker:
 
     def wait_for(self, unit: Unit) -> None:
         """Wait for the update of ``unit``, if one is pending; it goes first. Ends at once after a failure."""
+        if not self.is_busy:
+            return
         with self._condition:
             if unit in self._queue:
                 self._queue.move_to_end(unit, last=False)
-        self._wait(lambda: unit not in self._queue and not self._is_running(unit), unit.name)
+        self._wait(lambda: not self._is_pending(unit), unit.name)
 
     def wait_for_all(self) -> None:
         """Wait until nothing is pending and the thread has ended. Ends early after a failure."""
         self._wait(lambda: not self._is_updating, "")
         self._wait(lambda: not self.is_busy, "", Wait.COMMIT)
-        thread = self._last_thread
-        if thread is not None and not self.is_busy:
-            thread.join()  # it has nothing left to do
+        if self._last_thread is not None and not self.is_busy:
+            self._last_thread.join()  # it has nothing left to do
 
     def finish(self, key: str) -> None:
         """A caller is about to use ``key`` through the store: wait for all, if it may be one of a pending update."""
@@ -208,13 +218,13 @@ class UpdateWorker:
         """Return the gradients' keys that are to be deleted once nobody sees their bytes."""
         with self._condition:
             leftovers, self._leftovers = self._leftovers, []
-        return leftovers
+            return leftovers
 
     def _pending(self) -> list[UnitUpdate]:
-        return [*self._queue.values()] + ([self._running] if self._running is not None else [])
+        return [*self._queue.values(), *([self._running] if self._running is not None else [])]
 
-    def _is_running(self, unit: Unit) -> bool:
-        return (running := self._running) is not None and running.unit is unit
+    def _is_pending(self, unit: Unit) -> bool:
+        return unit in self._queue or ((running := self._running) is not None and running.unit is unit)
 
     @uninterrupted
     def _wait(self, is_over: Callable[[], bool], subject: str, reason: Wait = Wait.UPDATE) -> None:
@@ -250,8 +260,6 @@ class UpdateWorker:
             self._is_refused = not has_given and bool(self._need)
         self._notify()
         return True
-
-    # -- who waits for memory -------------------------------------------------------------------------------------
 
     def wait_for_progress(self) -> bool:
         """For a caller that waits for memory: wait a moment for the running update to free some; False: none runs."""
@@ -303,8 +311,6 @@ class UpdateWorker:
         if self._is_cancelled:
             raise _CancelledError
         return not is_refused
-
-    # -- the worker's thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         with self._condition:
@@ -389,7 +395,6 @@ class UpdateWorker:
                     self._leftovers.append(update.gradients.key)
 
     def _end(self, update: UnitUpdate) -> None:
-        key = update.end()
-        if key:
+        if key := update.end():
             with self._condition:
                 self._leftovers.append(key)

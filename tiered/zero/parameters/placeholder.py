@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch._C._functorch import get_interpreter_stack
 
 __all__ = ["close", "ordinary_tensors", "placeholder", "unrecorded"]
 
@@ -52,6 +53,12 @@ def _unrecorded() -> Iterator[None]:
 def ordinary_tensors() -> AbstractContextManager[None]:
     """Return a block whose tensors autograd can save later, also inside of ``torch.inference_mode()``."""
     return _outside_inference() if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def is_in_mode() -> bool:
+    """Return whether this thread is in one of torch's modes, or transforms, that see or change each operation."""
+    num_modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    return bool(num_modes or get_interpreter_stack()) or torch.is_inference_mode_enabled()
 
 
 @contextmanager
