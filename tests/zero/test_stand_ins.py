@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.overrides import get_testing_overrides
 
@@ -116,8 +117,7 @@ def clip_twice(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def clip_with_accelerate(parameters: list[nn.Parameter]) -> torch.Tensor:
-    accelerate = pytest.importorskip("accelerate")
-    return accelerate.Accelerator(cpu=True).clip_grad_norm_(parameters, 0.01)
+    return Accelerator(cpu=True).clip_grad_norm_(parameters, 0.01)
 
 
 def clip_by_hand(parameters: list[nn.Parameter]) -> torch.Tensor:
