@@ -25,12 +25,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests/devices
+
 import torch
 
 import tiered
+from tests.devices.throttled import ThrottledDevice
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.engines import open_device
-from tiered.bytes.device.throttled import ThrottledDevice
 from tiered.store.catalog.catalog import SqliteCatalog
 from tiered.store.lifetime.opening import empty_root
 from tiered.store.transfers import transfer

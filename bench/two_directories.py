@@ -14,6 +14,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import tempfile
 import time
 import uuid
@@ -21,12 +22,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests/devices
+
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
+from tests.devices.throttled import ThrottledDevice
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.engines import open_device
-from tiered.bytes.device.memory import SimulatedDisk
-from tiered.bytes.device.throttled import ThrottledDevice
 from tiered.store.catalog.simulated_catalog import SimulatedCatalog
 from tiered.store.lifetime.opening import empty_root
 from tiered.store.store import Store

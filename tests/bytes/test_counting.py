@@ -7,12 +7,13 @@ import threading
 import pytest
 
 from tests.bytes.moving import WAIT_S, Batch, move
+from tests.devices.counting import CountingDevice
+from tests.devices.faults import Fault, FaultKind, FaultsDevice
+from tests.devices.latency import LatencyHistogram
+from tests.devices.simulated_disk import SimulatedDisk
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
-from tiered.bytes.device.counting import CountingDevice
-from tiered.bytes.device.faults import Fault, FaultKind, FaultsDevice
-from tiered.bytes.device.latency import LatencyHistogram
-from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
+from tiered.bytes.device.memory import MemoryDevice
 from tiered.errors import ClosedError, DeviceError
 from tiered.units import KiB, MiB
 

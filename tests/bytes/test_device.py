@@ -11,15 +11,16 @@ import pytest
 
 from tests.bytes.moving import Batch, fill, move
 from tests.bytes.places import PLACES, plain
+from tests.devices.counting import CountingDevice
+from tests.devices.faults import FaultsDevice
+from tests.devices.simulated_disk import SimulatedDisk
+from tests.devices.throttled import ThrottledDevice
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.device.aio import AiofilesDevice
 from tiered.bytes.device.base import SCRATCH, Device, IOClass
-from tiered.bytes.device.counting import CountingDevice
-from tiered.bytes.device.faults import FaultsDevice
-from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
+from tiered.bytes.device.memory import MemoryDevice
 from tiered.bytes.device.mmap import MmapDevice
 from tiered.bytes.device.threads import ThreadsDevice
-from tiered.bytes.device.throttled import ThrottledDevice
 from tiered.bytes.device.uring import UringDevice
 from tiered.errors import ClosedError, DeviceError
 from tiered.units import KiB, MiB

@@ -6,9 +6,10 @@ import threading
 import pytest
 
 from tests.bytes.moving import WAIT_S, Batch, fill, move
+from tests.devices.faults import Fault, FaultKind, FaultsDevice
+from tests.devices.simulated_disk import SimulatedDisk
 from tiered.bytes.arena import Buffer
-from tiered.bytes.device.faults import Fault, FaultKind, FaultsDevice
-from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
+from tiered.bytes.device.memory import MemoryDevice
 from tiered.errors import CapacityError, DeviceError
 from tiered.units import KiB, MiB
 

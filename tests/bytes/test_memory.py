@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.bytes.moving import move
+from tests.devices.simulated_disk import PowerCutError, SimulatedDisk
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.device.base import SCRATCH
-from tiered.bytes.device.memory import MemoryDevice, PowerCutError, SimulatedDisk
+from tiered.bytes.device.memory import MemoryDevice
 from tiered.errors import CapacityError, DeviceError
 from tiered.units import KiB
 

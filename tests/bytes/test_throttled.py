@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.bytes.moving import Batch, exit_code_of_child, move
+from tests.devices.simulated_disk import SimulatedDisk
+from tests.devices.throttled import Pace, ThrottledDevice
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass, Operation
-from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
+from tiered.bytes.device.memory import MemoryDevice
 from tiered.bytes.device.threads import ThreadsDevice
-from tiered.bytes.device.throttled import Pace, ThrottledDevice
 from tiered.errors import ClosedError, UsageError
 from tiered.units import KiB, MiB
 
@@ -141,7 +142,7 @@ def test_what_waits_is_written_when_the_interpreter_ends_without_close(tmp_path:
 import mmap
 from tiered.bytes.device.base import IOClass, Operation
 from tiered.bytes.device.threads import ThreadsDevice
-from tiered.bytes.device.throttled import ThrottledDevice
+from tests.devices.throttled import ThrottledDevice
 device = ThrottledDevice(ThreadsDevice({str(tmp_path)!r}, num_threads=2), write_bytes_per_s=1.0)
 device.grow(0, 65536)
 memory = memoryview(mmap.mmap(-1, 65536))

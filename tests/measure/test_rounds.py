@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.devices.counting import CountingDevice
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import SCRATCH, Device, IOClass, Operation
-from tiered.bytes.device.counting import CountingDevice
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import ClosedError, DeviceError
 from tiered.measure.pattern import Pattern

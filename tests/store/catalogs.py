@@ -5,7 +5,7 @@ import sqlite3
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
-from tiered.bytes.device.memory import SimulatedDisk
+from tests.devices.simulated_disk import SimulatedDisk
 from tiered.store.catalog.catalog import Root, Row, SqliteCatalog
 from tiered.store.catalog.simulated_catalog import SimulatedCatalog
 from tiered.store.format.checksum import num_blocks

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from tests.bytes.faulty import faulty
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.seccomp import forbid
 from tests.store.catalogs import SqliteHome, content_of, root_of, row_of
 from tests.store.crashes import Campaign
 from tests.store.rig import WAIT_S, GatedStore, assert_holds, filled, numbers, simulated_store, stored
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CorruptionError, DeadlineError, DeviceError, TieredError, UsageError
 from tiered.store.lifetime.directory import Directories
 from tiered.store.store import Store

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.catalogs import SqliteHome
 from tests.store.places import quick_directory
 from tests.store.rig import BUDGET_NBYTES, GatedStore, simulated_store
 from tiered.bytes.arena import Arena
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store
 from tiered.units import MiB

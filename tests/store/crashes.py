@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 import xxhash
 
+from tests.devices.simulated_disk import Moment, Policy, SimulatedDisk
 from tests.store.rig import Counter, numbers, simulated_store
-from tiered.bytes.device.simulated_disk import Moment, Policy, SimulatedDisk
 from tiered.errors import TieredError
 from tiered.store.space import device_space
 from tiered.store.space.extents import ExtentAllocator

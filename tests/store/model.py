@@ -21,8 +21,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import Counter, numbers, simulated_store
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import DeviceError, LeaseError, TieredError, UsageError
 from tiered.store.residency.working_set import Lease
 from tiered.store.store import Store

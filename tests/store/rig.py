@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Device, DeviceStatistics, Operation
-from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
+from tiered.bytes.device.memory import MemoryDevice
 from tiered.errors import TieredError
 from tiered.store.catalog.catalog import Catalog
 from tiered.store.catalog.simulated_catalog import SimulatedCatalog

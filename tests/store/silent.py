@@ -18,12 +18,12 @@ from typing import Literal
 import torch
 
 from tests.bytes.faulty import ENGINES, Call, Faulty
+from tests.devices.faults import Fault, FaultKind, FaultsDevice
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, numbers, simulated_store
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.adaptor import Adaptor, relay
 from tiered.bytes.device.base import Device, Operation
-from tiered.bytes.device.faults import Fault, FaultKind, FaultsDevice
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CorruptionError
 from tiered.store.catalog.catalog import SqliteCatalog
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.devices.faults import Fault, FaultsDevice
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import GatedStore, filled, numbers, simulated_store
 from tiered.bytes.device.base import Device, Operation
-from tiered.bytes.device.faults import Fault, FaultsDevice
 from tiered.bytes.device.files import translate
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import DeadlineError, DeviceError, UsageError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.units import KiB, MiB

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.bytes.moving import Batch
+from tests.devices.faults import Fault, FaultsDevice
+from tests.devices.simulated_disk import SimulatedDisk
+from tests.devices.throttled import Pace
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.adaptor import Adaptor
 from tiered.bytes.device.base import Device, Operation
-from tiered.bytes.device.faults import Fault, FaultsDevice
-from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
+from tiered.bytes.device.memory import MemoryDevice
 from tiered.bytes.device.profile import Profile, write_profile
-from tiered.bytes.device.throttled import Pace
 from tiered.errors import ClosedError
 from tiered.store.space.bandwidth import BandwidthMeter, profiled_weights
 from tiered.store.space.extents import ExtentAllocator

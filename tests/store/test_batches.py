@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.devices.faults import Fault, FaultsDevice
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, GatedDevice, assert_holds, numbers, simulated_store
 from tiered.bytes.device.base import Device, Operation
-from tiered.bytes.device.faults import Fault, FaultsDevice
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CorruptionError, DeviceError, LeaseError
 from tiered.store.store import Store
 from tiered.units import KiB, MiB

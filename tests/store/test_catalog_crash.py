@@ -7,6 +7,7 @@ from contextlib import closing
 
 import pytest
 
+from tests.devices.simulated_disk import PowerCutError, SimulatedDisk
 from tests.store.catalogs import (
     ROOT,
     FailingConnection,
@@ -17,7 +18,6 @@ from tests.store.catalogs import (
     root_of,
     row_of,
 )
-from tiered.bytes.device.memory import PowerCutError, SimulatedDisk
 from tiered.errors import CapacityError, CorruptionError, DeadlineError, DeviceError
 from tiered.store.catalog.simulated_catalog import SimulatedCatalog
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.catalogs import ROOT, UUID, SqliteHome, content_of, failing, inline_row, root_of, row_of
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CorruptionError, DeviceError, UsageError
 from tiered.store.catalog.simulated_catalog import SimulatedCatalog
 from tiered.store.catalog.sqlite_file import connect, make_durable, translated

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, Counter, GatedStore, assert_holds, filled, numbers, simulated_store
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import (
     LeaseError,
 )

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.bytes.faulty import Errors, FaultyThreads
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import (
     WAIT_S,
     Counter,
@@ -25,7 +26,6 @@ from tests.store.rig import (
     stored,
 )
 from tiered.bytes.arena import Arena
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import (
     CapacityError,
     ClosedError,

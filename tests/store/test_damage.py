@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import numbers, simulated_store
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row, decode_root, decode_row, encode_root, encode_row

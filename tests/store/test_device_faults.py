@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.devices.faults import Fault, FaultKind, FaultsDevice
 from tests.store.rig import numbers, simulated_store
 from tiered.bytes.device.base import Device
-from tiered.bytes.device.faults import Fault, FaultKind, FaultsDevice
 from tiered.errors import CorruptionError
 from tiered.store.store import Store
 from tiered.units import KiB

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store, stored
 from tiered.bytes.device.base import IOClass
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.store import Store

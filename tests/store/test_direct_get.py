@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, GatedDevice, await_true, numbers, simulated_store, written
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.bytes.host_tensor import empty_aligned
 from tiered.errors import CorruptionError, DeadlineError, DeviceError
 from tiered.store.format.checksum import BLOCK_NBYTES

@@ -15,11 +15,11 @@ from typing import Literal
 import pytest
 import torch
 
+from tests.devices.faults import Fault, FaultsDevice
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import numbers, simulated_store
 from tiered.bytes.device.base import Device
-from tiered.bytes.device.faults import Fault, FaultsDevice
 from tiered.bytes.device.files import translate
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CapacityError, DeviceError, TieredError
 from tiered.store.space.space import Space
 from tiered.store.store import Store

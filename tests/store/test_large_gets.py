@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, GatedDevice, await_true, numbers, simulated_store
 from tiered.bytes.device.base import Operation
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import ClosedError, CorruptionError, DeadlineError, DeviceError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.store import Store

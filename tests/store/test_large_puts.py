@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store, stored
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import DeviceError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.records.entry import Residency

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import Counter, assert_holds, filled, numbers, simulated_store
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import (
     UsageError,
 )

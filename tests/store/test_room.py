@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, await_true, simulated_store, write_key
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CapacityError
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import numbers, simulated_store
 from tests.store.test_bandwidth import PROFILE
 from tiered.bytes.device.adaptor import Adaptor
 from tiered.bytes.device.base import Device, Operation
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.bytes.device.profile import write_profile
 from tiered.errors import CapacityError
 from tiered.store.store import Store

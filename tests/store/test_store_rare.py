@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, GatedStore, filled, numbers, simulated_store, stored, write_key
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import SCRATCH
-from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
+from tiered.bytes.device.memory import MemoryDevice
 from tiered.errors import CapacityError, DeadlineError, DeviceError, LeaseError, UsageError
 from tiered.store.format.extent import Extent
 from tiered.store.generations import commit as commit_module

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import assert_holds, filled, numbers, simulated_store
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.store.format.row import decode_row
 from tiered.store.store import Store
 

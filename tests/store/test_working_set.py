@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 import pytest
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, numbers, read_key, simulated_store, stored, write_key
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import (
     CapacityError,
     DeadlineError,

@@ -23,9 +23,9 @@ import tiered
 import tiered.store.generations.generations
 import tiered.store.store
 import tiered.train.launch
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import simulated_store
 from tests.train.test_loop import TINY
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.bytes.device.profile import Profile, write_profile
 from tiered.cli import main
 from tiered.errors import TieredError

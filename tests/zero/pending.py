@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import torch
 
 import tiered
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import Counter, GatedCatalog, simulated_store
 from tests.zero.test_pipeline import ROOMY_NBYTES, Rig
-from tiered.bytes.device.simulated_disk import SimulatedDisk
 from tiered.units import MiB
 
 Contents = tuple[int, str, dict[str, torch.Tensor]]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.zero.pending import (
     Contents,
     Pending,
@@ -23,7 +24,6 @@ from tests.zero.pending import (
 from tests.zero.test_pipeline import expected, interrupt, rig
 from tests.zero.training import assert_same
 from tiered.bytes import endings
-from tiered.bytes.device.simulated_disk import SimulatedDisk
 from tiered.errors import CapacityError, DeviceError, StepAbandonedError
 from tiered.units import MiB
 from tiered.zero.optimizer.unit_update import UnitUpdate

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import tiered
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import simulated_store
 from tests.zero.training import counted_swaps
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.store.store import Store
 from tiered.units import KiB
 from tiered.zero.gradients.stand_in import StandIn

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import tiered
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.interrupts import interrupt_at
 from tests.store.rig import simulated_store
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import TieredError
 from tiered.store.store import Store
 from tiered.units import KiB, MiB

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import tiered
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.models import CASES
 from tests.reference import Recipe, Trained
 from tests.store.rig import GatedDevice, simulated_store
 from tests.zero.training import Session, assert_same, debug_store, reference, smallest_budget, start
 from tiered.bytes.device.base import Device, Operation
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import CapacityError, DeviceError, StepAbandonedError, UsageError
 from tiered.units import MiB
 from tiered.zero.optimizer.update_worker import UpdateWorker

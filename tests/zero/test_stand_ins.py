@@ -22,8 +22,8 @@ from torch import nn
 from torch.overrides import get_testing_overrides
 
 import tiered
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import simulated_store
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.errors import UsageError
 from tiered.store.residency.write_back import WriteBack
 from tiered.store.store import Store

@@ -1,8 +1,4 @@
-"""A device in RAM: a share of a simulated disk that can lose power (simulated_disk.py).
-
-``engine="memory"`` runs on it, and so do the crash tests. All I/O happens inside ``submit``, so that a run is
-deterministic.
-"""
+"""A device in RAM, which ``engine="memory"`` runs on. All I/O happens inside ``submit``, so a run is deterministic."""
 
 from __future__ import annotations
 
@@ -11,21 +7,110 @@ import threading
 from collections.abc import Sequence
 
 from tiered.bytes.device.base import SCRATCH, Device, DeviceStatistics, Operation
-from tiered.bytes.device.simulated_disk import PowerCutError, SimulatedDisk
-from tiered.errors import ClosedError, DeviceError
+from tiered.errors import CapacityError, ClosedError, DeviceError
+from tiered.units import TiB, format_bytes
 
-__all__ = ["MemoryDevice", "PowerCutError", "SimulatedDisk"]
+__all__ = ["MemoryDevice", "MemoryDisk"]
 
 _ALIGNMENT = 4096  # bytes
+_File = tuple[int, int]  # device, file
+
+
+class MemoryDisk:
+    """The files of several devices, and small named values that are replaced atomically; all in RAM. Thread-safe.
+
+    It lasts as long as the object. ``device`` is the index of a MemoryDevice, ``path`` a file's name for messages.
+    """
+
+    def __init__(self, *, capacity_nbytes: int = TiB) -> None:
+        """Make an empty disk; each device's files may be ``capacity_nbytes`` in all."""
+        self._capacity_nbytes = capacity_nbytes
+        self._lock = threading.Lock()
+        self._files: dict[_File, bytearray] = {}
+        self._values: dict[str, object] = {}
+
+    def transact(self, name: str, payload: object) -> None:
+        """Replace the value ``name``, atomically and durably. ``payload`` is kept, not copied: never change it."""
+        with self._lock:
+            self._values[name] = payload
+
+    def load(self, name: str) -> object | None:
+        """Return the value ``name``, or None where none was ever stored."""
+        with self._lock:
+            return self._values.get(name)
+
+    def read(self, device: int, operation: Operation, path: str) -> None:
+        """Copy the range of ``operation`` into its memory. Raises DeviceError beyond the file's end."""
+        with self._lock:
+            image = self._range(device, operation, path)
+            operation.memory[:] = memoryview(image)[operation.offset : operation.offset + len(operation.memory)]
+
+    def write(self, device: int, operation: Operation, path: str) -> None:
+        """Copy the memory of ``operation`` into its range. Raises DeviceError beyond the file's end."""
+        with self._lock:
+            image = self._range(device, operation, path)
+            image[operation.offset : operation.offset + len(operation.memory)] = operation.memory
+
+    def grow(self, device: int, file: int, nbytes: int, path: str) -> None:
+        """Extend a file with zeros. Raises CapacityError."""
+        with self._lock:
+            self._grow(device, file, nbytes, path)
+
+    def flush(self, device: int, path: str) -> None:
+        """Make the changes of one device durable: as durable as RAM is."""
+
+    def sizes(self, device: int) -> dict[int, int]:
+        """Return the size of each file."""
+        with self._lock:
+            return {file: len(image) for (owner, file), image in self._files.items() if owner == device}
+
+    def free_nbytes(self, device: int) -> int:
+        """Return how much the files may still grow."""
+        with self._lock:
+            return self._free_nbytes(device)
+
+    def drop_scratch(self, device: int) -> None:
+        """Forget the scratch file, if there is one."""
+        with self._lock:
+            self._files.pop((device, SCRATCH), None)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._files)} files, {sum(map(len, self._files.values()))} bytes)"
+
+    # Below: under the lock
+
+    def _range(self, device: int, operation: Operation, path: str) -> bytearray:
+        image = self._files.get((device, operation.file))
+        end = operation.offset + len(operation.memory)
+        if image is None or end > len(image):
+            size = 0 if image is None else len(image)
+            verb = "write" if operation.is_write else "read"
+            raise DeviceError(f"{verb} of {operation.offset} to {end} of {path} failed: the file has {size} bytes")
+        return image
+
+    def _grow(self, device: int, file: int, nbytes: int, path: str) -> None:
+        old_size = len(self._files.get((device, file), b""))
+        free_nbytes = self._free_nbytes(device)
+        if nbytes - old_size > free_nbytes:
+            raise CapacityError(
+                f"cannot grow {path} from {format_bytes(old_size)} to {format_bytes(nbytes)}: "
+                f"{format_bytes(free_nbytes)} are free on the disk in memory"
+            )
+        image = self._files.setdefault((device, file), bytearray())
+        image.extend(bytes(max(0, nbytes - len(image))))
+
+    def _free_nbytes(self, device: int) -> int:
+        used = sum(len(image) for (owner, _), image in self._files.items() if owner == device)
+        return self._capacity_nbytes - used
 
 
 class MemoryDevice(Device):
-    """Device number ``index`` of a simulated disk. Not durable beyond the disk object, as fast as memcpy.
+    """Device number ``index`` of a disk in RAM. Not durable beyond the disk object, as fast as memcpy.
 
     Closing it leaves the disk's named files; scratch bytes go. An unaligned operation is an assertion.
     """
 
-    def __init__(self, disk: SimulatedDisk, index: int) -> None:
+    def __init__(self, disk: MemoryDisk, index: int) -> None:
         self.name = f"memory:{index}"
         self.alignment = _ALIGNMENT
         self._disk = disk

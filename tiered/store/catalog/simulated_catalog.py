@@ -1,4 +1,4 @@
-"""The twin of ``SqliteCatalog`` over a SimulatedDisk, for tests that cut the power at every operation.
+"""The twin of ``SqliteCatalog`` over a MemoryDisk: of ``engine="memory"``, and of tests that cut the power.
 
 It shares the rows' codec and all checks with the real one; a commit is one transaction of the disk.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tiered.bytes.device.memory import SimulatedDisk
+from tiered.bytes.device.memory import MemoryDisk
 from tiered.errors import ClosedError, CorruptionError, DeviceError, UsageError
 from tiered.store.catalog.catalog import Catalog, Root, Row
 from tiered.store.format.row import decode_root, encode_root, encode_row
@@ -32,7 +32,7 @@ class SimulatedCatalog(Catalog):
 
     name = "simulated catalog"
 
-    def __init__(self, disk: SimulatedDisk) -> None:
+    def __init__(self, disk: MemoryDisk) -> None:
         """Open what is on the disk; UsageError where nothing is."""
         self._disk = disk
         self._is_closed = False
@@ -41,7 +41,7 @@ class SimulatedCatalog(Catalog):
             raise UsageError("the simulated disk holds no catalog: create one")
 
     @classmethod
-    def create(cls, disk: SimulatedDisk, root: Root) -> SimulatedCatalog:
+    def create(cls, disk: MemoryDisk, root: Root) -> SimulatedCatalog:
         """Put the catalog of an empty store on the disk, and open it."""
         if disk.load(_NAME) is not None:
             raise UsageError("the simulated disk holds a catalog already: open it")

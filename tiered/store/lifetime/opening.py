@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Device
 from tiered.bytes.device.engines import DEVICES, open_device
-from tiered.bytes.device.memory import MemoryDevice, SimulatedDisk
+from tiered.bytes.device.memory import MemoryDevice, MemoryDisk
 from tiered.bytes.free_memory import free_memory
 from tiered.errors import CapacityError, TieredError, UsageError
 from tiered.store.catalog.catalog import Catalog, SqliteCatalog
@@ -149,7 +149,7 @@ def _weights(devices: Sequence[Device]) -> list[float] | None:
 
 
 def _open_memory(num_devices: int, arena: Arena, durable: bool) -> Parts:
-    disk = SimulatedDisk(can_lose_power=False)
+    disk = MemoryDisk()
     devices = [MemoryDevice(disk, index) for index in range(num_devices)]
     catalog = SimulatedCatalog.create(disk, empty_root(uuid.uuid4().bytes, num_devices)) if durable else None
     _log.warning('engine="memory": the devices are RAM outside the DRAM budget, and gone when the process ends')

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from tests.devices.latency import Latencies, LatencyHistogram
 from tiered.bytes.device.adaptor import Adaptor, relay
 from tiered.bytes.device.base import Device, DeviceStatistics, IOClass, Operation
-from tiered.bytes.device.latency import Latencies, LatencyHistogram
 
 __all__ = ["ClassStatistics", "CountingDevice", "CountingStatistics"]
 

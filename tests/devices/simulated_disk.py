@@ -7,14 +7,14 @@ or in the drive's own volatile cache until a flush, may be lost, whole or torn, 
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tiered.bytes.device.base import SCRATCH, Operation
-from tiered.errors import CapacityError, DeviceError
-from tiered.units import TiB, format_bytes
+from tiered.bytes.device.memory import MemoryDisk
+from tiered.errors import DeviceError
+from tiered.units import TiB
 
 __all__ = ["Kind", "Moment", "Policy", "PowerCutError", "SimulatedDisk"]
 
@@ -89,8 +89,8 @@ class Moment:
         return SimulatedDisk._of(files, values, self._capacity_nbytes)
 
 
-class SimulatedDisk:
-    """The files of several devices, and small named values with atomic durable replacement; all in RAM.
+class SimulatedDisk(MemoryDisk):
+    """A disk in RAM whose power a test can cut.
 
     The invariant: the live image = the durable one with the unsynced changes made again, oldest first.
 
@@ -106,17 +106,14 @@ class SimulatedDisk:
         ``can_lose_power=False`` saves the memory that ``power_cut`` needs: the files once more, and what was written
         since the last flush.
         """
+        super().__init__(capacity_nbytes=capacity_nbytes)
         self.num_operations = 0
         self.crash_at: int | None = None
         self.watch: Callable[[Moment], None] | None = None
-        self._capacity_nbytes = capacity_nbytes
         self._can_lose_power = can_lose_power
-        self._lock = threading.Lock()
         self._is_dead = False
-        self._files: dict[_File, bytearray] = {}  # live image
         self._durable: dict[_File, bytes] = {}  # replaced at each flush, never changed
         self._unsynced: list[_Change] = []  # oldest first
-        self._values: dict[str, object] = {}
         self._at_crash: Moment | None = None
         self._failures: dict[Kind, list[Exception]] = {}
 
@@ -202,14 +199,9 @@ class SimulatedDisk:
             if file != SCRATCH and self._can_lose_power:
                 change = _Change(device, file, old_size, None, nbytes)
             self._begin("grow", path, change)
-            if nbytes - old_size > self._free_nbytes(device):
-                raise CapacityError(
-                    f"cannot grow {path} from {format_bytes(old_size)} to {format_bytes(nbytes)}: "
-                    f"{format_bytes(self._free_nbytes(device))} are free on the simulated disk"
-                )
+            self._grow(device, file, nbytes, path)
             if change is not None:
                 self._unsynced.append(change)
-            _grow_image(self._files, (device, file), nbytes)
 
     def flush(self, device: int, path: str) -> None:
         """Make the changes of one device durable."""
@@ -229,21 +221,6 @@ class SimulatedDisk:
                 if change.device != device or (change.is_forgotten and not any(map(change.overlaps, covered)))
             ]
             self._make_durable(covered)
-
-    def sizes(self, device: int) -> dict[int, int]:
-        """Return the size of each file."""
-        with self._lock:
-            return {file: len(image) for (owner, file), image in self._files.items() if owner == device}
-
-    def free_nbytes(self, device: int) -> int:
-        """Return how much the files may still grow."""
-        with self._lock:
-            return self._free_nbytes(device)
-
-    def drop_scratch(self, device: int) -> None:
-        """Forget the scratch file, if there is one."""
-        with self._lock:
-            self._files.pop((device, SCRATCH), None)
 
     # Below: under the lock
 
@@ -269,19 +246,6 @@ class SimulatedDisk:
     def _check_power(self, what: str) -> None:
         if self._is_dead:
             raise PowerCutError(f"{what} failed: the simulated power is off")
-
-    def _range(self, device: int, operation: Operation, path: str) -> bytearray:
-        image = self._files.get((device, operation.file))
-        end = operation.offset + len(operation.memory)
-        if image is None or end > len(image):
-            size = 0 if image is None else len(image)
-            verb = "write" if operation.is_write else "read"
-            raise DeviceError(f"{verb} of {operation.offset} to {end} of {path} failed: the file has {size} bytes")
-        return image
-
-    def _free_nbytes(self, device: int) -> int:
-        used = sum(len(image) for (owner, _), image in self._files.items() if owner == device)
-        return self._capacity_nbytes - used
 
     def _make_durable(self, changes: Sequence[_Change]) -> None:
         touched = {(change.device, change.file) for change in changes}
