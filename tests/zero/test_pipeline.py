@@ -182,9 +182,9 @@ def test_at_most_one_update_is_pending_under_the_smallest_budget(
     nbytes = smallest_budget(case, Recipe(), "backward", tmp_path / "probe")
     submit, found = UpdateWorker.submit, []
 
-    def watched(self: UpdateWorker, update: object) -> None:
+    def watched(self: UpdateWorker, update: object, **options: bool) -> None:
         found.append(self.is_busy)
-        submit(self, update)  # type: ignore[arg-type]
+        submit(self, update, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(UpdateWorker, "submit", watched)
     with debug_store(tmp_path / "store", nbytes, durable=False) as store:
