@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -14,11 +15,12 @@ import torch
 
 from tests.store.rig import numbers, simulated_store
 from tiered.bytes.device.file_device import FileDevice
-from tiered.bytes.inside import ServiceThread
-from tiered.errors import UsageError
+from tiered.bytes.device.memory import SimulatedDisk
+from tiered.bytes.inside import HERE, ServiceThread
+from tiered.errors import ClosedError, UsageError
 from tiered.store.residency.residents import LeastRecentlyUsed
 from tiered.store.store import Store
-from tiered.units import KiB
+from tiered.units import KiB, MiB
 
 DOORS: dict[str, Callable[[Store], object]] = {
     "in": lambda store: "a" in store,
@@ -39,7 +41,6 @@ DOORS: dict[str, Callable[[Store], object]] = {
     "records": Store.records,
     "statistics": Store.statistics,
     "verify": Store.verify,
-    "close": Store.close,
 }
 
 
@@ -98,6 +99,35 @@ def test_a_signal_handler_inside_a_call_is_refused_and_the_call_goes_on(door: st
             with handled(signal.SIGUSR1, lambda number, frame: None):
                 assert torch.equal(store[name], value)
         store.working_set.set_policy(LeastRecentlyUsed())
+
+
+def test_close_inside_a_call_warns_and_closes_nothing() -> None:
+    with no_hang(), simulated_store() as store:
+        store["a"] = numbers(100)
+        with (
+            store._condition,
+            pytest.warns(ResourceWarning, match="a finalizer or a signal handler .* nothing was closed"),
+        ):
+            store.close()
+        with HERE.inside, pytest.warns(ResourceWarning, match="nothing was closed"):
+            store.close()
+        assert torch.equal(store["a"], numbers(100))
+
+
+def test_close_in_a_finalizer_outside_of_calls_closes() -> None:
+    class Owner:
+        def __init__(self, store: Store) -> None:
+            weakref.finalize(self, store.close)
+
+    disk = SimulatedDisk(capacity_nbytes=4 * MiB, can_lose_power=False)
+    store = simulated_store(disk)
+    owner = Owner(store)
+    store["a"] = numbers(100)
+    del owner
+    with pytest.raises(ClosedError):
+        store["a"]
+    with simulated_store(disk) as store:
+        assert torch.equal(store["a"], numbers(100))
 
 
 def test_a_lease_that_a_finalizer_ends_inside_a_call_is_ended_by_the_next() -> None:

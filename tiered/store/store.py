@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
@@ -26,8 +27,8 @@ from tiered.store.generations.damage import DroppedKey, drop_damaged
 from tiered.store.generations.generations import Generations
 from tiered.store.generations.registry import Stateful, committed_state
 from tiered.store.inventory import records_of, statistics_of
-from tiered.store.lifetime.estate import Estate
 from tiered.store.lifetime.opening import Parts, empty_root, open_parts
+from tiered.store.lifetime.resources import Resources
 from tiered.store.lifetime.service import Service, too_late
 from tiered.store.records.entry import Record
 from tiered.store.records.finishers import Finisher, Finishers
@@ -54,7 +55,7 @@ class Store(MutableMapping[str, torch.Tensor]):
     ``with Store(...) as store:`` closes it: a normal exit commits what is complete, an exception does not. Training
     steps are complete where their state is: once a state was committed, those that no commit covers are dropped.
 
-    A store that nobody closed, and nobody has any more, gives everything back with a ResourceWarning. No commit then.
+    A store that was not closed and is garbage warns (ResourceWarning) and gives everything back, without a commit.
     """
 
     device_memory: int | None  # the compute device's budget in bytes
@@ -119,7 +120,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         except BaseException:
             parts.close(parts.arena.close)
             raise
-        self._estate.watch(self)
+        self._resources.watch(self)
         # Order: before the devices' ends, which were added earlier: a commit that was sealed is finished then.
         at_exit(self, _finish_at_exit)
 
@@ -158,7 +159,8 @@ class Store(MutableMapping[str, torch.Tensor]):
         self._values = Values(self.working_set, self._streams)
         self._generations = Generations(self.working_set, parts.catalog, root, self._finishers)
         self._service.refuse_failed = self._generations.refuse
-        self._estate = Estate(parts, space, self.working_set.residents, records, condition)
+        residents = self.working_set.residents
+        self._resources = Resources(parts, space, residents, records, condition=condition, reentry=self._reentry)
 
     # Below: the mapping
 
@@ -401,6 +403,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         Optimizer steps that came after the last ``commit(state)`` are not committed under its state: all changes since
         then are dropped, and the log says so. Where no commit had a state, they are committed.
         Call it before the process ends: an ``atexit`` function is too late, and gets ClosedError if anything changed.
+        From a finalizer or a signal handler inside of another call it only warns (ResourceWarning): nothing is closed.
         Bytes under living tensors of leases follow when these die. Raises, once everything is given back, what kept the
         commit from happening: LeaseError, CapacityError, DeviceError.
         """
@@ -424,10 +427,14 @@ class Store(MutableMapping[str, torch.Tensor]):
     def _close(self, *, commit: bool) -> None:
         if self._service.pid != os.getpid():
             return  # nothing of it is the child's to close
-        self._reentry.refuse()
-        self._finishers.refuse_reentry()
-        if self._closing.is_held_here():
-            raise UsageError("close() was called from within close(), which goes on; do not call it from what it calls")
+        if self._reentry.is_inside() or self._finishers.is_inside() or self._closing.is_held_here():
+            warnings.warn(
+                f"close() of {self!r} came from a finalizer or a signal handler that interrupted a call of it in this"
+                " very thread: nothing was closed; close it where the program is done with it",
+                ResourceWarning,
+                stacklevel=4,
+            )
+            return
         with self._closing:
             if self._is_released:
                 return
@@ -436,7 +443,7 @@ class Store(MutableMapping[str, torch.Tensor]):
             if service.is_late and self._generations.report_dropped() and commit:
                 failure = too_late()
             service.is_closed = True
-            self._estate.give_back()
+            self._resources.give_back()
             self._is_released = True
         if failure is not None:
             raise failure

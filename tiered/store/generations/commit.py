@@ -15,7 +15,6 @@ from tiered.bytes.inside import ServiceThread
 from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
 from tiered.store.catalog.catalog import Catalog
 from tiered.store.format.row import Root
-from tiered.store.lifetime.dropping import start_keeper
 from tiered.store.records.entry import Entry, Residency
 from tiered.store.records.finishers import Finisher
 from tiered.store.records.records import Sealed
@@ -92,7 +91,7 @@ class Committer:
         # A thread of its own, not a daemon: the interpreter waits for it, and no call can interrupt it.
         thread = ServiceThread(target=self._finish_handed, args=(handed,), name="tiered-commit")
         try:
-            start_keeper(thread)
+            thread.start()
         except RuntimeError:  # no more threads for this process, or the interpreter is ending
             self._thread = None
             return False

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from tiered.bytes.private_file import create_private_file, refuse_trap
 from tiered.errors import UsageError
-from tiered.store.lifetime.dropping import finish_dropping
-from tiered.store.lifetime.origin import origin
 
 __all__ = ["LOCK_NAME", "Lock"]
 
@@ -25,7 +23,6 @@ class Lock:
 
     def __init__(self, directory: Path, *, shared: bool) -> None:
         """Take it, ``shared`` with other readers. Raises UsageError that names who has it, OSError."""
-        self.origin = origin()  # of the call that opened the directory
         self._pid = os.getpid()
         self._fd = _open(directory, shared=shared)
         try:
@@ -48,10 +45,6 @@ class Lock:
                     fcntl.flock(fd, fcntl.LOCK_UN)  # also what a child holds that has only just been forked
             finally:
                 os.close(fd)
-
-    def is_of(self, status: os.stat_result) -> bool:
-        """Whether it is held on the file that ``status`` is of."""
-        return self._fd >= 0 and os.path.samestat(os.fstat(self._fd), status)
 
 
 def _open(directory: Path, *, shared: bool) -> int:
@@ -80,30 +73,13 @@ def _open(directory: Path, *, shared: bool) -> int:
 def _take(fd: int, directory: Path, *, shared: bool) -> None:
     operation = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
     try:
-        try:
-            fcntl.flock(fd, operation)
-        except BlockingIOError:
-            if not _holders(fd):
-                raise
-            finish_dropping()  # of a store that nobody has any more, and nobody closed
-            fcntl.flock(fd, operation)
+        fcntl.flock(fd, operation)
     except BlockingIOError as error:
-        where = "there"
-        if holders := _holders(fd):
-            where = (
-                f"where it was opened, at {holders[0].origin}, with store.close(). If no name refers to that Store any "
-                "more, a traceback does (sys.last_value), or a notebook's output (_, Out)"
-            )
+        owner = _owner(fd)
+        where = "here, with close() of the Store that has it" if owner == str(os.getpid()) else "there"
         raise UsageError(
-            f"{directory} is open in process {_owner(fd)}: one writer or several readers at a time; close it first "
-            f"{where}"
+            f"{directory} is open in process {owner}: one writer or several readers at a time; close it first {where}"
         ) from error
-
-
-def _holders(fd: int) -> list[Lock]:
-    """Return this process's own locks on the file of ``fd``."""
-    status = os.fstat(fd)
-    return [lock for lock in list(_all) if lock.is_of(status)]
 
 
 def _check_place(fd: int, directory: Path) -> None:

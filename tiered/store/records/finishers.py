@@ -66,6 +66,10 @@ class Finishers:
         for finisher in self._finishers:
             finisher.finish_all()
 
+    def is_inside(self) -> bool:
+        """Whether the calling thread is inside of one, as a signal handler may be."""
+        return any(finisher.reentry.is_inside() for finisher in self._finishers)
+
     def refuse_reentry(self) -> None:
         """Raise UsageError where the calling thread is inside of one, as a signal handler may be."""
         for finisher in self._finishers:

@@ -21,6 +21,10 @@ class Reentry:
     def __init__(self, condition: Condition) -> None:
         self._is_held_here = condition.is_held_here
 
+    def is_inside(self) -> bool:
+        """Whether the call that is being made could never end."""
+        return self._is_held_here() or HERE.is_inside()
+
     def refuse(self) -> None:
         """Raise UsageError where the call that is being made could never end."""
         if self._is_held_here() or HERE.is_inside():

@@ -21,7 +21,6 @@ from tiered.bytes.condition import Condition
 from tiered.bytes.endings import at_exit
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import DeviceError
-from tiered.store.lifetime.dropping import start_keeper
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.waiting.recorder import Wait
 from tiered.store.waiting.reentry import Reentry
@@ -136,7 +135,7 @@ class UpdateWorker:
         """Under the lock, which keeps the thread from looking for work before there is some."""
         thread = threading.Thread(target=self._run, name="tiered-update")  # no daemon: the interpreter waits for it
         try:
-            start_keeper(thread)
+            thread.start()
         except RuntimeError as error:  # no more threads for this process, or the interpreter is ending
             what = f"no thread for the update of unit {update.unit.name!r}: {error}"
             raise DeviceError(f"{what}; expected room for one more (ulimit -u), then store.rollback()") from error
