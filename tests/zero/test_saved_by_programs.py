@@ -13,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-import tiered
 from tests.zero.programs import (
     WIDTH,
     WORDS,
@@ -27,7 +26,6 @@ from tests.zero.programs import (
     plain_steps,
     through_tiered,
 )
-from tests.zero.training import debug_store
 
 
 class Affine(torch.autograd.Function):
@@ -215,25 +213,40 @@ def test_arguments_that_are_one_tensor_are_one_where_they_are_computed_again(
     assert_same(through_tiered(tmp_path, build, program, update, word), in_memory(build, program))
 
 
-def test_a_checkpoint_of_a_plain_model_keeps_its_arguments_in_their_order(tmp_path: Path) -> None:
-    """Also beside a sharded model, which has it keep none of them twice."""
+class Asking(Block):
+    """Goes by which of its arguments are one tensor."""
 
-    def gradients() -> list[Any]:
-        first, second = batch(0), batch(1)
-        given: list[Any] = []
+    def forward(self, *tensors: Tensor) -> Tensor:  # type: ignore[override]
+        total = sum((number + 1) * tensor for number, tensor in enumerate(tensors))
+        for tensor in tensors:
+            total = super().forward(total) if tensor is tensors[0] else total.sin()
+        return total
 
-        def product(a: Tensor, power: int, b: Tensor, c: Tensor, *, bias: Tensor) -> Tensor:
-            given.append((a is c, a is b, power, bias is second))
-            return (a**power * b.sin() + c * bias).cos()
 
-        checkpoint(product, first, 3, second, first, use_reentrant=False, bias=second).sum().backward()
-        assert given == [(True, False, 3, True)] * 2
-        return [first.grad, second.grad]
+GIVEN: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "one": lambda x: (x, x, x),
+    "one_and_its_values": lambda x: (x, x.detach(), x),
+    "one_and_a_view": lambda x: (x, x.view_as(x), x),
+    "one_and_a_copy": lambda x: (x, x.clone(), x),
+}
 
-    expected = gradients()
-    with debug_store(tmp_path, durable=False) as store:
-        tiered.shard(Net(), store)
-        assert_same(gradients(), expected)
+
+@pytest.mark.parametrize("word", ["keep", "recompute"])
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("kind", ["leaf", "data", "computed"])
+def test_arguments_are_one_tensor_where_they_were_and_no_others(
+    kind: str, given: str, word: str, tmp_path: Path
+) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = {"leaf": x, "data": x.detach(), "computed": x * 2}[kind]
+            y = checkpoint(self.blocks[0], *GIVEN[given](x), use_reentrant=False)
+            return self.head(self.blocks[1](y)).square().mean()
+
+    def build() -> nn.Module:
+        return Checkpointed(Asking)
+
+    assert_same(through_tiered(tmp_path, build, plain_steps, "step", word), in_memory(build, plain_steps))
 
 
 @every_word

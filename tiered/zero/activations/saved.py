@@ -69,19 +69,12 @@ def with_repeated_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     objects: dict[Any, torch.Tensor] = {}
 
     def first(value: Any) -> Any:
-        return objects.setdefault(_identity(value), value) if type(value) is torch.Tensor else value
+        if type(value) is not torch.Tensor or not value.requires_grad:
+            return value  # ``Kept`` hands back the very object where no gradient is asked for
+        edge = get_gradient_edge(value)
+        return objects.setdefault((edge.node, edge.output_nr), value)
 
     return tuple(map(first, args)), {name: first(value) for name, value in kwargs.items()}
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a tensor has in common with another object for the same tensor."""
-    if tensor.requires_grad:
-        edge = get_gradient_edge(tensor)
-        return edge.node, edge.output_nr
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return (id(tensor),)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 class SavedReference:
@@ -117,14 +110,14 @@ class SavedReference:
 class Kept:
     """A saved tensor that stays in ordinary memory, the caller's own.
 
-    torch checks no version behind hooks, so this does. It holds a detached tensor: the saved one may be an output of
-    the very node that saves it, and the two would keep each other alive.
+    torch checks no version behind hooks, so this does. Of a tensor with a gradient it holds a detached one: the saved
+    one may be an output of the very node that saves it, and the two would keep each other alive.
     """
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()
+        self.tensor = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
 
     def restore(self) -> torch.Tensor:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Hashable, Sequence
 
 from tiered.errors import UsageError
-from tiered.zero.activations.random_draws import RandomStates, advance, count_draws
+from tiered.zero.microbatching.random_draws import RandomStates, advance, count_draws
 
 __all__ = ["BackwardStreams", "Foresight", "ForwardStreams"]
 
