@@ -24,7 +24,7 @@ _OWN = (
     *("bytes", "store", "tiers", "zero.activations", "zero.engine", "zero.formats", "zero.gradients", "zero.kernels"),
     *("zero.microbatching", "zero.optimizer", "zero.shard", "zero.unsharded", "zero.parameters.access"),
     *("zero.parameters.calls", "zero.parameters.methods", "zero.parameters.outputs", "zero.parameters.parameter"),
-    *("zero.parameters.residency", "zero.parameters.unit"),
+    *("zero.parameters.placeholder", "zero.parameters.residency", "zero.parameters.unit"),
 )
 """The modules that are not traced; those in ``parameters`` singly, for the guard of torch.func is there."""
 
