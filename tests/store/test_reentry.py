@@ -13,9 +13,9 @@ from types import FrameType
 import pytest
 import torch
 
+from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import numbers, simulated_store
 from tiered.bytes.device.file_device import FileDevice
-from tiered.bytes.device.memory import SimulatedDisk
 from tiered.bytes.inside import HERE, ServiceThread
 from tiered.errors import ClosedError, UsageError
 from tiered.store.residency.residents import LeastRecentlyUsed
