@@ -11,7 +11,7 @@ from tests.reference import Recipe
 from tests.store.places import quick_directory
 from tests.zero.pending import Contents, contents, new_disk, pending
 from tests.zero.training import Session, debug_store, start
-from tiered.zero import budget
+from tiered.zero import layout as unit_layout
 from tiered.zero.activations import swapped
 from tiered.zero.formats import layout
 from tiered.zero.formats.kernel_trial import compact_trial
@@ -28,7 +28,7 @@ def quick_path() -> Iterator[Path]:
 def many_buckets() -> Iterator[None]:
     """Give the units of small models as many buckets of state as large ones have, and as tight a smallest budget."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "LEAST_BUCKET_NUMEL", 1)
+        patch.setattr(unit_layout, "LEAST_BUCKET_NUMEL", 1)
         yield
 
 

@@ -315,7 +315,7 @@ def test_tensors_that_somebody_lists_while_they_are_updated_keep_no_commit_from_
         def look(key: str) -> None:
             if not seen and key.startswith("model/state/blocks.1/"):
                 seen.extend(found for found in gc.get_objects() if type(found) is torch.Tensor)
-                seen.append(r.worker._running._lease.tensor)  # type: ignore[union-attr]
+                seen.append(r.worker._running._leases[0].tensor)  # type: ignore[union-attr]
             use(key)
 
         r.worker.on_use = look

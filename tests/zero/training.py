@@ -20,7 +20,7 @@ from tests.reference import Recipe, Trained, keep_moments, train
 from tiered.bytes.arena import Arena
 from tiered.errors import CapacityError
 from tiered.store.residency.swap_in import SwapIn
-from tiered.zero import budget
+from tiered.zero import layout
 
 __all__ = ["ROOMY_NBYTES", "SEED", "Session", "assert_same", "debug_store", "reference", "smallest_budget", "start"]
 
@@ -163,7 +163,7 @@ def smallest_budget(case: Case, recipe: Recipe, update: str, directory: Path, **
     Asked for once, whatever is trained: what a model, its groups and its optimizer need is all that a refusal knows of.
     """
     built = case.build, case.unit, recipe.param_dtype, recipe.param_groups, recipe.optimizer, str(recipe.adamw)
-    key = (*built, update, budget.LEAST_BUCKET_NUMEL, *sorted(options.items()))
+    key = (*built, update, layout.LEAST_BUCKET_NUMEL, *sorted(options.items()))
     if key not in _smallest_budgets:
         _smallest_budgets[key] = _refused_budget(case, recipe, update, directory, **options)
     return _smallest_budgets[key]

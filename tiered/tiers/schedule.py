@@ -129,10 +129,9 @@ class Schedule:
         self._learnt_window_bytes = max(window_bytes, self.window_bytes)
         self.is_settled = False
 
-    def use(self, key: str, *, room: str = "") -> dict[str, int]:
-        """Note that ``key`` is being used now, and ``room`` soon; return what to read."""
-        is_new = self.trace.record(key, room) if room else self.trace.record(key)
-        return self.go_on() if is_new else {}
+    def use(self, *keys: str) -> dict[str, int]:
+        """Note that ``keys``, of which the last may be a room, are used at one time, now; return what to read."""
+        return self.go_on() if self.trace.record(*keys) else {}
 
     def hand_over(self, keys: Iterable[str], *, unrecorded: Iterable[str] = ()) -> dict[str, int]:
         """Note that another thread will use ``unrecorded`` and ``keys`` soon, in this order (see ``Trace.promise``)."""

@@ -1,6 +1,5 @@
 """Floor 4: training through the tiers: units, parameters that fault in, gradients, the streaming optimizer."""
 
-from tiered.zero.budget import smallest_budget
 from tiered.zero.construct import construct
 from tiered.zero.gradients.clipping import clip_grad_norm_
 from tiered.zero.gradients.grad_scaler import GradScaler
@@ -19,6 +18,5 @@ __all__ = [
     "construct",
     "micro_batches",
     "shard",
-    "smallest_budget",
     "unsharded",
 ]

@@ -17,14 +17,14 @@ from torch import nn
 
 from tiered.errors import StepAbandonedError, StoreLostError, UsageError
 from tiered.store.store import Store
-from tiered.tiers.placement import choose_held
 from tiered.zero.activations.activations import Activations
-from tiered.zero.budget import smallest_budget, whole_pages
 from tiered.zero.export import Export
 from tiered.zero.forks import forget_in_children
 from tiered.zero.gradients.backward import Backward, in_graph_task
 from tiered.zero.gradients.gradients import UnitGradients
+from tiered.zero.gradients.relayout import UnitLayouts
 from tiered.zero.guard import obey
+from tiered.zero.layout import Shares
 from tiered.zero.microbatching.lanes import Lanes
 from tiered.zero.microbatching.streams import Foresight
 from tiered.zero.optimizer.update_worker import UpdateWorker
@@ -66,7 +66,7 @@ class Engine:
     ``is_between`` holds from a forward with gradients to the end of its backward.
     """
 
-    def __init__(self, store: Store, model: nn.Module, units: Sequence[Unit], *, window_bytes: int) -> None:
+    def __init__(self, store: Store, model: nn.Module, units: Sequence[Unit], *, shares: Shares) -> None:
         self.store = store
         self.working_set = store.working_set
         self.units = list(units)  # the root unit first, then in the order of the modules
@@ -78,7 +78,6 @@ class Engine:
         self.export = Export()  # inside state_dict(): detach() copies
         self.num_loading = 0  # inside load_state_dict(): copy_() writes
         self.num_accumulating = 0  # inside tiered.accumulate
-        self.held_bytes = 0  # DRAM that placement may keep for good
         self.pending_bytes = 0  # DRAM that updates handed over in a backward may keep, beyond one
         self.worker = UpdateWorker(self.working_set)
         store.add_finisher(self.worker)
@@ -97,9 +96,15 @@ class Engine:
             unit.engine = self
             unit.gradients = UnitGradients(unit)
             self.residency.add_room(unit.gradients)
-        self._nbytes: dict[str, int] = {unit.key: unit.nbytes for unit in self.units}
-        order = [unit.key for unit in self.units]
-        self._expect([*order, *reversed(order)], window_bytes)
+        self.layouts = UnitLayouts(
+            store,
+            self.units,
+            shares,
+            before_move=self.before_open,
+            after_move=self.expect_steps,
+            abandon=self.abandon,
+        )
+        self.expect_steps()
         forget_in_children(self)
         guard_functorch()
 
@@ -242,6 +247,8 @@ class Engine:
         is_under_way = self.lanes is not None and self.lanes.are_under_way
         is_first = not (self.is_between or self.has_gradients() or is_under_way or self.calls.goes_on_with(module))
         self.activations.begin_forward(is_first=is_first)
+        if self.layouts.is_stale:
+            self.layouts.renew(self.residency.shielded)
         if is_first:
             self.forget_touches()
             self.schedule.rewind()
@@ -265,7 +272,8 @@ class Engine:
     def opened(self, unit: Unit) -> None:
         """A unit has leased its bytes: park what is idle, ask for what comes next."""
         self.residency.opened(unit, self.calls.units())
-        self.schedule.use(unit.key, room=unit.room)
+        room = unit.room
+        self.schedule.use(*unit.keys, room) if room else self.schedule.use(*unit.keys)
         self._make_way()
 
     def _make_way(self) -> None:
@@ -301,8 +309,9 @@ class Engine:
         )
 
     def require_gradient(self, parameter: nn.Parameter) -> None:
-        """A parameter's ``requires_grad`` was set: follow its gradient."""
+        """A parameter's ``requires_grad`` was set: follow its gradient, and make a place for it in time."""
         self.backward.watch(parameter)
+        self.layouts.is_stale = True
 
     def forget_touches(self) -> None:
         """Forget which parameters were touched how often: a new step begins."""
@@ -362,36 +371,21 @@ class Engine:
 
     def set_state_keys(self, buckets: Mapping[Unit, Sequence[Bucket[Segment]]], *, in_backward: bool) -> None:
         """Tell placement and schedule of the optimizer's keys, and of the order of use to expect in a step."""
-        state = {bucket.key: bucket.nbytes for unit in self.units for bucket in buckets[unit]}
-        self._nbytes |= state
-        spare = self.working_set.budget_bytes - smallest_budget(self.units) - self.held_bytes
-        self.pending_bytes = max(0, spare) // 2  # the other half is for reading ahead
-        parameters = {unit.key: whole_pages(unit.nbytes) for unit in self.units}
-        held_state = {key: whole_pages(nbytes) for key, nbytes in state.items()}
-        held = choose_held(parameters, held_state, self.held_bytes)
-        self.working_set.hold(held)
-        order = [unit.key for unit in self.units]
-        if not in_backward:
-            order += [key for unit in reversed(self.units) for key in (unit.key, unit.gradients.room)]
-        handed_over: list[str] = []  # updates run while the unit after them in the backward does
-        for unit in reversed(self.units) if in_backward else self.units:
-            order += ([unit.key, unit.gradients.room] if in_backward else []) + handed_over
-            handed_over = [unit.key, *(bucket.key for bucket in buckets[unit])]
-            if not in_backward:
-                handed_over.insert(1, unit.gradients.room)
-        order += handed_over
-        rooms = {unit.gradients.room: unit.gradients.nbytes for unit in self.units}
-        is_all_held = len(held) == len(parameters) + len(state)
-        self._expect(order, self.schedule.window_bytes, rooms if is_all_held else None)
+        self.layouts.set_state(buckets, updates_in_backward=in_backward)
+        self.expect_steps()
 
-    def _expect(self, order: list[str], window_bytes: int, rooms_nbytes: dict[str, int] | None = None) -> None:
+    def expect_steps(self) -> None:
+        """Hold what is to be held of the keys that there are now, and expect their uses in the order of a step."""
+        layouts = self.layouts
+        layouts.hold()
+        self.pending_bytes = layouts.shares.spare // 2  # the other half is for reading ahead
         self.schedule = SharedSchedule(
             self.working_set,
-            order,
-            self._nbytes,
-            window_bytes=window_bytes,
+            layouts.order(),
+            layouts.nbytes,
+            window_bytes=layouts.shares.read_ahead,
             rooms=self.residency,
-            rooms_nbytes=rooms_nbytes,
+            rooms_nbytes=layouts.rooms_nbytes if layouts.are_held else None,
         )
 
     def written(self, segment: Segment, source: torch.Tensor | None) -> None:

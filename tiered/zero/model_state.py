@@ -7,7 +7,7 @@ with, and the random number generators.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,10 +36,14 @@ class ModelState:
 
     That is the buffers, by the names they had at ``shard``, and what was added to the model since, such as adapters:
     parameters that are not sharded, and their buffers.
+
+    ``laid_out`` is told when ``load_state_dict`` has found the units laid out otherwise.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], laid_out: Callable[[], None] = lambda: None) -> None:
         self._model = model
+        self._units = units
+        self._laid_out = laid_out
         self._description = {unit.name: [segment.descriptor() for segment in unit.segments] for unit in units}
         self._places: dict[str, tuple[nn.Module, str]] = {}
         for full, _ in model.named_buffers():
@@ -53,22 +57,45 @@ class ModelState:
         """
         added = self._added()
         check_added(tensor for tensor in added.values() if isinstance(tensor, nn.Parameter))
-        return {"units": self._description, "buffers": _copies(self._buffers()), "added": _copies(added)}
+        return {
+            "units": self._description,
+            "trained": {unit.name: [s.name for s in unit.segments if s.trainable] for unit in self._units},
+            "trained_first": {unit.name: [s.name for s in unit.segments if s.was_trainable] for unit in self._units},
+            "buffers": _copies(self._buffers()),
+            "added": _copies(added),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy the values back; raises UsageError with the differences when the state is another model's."""
         self.compare(state, with_added=True)
+        self.adopt_layout(state)
         with torch.no_grad():
             for name, tensor in self._buffers().items():
                 tensor.copy_(state["buffers"][name])
             for name, tensor in self._added().items():
                 tensor.copy_(state["added"][name])
 
+    def adopt_layout(self, state: dict[str, Any]) -> None:
+        """Have the units lie as they did when ``state`` was committed; they must be parked."""
+        for unit in self._units:
+            first = set(state["trained_first"][unit.name])
+            for segment in unit.segments:
+                segment.was_trainable = segment.name in first
+            layout = unit.layout.with_trainable(state["trained"][unit.name])
+            if layout != unit.layout:
+                unit.place(layout)
+        self._laid_out()
+
     def compare(self, state: Any, *, with_added: bool = False) -> None:
         """Raise UsageError with the differences between the committed model ``state`` and this one.
 
         ``with_added``: everything that is added to the model is there by now, and counts.
         """
+        if "trained" not in state:
+            raise UsageError(
+                "the store holds this model as an older version of tiered laid it out; expected that version, or"
+                " model.state_dict() of it loaded into a new store"
+            )
         differences = list(_differences(state["units"], self._description))
         differences += _different_tensors("buffer", _shapes(state["buffers"]), _shapes(self._buffers()))
         if with_added:

@@ -20,14 +20,14 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.store.generations.registry import taking_apart
 from tiered.store.store import Store
-from tiered.tiers.placement import choose_held
 from tiered.units import format_bytes
 from tiered.zero.activations.activations import ActivationRule, words_of
 from tiered.zero.activations.saved import is_recomputing, with_repeated_arguments
-from tiered.zero.budget import share_out_as_asked, smallest_budget, whole_pages
+from tiered.zero.budget import share_out_as_asked
 from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
+from tiered.zero.layout import Shares
 from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, refuse_missing
 from tiered.zero.optimizer.masters import master_key, master_offsets, masters_nbytes
 from tiered.zero.parameters.eager import eager, stay_eager
@@ -86,23 +86,17 @@ def shard(
     modules = divide_into_units(model, unit)
     words = words_of(activations, {"root": model, **modules})
     units = _make_units(model, modules, store, param_dtype)
-    budget_bytes = store.working_set.budget_bytes
-    sizes = {unit.key: whole_pages(unit.nbytes) for unit in units}
-    held, window = share_out_as_asked(units, budget_bytes, hold)
-    if hold == "auto" and "swap" in words.values():  # a byte of activations saves more than one of optimizer state
-        held, window = share_out_as_asked(units, budget_bytes, min(held, sum(sizes.values())))
-    state = ModelState(model, units)
     if committed is not None:
         with taking_apart("tiered.model", by="model"):
+            state = ModelState(model, units)
             state.compare(committed)
-        refuse_missing(store, (unit.key for unit in units))
+            state.adopt_layout(committed)
+        refuse_missing(store, (key for unit in units for key in unit.keys))
+    shares = _shares_of(units, store.working_set.budget_bytes, hold, swaps="swap" in words.values())
     _fill(store, units, source, adopt=committed is not None)
-    engine = Engine(store, model, units, window_bytes=window)
-    engine.held_bytes = held
-    store.working_set.hold(choose_held(sizes, {}, held))
-    engine.must_resume = committed is not None
-    spare = budget_bytes - smallest_budget(units) - held - window
-    engine.activations.swapped.share_bytes = max(0, spare)
+    engine = Engine(store, model, units, shares=shares)
+    engine.must_resume = engine.layouts.is_stale = engine.layouts.drops_frozen = committed is not None
+    engine.activations.swapped.share_bytes = shares.activations
     engine.activations.words = {unit: words[unit.name] for unit in units}
     _hook(model, modules, units, engine)
     hook_state_dicts(model, engine)
@@ -110,15 +104,24 @@ def shard(
     for prefix, name in _CLASSES.items():
         store.working_set.recorder.classify(f"model/{prefix}/", name)
     if store.durable:
-        store.register("tiered.model", state)
+        store.register("tiered.model", ModelState(model, units, engine.expect_steps))
         store.register("tiered.random", RandomState())
     _log.info(
         "sharded %d parameters into %d units, %s held in DRAM",
         sum(len(u.segments) for u in units),
         len(units),
-        format_bytes(held),
+        format_bytes(shares.held),
     )
     return model
+
+
+def _shares_of(units: Sequence[Unit], budget_bytes: int, hold: str | int, *, swaps: bool) -> Shares:
+    """Return the shares of the budget; ``swaps``: activations go to the store, too."""
+    layouts = [unit.layout for unit in units]
+    shares = share_out_as_asked(layouts, budget_bytes, hold)
+    if hold == "auto" and swaps:  # a byte of activations saves more than one of optimizer state
+        shares = share_out_as_asked(layouts, budget_bytes, min(shares.held, sum(unit.nbytes for unit in units)))
+    return shares
 
 
 def _check(model: Any, store: Any, *, stage: int, param_dtype: Any, device: str) -> None:
@@ -160,10 +163,7 @@ def _make_units(
         raise UsageError("tiered.shard of a model without parameters; expected at least one")
     _refuse_shared_memory([segment for segments in members.values() for segment in segments])
     named = {name: segments for name, segments in members.items() if segments or not name}
-    return [
-        Unit(name or "root", f"model/parameters/{name or 'root'}", segments, store.working_set)
-        for name, segments in named.items()
-    ]
+    return [Unit(name or "root", segments, store.working_set) for name, segments in named.items()]
 
 
 def _refuse_shared_memory(segments: Sequence[Segment]) -> None:
@@ -219,8 +219,10 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
     working_set = store.working_set
     if not adopt:
         nbytes = sum(unit.nbytes for unit in units)
+        if store.durable:  # a second set of what steps write
+            nbytes += sum(unit.layout.gradient_nbytes for unit in units)
         masters = sum(masters_nbytes(u.segments) for u in units if any(source.is_cast(s) for s in u.segments))
-        store.reserve_space(nbytes * (2 if store.durable else 1) + masters, scratch=not store.durable)
+        store.reserve_space(nbytes + masters, scratch=not store.durable)
     for unit in units:
         if not adopt:
             _fill_unit(store, unit, source)
@@ -230,15 +232,17 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
 
 def _fill_unit(store: Store, unit: Unit, source: Weights) -> None:
     working_set = store.working_set
-    working_set.create(unit.key, unit.nbytes)
-    lease = working_set.lease(unit.key, "w")
-    try:
-        lease.tensor.zero_()
-        for segment in unit.segments:
-            source.copy(segment, segment.view(lease.tensor))
-    finally:
-        lease.release()
-    working_set.swap_out([unit.key])
+    for number, span in enumerate(unit.layout.spans):
+        working_set.create(span.key, span.nbytes)
+        lease = working_set.lease(span.key, "w")
+        try:
+            lease.tensor.zero_()
+            for segment in unit.segments:
+                if segment.span == number:
+                    source.copy(segment, segment.view(lease.tensor))
+        finally:
+            lease.release()
+        working_set.swap_out([span.key])
     offsets = master_offsets(unit.segments)
     if not any(source.is_cast(segment) for segment in offsets):
         return

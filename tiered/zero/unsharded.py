@@ -48,7 +48,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
             digests |= {segment: _digest(unit, segment) for segment in unit.segments}
         yield module
     finally:
-        changed = [s for s, digest in digests.items() if s.unit.lease is not None and _digest(s.unit, s) != digest]
+        changed = [s for s, digest in digests.items() if s.unit.is_open and _digest(s.unit, s) != digest]
         shielded -= set(added)
         for unit in added:
             unit.park()
@@ -84,7 +84,6 @@ def _units_of(module: nn.Module) -> list[Unit]:
 
 
 def _digest(unit: Unit, segment: Segment) -> int:
-    assert unit.lease is not None
-    flat = segment.flat(unit.lease.tensor)
+    flat = segment.flat(unit.buffer.tensors[segment.span])
     content: Any = flat.view(torch.uint8).numpy()
     return xxhash.xxh3_64_intdigest(content) if flat.numel() else 0

@@ -261,7 +261,7 @@ class Program:
             self._both(f"{kind}({name})", lambda side: getattr(self, f"_{kind}_")(side, name, index))
 
     def _trained(self) -> set[str]:
-        """Return the parameters that the optimizer has state of: one frozen when it was made is refused later."""
+        """Return the parameters that the optimizer has state of: the reference has no masters of others."""
         managed = {id(segment.parameter) for segment in self.ours.optimizer._state.steps}
         return {name for name, parameter in self.ours.model.named_parameters() if id(parameter) in managed}
 

@@ -80,17 +80,19 @@ def with_repeated_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 class SavedReference:
     """A saved tensor that lies in a unit: where, not what. Keeps the unit's token alive as long as it lives."""
 
-    __slots__ = ("dtype", "offset", "shape", "strides", "token", "unit", "version")
+    __slots__ = ("dtype", "layout", "offset", "shape", "span", "strides", "token", "unit", "version")
 
-    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
+    def __init__(self, unit: Unit, span: int, tensor: torch.Tensor) -> None:
         self.unit = unit
+        self.layout = unit.layout
+        self.span = span
         self.version = unit.version
         self.token: ReferenceToken = unit.token()
         with without_dispatch():  # a parameter itself would say that it begins at 0, as in a storage of its own
             self.dtype = tensor.dtype
             self.shape = tensor.shape
             self.strides = tensor.stride()
-            self.offset = tensor.storage_offset() * tensor.element_size()  # bytes from the start of the unit's buffer
+            self.offset = int(tensor.storage_offset()) * tensor.element_size()  # bytes from the start of the span
 
     def restore(self) -> torch.Tensor:
         """Return the tensor: a view of the unit's buffer, swapped in if need be."""
@@ -102,7 +104,10 @@ class SavedReference:
                 ' backward per forward and step: use update="step" for several'
             )
         unit.engine.backward.seen()
-        buffer = unit.open()
+        if self.layout is not unit.layout:  # a frozen parameter of it was unfrozen meanwhile
+            self.span, self.offset = unit.layout.moved(self.layout, self.span, self.offset)
+            self.layout = unit.layout
+        buffer = unit.open()[self.span]
         aligned = buffer[: buffer.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
         return aligned.as_strided(self.shape, self.strides, self.offset // self.dtype.itemsize)
 
@@ -194,19 +199,19 @@ class SavedPair:
         self.exit()
 
     def _pack(self, tensor: torch.Tensor) -> _Packed:
-        unit = self._engine.residency.address_of(tensor)
+        place = self._engine.residency.place_of(tensor)
         outer = self._outer
-        if unit is None:
+        if place is None:
             if outer is None:
                 return self._engine.activations.pack(tensor)
             return _HandedOn(outer[1], outer[0](tensor), self._recomputed)
         if outer is None or self._is_outermost or self._is_in_checkpoint:
-            return SavedReference(unit, tensor)
+            return SavedReference(*place, tensor)
         return _HandedOnWeight(outer[1], tree_map_only(torch.Tensor, self._as_reference, outer[0](tensor)))
 
     def _as_reference(self, tensor: torch.Tensor) -> torch.Tensor | SavedReference:
-        unit = self._engine.residency.address_of(tensor)
-        return tensor if unit is None else SavedReference(unit, tensor)
+        place = self._engine.residency.place_of(tensor)
+        return tensor if place is None else SavedReference(*place, tensor)
 
 
 class _HandedOn:

@@ -14,12 +14,9 @@ import torch
 from tiered.zero.formats.layout import Layout, Layouts
 from tiered.zero.formats.rules import Hyperparameters
 from tiered.zero.formats.tile_scratch import TileScratch
+from tiered.zero.layout import cut
 
-__all__ = ["PIECE_ALIGNMENT", "Bucket", "Piece", "StatefulSegment", "divide", "update_piece"]
-
-PIECE_ALIGNMENT = 1024
-"""Elements; a piece and a tile start at a multiple of this from the start of their parameter, so that the vectorised
-kernels meet the same lanes and tails as on the whole parameter."""
+__all__ = ["Bucket", "Piece", "StatefulSegment", "divide", "update_piece"]
 
 _SMALLEST_BUCKET_NBYTES = 64  # where a rule remembers nothing, as SGD without momentum: a key still has bytes
 
@@ -87,30 +84,21 @@ class Bucket(Generic[S]):
         return f"Bucket({self.key!r}, {len(self.pieces)} pieces, {self.nbytes} B)"
 
 
-def divide(key: str, segments: Sequence[S], bucket_numel: int, layouts: Layouts) -> list[Bucket[S]]:
-    """Divide ``segments`` into buckets of at most ``bucket_numel`` elements (a multiple of 1,024) in their order.
+def divide(key: str, segments: Sequence[S], bucket_numel: int, layouts: Layouts, *, first: int = 0) -> list[Bucket[S]]:
+    """Divide ``segments`` into buckets of at most ``bucket_numel`` elements, in their order (see ``cut``).
 
-    The bucket keys are ``key/0``, ``key/1``, ... A piece never crosses a parameter.
+    The bucket keys are ``key/<first>``, ``key/<first + 1>``, ... A piece never crosses a parameter.
     """
-    assert bucket_numel % PIECE_ALIGNMENT == 0
     buckets: list[Bucket[S]] = []
-    left = 0
-    for segment in segments:
-        start = 0
-        while start < segment.numel:
-            if left < min(PIECE_ALIGNMENT, segment.numel - start):
-                buckets.append(Bucket(f"{key}/{len(buckets)}"))
-                left = bucket_numel
-            bucket = buckets[-1]
-            room = left // PIECE_ALIGNMENT * PIECE_ALIGNMENT
-            stop = segment.numel if segment.numel - start <= left else start + room
+    for cuts in cut([segment.numel for segment in segments], bucket_numel):
+        bucket: Bucket[S] = Bucket(f"{key}/{first + len(buckets)}")
+        for index, start, stop in cuts:
+            segment = segments[index]
             piece = Piece(segment, layouts.of(segment.dtype), start, stop, offset=bucket.nbytes)
             bucket.pieces.append(piece)
             bucket.nbytes += piece.nbytes
-            left -= piece.numel
-            start = stop
-    for bucket in buckets:
         bucket.nbytes = max(bucket.nbytes, _SMALLEST_BUCKET_NBYTES)
+        buckets.append(bucket)
     return buckets
 
 

@@ -5,7 +5,7 @@ Gradients stay in DRAM while the budget allows; under pressure they go to NVMe a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ import torch
 from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
 from tiered.store.residency.working_set import Lease
-from tiered.units import round_up
 from tiered.zero.gradients.stand_in import Change, StandIn
 from tiered.zero.gradients.stored_gradient import StoredGradient, UsedGradient, with_pending
 from tiered.zero.gradients.taken_gradients import TakenGradients
@@ -33,7 +32,7 @@ _BETWEEN_CLIP_AND_STEP = (
 
 
 class UnitGradients:
-    """The gradients of one unit in one buffer, in the parameters' dtypes, each segment on 64 bytes.
+    """The gradients of one unit in one buffer, laid out as the unit's trainable spans are, for good.
 
     Invariant: ``.grad`` of a parameter with a gradient is a view of the leased buffer, or a stand-in when the bytes are
     the working set's. ``sources`` are what stand-ins stand for, with the changes that the stored bytes lack;
@@ -45,7 +44,7 @@ class UnitGradients:
     """
 
     __slots__ = (
-        "__weakref__", "_clipped_version", "_is_changed", "_num_leases", "factors", "key", "lease", "nbytes",
+        "__weakref__", "_clipped_version", "_is_changed", "_num_leases", "factors", "key", "lease",
         "num_accumulating", "room", "sources", "unit", "working_set",
     )  # fmt: skip
 
@@ -55,7 +54,6 @@ class UnitGradients:
         self.lease: Lease | None = None
         self.key = ""  # "": there are no gradients
         self.room = f"model/gradient/{unit.name}"
-        self.nbytes = self.lay_out()
         self.factors: dict[Segment, torch.Tensor] = {}
         self.num_accumulating = 0
         self._num_leases = 0
@@ -63,19 +61,10 @@ class UnitGradients:
         self._is_changed = False  # in place, since then
         self.sources: dict[Segment, StoredGradient | UsedGradient] = {}
 
-    def lay_out(self) -> int:
-        """Place the segments that are trainable or have a gradient; return the bytes their gradients take.
-
-        The places hold as long as the key: what is unfrozen meanwhile has none, and gets one by ``_make_place``.
-        """
-        offset = 0
-        with without_dispatch():
-            for segment in self.unit.segments:
-                segment.grad_offset = -1
-                if segment.parameter.requires_grad or segment.parameter.grad is not None:
-                    segment.grad_offset = offset
-                    offset = round_up(offset + segment.nbytes, 64)
-        return offset
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the buffer takes; 0 for a unit whose spans are all frozen."""
+        return self.unit.layout.gradient_nbytes
 
     @uninterrupted
     def open(self) -> torch.Tensor:
@@ -85,7 +74,6 @@ class UnitGradients:
         if self.key:
             self.lease = self.working_set.lease(self.key, "rw")
         else:
-            self.nbytes = self.lay_out()
             key = self.room
             if self.working_set.has(key):  # somebody still sees the bytes of an earlier lease, or they are being moved
                 self._num_leases += 1
@@ -102,10 +90,10 @@ class UnitGradients:
             for segment in self.unit.segments:
                 source = self.sources.get(segment)
                 for change in source.take_pending() if source is not None else ():
-                    change(segment.view(self.lease.tensor, segment.grad_offset))
+                    change(segment.gradient_view(self.lease.tensor))
                 # What is no stand-in of ours is the caller's: reconcile takes note of it.
                 if segment.has_gradient and self._is_ours(segment, segment.parameter.grad):
-                    segment.parameter.grad = segment.view(self.lease.tensor, segment.grad_offset)
+                    segment.parameter.grad = segment.gradient_view(self.lease.tensor)
         self._clipped_version = self.lease.tensor._version
         return self.lease.tensor
 
@@ -116,14 +104,14 @@ class UnitGradients:
         Where changes are pending this lends a copy, within the budget, to which they are applied.
         """
         if self.lease is not None:
-            yield segment.view(self.lease.tensor, segment.grad_offset)
+            yield segment.gradient_view(self.lease.tensor)
             return
         self._read_ahead()
         source = self.sources.get(segment)
         pending = source.pending if isinstance(source, StoredGradient) else []
         lease = self.working_set.lease(self.key, "r")
         try:
-            with with_pending(self.working_set, segment.view(lease.tensor, segment.grad_offset), pending) as values:
+            with with_pending(self.working_set, segment.gradient_view(lease.tensor), pending) as values:
                 yield values
                 del values  # lifetime: the bytes are lent
         finally:
@@ -146,7 +134,7 @@ class UnitGradients:
         if self.factors:
             raise UsageError(f"parameter {segment.name}: its gradient changed in place {_BETWEEN_CLIP_AND_STEP}")
         if self.lease is not None:
-            change(segment.view(self.lease.tensor, segment.grad_offset))
+            change(segment.gradient_view(self.lease.tensor))
         else:
             source.pending.append(change)
 
@@ -210,41 +198,33 @@ class UnitGradients:
                 " build the embedding with sparse=False"
             )
         with without_dispatch():
-            self.open()
-            if segment.grad_offset < 0:
-                self._make_place()
-            view = segment.view(self.open(), segment.grad_offset)
+            if segment.grad_offset < 0:  # its span is frozen
+                self.unit.engine.layouts.lay_out_anew(self.unit)
+            view = segment.gradient_view(self.open())
             if gradient.data_ptr() != view.data_ptr():
                 view.copy_(gradient.detach())
                 segment.parameter.grad = view
                 self.sources.pop(segment, None)
         segment.has_gradient = True
 
-    def _make_place(self) -> None:
-        """Have a buffer with a place for whatever has a gradient now, and with the gradients of the one before."""
-        residency = self.unit.engine.residency
-        key, lease, nbytes = self.key, self.lease, self.nbytes
-        assert lease is not None
-        offsets = {segment: segment.grad_offset for segment in self.unit.segments}
-        residency.gradients_closed(self)  # order: or they might be stored away for the sake of the new ones
-        self.key, self.lease = "", None
+    def move(self, lay_out_anew: Callable[[], None]) -> None:
+        """Have ``lay_out_anew`` lay the unit out anew, and the gradients with it."""
+        key, offsets = self.key, {s: s.grad_offset for s in self.unit.segments if s.has_gradient}
+        if key:
+            self.open()  # order: what is pending is applied where it belongs
+            self.store_away()
+        self.key = ""
         try:
-            self.open()
+            lay_out_anew()
         except BaseException:
-            self.key, self.lease, self.nbytes = key, lease, nbytes
-            for segment, offset in offsets.items():
-                segment.grad_offset = offset
-            residency.gradients_opened(self)
+            self.key = key
             raise
-        for segment, offset in offsets.items():
-            gradient = segment.parameter.grad
-            if segment.has_gradient and gradient is not None and offset >= 0:
-                view = segment.view(self.open(), segment.grad_offset)
-                view.copy_(segment.view(lease.tensor, offset))
-                if gradient.data_ptr() == lease.tensor.data_ptr() + offset:
-                    segment.parameter.grad = view
-        del gradient  # lifetime: it may be the last tensor on the old bytes
-        residency.discard(key, lease)
+        if key:
+            buffer, lease = self.open(), self.working_set.lease(key, "r")
+            for segment, offset in offsets.items():
+                segment.gradient_flat(buffer).copy_(lease.tensor[offset : offset + segment.nbytes].view(segment.dtype))
+            self.note_clipped()
+            self.unit.engine.residency.discard(key, lease)
 
     def _is_in_place(self, segment: Segment, gradient: torch.Tensor) -> bool:
         """Return whether ``gradient`` is the view of the leased buffer that belongs to ``segment``."""
@@ -350,10 +330,9 @@ class UnitGradients:
     def take(self, *, used: bool) -> TakenGradients:
         """Hand the gradients over to an update; there are none here afterwards (see ``drop`` for ``.grad``)."""
         assert self.key
-        offsets = {segment: segment.grad_offset for segment in self.unit.segments if segment.has_gradient}
         pending = {s: source.take_pending() for s, source in self.sources.items() if s.has_gradient}
         taken = TakenGradients(
-            self.working_set, self.key, self.lease, nbytes=self.nbytes, offsets=offsets, factors=dict(self.factors),
+            self.working_set, self.key, self.lease, nbytes=self.nbytes, factors=dict(self.factors),
             pending={segment: changes for segment, changes in pending.items() if changes},
         )  # fmt: skip
         if self.lease is not None:

@@ -18,11 +18,11 @@ __all__ = ["TakenGradients"]
 class TakenGradients:
     """The gradients of one unit that an update has taken over, with their clip factors. One owner at a time.
 
-    Segments lie at ``offsets`` of the bytes of ``key``, a scratch key that ``delete`` ends. ``pending`` are changes
-    that these bytes lack until they are leased.
+    They lie in the bytes of ``key``, a scratch key that ``delete`` ends, as their unit's layout says. ``pending`` are
+    changes that these bytes lack until they are leased.
     """
 
-    __slots__ = ("_working_set", "factors", "key", "lease", "nbytes", "offsets", "pending")
+    __slots__ = ("_working_set", "factors", "key", "lease", "nbytes", "pending")
 
     def __init__(
         self,
@@ -31,7 +31,6 @@ class TakenGradients:
         lease: Lease | None,
         *,
         nbytes: int,
-        offsets: dict[Segment, int],
         factors: dict[Segment, torch.Tensor],
         pending: dict[Segment, list[Change]],
     ) -> None:
@@ -39,7 +38,6 @@ class TakenGradients:
         self.key = key
         self.lease = lease
         self.nbytes = nbytes
-        self.offsets = offsets
         self.factors = factors
         self.pending = pending
 
@@ -56,7 +54,7 @@ class TakenGradients:
     def flat(self, segment: Segment) -> torch.Tensor:
         """Return the (numel,) gradient of ``segment`` in memory order; the bytes must be leased."""
         assert self.lease is not None
-        return segment.flat(self.lease.tensor, self.offsets[segment])
+        return segment.gradient_flat(self.lease.tensor)
 
     def store_away(self) -> bool:
         """Give the bytes back to the working set, for now; return whether they were leased."""

@@ -241,7 +241,7 @@ class Lanes:
                 return self._alone
             self._alone = None
         ready = [lane for lane in self._lanes if not lane.has_ended and not self._must_wait(lane)]
-        at_hand = [lane for lane in ready if lane.wanted is not None and lane.wanted.lease is not None]
+        at_hand = [lane for lane in ready if lane.wanted is not None and lane.wanted.is_open]
         if at_hand:
             return at_hand[0]
         return min(ready, key=lambda lane: (lane.num_pauses, lane.index), default=None)

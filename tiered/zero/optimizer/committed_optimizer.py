@@ -6,23 +6,58 @@ Each raises ValueError, TypeError or LookupError for what no optimizer writes; t
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from tiered.errors import UsageError
 from tiered.store.store import Store
-from tiered.zero.formats.codec import PIECE_ALIGNMENT
+from tiered.zero.layout import CUT_NUMEL
 from tiered.zero.optimizer.loaded_state import StateDictReader
+from tiered.zero.parameters.unit import Segment
 
-__all__ = ["bucket_numel_of", "compare", "groups_of", "steps_of", "withhold_steps"]
+__all__ = ["RegisteredOptimizer", "bucket_numel_of", "compare", "groups_of", "managed_of", "steps_of", "withhold_steps"]
+
+
+class CommittedOptimizer(Protocol):
+    """An optimizer of which a commit keeps small state beside the buckets."""
+
+    def committed_state(self) -> dict[str, Any]:
+        """Return what a commit must keep."""
+
+    def load_committed_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``committed_state`` returned."""
+
+
+class RegisteredOptimizer:
+    """The optimizer as the store sees it: small state that rides along with a commit."""
+
+    def __init__(self, optimizer: CommittedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step counts and hyperparameters."""
+        return self._optimizer.committed_state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them back."""
+        self._optimizer.load_committed_state(state)
 
 
 def bucket_numel_of(committed: dict[str, Any]) -> int:
     """Return the elements in a bucket of a committed optimizer."""
     numel = operator.index(committed["bucket_numel"])
-    if numel <= 0 or numel % PIECE_ALIGNMENT:
+    if numel <= 0 or numel % CUT_NUMEL:
         raise ValueError(f"buckets of {numel} elements")
     return numel
+
+
+def managed_of(committed: dict[str, Any], segments: Iterable[Segment]) -> list[Collection[Segment]]:
+    """Return which of ``segments`` had state from the start, and which got it together later, in turn."""
+    by_name = {segment.name: segment for segment in segments}
+    names = [list(names) for names in committed["managed"]]
+    if len({name for each in names for name in each}) != sum(map(len, names)):
+        raise ValueError("a parameter with two states")
+    return [[by_name[name] for name in each if name in by_name] for each in names]
 
 
 def steps_of(committed: dict[str, Any], names: Sequence[str]) -> list[int]:

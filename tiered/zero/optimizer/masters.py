@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tiered.units import round_up
+from tiered.zero.layout import CUT_NUMEL
 
 if TYPE_CHECKING:
     from tiered.zero.parameters.unit import Segment
@@ -24,13 +25,13 @@ def master_key(unit_name: str) -> str:
 
 
 def master_offsets(segments: Iterable[Segment]) -> dict[Segment, int]:
-    """Return where, in elements, the fp32 master of each trainable bf16 segment lies in its unit's master key."""
+    """Return where, in elements, the fp32 master of each bf16 segment trained at ``shard`` lies in its unit's key."""
     offsets: dict[Segment, int] = {}
     offset = 0
     for segment in segments:
-        if segment.dtype == torch.bfloat16 and segment.trainable:
+        if segment.dtype == torch.bfloat16 and segment.was_trainable:
             offsets[segment] = offset
-            offset += round_up(segment.numel, 16)
+            offset += round_up(segment.numel, CUT_NUMEL)
     return offsets
 
 

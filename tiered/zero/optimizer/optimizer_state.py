@@ -6,7 +6,7 @@ Where each element is and how it gets there; when it is updated is the optimizer
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class OptimizerState:
         self,
         store: Store,
         units: Sequence[StateUnit],
-        managed: Collection[Segment],
+        managed: Sequence[Collection[Segment]],
         layouts: Layouts,
         *,
         bucket_numel: int,
@@ -53,15 +53,14 @@ class OptimizerState:
         self.buckets: dict[StateUnit, list[Bucket[Segment]]] = {}
         self.steps: dict[Segment, int] = {}
         self.begun: set[Segment] = set()
+        self._managed: list[list[Segment]] = []
         self._store = store
         self._layouts = layouts
         self._names = [moment.name for moment in layouts.rule.moments]
-        self._parameter_nbytes = sum(unit.nbytes for unit in units if isinstance(unit, Unit))
+        self._parameter_nbytes = sum(unit.layout.gradient_nbytes for unit in units if isinstance(unit, Unit))
         self._scratch = scratch
-        for unit in units:
-            segments = [segment for segment in unit.segments if segment in managed]
-            self.buckets[unit] = divide(f"model/state/{unit.name}", segments, bucket_numel, layouts)
-            self.steps |= dict.fromkeys(segments, 0)
+        self._units = units
+        self.lay_out(managed)
 
     def __repr__(self) -> str:
         return f"OptimizerState({len(self.steps)} parameters, {self.nbytes} B)"
@@ -70,6 +69,50 @@ class OptimizerState:
     def nbytes(self) -> int:
         """Bytes of all buckets."""
         return sum(bucket.nbytes for buckets in self.buckets.values() for bucket in buckets)
+
+    @property
+    def managed(self) -> list[list[str]]:
+        """The names of the parameters that have state: those of the start, then those that got it together later."""
+        return [[segment.name for segment in segments] for segments in self._managed]
+
+    def lay_out(self, managed: Sequence[Collection[Segment]]) -> None:
+        """Have buckets for what is ``managed``: the first collection of the start, each other one added by ``add``.
+
+        Moves no bytes; step counts are 0.
+        """
+        self._managed = [[s for unit in self._units for s in unit.segments if s in each] for each in managed]
+        self.steps = {segment: 0 for segments in self._managed for segment in segments}
+        self.begun = set()
+        for unit in self._units:
+            buckets = self.buckets.setdefault(unit, [])  # order: who knows the list sees the change
+            buckets.clear()
+            for segments in self._managed:
+                buckets += self._divide(unit, segments)
+
+    def _divide(self, unit: StateUnit, segments: Iterable[Segment]) -> list[Bucket[Segment]]:
+        own = [segment for segment in segments if segment.unit is unit]
+        first = len(self.buckets[unit])
+        return divide(f"model/state/{unit.name}", own, self.bucket_numel, self._layouts, first=first)
+
+    def add(self, unit: StateUnit, segments: Sequence[Segment]) -> None:
+        """Give ``segments`` of ``unit``, frozen so far, fresh state in buckets of their own; blocks.
+
+        Raises CapacityError where there is no space for them, with nothing changed.
+        """
+        buckets = self._divide(unit, segments)
+        nbytes = sum(bucket.nbytes for bucket in buckets)
+        self._store.reserve_space(2 * nbytes if self._store.durable else nbytes, scratch=not self._store.durable)
+        made: list[str] = []
+        try:
+            for bucket in buckets:
+                self._write(bucket, None, {})
+                made.append(bucket.key)
+        except BaseException:
+            self._store.working_set.delete(made)
+            raise
+        self.buckets[unit] += buckets
+        self._managed.append(list(segments))
+        self.steps |= dict.fromkeys(segments, 0)
 
     def adopt(self) -> None:
         """Use the buckets that the store holds already; reserve what the second extent sets will take.
@@ -96,18 +139,27 @@ class OptimizerState:
         masters = working_set.lease(key, "r") if key in self._store else None
         offsets = master_offsets(unit.segments) if masters is not None else {}
         for bucket in buckets:
-            working_set.create(bucket.key, bucket.nbytes)
-            lease = working_set.lease(bucket.key, "w")
-            try:
-                lease.tensor.zero_()
-                if masters is not None:
-                    self._attach_masters(bucket, lease.tensor, masters.tensor.view(torch.float32), offsets)
-            finally:
-                lease.release()
-            working_set.swap_out([bucket.key])
+            self._write(bucket, None if masters is None else masters.tensor.view(torch.float32), offsets)
         if masters is not None:
             masters.release()
             working_set.delete([key])
+
+    def _write(self, bucket: Bucket[Segment], masters: torch.Tensor | None, offsets: dict[Segment, int]) -> None:
+        """Write a fresh ``bucket``: moments of zero, and the ``masters`` (fp32, at ``offsets``) that there are."""
+        working_set = self._store.working_set
+        working_set.create(bucket.key, bucket.nbytes)
+        try:
+            lease = working_set.lease(bucket.key, "w")
+        except BaseException:
+            working_set.delete([bucket.key])
+            raise
+        try:
+            lease.tensor.zero_()
+            if masters is not None:
+                self._attach_masters(bucket, lease.tensor, masters, offsets)
+        finally:
+            lease.release()
+        working_set.swap_out([bucket.key])
 
     def _attach_masters(
         self, bucket: Bucket[Segment], state: torch.Tensor, masters: torch.Tensor, offsets: dict[Segment, int]
@@ -258,7 +310,7 @@ class OptimizerState:
         if isinstance(segment, PlainSegment):
             yield segment.memory()
             return
-        lease = self._store.working_set.lease(segment.unit.key, "r")
+        lease = self._store.working_set.lease(segment.unit.keys[segment.span], "r")
         try:
             yield segment.flat(lease.tensor)
         finally:

@@ -6,7 +6,7 @@ users make are in optimizer.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,20 @@ from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import UsageError
 from tiered.store.generations.registry import taking_apart
 from tiered.store.store import Store
-from tiered.zero.budget import bucket_numel_for, tile_numel_for
 from tiered.zero.engine import Engine
 from tiered.zero.formats.layout import FORMATS, Layouts
 from tiered.zero.formats.rules import Rule
+from tiered.zero.layout import bucket_numel_for, tile_numel_for
 from tiered.zero.model_state import check_added
-from tiered.zero.optimizer.committed_optimizer import bucket_numel_of, compare, groups_of, steps_of, withhold_steps
+from tiered.zero.optimizer.committed_optimizer import (
+    RegisteredOptimizer,
+    bucket_numel_of,
+    compare,
+    groups_of,
+    managed_of,
+    steps_of,
+    withhold_steps,
+)
 from tiered.zero.optimizer.loaded_state import StateDictReader
 from tiered.zero.optimizer.optimizer_state import OptimizerState, StateUnit
 from tiered.zero.optimizer.plain import PlainUnit
@@ -149,12 +157,15 @@ class StreamingOptimizer(Optimizer):
         committed = self._store.registered_state("tiered.optimizer") if self._store.durable else None
         units: list[StateUnit] = [unit for engine in self._engines for unit in engine.units]
         units += [self._plain] if self._plain is not None else []
-        managed = {segment for parameter, segment in self._segments.items() if _requires_grad(parameter)}
-        numel = bucket_numel_for(sum(s.numel for s in unit.segments if s in managed) for unit in units)
+        managed: list[Collection[Segment]] = [
+            {segment for parameter, segment in self._segments.items() if _requires_grad(parameter)}
+        ]
+        numel = bucket_numel_for(sum(s.numel for s in unit.segments if s in managed[0]) for unit in units)
         if committed is not None:
             with taking_apart("tiered.optimizer", by=self._title):
                 numel = bucket_numel_of(committed)
-        self._pipeline = UpdatePipeline(self._store.working_set, tile_numel_for(numel, [list(managed)]))
+                managed = managed_of(committed, self._known)
+        self._pipeline = UpdatePipeline(self._store.working_set, tile_numel_for(numel, [s.numel for s in self._known]))
         try:
             scratch = self._pipeline.scratch
             layouts = Layouts(self.format, self.rule)
@@ -169,7 +180,7 @@ class StreamingOptimizer(Optimizer):
             self._pipeline.close()
             raise
         self._store.add_guard(self._guard)
-        self._store.register("tiered.optimizer", _Registered(self))
+        self._store.register("tiered.optimizer", RegisteredOptimizer(self))
         self._is_attached = True
         for engine in self._engines:
             engine.updater = self
@@ -194,9 +205,10 @@ class StreamingOptimizer(Optimizer):
         with INTERRUPTS, torch.no_grad():
             if self.in_backward:
                 self._check_unchanged()
-            for segment in self._plain.segments if self._plain is not None else ():
-                if segment.parameter.grad is not None:
-                    self._check_trained(segment)
+            if self._plain is not None:
+                trained = [s for s in self._plain.segments if s.parameter.grad is not None]
+                late = [s for s in trained if s not in self._state.steps]
+                self._add_state(self._plain, late) if late else None
             for engine in self._engines:
                 engine.step()
             if self._plain is not None:
@@ -235,10 +247,16 @@ class StreamingOptimizer(Optimizer):
             )
 
     def check(self, unit: Unit) -> None:
-        """Raise UsageError for a parameter of ``unit`` that has a gradient and no state."""
-        for segment in unit.segments:
-            if segment.has_gradient and segment in self._known:
-                self._check_trained(segment)
+        """Give state to each parameter of ``unit`` that has a gradient and none yet. Raises CapacityError."""
+        late = [s for s in unit.segments if s.has_gradient and s in self._known and s not in self._state.steps]
+        if late:
+            self._add_state(unit, late)
+
+    def _add_state(self, unit: StateUnit, segments: Sequence[Segment]) -> None:
+        """Give parameters that were frozen when the optimizer was made their state, as torch does with a gradient."""
+        self._state.add(unit, segments)
+        for engine in self._engines:
+            engine.expect_steps()
 
     def update(self, unit: Unit) -> None:
         """Hand over the update of those parameters of ``unit`` that have a gradient, and the gradients.
@@ -254,16 +272,17 @@ class StreamingOptimizer(Optimizer):
         engine = unit.engine
         limit = engine.pending_bytes if self.in_backward else None
         buckets = [b for b in self._state.buckets[unit] if not {p.segment for p in b.pieces}.isdisjoint(managed)]
+        parameter_keys = unit.keys_of(managed).values()
         state_keys = [bucket.key for bucket in buckets]  # order: promised before the wait, or they would be evicted
         if self.in_backward:  # the gradients stay leased from here on
-            engine.schedule.hand_over([unit.key, *state_keys], unrecorded=[gradients.key])
+            engine.schedule.hand_over([*parameter_keys, *state_keys], unrecorded=[gradients.key])
         else:
-            engine.schedule.hand_over([unit.key, gradients.key, *state_keys])
+            engine.schedule.hand_over([*parameter_keys, gradients.key, *state_keys])
         try:
-            engine.worker.make_room(unit, unit.nbytes + gradients.nbytes, limit)
+            engine.worker.make_room(unit, 2 * gradients.nbytes, limit)
             engine.check_updates()
         except BaseException:
-            engine.schedule.take_back([unit.key, gradients.key, *state_keys])
+            engine.schedule.take_back([*parameter_keys, gradients.key, *state_keys])
             raise
         hypers = {segment: self._state.count(segment, self._hypers[segment]) for segment in managed}
         taken = gradients.take(used=self.in_backward)
@@ -285,13 +304,6 @@ class StreamingOptimizer(Optimizer):
         # Autograd sees neither what kernels write nor torch's fused updates.
         torch.autograd.graph.increment_version([segment.parameter for segment in sources])
         self._pipeline.run(due, PlainSupply(self._store.working_set, sources), lambda _: None)
-
-    def _check_trained(self, segment: Segment) -> None:
-        if segment not in self._state.steps:
-            raise UsageError(
-                f"parameter {segment.name} has a gradient but was frozen when {self._title} was made; expected"
-                " requires_grad=True then: make the optimizer first and freeze after"
-            )
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -321,6 +333,8 @@ class StreamingOptimizer(Optimizer):
         with INTERRUPTS, torch.no_grad():
             with without_dispatch():
                 loaded = self._reader().read(state_dict)
+            for segment in [s for s, state in loaded.states.items() if state and s not in self._state.steps]:
+                self._add_state(segment.unit, [segment])
             states = {segment: state for segment, state in loaded.states.items() if segment in self._state.steps}
             for segment, state in states.items():
                 self._state.check_master(segment, state)
@@ -355,7 +369,7 @@ class StreamingOptimizer(Optimizer):
             "state": self.format,
             "bucket_numel": self._state.bucket_numel,
             "groups": [[names[p] for p in group["params"]] for group in self.param_groups],
-            "managed": [segment.name for segment in self._state.steps],
+            "managed": self._state.managed,
         }
 
     def committed_state(self) -> dict[str, Any]:
@@ -370,7 +384,8 @@ class StreamingOptimizer(Optimizer):
 
     def load_committed_state(self, state: dict[str, Any]) -> None:
         """Take back what ``committed_state`` returned; raises UsageError with a diff when it is another optimizer's."""
-        compare(state, self._description())
+        compare(state, self._description() | {"managed": state["managed"]})
+        self._state.lay_out(managed_of(state, self._known))
         steps = steps_of(state, [segment.name for segment in self._state.steps])
         groups = groups_of(state, self.param_groups, self._reader())
         bare = set(state.get("without_moments", ()))  # older commits lack it
@@ -378,21 +393,6 @@ class StreamingOptimizer(Optimizer):
         self._state.begun = {s for s, n in self._state.steps.items() if n and s.name not in bare}
         for mine, group in zip(self.param_groups, groups, strict=True):
             mine.update(group)
-
-
-class _Registered:
-    """The optimizer as the store sees it: small state that rides along with a commit."""
-
-    def __init__(self, optimizer: StreamingOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the step counts and hyperparameters."""
-        return self._optimizer.committed_state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them back."""
-        self._optimizer.load_committed_state(state)
 
 
 def _requires_grad(parameter: torch.Tensor) -> bool:

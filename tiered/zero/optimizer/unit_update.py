@@ -29,7 +29,10 @@ class UnitUpdate:
     the worker from then on.
     """
 
-    __slots__ = ("_lease", "_pipeline", "_schedule", "buckets", "gradients", "hypers", "keys", "nbytes", "unit")
+    __slots__ = (
+        "_leases", "_parameter_keys", "_pipeline", "_schedule", "buckets", "gradients", "hypers", "keys", "nbytes",
+        "unit",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -43,11 +46,12 @@ class UnitUpdate:
         self.buckets = [bucket for bucket in buckets if any(piece.segment in hypers for piece in bucket.pieces)]
         self.hypers = hypers
         self.gradients = gradients
-        self.nbytes = unit.nbytes + gradients.nbytes  # of DRAM that it keeps from others
-        self.keys = [unit.key, gradients.key, *(bucket.key for bucket in self.buckets)]  # in order of use
+        self.nbytes = 2 * gradients.nbytes  # of DRAM that it keeps from others: what they are of is laid out alike
+        self._parameter_keys = unit.keys_of(hypers)
+        self.keys = [*self._parameter_keys.values(), gradients.key, *(bucket.key for bucket in self.buckets)]
         self._pipeline = pipeline
         self._schedule: SharedSchedule = unit.engine.schedule
-        self._lease: Lease | None = None
+        self._leases: dict[int, Lease] = {}  # of the spans with something to update, by their numbers
 
     def __repr__(self) -> str:
         return f"UnitUpdate({self.unit.name!r}, {len(self.buckets)} buckets)"
@@ -60,14 +64,18 @@ class UnitUpdate:
         """Lease the bucket ``key``, the parameters and the gradients; blocks."""
         working_set = self.unit.working_set
         while True:
-            if self._lease is None:
-                self._lease = working_set.lease(self.unit.key, "rw")
+            self._lease_parameters()
             self.gradients.open()
-            self._schedule.take_back([self.unit.key, self.gradients.key])
+            self._schedule.take_back([*self._parameter_keys.values(), self.gradients.key])
             bucket = working_set.lease(key, "rw")
-            if self._lease is not None and self.gradients.lease is not None:
+            if len(self._leases) == len(self._parameter_keys) and self.gradients.lease is not None:
                 return bucket
             bucket.release()  # the others were given up while it waited for this one
+
+    def _lease_parameters(self) -> None:
+        for span, key in self._parameter_keys.items():
+            if span not in self._leases:
+                self._leases[span] = self.unit.working_set.lease(key, "rw")
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """Ask for the buckets ``keys`` as the schedule has them, among all that comes next."""
@@ -78,28 +86,29 @@ class UnitUpdate:
         hyper = self.hypers.get(segment)
         if hyper is None:
             return None
-        assert self._lease is not None
-        flat = segment.flat(self._lease.tensor)
+        flat = segment.flat(self._leases[segment.span].tensor)
         return Source(flat, self.gradients.flat(segment), self.gradients.factors.get(segment), hyper)
 
     @property
     def has_leases(self) -> bool:
         """Whether there is something that ``give_up_leases`` would give."""
-        return self._lease is not None or self.gradients.lease is not None
+        return bool(self._leases) or self.gradients.lease is not None
 
     def give_up_leases(self) -> bool:
         """Let go of parameters and gradients while a bucket is waited for; return whether there were any."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
+        has_leases = self._release_parameters()
+        return self.gradients.store_away() or has_leases
+
+    def _release_parameters(self) -> bool:
+        leases, self._leases = self._leases, {}
+        for lease in leases.values():
             lease.release(is_written=True)
-            self.unit.working_set.swap_out([self.unit.key])
-        return self.gradients.store_away() or lease is not None
+        if leases:
+            self.unit.working_set.swap_out([lease.key for lease in leases.values()])
+        return bool(leases)
 
     def end(self) -> str:
         """Give everything back; return the gradients' key if a caller still sees its bytes, else ""."""
         self._schedule.take_back(self.keys)
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release(is_written=True)
-            self.unit.working_set.swap_out([self.unit.key])
+        self._release_parameters()
         return self.gradients.delete()

@@ -39,7 +39,7 @@ class Residency:
         self._pid = os.getpid()
         self._units: dict[Unit, None] = {}
         self._gradients: dict[UnitGradients, None] = {}
-        self._addresses: dict[int, tuple[Unit, Lease]] = {}
+        self._addresses: dict[int, tuple[Unit, int, Lease]] = {}  # of each span: its number, its lease
         self._to_delete: list[str] = []
         self._rooms: dict[str, UnitGradients] = {}
         worker.give = self.give_back
@@ -50,10 +50,10 @@ class Residency:
 
     def opened(self, unit: Unit, active: set[Unit | None]) -> None:
         """A unit has leased its bytes; park what is neither in ``active`` nor the root nor in use."""
-        assert unit.lease is not None
         self.num_swaps += 1
         self.opening = None
-        self._addresses[unit.lease.tensor.untyped_storage().data_ptr()] = (unit, unit.lease)
+        for span, lease in enumerate(unit.buffer.leases):
+            self._addresses[lease.tensor.untyped_storage().data_ptr()] = (unit, span, lease)
         self._units[unit] = None
         self.park_idle(active | {unit})
 
@@ -69,6 +69,11 @@ class Residency:
 
     def address_of(self, tensor: torch.Tensor) -> Unit | None:
         """Return the unit in whose living buffer ``tensor`` lies. Raises UsageError for what torch.func wraps."""
+        found = self.place_of(tensor)
+        return None if found is None else found[0]
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
+        """Return the unit and span number in whose living bytes ``tensor`` lies; raises as ``address_of`` does."""
         if (
             tensor.layout is not torch.strided
             or tensor.device.type != "cpu"
@@ -86,10 +91,10 @@ class Residency:
         found = self._addresses.get(storage.data_ptr())
         if found is None:
             return None
-        unit, lease = found
-        if unit.lease is not lease and lease.release():  # an address of the past
+        unit, span, lease = found
+        if lease not in unit.buffer.leases and lease.release():  # an address of the past
             return None
-        return unit
+        return unit, span
 
     def gradients_opened(self, gradients: UnitGradients) -> None:
         """A unit's gradients are in DRAM and shown."""
@@ -210,4 +215,4 @@ class Residency:
         return any(gradients.store_away() for gradients in last_of_all)
 
     def _give_back_unit(self, unit: Unit) -> bool:
-        return unit.lease is not None and unit.num_ops == 0 and unit not in self.shielded and unit.park()
+        return unit.is_open and unit.num_ops == 0 and unit not in self.shielded and unit.park()

@@ -52,10 +52,10 @@ class SharedSchedule:
         with self._lock:
             self._schedule.learn(key, nbytes, window_bytes=window_bytes)
 
-    def use(self, key: str, *, room: str = "") -> None:
-        """Note that ``key`` is being used now, and ``room`` soon, and begin to read what comes next."""
+    def use(self, *keys: str) -> None:
+        """Note that ``keys``, of which the last may be a room, are used now, and begin to read what comes next."""
         with self._lock:
-            wanted = self._schedule.use(key, room=room)
+            wanted = self._schedule.use(*keys)
         if wanted:
             self._read(wanted)
 

@@ -1,24 +1,25 @@
-"""Unit: the parameters that move together as one key of the store, and where each of them lies in its bytes.
+"""Unit: the parameters that move together, one key of the store for each span of their layout.
 
-A unit knows how to lease its bytes and to show them through its parameters. When that happens is the engine's business,
-what becomes of the bytes afterwards the working set's.
+A unit has its bytes gathered in a buffer and shows them through its parameters. When that happens is the engine's
+business, what becomes of the bytes afterwards the working set's.
 """
 
 from __future__ import annotations
 
-import enum
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
-from tiered.store.residency.working_set import Lease, WorkingSet
-from tiered.units import round_up
+from tiered.ranks.comm import NullComm
+from tiered.store.residency.working_set import WorkingSet
+from tiered.tiers.device_tier import BufferState, HostTier, Piece, UnitBuffer
 from tiered.zero.gradients.backward import in_graph_task
+from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
 from tiered.zero.parameters.functorch import check_no_transform
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder, unrecorded
@@ -27,23 +28,23 @@ if TYPE_CHECKING:
     from tiered.zero.engine import Engine
     from tiered.zero.gradients.gradients import UnitGradients
 
-__all__ = ["SEGMENT_ALIGNMENT", "Segment", "Unit", "UnitState"]
+__all__ = ["Segment", "Unit", "dense_strides"]
 
-SEGMENT_ALIGNMENT = 64
-"""Bytes; the start of each parameter in its unit's buffer (design.md, section 9: off it, kernels give other bits)."""
+_HOST, _ALONE = HostTier(), NullComm()
 
 
 class Segment:
-    """One parameter's place in its unit's buffer: shape, strides and dtype, and ``offset`` and ``nbytes`` in bytes.
+    """One parameter in its unit: what it looks like, and its place, ``offset`` and ``nbytes`` in bytes of its span.
 
     Strides are the parameter's own when it is dense, else those of a contiguous tensor. The values of a dense tensor,
-    in the order they lie in memory, are ``numel`` consecutive elements from ``offset``.
+    in the order they lie in memory, are ``numel`` consecutive elements from ``offset``. Its gradient lies at
+    ``grad_offset`` of its unit's gradients, -1 where it has no place there: the span is frozen.
     """
 
     __slots__ = (
         "__weakref__", "_layout", "accumulated", "dtype", "grad_offset", "has_gradient", "name", "nbytes",
-        "num_grad_touches", "num_no_grad_touches", "numel", "offset", "parameter", "shape", "strides", "trainable",
-        "unit",
+        "num_grad_touches", "num_no_grad_touches", "numel", "offset", "parameter", "shape", "span", "strides",
+        "trainable", "unit", "was_trainable",
     )  # fmt: skip
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
@@ -54,9 +55,11 @@ class Segment:
         self.dtype = dtype
         self.numel = parameter.numel()
         self.nbytes = self.numel * dtype.itemsize
-        self.trainable = parameter.requires_grad
+        self.trainable = parameter.requires_grad  # as its unit is laid out: whether its span is
+        self.was_trainable = self.trainable  # when the values entered the store
+        self.span = 0
         self.offset = 0
-        self.grad_offset = -1  # in the unit's gradient buffer; -1: none yet
+        self.grad_offset = -1
         self.unit: Unit
         self.accumulated = False  # in the backward that runs now
         self.has_gradient = False  # since the last step
@@ -65,16 +68,28 @@ class Segment:
         self._layout: torch.Tensor | None = None
 
     def __repr__(self) -> str:
-        return f"Segment({self.name!r}, {self.shape}, {self.dtype}, at {self.offset})"
+        return f"Segment({self.name!r}, {self.shape}, {self.dtype}, at {self.offset} of span {self.span})"
 
-    def flat(self, buffer: torch.Tensor, offset: int | None = None) -> torch.Tensor:
-        """Return the (numel,) view of this segment in ``buffer`` (uint8, whole unit), in memory order."""
-        start = self.offset if offset is None else offset
-        return buffer[start : start + self.nbytes].view(self.dtype)
+    @property
+    def spec(self) -> SegmentSpec:
+        """What its unit is laid out for."""
+        return SegmentSpec(self.name, self.shape, self.strides, self.dtype, self.trainable)
 
-    def view(self, buffer: torch.Tensor, offset: int | None = None) -> torch.Tensor:
-        """Return the view of this segment in ``buffer`` with the parameter's shape and strides."""
-        return self.flat(buffer, offset).as_strided(self.shape, self.strides)
+    def flat(self, span: torch.Tensor) -> torch.Tensor:
+        """Return the (numel,) view of this segment in its ``span`` (uint8, whole), in memory order."""
+        return span[self.offset : self.offset + self.nbytes].view(self.dtype)
+
+    def view(self, span: torch.Tensor) -> torch.Tensor:
+        """Return the view of this segment in its ``span`` with the parameter's shape and strides."""
+        return self.flat(span).as_strided(self.shape, self.strides)
+
+    def gradient_flat(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Return the (numel,) view of this segment's gradient among its unit's ``gradients`` (uint8, whole)."""
+        return gradients[self.grad_offset : self.grad_offset + self.nbytes].view(self.dtype)
+
+    def gradient_view(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Return the view of this segment's gradient with the parameter's shape and strides."""
+        return self.gradient_flat(gradients).as_strided(self.shape, self.strides)
 
     def layout(self) -> torch.Tensor:
         """Return a meta tensor of the same shape, strides and dtype."""
@@ -98,60 +113,74 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return strides
 
 
-class UnitState(enum.Enum):
-    """Where a unit's parameters point, and what that costs in DRAM."""
-
-    PARKED = "parked"  # placeholders; the bytes are the working set's to keep or drop
-    OPEN = "open"  # placeholders, but the bytes are leased: saved references may be read
-    SHOWN = "shown"  # the parameters are views of the leased bytes
-
-
 class Unit:
-    """Parameters that share one key: swapped in, shown, updated and swapped out together.
+    """Parameters that move together: swapped in, shown, updated and swapped out as one.
 
-    Invariant: the parameters point at the leased buffer or at placeholders, never at bytes the unit does not lease.
-    ``version`` counts the updates; a saved reference of an older version is refused rather than read wrongly.
+    Invariant: the parameters point at the buffer or at placeholders, never at bytes the unit does not lease. ``keys``
+    are those of its spans, in order, of which an update writes the first few, ``trainable_keys``. ``version`` counts
+    the updates; a saved reference of an older version is refused rather than read wrongly.
     """
 
     __slots__ = (
-        "__weakref__", "_opened_s", "_token", "_word", "engine", "gradients", "key", "lease", "name", "nbytes",
-        "num_ops", "segments", "state", "version", "versions", "working_set",
+        "__weakref__", "_opened_s", "_parameters", "_token", "_word", "buffer", "engine", "gradients", "key", "keys",
+        "layout", "name", "nbytes", "num_ops", "segments", "trainable_keys", "version", "versions", "working_set",
     )  # fmt: skip
 
+    buffer: UnitBuffer
     gradients: UnitGradients
     engine: Engine
+    layout: UnitLayout
 
-    def __init__(self, name: str, key: str, segments: Sequence[Segment], working_set: WorkingSet) -> None:
+    def __init__(self, name: str, segments: Sequence[Segment], working_set: WorkingSet) -> None:
         self.name = name
-        self.key = key
         self.segments = list(segments)
         self.working_set = working_set
-        self.state = UnitState.PARKED
-        self.lease: Lease | None = None
         self.num_ops = 0  # operations that are running on the shown parameters
         self.version = 0
         self.versions: tuple[int, ...] = ()  # version counters of the parameters when they were shown
+        self._parameters = [segment.parameter for segment in self.segments]
         self._token: weakref.ref[ReferenceToken] | None = None
         self._opened_s = 0.0
         self._word = ""  # what it was opened for, for the recorder
-        offset = 0
         for segment in self.segments:
             segment.unit = self
-            segment.offset = offset
-            offset = round_up(offset + segment.nbytes, SEGMENT_ALIGNMENT)
-        self.nbytes = max(offset, SEGMENT_ALIGNMENT)
+        self.place(lay_out(name, [segment.spec for segment in self.segments]))
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.segments)} parameters, {self.nbytes} B, {self.describe()})"
 
+    def place(self, layout: UnitLayout) -> None:
+        """Have the bytes lie as ``layout`` says; moves none. The unit must not be open."""
+        self.layout = layout
+        self.nbytes = layout.nbytes
+        self.keys = tuple(span.key for span in layout.spans)
+        self.trainable_keys = tuple(span.key for span in layout.spans if span.trainable)
+        self.key = self.keys[0]
+        pieces = []
+        for segment, spec, place in zip(self.segments, layout.specs, layout.places, strict=True):
+            segment.trainable = spec.trainable
+            segment.span, segment.offset, segment.grad_offset = place
+            pieces.append(Piece(place.span, place.offset // spec.dtype.itemsize, spec.shape, spec.strides))
+        spans = [(span.key, span.dtype) for span in layout.spans]
+        self.buffer = UnitBuffer(self.working_set, spans, pieces, tier=_HOST, comm=_ALONE)
+
+    def keys_of(self, segments: Iterable[Segment]) -> dict[int, str]:
+        """Return the keys of the spans in which ``segments`` lie, by the spans' numbers, in their order."""
+        return {span: self.keys[span] for span in sorted({segment.span for segment in segments})}
+
     def describe(self) -> str:
         """Return the state in words, for messages."""
-        return f"unit {self.name!r} {self.state.value}"
+        return f"unit {self.name!r} {_WORDS[self.buffer.state]}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the unit has its bytes."""
+        return self.buffer.state is not BufferState.NONE
 
     @property
     def is_in_backward(self) -> bool:
         """Whether the unit is open, and was opened in a backward."""
-        return self.lease is not None and self._word == "backward"
+        return self.is_open and self._word == "backward"
 
     @property
     def room(self) -> str:
@@ -161,56 +190,53 @@ class Unit:
     # -- leasing -------------------------------------------------------------------------------------------------
 
     @uninterrupted
-    def open(self, mode: str = "r") -> torch.Tensor:
-        """Lease the bytes if they are not leased and return them: (nbytes,) uint8. Blocks on a swap in.
+    def open(self, mode: str = "r") -> list[torch.Tensor]:
+        """Lease the bytes if they are not leased and return the spans: (nbytes,) uint8 each. Blocks on a swap in.
 
         ``mode`` "rw" closes a lease for reading first.
         """
-        if self.lease is not None and mode == "rw" and self.lease.mode == "r":
+        buffer = self.buffer
+        if mode == "rw" and buffer.mode == "r":
             self.park()
-        if self.lease is None:
+        if buffer.state is BufferState.NONE:
             check_no_transform(f"unit {self.name!r}: swap in")
             if self.engine.lanes is not None:
                 self.engine.lanes.about_to_open(self)
-        if self.lease is None:  # a micro-batch that took its turn may have opened it
+        if buffer.state is BufferState.NONE:  # a micro-batch that took its turn may have opened it
             self.engine.before_open(self)
             with ordinary_tensors():  # order: later uses of the same lease may be recorded by autograd
-                self.lease = self.working_set.lease(self.key, mode)
-            self.state = UnitState.OPEN
+                buffer.gather(mode)
             self._word = "backward" if in_graph_task() else "forward" if self.engine.calls else "open"
             self.engine.opened(self)
             # Order: once others are parked, so that what one thread does with one unit ends before the next begins.
             self._opened_s = time.monotonic()
-        return self.lease.tensor
+        return buffer.tensors
 
     @uninterrupted
     def show(self, mode: str = "r") -> None:
         """Make the parameters views of the leased bytes."""
-        buffer = self.open(mode)
-        if self.state is UnitState.SHOWN:
+        self.open(mode)
+        if self.buffer.state is BufferState.SHOWN:
             return
         with without_dispatch(), unrecorded(), ordinary_tensors():
-            for segment in self.segments:
-                segment.parameter.data = segment.view(buffer)
-            self.versions = tuple(segment.parameter._version for segment in self.segments)
-        self.state = UnitState.SHOWN
+            self.buffer.show(self._parameters)
+            self.versions = tuple([parameter._version for parameter in self._parameters])
 
     @uninterrupted
     def park(self) -> bool:
-        """Point the parameters at placeholders and give the lease back; return False while an operation runs.
+        """Point the parameters at placeholders and give the leases back; return False while an operation runs.
 
         Raises UsageError when a parameter was written through a lease for reading.
         """
-        if self.num_ops or self.lease is None:
-            return self.lease is None
-        lease, self.lease = self.lease, None
+        buffer = self.buffer
+        if self.num_ops or buffer.state is BufferState.NONE:
+            return buffer.state is BufferState.NONE
         self.working_set.recorder.worked(self._word, self.name, self._opened_s)
         written = ""
-        if self.state is UnitState.SHOWN:
-            written = self._hide(check=lease.mode == "r")
-        self.state = UnitState.PARKED
+        if buffer.state is BufferState.SHOWN:
+            written = self._hide(check=buffer.mode == "r")
         self.engine.residency.parked(self)
-        lease.release()
+        buffer.release()
         if written:
             self.engine.abandon(f"parameter {written} was written in place outside tiered.unsharded")
             go_on = "store.rollback() to go on" if self.engine.store.durable else "start again in a new store"
@@ -233,8 +259,7 @@ class Unit:
 
     def forget(self) -> None:
         """Point the parameters at placeholders without giving anything back: in a forked child, after close."""
-        self.lease = None
-        self.state = UnitState.PARKED
+        self.buffer.forget()
         self._hide(check=False) if self.versions else None
 
     # -- saved references ----------------------------------------------------------------------------------------
@@ -260,6 +285,9 @@ class Unit:
         """Return the segment's parameter as what it is once sharded."""
         assert isinstance(segment.parameter, TieredParameter)
         return segment.parameter
+
+
+_WORDS = {BufferState.NONE: "parked", BufferState.GATHERED: "open", BufferState.SHOWN: "shown"}
 
 
 class ReferenceToken:

@@ -1,0 +1,443 @@
+"""A frozen parameter is written when it enters the store and never again; one that is unfrozen moves once."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import tiered
+from tests.zero.training import SEED, debug_store
+from tiered.errors import CapacityError, UsageError
+
+WIDTH = 24
+ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.05}
+NBYTES_PER_TRAINED = 16
+
+
+class Block(nn.Module):
+    """Two layers and a norm, on a residual path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(torch.tanh(self.a(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """Blocks between a first and a last layer; ``frozen`` names what is frozen at first."""
+
+    def __init__(self, frozen: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.to(self.first.weight.dtype))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float().square().mean()
+
+
+class Master:
+    """AdamW over fp32 masters of a model's trained parameters, which it casts to ``dtype`` after each step."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.masters = {p: nn.Parameter(p.detach().clone()) for p in model.parameters() if p.is_floating_point()}
+        for parameter in self.masters:
+            parameter.data = parameter.data.to(dtype)
+        self.optimizer = torch.optim.AdamW(self.masters.values(), fused=True, **ADAMW)
+
+    def late(self, parameter: nn.Parameter) -> None:
+        """Say that ``parameter`` was frozen when it was cast: its master is its value."""
+        self.masters[parameter].data.copy_(parameter.detach())
+
+    def step(self) -> None:
+        """Update each parameter that has a gradient."""
+        for parameter, master in self.masters.items():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for parameter, master in self.masters.items():
+                if parameter.grad is not None:
+                    parameter.copy_(master)
+                parameter.grad = None
+
+
+Event = Callable[[nn.Module], None]
+
+
+def batch(index: int) -> torch.Tensor:
+    """Return fp32 (4, WIDTH)."""
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def unfreeze(*prefixes: str) -> Event:
+    def event(model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if name.startswith(prefixes):
+                parameter.requires_grad_(True)
+
+    return event
+
+
+def freeze(*prefixes: str) -> Event:
+    def event(model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if name.startswith(prefixes):
+                parameter.requires_grad_(False)
+
+    return event
+
+
+def plain(
+    model: nn.Module, num_steps: int, events: dict[int, Event], num_micro_steps: int = 1
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """Train in memory; return losses, parameters, and moments by parameter."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    losses = []
+    for step in range(num_steps):
+        for micro_step in range(num_micro_steps):
+            events.get(step * num_micro_steps + micro_step, lambda model: None)(model)
+            loss = model(batch(step * num_micro_steps + micro_step))
+            loss.backward()
+            losses.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, dict(model.state_dict()), moments(model, optimizer)
+
+
+def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the state of each parameter that was updated."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    state = {order[index]: values for index, values in optimizer.state_dict()["state"].items()}
+    return {name: values for name, values in state.items() if values["step"]}
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Assert that losses, parameters and moments are the same bits."""
+    losses, parameters, state = found
+    assert all(map(torch.equal, losses, expected[0])), f"{losses} instead of {expected[0]}"
+    assert [name for name, value in expected[1].items() if not torch.equal(parameters[name], value)] == []
+    assert state.keys() == expected[2].keys()
+    for name, values in expected[2].items():
+        for key, value in values.items():
+            assert torch.equal(state[name][key], value), f"{key} of {name}"
+
+
+def written_bytes(store: tiered.Store) -> int:
+    statistics = store.statistics()
+    return statistics.write_bytes + statistics.catalog_write_bytes
+
+
+def steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    store: tiered.Store,
+    first: int,
+    last: int,
+    events: dict[int, Event] | None = None,
+    num_micro_steps: int = 1,
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Train steps [first, last), a commit each where the store has commits; yield each loss and the bytes written."""
+    for step in range(first, last):
+        before = written_bytes(store)
+        for micro_step in range(num_micro_steps):
+            number = step * num_micro_steps + micro_step
+            (events or {}).get(number, lambda model: None)(model)
+            with tiered.accumulate(model) if micro_step < num_micro_steps - 1 else torch.enable_grad():
+                loss = model(batch(number))
+                loss.backward()
+            if micro_step < num_micro_steps - 1:
+                yield loss.detach().clone(), 0
+        optimizer.step()
+        optimizer.zero_grad()
+        if store.durable:
+            store.commit({"step": step + 1})
+        yield loss.detach().clone(), written_bytes(store) - before
+
+
+HALF = ("first", "blocks.0", "blocks.1")
+
+CASES: dict[str, tuple[tuple[str, ...], dict[int, Event]]] = {
+    "half": (HALF, {}),
+    "single parameters": (("blocks.0.a.weight", "blocks.2.norm", "head.bias"), {}),
+    "unfrozen later": (HALF, {2: unfreeze("blocks.1.a")}),
+    "all of a unit unfrozen": (HALF, {2: unfreeze("blocks.0", "first")}),
+    "unfrozen one after the other": (HALF, {1: unfreeze("blocks.1"), 2: unfreeze("blocks.0"), 4: unfreeze("first")}),
+    "frozen later": ((), {2: freeze("blocks.1", "blocks.2.a")}),
+    "frozen and unfrozen": (HALF, {1: freeze("blocks.2"), 2: unfreeze("blocks.1.b"), 3: unfreeze("blocks.2.a")}),
+}
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("durable", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_bits_of_what_is_frozen_and_unfrozen(name: str, durable: bool, update: str, tmp_path: Path) -> None:
+    frozen, events = CASES[name]
+    torch.manual_seed(SEED)
+    expected = plain(Blocks(frozen), 6, events)
+    torch.manual_seed(SEED)
+    with debug_store(tmp_path, durable=durable) as store:
+        model = tiered.shard(Blocks(frozen), store, unit=(Block,))
+        optimizer = tiered.AdamW(model.parameters(), update=update, **ADAMW)
+        losses = [loss for loss, _ in steps(model, optimizer, store, 0, 6, events)]
+        assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_bits_where_it_is_unfrozen_between_micro_steps(update: str, tmp_path: Path) -> None:
+    events = {1: unfreeze("blocks.1.a"), 5: unfreeze("blocks.0"), 6: freeze("head.bias")}
+    torch.manual_seed(SEED)
+    expected = plain(Blocks((*HALF, "head.bias")), 5, events, num_micro_steps=2)
+    torch.manual_seed(SEED)
+    with debug_store(tmp_path) as store:
+        model = tiered.shard(Blocks((*HALF, "head.bias")), store, unit=(Block,))
+        optimizer = tiered.AdamW(model.parameters(), update=update, **ADAMW)
+        losses = [loss for loss, _ in steps(model, optimizer, store, 0, 5, events, num_micro_steps=2)]
+        assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
+
+
+class Unfreezing(Blocks):
+    """Blocks that unfreeze one of them inside their own forward."""
+
+    def __init__(self) -> None:
+        super().__init__(HALF)
+        self.num_forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        if self.num_forwards == 3:
+            self.blocks[1].requires_grad_(True)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_bits_where_it_is_unfrozen_inside_a_forward(update: str, tmp_path: Path) -> None:
+    torch.manual_seed(SEED)
+    expected = plain(Unfreezing(), 5, {})
+    torch.manual_seed(SEED)
+    with debug_store(tmp_path) as store:
+        model = tiered.shard(Unfreezing(), store, unit=(Block,))
+        optimizer = tiered.AdamW(model.parameters(), update=update, **ADAMW)
+        losses = [loss for loss, _ in steps(model, optimizer, store, 0, 5)]
+        assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
+
+
+def test_two_graphs_around_an_unfreezing(tmp_path: Path) -> None:
+    def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        losses = []
+        for _ in range(2):
+            first = model(batch(0))
+            model.get_parameter("blocks.1.a.weight").requires_grad_(True)
+            second = model(batch(1))
+            for loss in (first, second):
+                losses.append(loss.detach().clone())
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    torch.manual_seed(SEED)
+    model = Blocks(HALF)
+    expected = losses_of(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
+    torch.manual_seed(SEED)
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(Blocks(HALF), store, unit=(Block,))
+        assert all(map(torch.equal, losses_of(model, tiered.AdamW(model.parameters(), **ADAMW)), expected))
+
+
+def test_bits_of_bf16_parameters_that_are_unfrozen(tmp_path: Path) -> None:
+    def losses_of(model: nn.Module, step: Callable[[], object], unfrozen: Callable[[], object]) -> list[torch.Tensor]:
+        losses = []
+        for index in range(5):
+            if index == 2:
+                unfrozen()
+            loss = model(batch(index))
+            loss.backward()
+            losses.append(loss.detach().clone())
+            step()
+        return losses
+
+    torch.manual_seed(SEED)
+    model = Blocks(HALF)
+    master = Master(model, torch.bfloat16)
+    late = [p for name, p in model.named_parameters() if name.startswith("blocks.1")]
+    for parameter in (p for p in model.parameters() if not p.requires_grad):
+        master.late(parameter)
+    expected = losses_of(model, master.step, lambda: [p.requires_grad_(True) for p in late])
+    torch.manual_seed(SEED)
+    with debug_store(tmp_path) as store:
+        sharded = tiered.shard(Blocks(HALF), store, unit=(Block,), param_dtype=torch.bfloat16)
+        optimizer = tiered.AdamW(sharded.parameters(), **ADAMW)
+        found = losses_of(sharded, optimizer.step, lambda: unfreeze("blocks.1")(sharded))
+        assert all(map(torch.equal, found, expected))
+        state = sharded.state_dict()
+        assert [name for name, value in model.state_dict().items() if not torch.equal(state[name], value)] == []
+
+
+@pytest.mark.parametrize("name", ["half", "unfrozen later", "frozen and unfrozen"])
+@pytest.mark.parametrize("stop", range(1, 6))
+def test_a_run_that_stops_and_resumes(stop: int, name: str, tmp_path: Path) -> None:
+    """What was unfrozen by then is so before the model is sharded again; what was frozen, too."""
+    frozen, events = CASES[name]
+    torch.manual_seed(SEED)
+    expected = plain(Blocks(frozen), 6, events)
+    torch.manual_seed(SEED)
+    with debug_store(tmp_path) as store:
+        model = tiered.shard(Blocks(frozen), store, unit=(Block,))
+        optimizer = tiered.AdamW(model.parameters(), **ADAMW)
+        losses = [loss for loss, _ in steps(model, optimizer, store, 0, stop, events)]
+    with debug_store(tmp_path) as store:
+        model = Blocks(frozen)
+        for step in range(stop):
+            events.get(step, lambda model: None)(model)
+        model = tiered.shard(model, store, unit=(Block,))
+        optimizer = tiered.AdamW(model.parameters(), **ADAMW)
+        assert store.resume() == {"step": stop}
+        losses += [loss for loss, _ in steps(model, optimizer, store, stop, 6, events)]
+        assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
+
+
+def test_a_rollback_over_an_unfreezing(tmp_path: Path) -> None:
+    events = {2: unfreeze("blocks.1")}
+    torch.manual_seed(SEED)
+    expected = plain(Blocks(HALF), 5, events)
+    torch.manual_seed(SEED)
+    with debug_store(tmp_path) as store:
+        model = tiered.shard(Blocks(HALF), store, unit=(Block,))
+        optimizer = tiered.AdamW(model.parameters(), **ADAMW)
+        losses = [loss for loss, _ in steps(model, optimizer, store, 0, 2)]
+        unfreeze("blocks.1")(model)
+        model(batch(9)).backward()
+        optimizer.step()
+        store.rollback()
+        freeze("blocks.1")(model)
+        losses += [loss for loss, _ in steps(model, optimizer, store, 2, 5, events)]
+        assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_bytes_written_in_a_step(update: str, tmp_path: Path) -> None:
+    frozen = ("first", "blocks.0", "blocks.1", "blocks.2.a.weight", "blocks.3")
+    with debug_store(tmp_path) as store:
+        model = tiered.shard(Blocks(frozen), store, unit=(Block,), hold=0)
+        optimizer = tiered.AdamW(model.parameters(), update=update, **ADAMW)
+        list(steps(model, optimizer, store, 0, 1))
+        written = keys_written(store)
+        list(steps(model, optimizer, store, 1, 3))
+        changed = {key for key, number in keys_written(store).items() if written[key] != number}
+        trained = {segment.unit.trainable_keys[0] for segment in segments(model) if segment.trainable}
+        assert {key for key in changed if key.startswith("model/parameters/")} == trained
+        num_frozen = sum(segment.nbytes for segment in segments(model) if not segment.trainable)
+        assert num_frozen > 0
+        unfreeze("blocks.0")(model)
+        list(steps(model, optimizer, store, 3, 4))
+        before = keys_written(store)
+        assert before["model/parameters/blocks.1"] == written["model/parameters/blocks.1"]
+        list(steps(model, optimizer, store, 4, 6))
+        changed = {key for key, number in keys_written(store).items() if before[key] != number}
+        trained = {segment.unit.trainable_keys[0] for segment in segments(model) if segment.trainable}
+        assert {key for key in changed if key.startswith("model/parameters/")} == trained
+        assert "model/parameters/blocks.0" in trained
+
+
+def segments(model: nn.Module) -> list[Any]:
+    return [parameter.segment for parameter in model.parameters()]
+
+
+def keys_written(store: tiered.Store) -> dict[str, int]:
+    """Return, by key, the generation in which its bytes were last written."""
+    return {record.name: record.generation for record in store.records()}
+
+
+def gpt2() -> nn.Module:
+    """Return a tiny GPT-2 with LoRA adapters: the base is frozen."""
+    config = transformers.GPT2Config(
+        n_layer=4, n_embd=64, n_head=2, vocab_size=128, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    lora = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], lora_dropout=0.0, fan_in_fan_out=True)
+    model: nn.Module = peft.get_peft_model(transformers.GPT2LMHeadModel(config), lora)
+    return model
+
+
+def tokens(index: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(index))
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks transformers for it
+def test_lora_over_a_frozen_base_writes_the_adapters_only(tmp_path: Path) -> None:
+    torch.manual_seed(SEED)
+    model = gpt2()
+    start = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    expected = []
+    for index in range(4):
+        loss = model(**tokens(index)).loss
+        loss.backward()
+        expected.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    with debug_store(tmp_path) as store:
+        sharded = gpt2()
+        sharded.load_state_dict(start)
+        num_trained = sum(p.numel() for p in sharded.parameters() if p.requires_grad)
+        num_units = sum(1 for _ in sharded.base_model.model.transformer.h) + 1
+        sharded = tiered.shard(sharded, store, unit=(type(sharded.base_model.model.transformer.h[0]),))
+        ours = tiered.AdamW(sharded.parameters(), **ADAMW)
+        store.commit({"step": 0})
+        losses = []
+        for index in range(4):
+            before = written_bytes(store)
+            loss = sharded(**tokens(index)).loss
+            loss.backward()
+            losses.append(loss.detach().clone())
+            del loss
+            ours.step()
+            ours.zero_grad()
+            store.commit({"step": index + 1})
+            aside = 2 * 4096 * num_units + (64 << 10)  # pages that keys are padded to, and the catalog's
+            assert written_bytes(store) - before <= NBYTES_PER_TRAINED * num_trained + aside
+        assert_equal(
+            (losses, sharded.state_dict(), moments(sharded, ours)),
+            (expected, model.state_dict(), moments(model, optimizer)),
+        )
+
+
+def test_two_parameters_over_one_storage_of_which_one_is_frozen_are_refused(tmp_path: Path) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.ones(8, 8))
+            self.b = nn.Parameter(self.a.detach(), requires_grad=False)
+
+    with debug_store(tmp_path) as store:
+        with pytest.raises(UsageError, match="share memory"):
+            tiered.shard(Shared(), store)
+
+
+def test_an_unfreezing_that_the_budget_is_too_small_for_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(SEED)
+    with debug_store(tmp_path / "probe", 1 << 14, durable=False) as store, pytest.raises(CapacityError) as refusal:
+        tiered.shard(Blocks(("first", "blocks")), store, unit=(Block,))
+    nbytes = int(str(refusal.value).split("smallest working budget is ")[1].split(" ")[0])
+    with debug_store(tmp_path / "store", nbytes, durable=False) as store:
+        model = tiered.shard(Blocks(("first", "blocks")), store, unit=(Block,))
+        optimizer = tiered.AdamW(model.parameters(), **ADAMW)
+        unfreeze("blocks")(model)
+        with pytest.raises(CapacityError, match="smallest working budget"):
+            model(batch(0))
+        freeze("blocks")(model)
+        list(steps(model, optimizer, store, 0, 2))

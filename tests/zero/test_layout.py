@@ -1,0 +1,180 @@
+"""Where parameters lie: spans by dtype and trainability, aligned segments, equal shards, cuts, shares that add up."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.models import CASES, Case
+from tiered.zero.budget import share_out_as_asked, work_sizes
+from tiered.zero.division import divide_into_units
+from tiered.zero.layout import (
+    CUT_NUMEL,
+    PAGE_NBYTES,
+    SegmentSpec,
+    ShardLayout,
+    UnitLayout,
+    cut,
+    lay_out,
+    share_out,
+    smallest_budget,
+)
+from tiered.zero.parameters.unit import dense_strides
+
+RECORDED: dict[str, tuple[int, int]] = {
+    "gpt": (532_480, 487_424),
+    "gpt_batch_1": (532_480, 487_424),
+    "tied_head": (516_096, 479_232),
+    "tied_functional": (516_096, 479_232),
+    "checkpoint_around_reentrant": (532_480, 487_424),
+    "checkpoint_around": (532_480, 487_424),
+    "checkpoint_inside_reentrant": (532_480, 487_424),
+    "checkpoint_inside": (532_480, 487_424),
+    "cnn": (200_704, 196_608),
+    "cnn_channels_last": (200_704, 196_608),
+    "lstm": (606_208, 577_536),
+    "gru": (462_848, 425_984),
+    "data_dependent_order": (249_856, 237_568),
+    "called_twice": (249_856, 237_568),
+    "nested_units": (249_856, 237_568),
+    "units_of_one_layer": (303_104, 299_008),
+    "units_across_checkpoints": (503_808, 487_424),
+    "keyword_dict_dataclass": (249_856, 237_568),
+    "output_is_view_of_weight": (106_496, 106_496),
+    "input_without_grad": (249_856, 237_568),
+    "other_methods": (249_856, 237_568),
+    "penalty_in_forward": (249_856, 237_568),
+    "penalty_in_loop": (249_856, 237_568),
+    "mixed_dtypes": (106_496, 106_496),
+    "odd_sizes": (262_144, 262_144),
+    "vectors_batch_1": (249_856, 237_568),
+    "frozen_part": (524_288, 483_328),
+    "unused_parameter": (249_856, 237_568),
+}
+"""The smallest budgets in bytes, of fp32 and of bf16 parameters, before a unit had several spans."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
+
+specs = st.lists(
+    st.builds(
+        lambda index, shape, dtype, trainable: SegmentSpec(
+            f"p{index}", tuple(shape), torch.empty(shape, device="meta").stride(), dtype, trainable
+        ),
+        st.integers(0, 99),
+        st.lists(st.integers(0, 40), max_size=3),
+        st.sampled_from(DTYPES),
+        st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+def layouts_of(case: Case, dtype: torch.dtype | None) -> list[UnitLayout]:
+    """Return the layouts of a model's units, the root unit first, as shard makes them."""
+    model = case.build()
+    modules = divide_into_units(model, case.unit)
+    members: dict[str, list[SegmentSpec]] = {"root": [], **{name: [] for name in modules}}
+    for name, parameter in model.named_parameters():
+        owner = max((n for n in modules if name.startswith(f"{n}.")), key=len, default="root")
+        members[owner].append(spec_of(name, parameter, dtype))
+    return [lay_out(name, each) for name, each in members.items() if each or name == "root"]
+
+
+def spec_of(name: str, parameter: nn.Parameter, dtype: torch.dtype | None) -> SegmentSpec:
+    cast = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    return SegmentSpec(name, tuple(parameter.shape), dense_strides(parameter), cast, parameter.requires_grad)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def many_buckets() -> None:
+    """Here buckets are as large as they are for users."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_smallest_budget_is_as_it_was(name: str) -> None:
+    for dtype, recorded in zip((None, torch.bfloat16), RECORDED[name], strict=True):
+        layouts = layouts_of(CASES[name], dtype)
+        assert smallest_budget(layouts, work_sizes(layouts)) <= 1.03 * recorded + (64 << 10)
+
+
+@given(specs, st.sampled_from([1, 2, 3, 8]))
+def test_spans_are_of_one_kind_and_segments_lie_apart(specs: list[SegmentSpec], world: int) -> None:
+    layout = lay_out("blocks.1", specs, world)
+    assert len({span.key for span in layout.spans}) == len(layout.spans)
+    assert len({(span.dtype, span.trainable) for span in layout.spans}) == len(layout.spans)
+    assert [span.trainable for span in layout.spans] == sorted((s.trainable for s in layout.spans), reverse=True)
+    ends = dict.fromkeys(range(len(layout.spans)), 0)
+    for spec, place in zip(layout.specs, layout.places, strict=True):
+        span = layout.spans[place.span]
+        assert (span.dtype, span.trainable) == (spec.dtype, spec.trainable)
+        assert place.offset % (CUT_NUMEL * spec.dtype.itemsize) == 0
+        assert ends[place.span] <= place.offset and place.offset + spec.nbytes <= span.nbytes
+        assert place.grad_offset == (span.grad_offset + place.offset if spec.trainable else -1)
+        ends[place.span] = place.offset + spec.nbytes
+    assert layout.gradient_nbytes == sum(span.nbytes for span in layout.spans if span.trainable)
+    assert lay_out("blocks.1", specs, world) == layout
+
+
+@given(specs, st.sampled_from([1, 2, 3, 8]))
+def test_shards_are_equal_whole_pages_and_cut_parameters_where_they_may_be_cut(
+    specs: list[SegmentSpec], world: int
+) -> None:
+    for number, span in enumerate((layout := lay_out("root", specs, world)).spans):
+        bounds = [ShardLayout(rank, world).bounds(span) for rank in range(world)]
+        assert bounds[0][0] == 0 and bounds[-1][1] == span.nbytes
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(bounds))
+        assert {stop - start for start, stop in bounds} == {span.nbytes // world}
+        for start, _ in bounds:
+            assert start % PAGE_NBYTES == 0
+            for spec, place in zip(layout.specs, layout.places, strict=True):
+                if place.span == number and place.offset < start < place.offset + spec.nbytes:
+                    assert (start - place.offset) % (CUT_NUMEL * spec.dtype.itemsize) == 0
+
+
+def test_keys_of_units_whose_names_look_like_kinds_do_not_collide() -> None:
+    kinds = [SegmentSpec(f"p{i}", (3,), (1,), dtype, i % 2 == 0) for i, dtype in enumerate(DTYPES[:3] * 2)]
+    names = ["root", "frozen", "a", "a/frozen", "a.frozen", "bfloat16/a", "bfloat16.frozen/a", "/a", "a/"]
+    keys = [span.key for name in names for span in lay_out(name, kinds).spans]
+    assert len(set(keys)) == len(keys)
+    assert lay_out("a", kinds).spans[0].key == "model/parameters/a"
+
+
+@given(specs, st.data())
+def test_what_moves_is_found_where_it_lies_then(specs: list[SegmentSpec], data: st.DataObject) -> None:
+    specs = [spec._replace(name=f"p{i}") for i, spec in enumerate(specs)]
+    before = lay_out("root", specs)
+    names = data.draw(st.sets(st.sampled_from([spec.name for spec in specs]))) if specs else set()
+    after = before.with_trainable(names)
+    for spec, old, new in zip(specs, before.places, after.places, strict=True):
+        for byte in {0, spec.nbytes // 2, spec.nbytes - 1} if spec.nbytes else ():
+            assert after.moved(before, old.span, old.offset + byte) == (new.span, new.offset + byte)
+
+
+@given(st.lists(st.integers(0, 3000), max_size=12), st.integers(1, 20))
+def test_cuts_cover_each_segment_once_in_buckets_of_at_most_so_many_elements(numels: list[int], size: int) -> None:
+    buckets = cut(numels, size * CUT_NUMEL)
+    covered = [0] * len(numels)
+    for bucket in buckets:
+        assert 0 < sum(stop - start for _, start, stop in bucket) <= size * CUT_NUMEL
+        for number, start, stop in bucket:
+            assert start == covered[number] and start % CUT_NUMEL == 0
+            covered[number] = stop
+    assert covered == numels
+
+
+@pytest.mark.parametrize("name", ["gpt", "mixed_dtypes", "frozen_part", "units_of_one_layer"])
+@pytest.mark.parametrize("hold", ["auto", 0, 70_000])
+def test_shares_add_up_to_the_budget(name: str, hold: str | int) -> None:
+    layouts = layouts_of(CASES[name], None)
+    smallest = smallest_budget(layouts, work_sizes(layouts))
+    for beyond in (70_000, 200_000, 1 << 20, 1 << 30):
+        shares = share_out_as_asked(layouts, smallest + beyond, hold)
+        parts = (shares.held, shares.window, shares.gathered, shares.gradients, shares.update)
+        parts += (shares.activations, shares.in_flight, shares.caller)
+        assert min(parts) >= 0 and sum(parts) == smallest + beyond
+        assert shares.smallest == smallest and shares.spare == beyond - shares.held
+    at_least = share_out(layouts, work_sizes(layouts), smallest)
+    assert (at_least.held, at_least.spare) == (0, 0)

@@ -1,0 +1,241 @@
+"""Relayout: one unit laid out anew where what is trained of it has changed: one read and one write of what moves.
+
+UnitLayouts does so for all units of a model when the engine asks; the arithmetic is that of layout.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+
+from tiered.errors import UsageError
+from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.store.store import Store
+from tiered.tiers.placement import choose_held
+from tiered.zero.budget import share_out_again
+from tiered.zero.formats.codec import Bucket
+from tiered.zero.layout import Shares, Span, UnitLayout, whole_pages
+from tiered.zero.parameters.parameter import without_dispatch
+from tiered.zero.parameters.unit import Segment, Unit
+
+__all__ = ["Relayout", "UnitLayouts", "layout_for_now"]
+
+_PARAMETERS = "model/parameters/"
+
+
+def layout_for_now(unit: Unit, *, drops_frozen: bool) -> UnitLayout:
+    """Return the layout that fits what is trained of ``unit`` now; the one it has where that fits.
+
+    What was frozen since keeps its place among what is trained, but with ``drops_frozen``. A gradient that somebody
+    has put into ``.grad`` makes a parameter trained.
+    """
+    with without_dispatch():
+        names = [
+            segment.name
+            for segment in unit.segments
+            if segment.parameter.requires_grad
+            or segment.parameter.grad is not None
+            or (segment.trainable and not drops_frozen)
+        ]
+    if names == [segment.name for segment in unit.segments if segment.trainable]:
+        return unit.layout
+    return unit.layout.with_trainable(names)
+
+
+class Relayout:
+    """The move of ``unit``'s bytes to where ``layout`` says. The unit must be parked and no update of it pending.
+
+    ``copy`` harms nothing where it fails; after ``put`` has failed, only what is committed is whole.
+    """
+
+    def __init__(self, unit: Unit, layout: UnitLayout, store: Store) -> None:
+        self._unit = unit
+        self._layout = layout
+        self._store = store
+        self._working_set: WorkingSet = store.working_set
+        before, after = _contents(unit.layout), _contents(layout)
+        self._left = [span for span in unit.layout.spans if before[span.key] != after.get(span.key)]
+        self._made = [span for span in layout.spans if before.get(span.key) != after[span.key]]
+        self._copies: dict[str, Lease] = {}
+
+    def __repr__(self) -> str:
+        return f"Relayout({self._unit.name!r}, {[span.key for span in self._made]})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the spans that are made."""
+        return sum(span.nbytes for span in self._made)
+
+    def copy(self) -> None:
+        """Copy what moves to scratch keys of the new looks; blocks. Raises CapacityError for a lack of space."""
+        second_set = sum(span.nbytes for span in self._made if span.trainable) if self._store.durable else 0
+        self._store.reserve_space(self.nbytes + second_set)
+        try:
+            for span in self._made:
+                self._copies[span.key] = self._new_lease(f"model/relayout/{span.key}", span, scratch=True)
+            for span in self._left:
+                lease = self._working_set.lease(span.key, "r")
+                try:
+                    self._copy_segments(span, lease.tensor)
+                finally:
+                    lease.release()
+        except BaseException:
+            self.end()
+            raise
+
+    def put(self) -> None:
+        """Put the copies in the place of the old keys; blocks."""
+        self._working_set.delete([span.key for span in self._left])
+        for span in self._made:
+            lease = self._new_lease(span.key, span, scratch=False)
+            try:
+                lease.tensor.copy_(self._copies[span.key].tensor)
+            finally:
+                lease.release()
+            self._working_set.discard(self._copies.pop(span.key))
+            self._working_set.swap_out([span.key])
+        self._unit.place(self._layout)
+
+    def end(self) -> None:
+        """Delete the copies that are left. Idempotent."""
+        while self._copies:
+            self._working_set.discard(self._copies.popitem()[1])
+
+    def _new_lease(self, key: str, span: Span, *, scratch: bool) -> Lease:
+        self._working_set.create(key, span.nbytes, scratch=scratch)
+        try:
+            lease = self._working_set.lease(key, "w")
+        except BaseException:
+            self._working_set.delete([key])
+            raise
+        lease.tensor.zero_()
+        return lease
+
+    def _copy_segments(self, span: Span, source: torch.Tensor) -> None:
+        old, new = self._unit.layout, self._layout
+        number = old.spans.index(span)
+        for spec, place, aim in zip(old.specs, old.places, new.places, strict=True):
+            if place.span == number:
+                target = self._copies[new.spans[aim.span].key].tensor
+                target[aim.offset : aim.offset + spec.nbytes] = source[place.offset : place.offset + spec.nbytes]
+
+
+def _contents(layout: UnitLayout) -> dict[str, list[tuple[int, int]]]:
+    """Return, by key, which segments lie there and at which offsets."""
+    contents: dict[str, list[tuple[int, int]]] = {span.key: [] for span in layout.spans}
+    for number, place in enumerate(layout.places):
+        contents[layout.spans[place.span].key].append((number, place.offset))
+    return contents
+
+
+class UnitLayouts:
+    """How the units of one model are laid out now, the shares of the budget that follow, and which keys are held.
+
+    ``nbytes`` has the size of each key that moves, for the schedule; ``rooms_nbytes`` that of each unit's gradients.
+    ``is_stale``: ``requires_grad`` was set since the units were laid out. ``before_move`` waits for what is pending of
+    a unit, ``after_move`` hears of other keys, ``abandon`` says that a step is lost.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        units: Sequence[Unit],
+        shares: Shares,
+        *,
+        before_move: Callable[[Unit], None],
+        after_move: Callable[[], None],
+        abandon: Callable[[str], None],
+    ) -> None:
+        self.shares = shares
+        self.nbytes: dict[str, int] = {}
+        self.rooms_nbytes: dict[str, int] = {}
+        self.are_held = False  # all keys, the optimizer's among them
+        self.is_stale = False
+        self.drops_frozen = False  # the next time, what was frozen since moves, too: after a resume
+        self._store = store
+        self._units = units
+        self._buckets: Mapping[Unit, Sequence[Bucket[Segment]]] | None = None  # None: there is no optimizer yet
+        self._updates_in_backward = False
+        self._held: list[str] = []
+        self._before_move = before_move
+        self._after_move = after_move
+        self._abandon = abandon
+
+    def __repr__(self) -> str:
+        return f"UnitLayouts({len(self._units)} units, {len(self.nbytes)} keys, {len(self._held)} held)"
+
+    def set_state(self, buckets: Mapping[Unit, Sequence[Bucket[Segment]]], *, updates_in_backward: bool) -> None:
+        """Take note of the optimizer's keys, and of when it updates."""
+        self._buckets = buckets
+        self._updates_in_backward = updates_in_backward
+
+    def hold(self) -> None:
+        """Hold the keys that placement chooses for the present layouts, and no others."""
+        working_set, own = self._store.working_set, self._buckets or {}
+        parameters = {span.key: span.nbytes for unit in self._units for span in unit.layout.spans}
+        buckets = [bucket for each in own.values() for bucket in each if working_set.has(bucket.key)]  # or rolled back
+        for key in [key for key in self.nbytes if key.startswith(_PARAMETERS) and key not in parameters]:
+            del self.nbytes[key]
+        self.nbytes |= parameters | {bucket.key: bucket.nbytes for bucket in buckets}
+        self.rooms_nbytes = {unit.gradients.room: unit.gradients.nbytes for unit in self._units}
+        state = {bucket.key: whole_pages(bucket.nbytes) for bucket in buckets}
+        chosen = choose_held(parameters, state, self.shares.held)
+        working_set.release_hold([key for key in self._held if working_set.has(key)])
+        working_set.hold(chosen)
+        self._held = chosen
+        self.are_held = self._buckets is not None and len(chosen) == len(parameters) + len(state)
+
+    def order(self) -> list[str]:
+        """Return the order in which a step is expected to use the keys and rooms."""
+        units, buckets = self._units, self._buckets
+        order = [key for unit in units for key in unit.keys]
+        if buckets is None:
+            return [*order, *(key for unit in reversed(units) for key in unit.keys)]
+        in_backward = self._updates_in_backward
+        if not in_backward:
+            order += [key for unit in reversed(units) for key in (*unit.keys, unit.gradients.room)]
+        handed_over: list[str] = []  # updates run while the unit after them in the backward does
+        for unit in reversed(units) if in_backward else units:
+            order += ([*unit.keys, unit.gradients.room] if in_backward else []) + handed_over
+            gradients = [] if in_backward else [unit.gradients.room]
+            handed_over = [*unit.trainable_keys, *gradients, *(bucket.key for bucket in buckets[unit])]
+        return order + handed_over
+
+    def renew(self, shielded: Collection[Unit]) -> None:
+        """Lay out anew each unit of which a frozen parameter was unfrozen; those that are ``shielded`` wait."""
+        for unit in self._units:
+            if unit not in shielded:
+                self.lay_out_anew(unit)
+        self.is_stale = bool(shielded)
+        self.drops_frozen = False
+
+    def lay_out_anew(self, unit: Unit) -> None:
+        """Lay ``unit`` out for what is trained of it now, its gradients with it. Blocks.
+
+        Raises CapacityError where budget or space are too small for that, with nothing changed.
+        """
+        layout = layout_for_now(unit, drops_frozen=self.drops_frozen)
+        if layout is unit.layout:
+            return
+        layouts = [layout if each is unit else each.layout for each in self._units]
+        shares = share_out_again(layouts, self._store.working_set.budget_bytes, self.shares)
+        self._before_move(unit)
+        if not unit.park():
+            raise UsageError(
+                f"unit {unit.name!r}: a parameter was unfrozen while an operation uses its unit; expected before or"
+                " after it"
+            )
+        unit.gradients.move(lambda: self._move(Relayout(unit, layout, self._store)))
+        self.shares = shares
+        self._after_move()
+
+    def _move(self, relayout: Relayout) -> None:
+        relayout.copy()
+        try:
+            relayout.put()
+        except BaseException as error:
+            self._abandon(f"{relayout!r} failed: {error}")
+            raise
+        finally:
+            relayout.end()

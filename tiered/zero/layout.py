@@ -1,0 +1,314 @@
+"""Layout: pure arithmetic of where a model's parameters lie: units, spans, segments, cut points, shards, shares.
+
+A unit is one or more spans; a span is one key of the store and has one dtype and one trainability. This file touches no
+bytes and knows no store: its readers are shard, the plan of a run, the optimizer's buckets and the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from tiered.units import round_up
+
+__all__ = [
+    "CUT_NUMEL",
+    "LEAST_BUCKET_NUMEL",
+    "PAGE_NBYTES",
+    "TILE_NUMEL",
+    "Cut",
+    "Place",
+    "SegmentSpec",
+    "ShardLayout",
+    "Shares",
+    "Span",
+    "UnitLayout",
+    "WorkSizes",
+    "bucket_numel_for",
+    "cut",
+    "lay_out",
+    "share_out",
+    "smallest_budget",
+    "tile_numel_for",
+    "whole_pages",
+]
+
+CUT_NUMEL = 128
+"""Elements: each segment starts at a multiple of it in its span, and a parameter is cut at multiples of it alone.
+
+The vectorised kernels so meet the same lanes and tails as on the whole parameter (they differ below 8 elements), and
+128 elements share one scale in the compact format.
+"""
+
+PAGE_NBYTES = 4096
+"""Bytes that keys, shards and leases are padded to."""
+
+TILE_NUMEL = 1 << 20
+"""Elements that one call updates: enough that calls cost nothing; tiles that stay in the caches take no less time."""
+
+LEAST_BUCKET_NUMEL = 1 << 14
+"""Elements of buckets in models of tiny units, 160 KiB of exact state: smaller ones take as much CPU time."""
+
+_BUCKET_NUMEL = 1 << 22  # elements; 40 MiB of exact state: ten blocks in flight
+_BUCKETS_PER_UNIT = 8  # buckets shrink with the unit, so that small models run in small budgets
+_STEP_NUMEL = 8 * CUT_NUMEL  # buckets and tiles are multiples of it
+
+
+class SegmentSpec(NamedTuple):
+    """One parameter as its unit is laid out for it. ``strides`` count elements and leave no gap and no overlap."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values, without padding."""
+        return self.numel * self.dtype.itemsize
+
+
+class Place(NamedTuple):
+    """Where one segment lies: its span, and bytes from the start of the span and of its unit's gradients."""
+
+    span: int
+    offset: int
+    grad_offset: int  # -1 in a frozen span, which has no gradients
+
+
+class Span(NamedTuple):
+    """Segments of one dtype and one trainability: one key, one flat buffer of ``nbytes``, padding included.
+
+    ``grad_offset``: where its gradients begin among those of the unit, in bytes; -1 for a frozen span.
+    """
+
+    key: str
+    dtype: torch.dtype
+    trainable: bool
+    nbytes: int
+    grad_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """One unit: ``specs`` in the order of the modules, the ``place`` of each, and its spans, trainable ones first.
+
+    Gradients have the layout of the trainable spans, one after the other, in the parameters' dtypes.
+    """
+
+    name: str
+    specs: tuple[SegmentSpec, ...]
+    places: tuple[Place, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all spans."""
+        return sum(span.nbytes for span in self.spans)
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of the unit's gradients: those of the trainable spans."""
+        return sum(span.nbytes for span in self.spans if span.trainable)
+
+    @property
+    def trainable_numel(self) -> int:
+        """Elements of the trainable segments."""
+        return sum(spec.numel for spec in self.specs if spec.trainable)
+
+    def with_trainable(self, names: Iterable[str], world: int = 1) -> UnitLayout:
+        """Return the layout of the same segments in which those called ``names`` are the trainable ones."""
+        trained = set(names)
+        specs = [spec._replace(trainable=spec.name in trained) for spec in self.specs]
+        return lay_out(self.name, specs, world)
+
+    def moved(self, old: UnitLayout, span: int, offset: int) -> tuple[int, int]:
+        """Return the span and the byte where now lies what lay at byte ``offset`` of ``span`` when ``old`` held."""
+        number = max(
+            (place.offset, spec.numel > 0, number)
+            for number, (spec, place) in enumerate(zip(old.specs, old.places, strict=True))
+            if place.span == span and place.offset <= offset
+        )[2]
+        place = self.places[number]
+        return place.span, place.offset + offset - old.places[number].offset
+
+
+def lay_out(name: str, specs: Sequence[SegmentSpec], world: int = 1) -> UnitLayout:
+    """Return the layout of the unit ``name``, whose spans can be divided among ``world`` ranks.
+
+    The first span's key is ``model/parameters/<name>``. The key of another names its kind before the unit,
+    ``model/parameters/.frozen/<name>``: no unit's name begins with a dot, so no two units share a key.
+    """
+    kinds = list(dict.fromkeys((spec.dtype, spec.trainable) for spec in specs)) or [(torch.uint8, False)]
+    kinds.sort(key=lambda kind: not kind[1])  # a stable sort: the first of each kind decides
+    offsets = [0] * len(kinds)
+    starts = []
+    for spec in specs:
+        index = kinds.index((spec.dtype, spec.trainable))
+        starts.append((index, offsets[index]))
+        offsets[index] += round_up(spec.numel, CUT_NUMEL) * spec.dtype.itemsize
+    spans, grad_offset = [], 0
+    for index, (dtype, trainable) in enumerate(kinds):
+        nbytes = max(round_up(offsets[index], PAGE_NBYTES * world), PAGE_NBYTES * world)
+        key = _key(name, dtype, trainable, kinds[0]) if index else f"model/parameters/{name}"
+        spans.append(Span(key, dtype, trainable, nbytes, grad_offset if trainable else -1))
+        grad_offset += nbytes if trainable else 0
+    places = [
+        Place(index, offset, spans[index].grad_offset + offset if spans[index].trainable else -1)
+        for index, offset in starts
+    ]
+    return UnitLayout(name, tuple(specs), tuple(places), tuple(spans))
+
+
+def _key(name: str, dtype: torch.dtype, trainable: bool, first: tuple[torch.dtype, bool]) -> str:
+    words = [] if dtype == first[0] else [str(dtype).removeprefix("torch.")]
+    words += [] if trainable else ["frozen"]
+    return f"model/parameters/.{'.'.join(words)}/{name}"
+
+
+class ShardLayout(NamedTuple):
+    """The piece of each span that one rank of ``world`` keeps: equal pieces that start at whole pages."""
+
+    rank: int
+    world: int
+
+    def bounds(self, span: Span) -> tuple[int, int]:
+        """Return the first byte of this rank's piece of ``span``, and the byte behind its last."""
+        nbytes = span.nbytes // self.world
+        assert nbytes * self.world == span.nbytes and nbytes % PAGE_NBYTES == 0
+        return self.rank * nbytes, (self.rank + 1) * nbytes
+
+
+# -- cut points: buckets and tiles ---------------------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """Elements [start, stop) of segment number ``number``, in memory order."""
+
+    number: int
+    start: int
+    stop: int
+
+
+def cut(numels: Sequence[int], bucket_numel: int) -> list[list[Cut]]:
+    """Divide segments of ``numels`` elements, in their order, into buckets of at most ``bucket_numel`` elements.
+
+    A cut never crosses a segment, and one in the middle of a segment is at a multiple of CUT_NUMEL.
+    """
+    assert bucket_numel % CUT_NUMEL == 0
+    buckets: list[list[Cut]] = []
+    left = 0
+    for index, numel in enumerate(numels):
+        start = 0
+        while start < numel:
+            if left < min(CUT_NUMEL, numel - start):
+                buckets.append([])
+                left = bucket_numel
+            stop = numel if numel - start <= left else start + left // CUT_NUMEL * CUT_NUMEL
+            buckets[-1].append(Cut(index, start, stop))
+            left -= stop - start
+            start = stop
+    return buckets
+
+
+def bucket_numel_for(num_trainable: Iterable[int]) -> int:
+    """Return the elements per bucket for units with these numbers of trainable elements; a multiple of 1,024.
+
+    Depends on the model alone, so that a store can be resumed under another budget.
+    """
+    largest = max((*num_trainable, 1))
+    share = round_up(-(-largest // _BUCKETS_PER_UNIT), _STEP_NUMEL)
+    return min(_BUCKET_NUMEL, max(LEAST_BUCKET_NUMEL, share))
+
+
+def tile_numel_for(bucket_numel: int, numels: Iterable[int]) -> int:
+    """Return the elements per tile: no more than a bucket or the largest parameter needs; a multiple of 1,024."""
+    return min(TILE_NUMEL, bucket_numel, round_up(max(numels, default=1), _STEP_NUMEL))
+
+
+# -- shares of a budget --------------------------------------------------------------------------------------------
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return the bytes of DRAM that a key of ``nbytes`` takes."""
+    return round_up(nbytes, PAGE_NBYTES)
+
+
+class WorkSizes(NamedTuple):
+    """Bytes that work on one unit takes beside its parameters and gradients: one bucket, and the tile scratch."""
+
+    bucket: int
+    scratch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How a DRAM budget is divided, in bytes; the sum is the budget.
+
+    ``held``: kept for good. ``window``: read ahead of need, beside what other shares leave unused. ``gathered``: the
+    root and the unit that computes. ``gradients``: theirs. ``update``: one unit more, its gradient, 3 buckets and the
+    tile scratch. ``activations``: of what autograd saved. ``in_flight``: writes. ``caller``: the store's own traffic.
+
+    ``read_ahead`` is no share: it is how far ahead of need the schedule may read, the window and what of the update's
+    share is idle then.
+    """
+
+    held: int
+    window: int
+    gathered: int
+    gradients: int
+    update: int
+    activations: int
+    in_flight: int
+    caller: int
+    read_ahead: int
+
+    @property
+    def smallest(self) -> int:
+        """The smallest budget: the sum where nothing is held, read ahead, or the caller's."""
+        return self.gathered + self.gradients + self.update
+
+    @property
+    def spare(self) -> int:
+        """What is neither held nor part of the smallest budget."""
+        return self.window + self.activations + self.in_flight + self.caller
+
+
+def share_out(units: Sequence[UnitLayout], sizes: WorkSizes, budget_bytes: int, *, held: int | None = None) -> Shares:
+    """Divide ``budget_bytes`` for ``units``, the root unit first; ``held`` overrides how much is held for good.
+
+    Reading ahead wants the next unit's parameters and 3 buckets; what is being written must find room beside it, or
+    bytes that were read ahead are evicted before their use and read twice. All else is held. Below the smallest
+    budget the shares of what is held or read ahead are negative or 0: the caller compares ``smallest``.
+    """
+    root, *others = units
+    both = sorted(others, key=lambda unit: unit.nbytes + unit.gradient_nbytes, reverse=True)
+    gathered = root.nbytes + sum(unit.nbytes for unit in both[:1])
+    gradients = root.gradient_nbytes + sum(unit.gradient_nbytes for unit in both[:1])
+    buckets = 3 * sizes.bucket
+    update = sum(unit.nbytes + unit.gradient_nbytes for unit in both[1:2]) + buckets + sizes.scratch
+    spare = budget_bytes - gathered - gradients - update
+    parameters = max(unit.nbytes for unit in units)
+    largest_gradients = max(unit.gradient_nbytes for unit in units)
+    if held is None:
+        held = max(0, spare - buckets)
+    read_ahead = min(parameters + buckets, spare - held + max(largest_gradients, parameters))
+    window = min(read_ahead, spare - held)
+    return Shares(held, window, gathered, gradients, update, spare - held - window, 0, 0, read_ahead)
+
+
+def smallest_budget(units: Sequence[UnitLayout], sizes: WorkSizes) -> int:
+    """Return the smallest DRAM budget in bytes for ``units``: root + 2 largest with gradients, 3 buckets, scratch."""
+    return share_out(units, sizes, 0, held=0).smallest
