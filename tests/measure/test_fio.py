@@ -117,7 +117,7 @@ def test_the_memory_of_fio_is_in_huge_pages(bed: Bed, tmp_path: Path) -> None:
     program = tmp_path / "fio"
     program.write_text('#!/bin/sh\necho "$GLIBC_TUNABLES" >&2\nexit 1\n')
     program.chmod(0o755)
-    with pytest.raises(FioError, match=r"did not report: glibc\.malloc\.hugetlb=1"):
+    with pytest.raises(FioError, match=r"did not report: glibc\.malloc\.hugetlb=1:glibc\.malloc\.perturb=85"):
         Fio(str(program), "io_uring").run(pattern("read"), bed.path)
     program.unlink()
 
