@@ -43,22 +43,19 @@ S = TypeVar("S", bound=StatefulSegment)
 class Piece(Generic[S]):
     """Elements [start, stop) of one parameter, in memory order, and where their state lies in the bucket."""
 
-    __slots__ = ("layout", "offset", "segment", "start", "stop")
+    __slots__ = ("_places", "layout", "numel", "offset", "segment", "start", "stop")
 
     def __init__(self, segment: S, layout: Layout, start: int, stop: int, *, offset: int) -> None:
         self.segment = segment
         self.layout = layout
         self.start = start
         self.stop = stop
+        self.numel = stop - start  # elements of the parameter
         self.offset = offset  # bytes
+        self._places = layout.places(offset, self.numel)
 
     def __repr__(self) -> str:
         return f"Piece({self.segment.name!r}[{self.start}:{self.stop}] at {self.offset})"
-
-    @property
-    def numel(self) -> int:
-        """Elements of the parameter."""
-        return self.stop - self.start
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +64,7 @@ class Piece(Generic[S]):
 
     def views(self, bucket: torch.Tensor) -> list[torch.Tensor]:
         """Return the fields as views of ``bucket``, the (nbytes,) uint8 of the whole bucket."""
-        return self.layout.views(bucket, self.offset, self.numel)
+        return [bucket[start:stop].view(dtype) for start, stop, dtype in self._places]
 
 
 class Bucket(Generic[S]):
@@ -118,6 +115,9 @@ def update_piece(
     """
     layout, views, numel = piece.layout, piece.views(bucket), piece.layout.tile_numel(scratch)
     parameter, gradient = parameter[piece.start : piece.stop], gradient[piece.start : piece.stop]
+    if layout.is_raw and piece.numel <= numel:
+        layout.update_raw(parameter, gradient, views, factor, hyper, scratch)
+        return
     for start in range(0, piece.numel, numel):
         stop = min(start + numel, piece.numel)
         scratch.dither.aim(piece.segment.name, hyper.step, piece.start + start)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 
 import torch
 
@@ -84,17 +85,16 @@ class Layout:
     master: MasterCode | None
     moments: tuple[MomentCode, ...]
     marks: int | None
+    fields: tuple[Field, ...] = dataclass_field(init=False)  # in their order
+    is_small: bool = dataclass_field(init=False)  # a tile needs more scratch than a large one has
+    is_raw: bool = dataclass_field(init=False)  # the fields are the moments, and the parameter is its own master
 
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """The fields in their order."""
+    def __post_init__(self) -> None:
         own = self.master.fields if self.master is not None else ()
-        return own + tuple(field for moment in self.moments for field in moment.fields)
-
-    @property
-    def is_small(self) -> bool:
-        """Whether a tile needs more scratch than a large one has."""
-        return self.dtype == torch.float64 or not all(moment.is_raw for moment in self.moments)
+        are_raw = all(moment.is_raw for moment in self.moments)
+        object.__setattr__(self, "fields", own + tuple(f for moment in self.moments for f in moment.fields))
+        object.__setattr__(self, "is_small", self.dtype == torch.float64 or not are_raw)
+        object.__setattr__(self, "is_raw", self.master is None and are_raw)
 
     def tile_numel(self, scratch: TileScratch) -> int:
         """Return the elements that one tile has in ``scratch``."""
@@ -104,14 +104,28 @@ class Layout:
         """Return the bytes of a piece of ``numel`` elements, padding included."""
         return sum(round_up(f.length(numel) * f.dtype.itemsize, _FIELD_ALIGNMENT) for f in self.fields)
 
-    def views(self, memory: torch.Tensor, offset: int, numel: int) -> list[torch.Tensor]:
-        """Return the fields of the piece of ``numel`` elements at ``offset`` of ``memory`` (uint8), as views of it."""
-        views: list[torch.Tensor] = []
+    def places(self, offset: int, numel: int) -> list[tuple[int, int, torch.dtype]]:
+        """Return where in a bucket the fields of the piece of ``numel`` elements at ``offset`` lie: bytes, dtype."""
+        places: list[tuple[int, int, torch.dtype]] = []
         for field in self.fields:
             nbytes = field.length(numel) * field.dtype.itemsize
-            views.append(memory[offset : offset + nbytes].view(field.dtype))
+            places.append((offset, offset + nbytes, field.dtype))
             offset += round_up(nbytes, _FIELD_ALIGNMENT)
-        return views
+        return places
+
+    def update_raw(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        factor: torch.Tensor | None,
+        hyper: Hyperparameters,
+        scratch: TileScratch,
+    ) -> None:
+        """Do one update in place where the layout ``is_raw``: (numel,) each, no more than a tile has."""
+        rows = scratch.rows(small=self.is_small)
+        gradient = _scaled(gradient, factor, rows, parameter.dtype)
+        self.rule.update(parameter, gradient, moments, hyper, _work(rows, parameter))
 
     # -- one tile -------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ layout.py's business, how they travel update.py's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -95,9 +96,8 @@ class AdamWRule:
         """Do one fused AdamW update; ``gradient`` is kept."""
         values = hyper.values
         beta1, beta2 = values["betas"]
-        step = torch.tensor(float(hyper.step), dtype=torch.float32, device="cpu")
         torch._fused_adamw_(
-            [parameter], [gradient], [moments[0]], [moments[1]], [], [step],
+            [parameter], [gradient], [moments[0]], [moments[1]], [], [_step_tensor(hyper.step)],
             lr=values["lr"], beta1=beta1, beta2=beta2, weight_decay=values["weight_decay"], eps=values["eps"],
             amsgrad=False, maximize=values["maximize"],
         )  # fmt: skip
@@ -183,3 +183,8 @@ class LionRule:
 
 def _freeze(group: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: float(group[name]) if name == "lr" else group[name] for name in names}
+
+
+@functools.lru_cache(maxsize=4)  # of a step, every piece needs the same; torch only reads it
+def _step_tensor(step: int) -> torch.Tensor:
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")

@@ -30,8 +30,8 @@ class UnitUpdate:
     """
 
     __slots__ = (
-        "_leases", "_parameter_keys", "_pipeline", "_schedule", "buckets", "gradients", "hypers", "keys", "nbytes",
-        "unit",
+        "_leases", "_parameter_keys", "_pipeline", "_schedule", "_sources", "buckets", "gradients", "hypers", "keys",
+        "nbytes", "unit",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +52,7 @@ class UnitUpdate:
         self._pipeline = pipeline
         self._schedule: SharedSchedule = unit.engine.schedule
         self._leases: dict[int, Lease] = {}  # of the spans with something to update, by their numbers
+        self._sources: dict[Segment, Source] = {}  # views of what is leased
 
     def __repr__(self) -> str:
         return f"UnitUpdate({self.unit.name!r}, {len(self.buckets)} buckets)"
@@ -64,9 +65,10 @@ class UnitUpdate:
         """Lease the bucket ``key``, the parameters and the gradients; blocks."""
         working_set = self.unit.working_set
         while True:
-            self._lease_parameters()
-            self.gradients.open()
-            self._schedule.take_back([*self._parameter_keys.values(), self.gradients.key])
+            if not self._sources:
+                self._lease_parameters()
+                self.gradients.open()
+                self._schedule.take_back([*self._parameter_keys.values(), self.gradients.key])
             bucket = working_set.lease(key, "rw")
             if len(self._leases) == len(self._parameter_keys) and self.gradients.lease is not None:
                 return bucket
@@ -83,11 +85,12 @@ class UnitUpdate:
 
     def source(self, segment: Segment) -> Source | None:
         """Return what ``segment`` contributes; None when it has no gradient."""
-        hyper = self.hypers.get(segment)
-        if hyper is None:
-            return None
-        flat = segment.flat(self._leases[segment.span].tensor)
-        return Source(flat, self.gradients.flat(segment), self.gradients.factors.get(segment), hyper)
+        source, hyper = self._sources.get(segment), self.hypers.get(segment)
+        if source is None and hyper is not None:
+            flat, gradient = segment.flat(self._leases[segment.span].tensor), self.gradients.flat(segment)
+            source = Source(flat, gradient, self.gradients.factors.get(segment), hyper)
+            self._sources[segment] = source
+        return source
 
     @property
     def has_leases(self) -> bool:
@@ -100,6 +103,7 @@ class UnitUpdate:
         return self.gradients.store_away() or has_leases
 
     def _release_parameters(self) -> bool:
+        self._sources.clear()  # lifetime: before the leases that they are views of
         leases, self._leases = self._leases, {}
         for lease in leases.values():
             lease.release(is_written=True)
