@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models import GPT, Block, Case, Table, Vectors, batch_of_tokens, batch_of_vectors
 from tests.reference import Recipe, train
-from tests.zero.training import SEED, assert_same, debug_store, smallest_budget, start
+from tests.zero.training import SEED, assert_same, debug_store, reference, smallest_budget, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,6 +138,33 @@ def test_a_region_under_other_words(word: str, use_reentrant: bool, quick_path: 
     """A unit does not recompute on its own inside a region: it would run three times."""
     case = Case(partial(GPT, NUM_BLOCKS, around=use_reentrant, region=4), batch_of_tokens)
     assert_trains_as_in_memory(case, Recipe(num_steps=2), "step", quick_path, activations=word)
+
+
+class Straight(nn.Module):
+    """A bias whose gradient is complete before the recomputation, which needs its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.bias.detach()) + self.bias
+
+
+class CheckpointedVectors(Vectors):
+    def __init__(self) -> None:
+        super().__init__(Straight)
+
+    def apply_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_a_unit_is_not_updated_before_a_region_has_been_recomputed(tmp_path: Path) -> None:
+    case = Case(CheckpointedVectors, batch_of_vectors)
+    with debug_store(tmp_path, durable=False) as store:
+        assert_same(start(case, Recipe(), store, "backward").run(), reference(case, Recipe()))
 
 
 class WeightsHandedOut(Vectors):

@@ -204,7 +204,10 @@ class SavedPair:
         if place is None:
             if outer is None:
                 return self._engine.activations.pack(tensor)
-            return _HandedOn(outer[1], outer[0](tensor), self._recomputed)
+            handed_on = _HandedOn(outer[1], outer[0](tensor), self._recomputed)
+            if self._is_in_checkpoint and (called := self._engine.calls.innermost_unit()) is not None:
+                handed_on.token = called.token()
+            return handed_on
         if outer is None or self._is_outermost or self._is_in_checkpoint:
             return SavedReference(*place, tensor)
         return _HandedOnWeight(outer[1], tree_map_only(torch.Tensor, self._as_reference, outer[0](tensor)))
@@ -215,14 +218,18 @@ class SavedPair:
 
 
 class _HandedOn:
-    """What the pair below made of a tensor, and how to undo it."""
+    """What the pair below made of a tensor, and how to undo it.
 
-    __slots__ = ("packed", "recomputed", "unpack")
+    ``token`` keeps the unit that is to run again from being updated before.
+    """
+
+    __slots__ = ("packed", "recomputed", "token", "unpack")
 
     def __init__(self, unpack: Callable[..., Any], packed: Any, recomputed: str = "") -> None:
         self.unpack = unpack
         self.packed = packed
         self.recomputed = recomputed
+        self.token: ReferenceToken | None = None
 
     def restore(self) -> torch.Tensor:
         """Return what the pair below makes of it. Raises UsageError where a unit's second forward is another one."""

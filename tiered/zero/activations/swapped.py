@@ -32,7 +32,7 @@ SMALLEST_NBYTES = 64 * KiB
 """A smaller storage stays in memory: moving it costs more than it takes."""
 
 _MOST_TIMES_LARGER = 8  # a storage that is larger than this many of the saved tensor is somebody else's: a data set
-_ALIGNMENT = 64  # bytes; kernels give other bits off the alignment that a tensor had (design.md, section 9)
+_ALIGNMENT = 64  # bytes; kernels give other bits off the alignment that a tensor had
 _PREFIX = "model/activation/"
 
 _log = logging.getLogger("tiered")
