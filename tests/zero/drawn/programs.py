@@ -210,20 +210,23 @@ class Program:
         self._both(f"micro_batches({num})", lambda side: [v.detach().clone() for v in side.micro_batches(batches)])
 
     def _gradients(self) -> None:
-        """Do something to gradients by hand, where they are in memory."""
+        """Do something to gradients by hand, or by torch's clipping; their values are read where all are in memory."""
         kind, index = (
-            self.rng.choice(["", "", "read", "value", "scale", "drop", "put", "add"]),
+            self.rng.choice(["", "", "read", "value", "scale", "drop", "put", "add", "clip"]),
             self.rng.randrange(1000),
         )
         gradients = [p.grad for p in self.ours.model.parameters() if p.grad is not None]
-        if not kind or not gradients or any(isinstance(gradient, StandIn) for gradient in gradients):
+        if not kind or not gradients:
             return
+        are_in_memory = not any(isinstance(gradient, StandIn) for gradient in gradients)
 
         def act(side: Side) -> Any:
             parameters = [p for p in side.model.parameters() if p.grad is not None]
             chosen = parameters[index % len(parameters)]
             if kind == "read":
-                return [p.grad.clone() for p in parameters]
+                return [p.grad.clone() if are_in_memory else p.grad.norm() for p in parameters]
+            if kind == "clip":
+                return [nn.utils.clip_grad_norm_(parameters, 0.05)]
             if kind == "value":
                 nn.utils.clip_grad_value_(parameters, 0.01)
             elif kind == "scale":
@@ -232,7 +235,7 @@ class Program:
             elif kind == "add":
                 chosen.grad.add_(0.1)
             else:
-                chosen.grad = None if kind == "drop" else torch.full_like(chosen.grad, 0.25)
+                chosen.grad = None if kind == "drop" else torch.full(chosen.shape, 0.25, dtype=chosen.dtype)
             return []
 
         self._both(f"gradients({kind})", act)
