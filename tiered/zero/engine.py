@@ -30,7 +30,7 @@ from tiered.zero.microbatching.streams import Foresight
 from tiered.zero.optimizer.update_worker import UpdateWorker
 from tiered.zero.parameters.access import check_access, check_forward
 from tiered.zero.parameters.calls import Calls
-from tiered.zero.parameters.functorch import guard_functorch
+from tiered.zero.parameters.functorch import check_no_transform, guard_functorch
 from tiered.zero.parameters.outputs import any_requires_grad, own
 from tiered.zero.parameters.parameter import is_write, name_of
 from tiered.zero.parameters.residency import Residency
@@ -66,6 +66,8 @@ class Engine:
     ``is_between`` holds from a forward with gradients to the end of its backward.
     """
 
+    schedule: SharedSchedule
+
     def __init__(self, store: Store, model: nn.Module, units: Sequence[Unit], *, shares: Shares) -> None:
         self.store = store
         self.working_set = store.working_set
@@ -92,18 +94,18 @@ class Engine:
         self.calls = Calls(self)
         self.lanes: Lanes | None = None  # the micro-batches that take turns in a forward or backward now
         self.foresight = Foresight()
-        for unit in self.units:
-            unit.engine = self
-            unit.gradients = UnitGradients(unit)
-            self.residency.add_room(unit.gradients)
         self.layouts = UnitLayouts(
             store,
             self.units,
             shares,
-            before_move=self.before_open,
+            before_move=self.finish_update,
             after_move=self.expect_steps,
             abandon=self.abandon,
         )
+        for unit in self.units:
+            unit.engine = self
+            unit.gradients = UnitGradients(unit, self.units, self.residency, self.layouts.lay_out_anew)
+            self.residency.add_room(unit.gradients)
         self.expect_steps()
         forget_in_children(self)
         guard_functorch()
@@ -171,6 +173,11 @@ class Engine:
     def abandon(self, reason: str) -> None:
         """Mark the step as left half done; only rollback, resume and close remain."""
         self.abandoned = self.abandoned or reason
+
+    def give_up(self, reason: str) -> str:
+        """Mark the step as left half done, and return what the caller can do next."""
+        self.abandon(reason)
+        return "store.rollback() to go on" if self.store.durable else "start again in a new store"
 
     def check_idle(self, what: str) -> None:
         """Finish what is pending; raise UsageError unless no forward, backward or step is under way."""
@@ -261,20 +268,51 @@ class Engine:
             return  # other micro-batches come by: it is parked when another unit is opened
         unit.park()
 
-    def before_open(self, unit: Unit) -> None:
-        """A unit is about to be leased: its update must be through."""
+    def before_open(self, unit: Unit) -> str:
+        """A unit is about to be leased: its update must be through. Return what for; "" where it is open by then."""
+        check_no_transform(f"unit {unit.name!r}: swap in")
+        if self.lanes is not None:
+            self.lanes.about_to_open(unit)
+            if unit.is_open:  # a micro-batch that took its turn has opened it
+                return ""
+        self.finish_update(unit)
+        in_backward = in_graph_task()
+        self.residency.opening = unit if in_backward else None
+        return "backward" if in_backward else "forward" if self.calls else "open"
+
+    def finish_update(self, unit: Unit) -> None:
+        """Wait for the update of ``unit``, if one is pending; raise what an update failed of."""
         if self.worker.is_busy:
             self.worker.serve()
             self.worker.wait_for(unit)
         self.check_updates()
-        self.residency.opening = unit if in_graph_task() else None
 
     def opened(self, unit: Unit) -> None:
         """A unit has leased its bytes: park what is idle, ask for what comes next."""
         self.residency.opened(unit, self.calls.units())
-        room = unit.room
-        self.schedule.use(*unit.keys, room) if room else self.schedule.use(*unit.keys)
+        gradients = unit.gradients
+        if unit.is_in_backward and gradients.nbytes:
+            self.schedule.use(*unit.keys, gradients.room)
+        else:
+            self.schedule.use(*unit.keys)
         self._make_way()
+
+    def parked(self, unit: Unit) -> None:
+        """A unit is about to give its bytes back."""
+        self.residency.parked(unit)
+
+    def check_readable(self, unit: Unit) -> None:
+        """Raise unless saved references to ``unit`` may be read now; a backward does."""
+        self.check_usable(f"backward through unit {unit.name!r}")
+        self.backward.seen()
+
+    def check_unused(self, what: str) -> None:
+        """Raise UsageError where the optimizer uses gradients as they come, before ``what`` could see them."""
+        if self.updater is not None and self.updater.in_backward:
+            raise UsageError(
+                f'{what} under update="backward", where gradients are used up as they become final; expected'
+                ' tiered.AdamW(..., update="step")'
+            )
 
     def _make_way(self) -> None:
         """Give back what is in the way of what comes next; gradients handed over in a backward are limited anyway."""

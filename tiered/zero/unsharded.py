@@ -28,7 +28,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     the module does not fit the DRAM budget (use it on one unit at a time), UsageError inside a forward or backward.
     """
     units = _units_of(module)
-    engine = units[0].engine
+    engine = _engine_of(units)
     engine.check_idle("unsharded")
     budget = engine.working_set.budget_bytes
     nbytes = sum(unit.nbytes for unit in units)
@@ -63,7 +63,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 
     For ``update="backward"``; under ``update="step"`` every backward only adds, and the block changes nothing.
     """
-    engine = _units_of(model)[0].engine
+    engine = _engine_of(_units_of(model))
     engine.num_accumulating += 1
     try:
         yield
@@ -81,6 +81,12 @@ def _units_of(module: nn.Module) -> list[Unit]:
     if not units or not all(isinstance(unit.engine, Engine) for unit in units):
         raise UsageError(f"{type(module).__name__} is not sharded; expected a model that tiered.shard returned")
     return list(units)
+
+
+def _engine_of(units: list[Unit]) -> Engine:
+    engine = units[0].engine
+    assert isinstance(engine, Engine)  # or _units_of had refused them
+    return engine
 
 
 def _digest(unit: Unit, segment: Segment) -> int:

@@ -97,13 +97,12 @@ class SavedReference:
     def restore(self) -> torch.Tensor:
         """Return the tensor: a view of the unit's buffer, swapped in if need be."""
         unit = self.unit
-        unit.engine.check_usable(f"backward through unit {unit.name!r}")
+        unit.engine.check_readable(unit)
         if self.version != unit.version:
             raise UsageError(
                 f"backward through unit {unit.name!r}, whose parameters were updated since the forward; expected one"
                 ' backward per forward and step: use update="step" for several'
             )
-        unit.engine.backward.seen()
         if self.layout is not unit.layout:  # a frozen parameter of it was unfrozen meanwhile
             self.span, self.offset = unit.layout.moved(self.layout, self.span, self.offset)
             self.layout = unit.layout

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from tiered.errors import UsageError
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 
 if TYPE_CHECKING:
-    from tiered.zero.parameters.unit import Unit
+    pass
 
-__all__ = ["check_unused", "clip_grad_norm_"]
+__all__ = ["clip_grad_norm_"]
 
 
 def clip_grad_norm_(
@@ -40,7 +39,7 @@ def clip_grad_norm_(
     tensors = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
     with torch.no_grad(), without_dispatch():
         for unit in {tensor.segment.unit: None for tensor in tensors if isinstance(tensor, TieredParameter)}:
-            check_unused(unit, "tiered.clip_grad_norm_")
+            unit.engine.check_unused("tiered.clip_grad_norm_")
             unit.gradients.reconcile()
         clipped = [tensor for tensor in tensors if tensor.grad is not None]
         norms = list(_norms(clipped, float(norm_type)))
@@ -55,16 +54,6 @@ def clip_grad_norm_(
             if isinstance(tensor, TieredParameter):
                 tensor.segment.unit.gradients.note_clipped()
     return total
-
-
-def check_unused(unit: Unit, what: str) -> None:
-    """Raise UsageError where the optimizer uses gradients as they come, before ``what`` could see them."""
-    updater = unit.engine.updater
-    if updater is not None and updater.in_backward:
-        raise UsageError(
-            f'{what} under update="backward", where gradients are used up as they become final; expected'
-            ' tiered.AdamW(..., update="step")'
-        )
 
 
 def _norms(tensors: Sequence[torch.Tensor], norm_type: float) -> Iterator[torch.Tensor]:

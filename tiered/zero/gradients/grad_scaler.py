@@ -8,7 +8,6 @@ import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from tiered.errors import UsageError
-from tiered.zero.gradients.clipping import check_unused
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Unit
 
@@ -57,7 +56,7 @@ class GradScaler(TorchGradScaler):
 
 
 def _check(unit: Unit) -> None:
-    check_unused(unit, "tiered.GradScaler")
+    unit.engine.check_unused("tiered.GradScaler")
     if unit.gradients.factors:
         raise UsageError(
             f"unit {unit.name!r}: scaler.unscale_ or scaler.step after tiered.clip_grad_norm_, which clipped scaled"

@@ -5,9 +5,9 @@ Gradients stay in DRAM while the budget allows; under pressure they go to NVMe a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -17,10 +17,8 @@ from tiered.store.residency.working_set import Lease
 from tiered.zero.gradients.stand_in import Change, StandIn
 from tiered.zero.gradients.stored_gradient import StoredGradient, UsedGradient, with_pending
 from tiered.zero.gradients.taken_gradients import TakenGradients
-from tiered.zero.parameters.parameter import without_dispatch
-
-if TYPE_CHECKING:
-    from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.parameters.metadata import without_dispatch
+from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["UnitGradients"]
 
@@ -29,6 +27,19 @@ _BETWEEN_CLIP_AND_STEP = (
     "between tiered.clip_grad_norm_, whose factor is applied by the step, and optimizer.step(); expected changes, such"
     " as those of scaler.unscale_, before the clipping"
 )
+
+
+class OpenGradients(Protocol):
+    """Whoever knows which gradients are in DRAM."""
+
+    def gradients_opened(self, gradients: UnitGradients) -> None:
+        """``gradients`` are in DRAM and shown."""
+
+    def gradients_closed(self, gradients: UnitGradients) -> None:
+        """``gradients`` are the working set's, or gone."""
+
+    def discard(self, key: str, lease: Lease | None) -> None:
+        """Delete a scratch key with its lease, later where a caller still sees its bytes."""
 
 
 class UnitGradients:
@@ -44,12 +55,18 @@ class UnitGradients:
     """
 
     __slots__ = (
-        "__weakref__", "_clipped_version", "_is_changed", "_num_leases", "factors", "key", "lease",
-        "num_accumulating", "room", "sources", "unit", "working_set",
+        "__weakref__", "_clipped_version", "_is_changed", "_lay_out_anew", "_num_leases", "_residency", "_units",
+        "factors", "key", "lease", "num_accumulating", "room", "sources", "unit", "working_set",
     )  # fmt: skip
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(
+        self, unit: Unit, units: Sequence[Unit], residency: OpenGradients, lay_out_anew: Callable[[Unit], None]
+    ) -> None:
+        """``units``: all of the model, in the order in which gradients are read."""
         self.unit = unit
+        self._units = units
+        self._residency = residency
+        self._lay_out_anew = lay_out_anew
         self.working_set = unit.working_set
         self.lease: Lease | None = None
         self.key = ""  # "": there are no gradients
@@ -85,7 +102,7 @@ class UnitGradients:
                 self.working_set.delete([key])
                 raise
             self.key = key
-        self.unit.engine.residency.gradients_opened(self)
+        self._residency.gradients_opened(self)
         with without_dispatch():
             for segment in self.unit.segments:
                 source = self.sources.get(segment)
@@ -119,7 +136,7 @@ class UnitGradients:
 
     def _read_ahead(self) -> None:
         """Ask for this unit's gradients and those of the next units, which are read next by whoever reads all."""
-        units = self.unit.engine.units
+        units = self._units
         index = units.index(self.unit)
         coming = [unit.gradients for unit in units[index : index + 1 + _NUM_UNITS_AHEAD]]
         self.working_set.prefetch([gradients.key for gradients in coming if gradients.key and gradients.lease is None])
@@ -199,7 +216,7 @@ class UnitGradients:
             )
         with without_dispatch():
             if segment.grad_offset < 0:  # its span is frozen
-                self.unit.engine.layouts.lay_out_anew(self.unit)
+                self._lay_out_anew(self.unit)
             view = segment.gradient_view(self.open())
             if gradient.data_ptr() != view.data_ptr():
                 view.copy_(gradient.detach())
@@ -224,7 +241,7 @@ class UnitGradients:
             for segment, offset in offsets.items():
                 segment.gradient_flat(buffer).copy_(lease.tensor[offset : offset + segment.nbytes].view(segment.dtype))
             self.note_clipped()
-            self.unit.engine.residency.discard(key, lease)
+            self._residency.discard(key, lease)
 
     def _is_in_place(self, segment: Segment, gradient: torch.Tensor) -> bool:
         """Return whether ``gradient`` is the view of the leased buffer that belongs to ``segment``."""
@@ -322,7 +339,7 @@ class UnitGradients:
                     source = self.sources.setdefault(segment, StoredGradient(segment.name, self))
                     segment.parameter.grad = _stand_in(segment, source)
         lease, self.lease = self.lease, None
-        self.unit.engine.residency.gradients_closed(self)
+        self._residency.gradients_closed(self)
         lease.release()
         self.working_set.swap_out([self.key])
         return True
@@ -336,7 +353,7 @@ class UnitGradients:
             pending={segment: changes for segment, changes in pending.items() if changes},
         )  # fmt: skip
         if self.lease is not None:
-            self.unit.engine.residency.gradients_closed(self)
+            self._residency.gradients_closed(self)
         self.key, self.lease = "", None
         self.drop(used=used)
         return taken
@@ -360,9 +377,9 @@ class UnitGradients:
         self._is_changed = False
         lease, self.lease = self.lease, None
         if lease is not None:
-            self.unit.engine.residency.gradients_closed(self)
+            self._residency.gradients_closed(self)
         if self.key:
-            self.unit.engine.residency.discard(self.key, lease)
+            self._residency.discard(self.key, lease)
         self.key = ""
 
     def zero(self) -> None:

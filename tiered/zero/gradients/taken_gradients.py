@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.zero.gradients.stand_in import Change
-
-if TYPE_CHECKING:
-    from tiered.zero.parameters.unit import Segment
+from tiered.zero.parameters.unit import Segment
 
 __all__ = ["TakenGradients"]
 

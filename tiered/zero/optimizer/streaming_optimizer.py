@@ -269,7 +269,7 @@ class StreamingOptimizer(Optimizer):
         if not managed:
             gradients.drop(used=self.in_backward)
             return
-        engine = unit.engine
+        engine = self._engines[0]  # there is one
         limit = engine.pending_bytes if self.in_backward else None
         buckets = [b for b in self._state.buckets[unit] if not {p.segment for p in b.pieces}.isdisjoint(managed)]
         parameter_keys = unit.keys_of(managed).values()
@@ -286,7 +286,7 @@ class StreamingOptimizer(Optimizer):
             raise
         hypers = {segment: self._state.count(segment, self._hypers[segment]) for segment in managed}
         taken = gradients.take(used=self.in_backward)
-        update = UnitUpdate(unit, buckets, hypers, taken, self._pipeline)
+        update = UnitUpdate(unit, buckets, hypers, taken, self._pipeline, engine.schedule)
         engine.worker.submit(update, is_settled=engine.schedule.is_settled)
 
     def _step_plain(self, unit: PlainUnit) -> None:

@@ -41,6 +41,7 @@ class UnitUpdate:
         hypers: Mapping[Segment, Hyperparameters],
         gradients: TakenGradients,
         pipeline: UpdatePipeline,
+        schedule: SharedSchedule,
     ) -> None:
         self.unit = unit
         self.buckets = [bucket for bucket in buckets if any(piece.segment in hypers for piece in bucket.pieces)]
@@ -50,7 +51,7 @@ class UnitUpdate:
         self._parameter_keys = unit.keys_of(hypers)
         self.keys = [*self._parameter_keys.values(), gradients.key, *(bucket.key for bucket in self.buckets)]
         self._pipeline = pipeline
-        self._schedule: SharedSchedule = unit.engine.schedule
+        self._schedule = schedule
         self._leases: dict[int, Lease] = {}  # of the spans with something to update, by their numbers
         self._sources: dict[Segment, Source] = {}  # views of what is leased
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
@@ -18,17 +19,11 @@ from tiered.errors import UsageError
 from tiered.ranks.comm import NullComm
 from tiered.store.residency.working_set import WorkingSet
 from tiered.tiers.device_tier import BufferState, HostTier, Piece, UnitBuffer
-from tiered.zero.gradients.backward import in_graph_task
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
-from tiered.zero.parameters.functorch import check_no_transform
-from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
+from tiered.zero.parameters.metadata import without_dispatch
 from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder, unrecorded
 
-if TYPE_CHECKING:
-    from tiered.zero.engine import Engine
-    from tiered.zero.gradients.gradients import UnitGradients
-
-__all__ = ["Segment", "Unit", "dense_strides"]
+__all__ = ["Segment", "Unit", "UnitOwner", "dense_strides"]
 
 _HOST, _ALONE = HostTier(), NullComm()
 
@@ -113,6 +108,51 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return strides
 
 
+class UnitOwner(Protocol):
+    """What a unit and its parameters tell and ask: the engine of their model."""
+
+    def before_open(self, unit: Unit) -> str:
+        """Wait until ``unit`` may be leased; return what for ("forward", ...), or "" where it is open by then."""
+
+    def opened(self, unit: Unit) -> None:
+        """``unit`` has leased its bytes."""
+
+    def parked(self, unit: Unit) -> None:
+        """``unit`` is about to give its bytes back."""
+
+    def give_up(self, reason: str) -> str:
+        """Leave the step half done, for ``reason``; return what is to be done next."""
+
+    def access(
+        self, segment: Segment, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Show the parameter of ``segment`` for one operation; raises UsageError at the wrong time."""
+
+    def assign(self, segment: Segment, value: torch.Tensor) -> None:
+        """Do what ``parameter.data = value`` says."""
+
+    def detached(self, segment: Segment, result: torch.Tensor) -> torch.Tensor:
+        """Return what ``parameter.detach()`` is, ``result`` as a rule."""
+
+    def set(self, segment: Segment, source: torch.Tensor) -> None:
+        """Do what ``parameter.set_(source)`` says."""
+
+    def copy(self, segment: Segment) -> torch.nn.Parameter:
+        """Return what ``copy.deepcopy(parameter)`` is."""
+
+    def require_gradient(self, parameter: torch.nn.Parameter) -> None:
+        """``requires_grad`` of a parameter was set."""
+
+    def is_unsharded(self, segment: Segment) -> bool:
+        """Return whether the values of ``segment`` stay where they are for as long as a block lasts."""
+
+    def check_readable(self, unit: Unit) -> None:
+        """Raise unless saved references to ``unit`` may be read now; a backward does."""
+
+    def check_unused(self, what: str) -> None:
+        """Raise UsageError where gradients are used as they come, before ``what`` could see them."""
+
+
 class Unit:
     """Parameters that move together: swapped in, shown, updated and swapped out as one.
 
@@ -127,8 +167,8 @@ class Unit:
     )  # fmt: skip
 
     buffer: UnitBuffer
-    gradients: UnitGradients
-    engine: Engine
+    engine: UnitOwner
+    gradients: Any  # UnitGradients, of a room that stands above this one
     layout: UnitLayout
 
     def __init__(self, name: str, segments: Sequence[Segment], working_set: WorkingSet) -> None:
@@ -182,11 +222,6 @@ class Unit:
         """Whether the unit is open, and was opened in a backward."""
         return self.is_open and self._word == "backward"
 
-    @property
-    def room(self) -> str:
-        """The name under which gradients will be leased while the unit is open; "" where none will."""
-        return self.gradients.room if self.is_in_backward and self.gradients.nbytes else ""
-
     # -- leasing -------------------------------------------------------------------------------------------------
 
     @uninterrupted
@@ -198,15 +233,11 @@ class Unit:
         buffer = self.buffer
         if mode == "rw" and buffer.mode == "r":
             self.park()
-        if buffer.state is BufferState.NONE:
-            check_no_transform(f"unit {self.name!r}: swap in")
-            if self.engine.lanes is not None:
-                self.engine.lanes.about_to_open(self)
-        if buffer.state is BufferState.NONE:  # a micro-batch that took its turn may have opened it
-            self.engine.before_open(self)
+        word = self.engine.before_open(self) if buffer.state is BufferState.NONE else ""
+        if word:
             with ordinary_tensors():  # order: later uses of the same lease may be recorded by autograd
                 buffer.gather(mode)
-            self._word = "backward" if in_graph_task() else "forward" if self.engine.calls else "open"
+            self._word = word
             self.engine.opened(self)
             # Order: once others are parked, so that what one thread does with one unit ends before the next begins.
             self._opened_s = time.monotonic()
@@ -235,11 +266,10 @@ class Unit:
         written = ""
         if buffer.state is BufferState.SHOWN:
             written = self._hide(check=buffer.mode == "r")
-        self.engine.residency.parked(self)
+        self.engine.parked(self)
         buffer.release()
         if written:
-            self.engine.abandon(f"parameter {written} was written in place outside tiered.unsharded")
-            go_on = "store.rollback() to go on" if self.engine.store.durable else "start again in a new store"
+            go_on = self.engine.give_up(f"parameter {written} was written in place outside tiered.unsharded")
             raise UsageError(
                 f"parameter {written} was written in place during a forward or backward, as nn.Embedding(max_norm=) and"
                 " layers that set themselves up by their first batch do; expected reads only: write between steps,"
@@ -280,11 +310,6 @@ class Unit:
         """Yield the segments that require a gradient now."""
         with without_dispatch():
             yield from [segment for segment in self.segments if segment.parameter.requires_grad]
-
-    def tiered(self, segment: Segment) -> TieredParameter:
-        """Return the segment's parameter as what it is once sharded."""
-        assert isinstance(segment.parameter, TieredParameter)
-        return segment.parameter
 
 
 _WORDS = {BufferState.NONE: "parked", BufferState.GATHERED: "open", BufferState.SHOWN: "shown"}
