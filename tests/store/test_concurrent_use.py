@@ -221,7 +221,7 @@ def test_closing_waits_for_a_commit_that_another_thread_has_sealed_meanwhile(gat
     store["a"] = numbers(PAGE)
     closing = threading.Thread(target=store.close)
     closing.start()
-    await_true(lambda: store.working_set.is_ending)
+    await_true(lambda: store.working_set.keys.is_ending)
     assert store.generation == 0 and gated.device.has_held.wait(WAIT_S)
     gated.device.open()
     closing.join(WAIT_S)

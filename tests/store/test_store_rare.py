@@ -60,7 +60,7 @@ def test_a_rollback_waits_for_the_write_of_what_it_gives_up(gated: GatedStore) -
     gated.store["ordinary"] = numbers(12 * KiB, 5)
     gated.store.working_set.swap_out(["ordinary"])
     assert gated.device.has_held.is_set()
-    wait_for = gated.store.working_set.wait_for
+    wait_for = gated.store.working_set.keys.wait_for
 
     def let_it_land(entry: Any, deadline: Deadline) -> None:
         gated.store._condition.release()
@@ -69,7 +69,7 @@ def test_a_rollback_waits_for_the_write_of_what_it_gives_up(gated: GatedStore) -
         if not entry.is_settled:
             wait_for(entry, deadline)
 
-    gated.store.working_set.wait_for = let_it_land  # type: ignore[method-assign]
+    gated.store.working_set.keys.wait_for = let_it_land  # type: ignore[method-assign]
     gated.store.rollback()
     assert gated.store["ordinary"].equal(numbers(12 * KiB, 0))
 

@@ -66,7 +66,7 @@ class Committer:
                 if is_last:
                     self._working_set.room.forget_failure()
                 else:
-                    self._working_set.refuse_late()
+                    self._working_set.keys.refuse_late()
                 self._working_set.room.raise_failure()
                 if self._records.sealed is not None:  # another thread's; it came first
                     continue
@@ -78,7 +78,7 @@ class Committer:
                     has_thread = self._start_thread(handed)  # order: nothing is sealed if this is interrupted
                     handed.append(self._records.seal(state))
                     handed[0].thread = self._thread
-                    self._working_set.is_ending |= is_last
+                    self._working_set.keys.is_ending |= is_last
                     break
             self._working_set.room.grow(Shortage(missing, scratch=False))
         self._working_set.recorder.worked("seal", f"generation {handed[0].generation}", begun_s)
@@ -139,7 +139,7 @@ class Committer:
                 busy = next((entry for entry in self._records.unsealed() if not entry.is_settled), None)
                 if busy is None:
                     break
-                self._working_set.wait_for(busy, deadline)
+                self._working_set.keys.wait_for(busy, deadline)
             self._working_set.room.write_back.error = None  # of bytes that are given up now
             for entry in self._records.roll_back():
                 self._working_set.residents.drop(entry)

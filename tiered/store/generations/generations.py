@@ -175,7 +175,7 @@ class Generations:
         except Exception as error:  # whatever it is, the store closes
             failure = failure or error
         with self._working_set.condition:  # order: not after an interrupt; a close that comes again has it all to do
-            self._working_set.is_ending = True  # order: whoever changes something later is told that it is too late
+            self._working_set.keys.is_ending = True  # order: a change that comes later is told that it is too late
         self.report_dropped()
         try:
             if failure is None and self._committer is not None:
@@ -187,8 +187,8 @@ class Generations:
     def _end_unchanged(self) -> bool:
         """Take no more changes, unless there are some to commit; return whether that is so."""
         with self._working_set.condition:
-            self._working_set.is_ending |= not self._records.has_changes
-            return self._working_set.is_ending
+            self._working_set.keys.is_ending |= not self._records.has_changes
+            return self._working_set.keys.is_ending
 
     def report_dropped(self) -> bool:
         """Log what changed and no commit has; whether there is any."""

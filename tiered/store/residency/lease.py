@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -19,10 +19,7 @@ from tiered.store.format.spec import Spec
 from tiered.store.records.entry import Alias
 from tiered.store.residency.write_targets import flat_values, name_of, write_targets
 
-if TYPE_CHECKING:
-    from tiered.store.residency.working_set import WorkingSet
-
-__all__ = ["EndedView", "Lease", "LeaseBlock", "Mode", "ReadOnlyView", "plain_of", "tensor_over"]
+__all__ = ["EndedView", "Lease", "LeaseBlock", "Lessor", "Mode", "ReadOnlyView", "plain_of", "tensor_over"]
 
 Mode = Literal["r", "w", "rw"]
 
@@ -37,6 +34,16 @@ def tensor_over(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
     return tensor
 
 
+class Lessor(Protocol):
+    """Who grants leases, and is told how they end."""
+
+    def released(self, alias: Alias, *, is_written: bool = False) -> bool:
+        """Note that a lease was released; return whether its last tensor has died."""
+
+    def forget(self, alias: Alias) -> bool:
+        """Have later leases read the bytes anew; return False where only DRAM has them."""
+
+
 class Lease:
     """A leased tensor: ``tensor`` until ``release``. Made by ``WorkingSet.lease``; the arena owns the bytes.
 
@@ -44,12 +51,12 @@ class Lease:
     releasing it releases it.
     """
 
-    __slots__ = ("_alias", "_tensor", "_working_set", "key", "mode")
+    __slots__ = ("_alias", "_lessor", "_tensor", "key", "mode")
 
-    def __init__(self, working_set: WorkingSet, key: str, mode: str, alias: Alias, tensor: torch.Tensor) -> None:
+    def __init__(self, lessor: Lessor, key: str, mode: str, alias: Alias, tensor: torch.Tensor) -> None:
         self.key = key
         self.mode = mode
-        self._working_set = working_set
+        self._lessor = lessor
         self._alias = alias
         self._tensor: torch.Tensor | None = tensor
 
@@ -70,12 +77,11 @@ class Lease:
 
         ``is_written``: its holder knows that nobody writes by what is still alive, so that nothing waits for its end.
         """
-        return self._working_set.released(self.end(), is_written=is_written)
+        return self._lessor.released(self.end(), is_written=is_written)
 
     def forget(self) -> bool:
         """Have later leases of the key read its bytes anew; return False where only DRAM has them."""
-        with self._working_set.condition:
-            return self._working_set.residents.forget(self._alias)
+        return self._lessor.forget(self._alias)
 
     def end(self) -> Alias:
         """Drop the lease's own reference; return what the working set knows the lease by, for it alone."""

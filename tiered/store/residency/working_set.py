@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -17,13 +16,14 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.interrupt import uninterrupted
-from tiered.errors import ClosedError, LeaseError, UsageError
+from tiered.errors import UsageError
 from tiered.stats import SwapStatistics, WorkingSetStatistics
 from tiered.store.format.row import MAX_NUM_DIMS
 from tiered.store.format.spec import Spec, is_kept
 from tiered.store.records.deferred_seal import DeferredSeal
 from tiered.store.records.entry import Alias, Entry, Granted, Residence, Residency
 from tiered.store.records.records import Records
+from tiered.store.residency.keys import Keys
 from tiered.store.residency.lease import Lease, tensor_over
 from tiered.store.residency.modes import refuse_modes
 from tiered.store.residency.need import Need
@@ -33,7 +33,7 @@ from tiered.store.residency.swap_in import SwapIn
 from tiered.store.space.space import Space
 from tiered.store.transfers.transfer import Transfer
 from tiered.store.waiting.deadline import Deadline
-from tiered.store.waiting.recorder import Recorder, Wait
+from tiered.store.waiting.recorder import Recorder
 from tiered.store.waiting.reentry import Reentry
 
 __all__ = ["EvictionPolicy", "Lease", "WorkingSet"]
@@ -70,7 +70,7 @@ class WorkingSet:
         self.room = Room(residents, records, space, condition, self.recorder, deadline_s=deadline_s, refuse=refuse)
         self.deferred_seal = DeferredSeal(records, condition, self._progress, deadline_s=deadline_s)
         self.swap_in = SwapIn(residents, records, space, condition, self.room)
-        self.is_ending = False  # set under the lock: what is written now would be in no commit any more
+        self.keys = Keys(records, residents, self.room, space, condition, deadline_s=deadline_s)
         self.streamed_in_bytes = 0
         self.streamed_out_bytes = 0
         self._refuse = refuse
@@ -108,7 +108,7 @@ class WorkingSet:
         self.deferred_seal.settle_for(key, is_new=not scratch)
         with self.condition:
             scratch = scratch or not self.records.durable
-            self.replace(self.settled(key, "replacement"), key, spec, scratch=scratch)
+            self.keys.replace(self.keys.settled(key, "replacement"), key, spec, scratch=scratch)
 
     @uninterrupted
     def lease(self, key: str, mode: str) -> Lease:
@@ -160,6 +160,12 @@ class WorkingSet:
         return has_ended
 
     @uninterrupted
+    def forget(self, alias: Alias) -> bool:
+        """Have later leases read the bytes of a lease for reading anew; return False where only DRAM has them."""
+        with self.condition:
+            return self.residents.forget(alias)
+
+    @uninterrupted
     def discard(self, lease: Lease) -> bool:
         """Release ``lease`` and delete its key, no byte of which is written any more; blocks while one is.
 
@@ -171,10 +177,7 @@ class WorkingSet:
             self.residents.release(alias)
             self.residents.drain()
             if alias.has_ended:
-                entry = self.settled(lease.key, "deletion")
-                if entry is not None:
-                    self.records.remove(entry)
-                    self.residents.drop(entry)
+                self.keys.remove(lease.key)
         return alias.has_ended
 
     def obtain(self, key: str, mode: str, deadline: Deadline, *, is_brief: bool = False) -> Granted:
@@ -192,7 +195,7 @@ class WorkingSet:
                     if claim is None:
                         self.room.stand_back(deadline)
                     if mode != "r":
-                        self.refuse_late()
+                        self.keys.refuse_late()
                     entry, need, urgent = self._await_need(key, mode, deadline)
                     if mode != "r" and not entry.scratch and self.deferred_seal.is_closed:
                         continue  # deferred meanwhile, by another thread
@@ -227,12 +230,12 @@ class WorkingSet:
         Or the read of it that the caller must start first.
         """
         while True:
-            entry = self._find(key)
+            entry = self.keys.find(key)
             need = Need.of(entry, mode)
             urgent = self.swap_in.take_over(entry) if need is Need.PATIENCE else None
             if need is not Need.PATIENCE or urgent is not None:
                 return entry, need, urgent
-            self.wait_for(entry, deadline)
+            self.keys.wait_for(entry, deadline)
 
     def _grant(self, entry: Entry, mode: str, buffer: Buffer | None, is_brief: bool) -> Granted:
         old: Residence | None = None
@@ -292,10 +295,7 @@ class WorkingSet:
         names = list(keys)
         with self.condition:
             for key in names:
-                entry = self._find(key)
-                self.residents.withdraw(entry)
-                entry.held = held
-                self.residents.offer(entry)
+                self.keys.set_held(key, held)
 
     def set_policy(self, policy: EvictionPolicy) -> None:
         """Let ``policy`` choose what to evict from now on."""
@@ -373,7 +373,7 @@ class WorkingSet:
                 ),
             )
 
-    # Below: replacing, for the rest of the store; the first two without the lock, the others under it
+    # Below: for the rest of the store
 
     def check(self, *, writing: bool) -> None:
         """Raise when the store is closed, failed or forked, or read only where ``writing``; not under the lock."""
@@ -389,70 +389,11 @@ class WorkingSet:
         for key in keys:
             self.deferred_seal.settle_for(key)
             with self.condition:
-                entry = self.settled(key, "deletion")
-                if entry is None:
+                if not self.keys.remove(key):
                     raise KeyError(key)
-                self.records.remove(entry)
-                self.residents.drop(entry)
-
-    def settled(self, key: str, operation: str) -> Entry | None:
-        """Return the entry of ``key``, if there is one, with nothing in flight and no open lease for writing.
-
-        For who is about to change it: raises ClosedError once close() has taken what it commits.
-        """
-        deadline = Deadline(f"{operation} of {key!r}", self.deadline_s)
-        while True:
-            self.residents.drain()
-            self.room.raise_failure()
-            self.refuse_late()
-            entry = self.records.entries.get(key)
-            if entry is None:
-                return None
-            if entry.residence is not None and entry.residence.open_writers:
-                raise LeaseError(f"{operation} of {key!r}, which is leased for writing; release the lease first")
-            if entry.is_settled:
-                return entry
-            self.wait_for(entry, deadline)
-
-    def replace(self, old: Entry | None, key: str, spec: Spec, *, scratch: bool, key_id: int | None = None) -> Entry:
-        """Return a new UNDEFINED entry for ``key`` in the place of ``old``, which is settled."""
-        if old is not None:
-            self.records.remove(old)
-            self.residents.drop(old)
-        entry = self.records.add(key, spec, scratch=scratch, key_id=key_id)
-        entry.held = old is not None and old.held
-        return entry
-
-    def wait_for(self, entry: Entry, deadline: Deadline) -> None:
-        """Wait for a change of ``entry``; what it has in DRAM is not evicted meanwhile."""
-        residence = None if entry.residence is None else self.residents.claim(entry.residence)
-        reason = Wait.READ if entry.state is Residency.ARRIVING else Wait.WRITE
-        if entry.is_pending and entry.state is not Residency.ARRIVING:
-            reason = Wait.COMMIT
-        begun_s = time.monotonic()
-        try:
-            commit = self.records.commit_progress() if entry.is_pending else None
-            is_moving = entry.state in (Residency.ARRIVING, Residency.DEPARTING)
-            deadline.wait(self.condition, (commit, self.space.progress.num_blocks if is_moving else 0))
-        finally:
-            self.recorder.waited(reason, entry.name, begun_s)
-            if residence is not None:
-                self.residents.unclaim(residence)
 
     def _progress(self) -> object:
         return self._num_leases, self.room.write_back.num_landed, self.records.commit_progress()
-
-    def refuse_late(self) -> None:
-        if self.is_ending:
-            raise ClosedError("the store is being closed: what it holds is committed, and nothing more can be written")
-
-    def _find(self, key: str) -> Entry:
-        self.residents.drain()
-        self.room.raise_failure()
-        entry = self.records.entries.get(key)
-        if entry is None:
-            raise KeyError(key)
-        return entry
 
     def _unclaim(self, residence: Residence) -> None:
         with self.condition:

@@ -183,7 +183,7 @@ class _PutBatch:
             working_set.room.grow(Shortage(nbytes, self._scratch))
 
     def _may_replace(self, key: str) -> bool:
-        old = self._working_set.settled(key, "put")
+        old = self._working_set.keys.settled(key, "put")
         return old is None or self._working_set.records.may_write(old)
 
     def finish(self, batch: Batch, buffer: Buffer) -> None:
@@ -196,8 +196,8 @@ class _PutBatch:
             self.rows.reverse()
             for spec in specs:
                 row = self.rows[-1]
-                old = working_set.settled(row.name, "put")
-                entry = working_set.replace(old, row.name, spec, scratch=self._scratch, key_id=row.key_id)
+                old = working_set.keys.settled(row.name, "put")
+                entry = working_set.keys.replace(old, row.name, spec, scratch=self._scratch, key_id=row.key_id)
                 records.streamed(entry, row)
                 working_set.streamed_out_bytes += row.nbytes
                 self.rows.pop()

@@ -85,9 +85,9 @@ class Streams:
             blocks = block_order([(extent.device, extent.nbytes) for extent in row.extents])
             window.run(_Block(self._space, row, block, IOClass.WRITE, fill=fill, use=collect) for block in blocks)
             with self._condition:
-                old = working_set.settled(key, "put")  # raises for a lease that was opened meanwhile
+                old = working_set.keys.settled(key, "put")  # raises for a lease that was opened meanwhile
                 is_own = False
-                entry = working_set.replace(old, key, spec, scratch=scratch, key_id=row.key_id)
+                entry = working_set.keys.replace(old, key, spec, scratch=scratch, key_id=row.key_id)
                 self._records.streamed(entry, dataclasses.replace(row, digests=bytes(digests)))
                 working_set.streamed_out_bytes += row.nbytes
         except BaseException:
@@ -101,7 +101,7 @@ class Streams:
         deadline = Deadline(f"put of {key!r}", self._working_set.deadline_s)
         while True:
             with self._condition:
-                old = self._working_set.settled(key, "put")
+                old = self._working_set.keys.settled(key, "put")
                 if old is not None and not self._records.may_write(old):
                     deadline.wait(self._condition, self._records.commit_progress())
                     continue

@@ -110,9 +110,9 @@ class Values:
         """Make ``content`` the bytes of ``key``: of its entry, where that fits, or of a new one, under ``new_id``."""
         working_set = self._working_set
         with self._condition:
-            entry = working_set.settled(key, "put")
+            entry = working_set.keys.settled(key, "put")
             if entry is None or not self._fits(entry, spec):
-                entry = working_set.replace(entry, key, spec, scratch=not self._records.durable, key_id=new_id)
+                entry = working_set.keys.replace(entry, key, spec, scratch=not self._records.durable, key_id=new_id)
             else:
                 working_set.residents.drop(entry)
             self._records.touch(entry)

@@ -1,0 +1,114 @@
+"""Keys: the entry of a name, found or put in the place of another, once nothing in flight has a hold on it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from tiered.errors import ClosedError, LeaseError
+from tiered.store.format.spec import Spec
+from tiered.store.records.entry import Entry, Residency
+from tiered.store.records.records import Records
+from tiered.store.residency.residents import Residents
+from tiered.store.residency.room import Room
+from tiered.store.space.space import Space
+from tiered.store.waiting.deadline import Deadline
+from tiered.store.waiting.recorder import Wait
+
+__all__ = ["Keys"]
+
+
+class Keys:
+    """The names of a store. All methods are called under the store's lock, which those that wait give back."""
+
+    def __init__(
+        self,
+        records: Records,
+        residents: Residents,
+        room: Room,
+        space: Space,
+        condition: threading.Condition,
+        *,
+        deadline_s: float,
+    ) -> None:
+        self.is_ending = False  # what is written now would be in no commit any more
+        self._records = records
+        self._residents = residents
+        self._room = room
+        self._space = space
+        self._condition = condition
+        self._deadline_s = deadline_s
+
+    def find(self, key: str) -> Entry:
+        """Return the entry of ``key``. KeyError; raises what went wrong in the background."""
+        self._residents.drain()
+        self._room.raise_failure()
+        entry = self._records.entries.get(key)
+        if entry is None:
+            raise KeyError(key)
+        return entry
+
+    def settled(self, key: str, operation: str) -> Entry | None:
+        """Return the entry of ``key``, if there is one, with nothing in flight and no open lease for writing.
+
+        For who is about to change it: raises ClosedError once close() has taken what it commits.
+        """
+        deadline = Deadline(f"{operation} of {key!r}", self._deadline_s)
+        while True:
+            self._residents.drain()
+            self._room.raise_failure()
+            self.refuse_late()
+            entry = self._records.entries.get(key)
+            if entry is None:
+                return None
+            if entry.residence is not None and entry.residence.open_writers:
+                raise LeaseError(f"{operation} of {key!r}, which is leased for writing; release the lease first")
+            if entry.is_settled:
+                return entry
+            self.wait_for(entry, deadline)
+
+    def replace(self, old: Entry | None, key: str, spec: Spec, *, scratch: bool, key_id: int | None = None) -> Entry:
+        """Return a new UNDEFINED entry for ``key`` in the place of ``old``, which is settled."""
+        if old is not None:
+            self._records.remove(old)
+            self._residents.drop(old)
+        entry = self._records.add(key, spec, scratch=scratch, key_id=key_id)
+        entry.held = old is not None and old.held
+        return entry
+
+    def remove(self, key: str) -> bool:
+        """Drop ``key`` and its bytes, once it is settled; return whether there was one."""
+        entry = self.settled(key, "deletion")
+        if entry is None:
+            return False
+        self._records.remove(entry)
+        self._residents.drop(entry)
+        return True
+
+    def set_held(self, key: str, held: bool) -> None:
+        """Keep ``key`` in DRAM for good, or no more. KeyError."""
+        entry = self.find(key)
+        self._residents.withdraw(entry)
+        entry.held = held
+        self._residents.offer(entry)
+
+    def wait_for(self, entry: Entry, deadline: Deadline) -> None:
+        """Wait for a change of ``entry``; what it has in DRAM is not evicted meanwhile."""
+        residence = None if entry.residence is None else self._residents.claim(entry.residence)
+        reason = Wait.READ if entry.state is Residency.ARRIVING else Wait.WRITE
+        if entry.is_pending and entry.state is not Residency.ARRIVING:
+            reason = Wait.COMMIT
+        begun_s = time.monotonic()
+        try:
+            commit = self._records.commit_progress() if entry.is_pending else None
+            is_moving = entry.state in (Residency.ARRIVING, Residency.DEPARTING)
+            deadline.wait(self._condition, (commit, self._space.progress.num_blocks if is_moving else 0))
+        finally:
+            self._room.recorder.waited(reason, entry.name, begun_s)
+            if residence is not None:
+                self._residents.unclaim(residence)
+
+    def refuse_late(self) -> None:
+        """Raise ClosedError once close() has taken what it commits."""
+        if self.is_ending:
+            raise ClosedError("the store is being closed: what it holds is committed, and nothing more can be written")
