@@ -34,7 +34,7 @@ from tests.devices.throttled import ThrottledDevice
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.engines import open_device
 from tiered.store.catalog.catalog import SqliteCatalog
-from tiered.store.lifetime.opening import empty_root
+from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.transfers import transfer
 from tiered.store.waiting.recorder import CALLER
 from tiered.train.bound import Bound, profiled_bandwidth
@@ -247,7 +247,9 @@ def open_store(settings: Settings, folder: Path) -> tiered.Store:
     )
     root = empty_root(uuid.uuid4().bytes, 1)
     catalog = SqliteCatalog.create(folder / "catalog.db", root) if settings.durable else None
-    return tiered.Store._from_parts(Arena(parse_bytes(settings.dram)), [device], catalog, durable=settings.durable)
+    return tiered.Store._from_parts(
+        Parts(Arena(parse_bytes(settings.dram)), [device], catalog), durable=settings.durable
+    )
 
 
 class Counters:

@@ -16,7 +16,7 @@ from tiered.errors import TieredError
 from tiered.store.catalog.catalog import Catalog
 from tiered.store.catalog.simulated_catalog import SimulatedCatalog
 from tiered.store.format.row import Root, Row
-from tiered.store.lifetime.opening import empty_root
+from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
@@ -42,7 +42,7 @@ def simulated_store(
         root = empty_root(uuid.UUID(int=7).bytes, num_devices)
         catalog = SimulatedCatalog.create(disk, root) if is_new else SimulatedCatalog(disk)
     devices = [wrap(MemoryDevice(disk, index)) for index in range(num_devices)]
-    return Store._from_parts(Arena(budget_nbytes), devices, catalog, durable=durable, deadline_s=deadline_s)
+    return Store._from_parts(Parts(Arena(budget_nbytes), devices, catalog), durable=durable, deadline_s=deadline_s)
 
 
 def numbers(nbytes: int, seed: int = 0) -> torch.Tensor:
@@ -216,7 +216,7 @@ class GatedStore:
         self.device.events = self.events
         self.catalog = GatedCatalog(SimulatedCatalog(self.disk), self.events)
         arena = Arena(self.budget_nbytes)
-        self.store = Store._from_parts(arena, [self.device], self.catalog, deadline_s=self.deadline_s)
+        self.store = Store._from_parts(Parts(arena, [self.device], self.catalog), deadline_s=self.deadline_s)
 
     def let_through(self, action: Callable[[Callable[[], None]], None]) -> None:
         """Run ``action(done)`` in a thread, which calls ``done`` only once the device is open; return at its end."""

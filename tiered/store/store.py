@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -16,30 +15,20 @@ import torch
 
 from tiered.bytes.arena import Arena
 from tiered.bytes.condition import Condition
-from tiered.bytes.device.base import Device
 from tiered.bytes.endings import at_exit
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import UsageError
 from tiered.stats import StoreStatistics
-from tiered.store.catalog.catalog import Catalog
-from tiered.store.format.rows import Rows
+from tiered.store.assembly import assemble
 from tiered.store.generations.damage import DroppedKey, drop_damaged
-from tiered.store.generations.generations import Generations
 from tiered.store.generations.registry import Stateful, committed_state
-from tiered.store.inventory import records_of, statistics_of
-from tiered.store.lifetime.opening import Parts, empty_root, open_parts
-from tiered.store.lifetime.resources import Resources
-from tiered.store.lifetime.service import Service, too_late
+from tiered.store.lifetime.opening import Parts, open_parts
+from tiered.store.lifetime.service import too_late, warn_of_nested_close
 from tiered.store.records.entry import Record
-from tiered.store.records.finishers import Finisher, Finishers
-from tiered.store.records.records import Records
+from tiered.store.records.finishers import Finisher
 from tiered.store.residency.lease import Lease, LeaseBlock, Mode
-from tiered.store.residency.residents import Residents
-from tiered.store.residency.working_set import WorkingSet
-from tiered.store.space.space import Space
-from tiered.store.values.streaming import Streams, VerifyReport
-from tiered.store.values.values import Values
-from tiered.store.waiting.reentry import Reentry
+from tiered.store.statistics import store_statistics
+from tiered.store.values.streaming import VerifyReport
 
 __all__ = ["Store"]
 
@@ -93,74 +82,26 @@ class Store(MutableMapping[str, torch.Tensor]):
             raise
 
     @classmethod
-    def _from_parts(
-        cls,
-        arena: Arena,
-        devices: Sequence[Device],
-        catalog: Catalog | None,
-        *,
-        durable: bool = True,
-        mode: str = "a",
-        deadline_s: float = _DEADLINE_S,
-    ) -> Store:
+    def _from_parts(cls, parts: Parts, *, durable: bool = True, deadline_s: float = _DEADLINE_S) -> Store:
         """Return a store of given parts; it closes them."""
         store = cls.__new__(cls)
         store.device_memory = None
-        store._assemble(Parts(arena, devices, catalog), durable=durable, mode=mode, deadline_s=deadline_s)
+        store._assemble(parts, durable=durable, mode="a", deadline_s=deadline_s)
         return store
 
     def _assemble(self, parts: Parts, *, durable: bool, mode: str, deadline_s: float) -> None:
         self.durable = durable
-        self._parts = parts
-        self._service = Service()
         self._is_released = False  # everything was given back
         self._closing = Condition()
-        try:
-            self._connect(parts, deadline_s, is_read_only=mode == "r")
-        except BaseException:
-            parts.close(parts.arena.close)
-            raise
+        made = assemble(parts, durable=durable, is_read_only=mode == "r", deadline_s=deadline_s)
+        self.working_set = made.working_set
+        self._parts, self._resources = parts, made.resources
+        self._condition, self._service, self._reentry = made.condition, made.service, made.reentry
+        self._records, self._streams, self._values = made.working_set.records, made.streams, made.values
+        self._finishers, self._generations = made.finishers, made.generations
         self._resources.watch(self)
         # Order: before the devices' ends, which were added earlier: a commit that was sealed is finished then.
-        at_exit(self, _finish_at_exit)
-
-    def _connect(self, parts: Parts, deadline_s: float, *, is_read_only: bool) -> None:
-        root, rows = empty_root(bytes(16), len(parts.devices)), Rows.empty()
-        if parts.catalog is not None:
-            root, rows = parts.catalog.load()
-        if root.num_directories != len(parts.devices):
-            raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
-        condition = Condition()
-        self._reentry = Reentry(condition)
-        space = Space(
-            parts.devices,
-            root.store_uuid,
-            condition,
-            deadline_s=deadline_s,
-            weights=parts.weights,
-            spared_nbytes=parts.spared_nbytes,
-        )
-        records = Records(space, durable=self.durable, generation=root.generation, next_key_id=root.next_key_id)
-        records.load(rows)
-        self.working_set = WorkingSet(
-            Residents(parts.arena, condition),
-            records,
-            space,
-            condition,
-            deadline_s=deadline_s,
-            refuse=self._service.refuse,
-            reentry=self._reentry,
-            is_read_only=is_read_only,
-        )
-        self._records = records
-        self._condition = condition
-        self._finishers = Finishers()
-        self._streams = Streams(self.working_set)
-        self._values = Values(self.working_set, self._streams)
-        self._generations = Generations(self.working_set, parts.catalog, root, self._finishers)
-        self._service.refuse_failed = self._generations.refuse
-        residents = self.working_set.residents
-        self._resources = Resources(parts, space, residents, records, condition=condition, reentry=self._reentry)
+        at_exit(self, Store._finish_at_exit)
 
     # Below: the mapping
 
@@ -383,12 +324,13 @@ class Store(MutableMapping[str, torch.Tensor]):
     def records(self) -> list[Record]:
         """Return what is known of each key, in the order of creation. Touches no bytes."""
         self._check()
-        return records_of(self.working_set)
+        with self._condition:
+            return self._records.records()
 
     def statistics(self) -> StoreStatistics:
         """Return the counters of the store, its working set and its devices."""
         self._reentry.refuse()
-        return statistics_of(self.working_set, self._generations)
+        return store_statistics(self.working_set, self._generations)
 
     def __repr__(self) -> str:
         state = f"open, {len(self._records)} keys, generation {self.generation}"
@@ -428,13 +370,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         if self._service.pid != os.getpid():
             return  # nothing of it is the child's to close
         if self._reentry.is_inside() or self._finishers.is_inside() or self._closing.is_held_here():
-            warnings.warn(
-                f"close() of {self!r} came from a finalizer or a signal handler that interrupted a call of it in this"
-                " very thread: nothing was closed; close it where the program is done with it",
-                ResourceWarning,
-                stacklevel=4,
-            )
-            return
+            return warn_of_nested_close(repr(self))
         with self._closing:
             if self._is_released:
                 return
@@ -448,16 +384,15 @@ class Store(MutableMapping[str, torch.Tensor]):
         if failure is not None:
             raise failure
 
+    def _finish_at_exit(self) -> None:
+        service = self._service
+        if not service.is_closed and service.pid == os.getpid():
+            try:
+                self._generations.finish_at_exit()
+            finally:
+                service.is_closed = service.is_late = True
+
     def _check(self) -> None:
         """Raise when this call, or any more calls, cannot be served."""
         self._reentry.refuse()
         self._service.refuse()
-
-
-def _finish_at_exit(store: Store) -> None:
-    service = store._service
-    if not service.is_closed and service.pid == os.getpid():
-        try:
-            store._generations.finish_at_exit()
-        finally:
-            service.is_closed = service.is_late = True

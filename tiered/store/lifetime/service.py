@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 
 from tiered.errors import ClosedError, UsageError
 
-__all__ = ["Service", "too_late"]
+__all__ = ["Service", "too_late", "warn_of_nested_close"]
 
 
 class Service:
@@ -39,4 +40,14 @@ def too_late() -> ClosedError:
         "the process is ending, and the threads that move a store's bytes have ended before any atexit function; close "
         "the store before: with tiered.Store(...) as store, or try and finally around the program, where threads that "
         "use it are joined"
+    )
+
+
+def warn_of_nested_close(name: str) -> None:
+    """Warn that a call of close() has closed nothing: it came in the middle of another call, in the same thread."""
+    warnings.warn(
+        f"close() of {name} came from a finalizer or a signal handler that interrupted a call of it in this thread:"
+        " nothing was closed; close it where the program is done with it",
+        ResourceWarning,
+        stacklevel=5,
     )

@@ -17,7 +17,7 @@ from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row
 from tiered.store.format.rows import Rows
 from tiered.store.format.spec import Spec
-from tiered.store.records.entry import Entry, Residency
+from tiered.store.records.entry import Entry, Record, Residency
 from tiered.store.records.table import Table
 from tiered.store.space.space import Space
 from tiered.units import format_bytes
@@ -79,6 +79,11 @@ class Records:
         """Return the names that the mapping shows: durable ones (all, in a store without commits) that have bytes."""
         hidden = {entry.name for entry in self._hidden}
         return [name for name in self.entries if name not in hidden]
+
+    def records(self) -> list[Record]:
+        """Return what is known of each key that the mapping shows, in the order of creation."""
+        entries = map(self.peek, self.names())
+        return [entry.record() for entry in entries if entry is not None]
 
     def find(self, name: object) -> Entry | None:
         """Return the entry that the mapping shows under ``name``."""

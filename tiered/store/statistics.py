@@ -1,24 +1,15 @@
-"""Inventory: what a store says of itself: its keys and its counters, as they are at one moment. Touches no bytes."""
+"""The counters of a whole store, as they are at one moment. Touches no bytes."""
 
 from __future__ import annotations
 
 from tiered.stats import StoreStatistics
 from tiered.store.generations.generations import Generations
-from tiered.store.records.entry import Record
 from tiered.store.residency.working_set import WorkingSet
 
-__all__ = ["records_of", "statistics_of"]
+__all__ = ["store_statistics"]
 
 
-def records_of(working_set: WorkingSet) -> list[Record]:
-    """Return what is known of each key, in the order of creation."""
-    records = working_set.records
-    with working_set.condition:
-        entries = map(records.peek, records.names())
-        return [entry.record() for entry in entries if entry is not None]
-
-
-def statistics_of(working_set: WorkingSet, generations: Generations) -> StoreStatistics:
+def store_statistics(working_set: WorkingSet, generations: Generations) -> StoreStatistics:
     """Return the counters of a store, its working set and its devices."""
     space, records = working_set.space, working_set.records
     devices = [device.statistics() for device in space.devices]
