@@ -59,6 +59,11 @@ class Condition(threading.Condition):
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
 
+    def notify_all(self) -> None:
+        """Wake all that wait, if any do: most often nobody does, and the standard one looks for that in two calls."""
+        if self._waiters:
+            super().notify_all()
+
     def waiter(self) -> threading.Lock:
         """Return, with the lock held, a lock that can be acquired from the next ``notify_all`` on.
 

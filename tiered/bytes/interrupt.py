@@ -103,7 +103,7 @@ def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(function)
     def whole(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if INTERRUPTS.num_blocks and get_ident() == INTERRUPTS.thread:  # costs less than one more block
+        if INTERRUPTS.num_blocks or get_ident() != INTERRUPTS.thread:  # costs less than one more block
             return function(*args, **kwargs)
         with INTERRUPTS:
             return function(*args, **kwargs)

@@ -135,8 +135,7 @@ class Recorder:
 
     def _note(self, word: str, subject: str, begun_s: float) -> None:
         now_s = time.monotonic()
-        name = threading.current_thread().name
-        who = name if name.startswith(_OWN) else CALLER
+        who = _CURRENT.who
         with HERE.inside, self._lock:
             total = self._totals.get((who, word))
             if total is None:
@@ -145,6 +144,17 @@ class Recorder:
             total.seconds += now_s - begun_s
             if self.is_recording:
                 self._ring.add(word, subject, who, begun_s, now_s, 0)
+
+
+class _Current(threading.local):
+    """The name of the current thread where it is one of tiered's own, else CALLER: known when it is first asked for."""
+
+    def __init__(self) -> None:
+        name = threading.current_thread().name
+        self.who = name if name.startswith(_OWN) else CALLER
+
+
+_CURRENT = _Current()
 
 
 class _Total:
