@@ -327,6 +327,59 @@ def test_a_rollback_over_an_unfreezing(tmp_path: Path) -> None:
         assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
 
 
+def test_what_was_frozen_before_a_resume_is_not_written_after_it(tmp_path: Path) -> None:
+    with debug_store(tmp_path) as store:
+        model = tiered.shard(Blocks(), store, unit=(Block,))
+        optimizer = tiered.AdamW(model.parameters(), **ADAMW)
+        list(steps(model, optimizer, store, 0, 2))
+    with debug_store(tmp_path) as store:
+        model = Blocks(("blocks.1", "blocks.2.a"))
+        model = tiered.shard(model, store, unit=(Block,))
+        optimizer = tiered.AdamW(model.parameters(), **ADAMW)
+        store.resume()
+        list(steps(model, optimizer, store, 2, 3))
+        before = keys_written(store)
+        assert {"model/parameters/blocks.1", "model/parameters/.frozen/blocks.2"} < before.keys()
+        list(steps(model, optimizer, store, 3, 5))
+        written = {key for key, number in keys_written(store).items() if before[key] != number}
+        assert not {"model/parameters/blocks.1", "model/parameters/.frozen/blocks.2"} & written
+        assert {"model/parameters/blocks.2", "model/parameters/blocks.0", "model/parameters/root"} < written
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_relayout_that_fails_in_the_middle_abandons_the_step_and_a_rollback_goes_on(
+    number: int, tmp_path: Path
+) -> None:
+    events = {2: unfreeze("blocks.1.a")}
+    torch.manual_seed(SEED)
+    expected = plain(Blocks(HALF), 4, events)
+    torch.manual_seed(SEED)
+    with debug_store(tmp_path) as store:
+        model = tiered.shard(Blocks(HALF), store, unit=(Block,))
+        optimizer = tiered.AdamW(model.parameters(), **ADAMW)
+        losses = [loss for loss, _ in steps(model, optimizer, store, 0, 2)]
+        working_set = store.working_set
+        create, made = working_set.create, []
+
+        def refuse(key: str, *args: Any, scratch: bool = False, **kwargs: Any) -> None:
+            made.extend([key] if not scratch else [])
+            if len(made) == number:
+                raise MemoryError
+            create(key, *args, scratch=scratch, **kwargs)
+
+        unfreeze("blocks.1.a")(model)
+        working_set.create = refuse  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            model(batch(2))
+        working_set.create = create  # type: ignore[method-assign]
+        with pytest.raises(tiered.StepAbandonedError, match=r"blocks\.1"):
+            model(batch(2))
+        store.rollback()
+        assert not [record.name for record in store.records() if record.name.startswith("model/relayout/")]
+        losses += [loss for loss, _ in steps(model, optimizer, store, 2, 4, events)]
+        assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
+
+
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_bytes_written_in_a_step(update: str, tmp_path: Path) -> None:
     frozen = ("first", "blocks.0", "blocks.1", "blocks.2.a.weight", "blocks.3")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.models import CASES, Case
-from tiered.zero.budget import share_out_as_asked, work_sizes
 from tiered.zero.division import divide_into_units
+from tiered.zero.formats.budget import share_out_as_asked, work_sizes
 from tiered.zero.layout import (
     CUT_NUMEL,
     PAGE_NBYTES,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tiered.train.model import GPT, Shape
-from tiered.zero.budget import share_out_as_asked
 from tiered.zero.division import divide_into_units
+from tiered.zero.formats.budget import share_out_as_asked
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
 from tiered.zero.parameters.unit import dense_strides
 

@@ -23,10 +23,10 @@ from tiered.store.store import Store
 from tiered.units import format_bytes
 from tiered.zero.activations.activations import ActivationRule, words_of
 from tiered.zero.activations.saved import is_recomputing, with_repeated_arguments
-from tiered.zero.budget import share_out_as_asked
 from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
+from tiered.zero.formats.budget import share_out_as_asked
 from tiered.zero.layout import Shares
 from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, refuse_missing
 from tiered.zero.optimizer.masters import master_key, master_offsets, masters_nbytes

@@ -13,7 +13,7 @@ from tiered.errors import UsageError
 from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
-from tiered.zero.budget import share_out_again
+from tiered.zero.formats.budget import share_out_again
 from tiered.zero.formats.codec import Bucket
 from tiered.zero.layout import Shares, Span, UnitLayout, whole_pages
 from tiered.zero.parameters.parameter import without_dispatch

@@ -84,7 +84,8 @@ class Segment:
 
     def gradient_view(self, gradients: torch.Tensor) -> torch.Tensor:
         """Return the view of this segment's gradient with the parameter's shape and strides."""
-        return self.gradient_flat(gradients).as_strided(self.shape, self.strides)
+        start = self.grad_offset // self.dtype.itemsize
+        return gradients.view(self.dtype).as_strided(self.shape, self.strides, start)
 
     def layout(self) -> torch.Tensor:
         """Return a meta tensor of the same shape, strides and dtype."""
