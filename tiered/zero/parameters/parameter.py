@@ -6,7 +6,8 @@ them leases the owning unit first. Metadata (shape, dtype, grad, hooks) passes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,9 @@ class TieredParameter(nn.Parameter):
             if func in _REQUIRES_GRAD:
                 args[0].segment.unit.engine.require_gradient(args[0])
             return result
-        parameters = list(_find(args)) + list(_find(kwargs.values()))
+        parameters = _find(args)
+        if kwargs:
+            parameters += _find(kwargs.values())
         if not parameters:  # another subclass brought us here
             with without_dispatch():
                 return func(*args, **kwargs)
@@ -133,6 +136,7 @@ _BACKWARDS = {torch.autograd.backward, torch.autograd.grad}
 _DETACH = torch.Tensor.detach
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_MAYBE_NO_OPS = {_SET_DATA, torch.Tensor.cpu, torch.Tensor.to, *_CASTS}
 
 
 class _ViewWithoutValues(torch.Tensor):
@@ -173,25 +177,33 @@ def _refusal_of_values(parameter: TieredParameter) -> str:
 
 def is_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether ``func`` would write to a TieredParameter among its arguments."""
-    if any(True for _ in _find((kwargs.get("out"),))) or func == _SET_DATA:
+    if func == _SET_DATA or ("out" in kwargs and _find((kwargs["out"],))):
         return True
-    name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
-    if not in_place or name in {"__index__", "__int__", "__invert__"}:
+    if not _is_in_place(func):
         return False
     target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
-    return any(True for _ in _find((target,)))
+    return bool(_find((target,)))
 
 
-def _find(values: Any) -> Iterator[TieredParameter]:
-    """Yield the tiered parameters in ``values``, looking into lists, tuples and dicts."""
+@functools.lru_cache(maxsize=1024)
+def _is_in_place(func: Any) -> bool:
+    """Return whether ``func`` writes to its first argument, as its name says."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    return in_place and name not in {"__index__", "__int__", "__invert__"}
+
+
+def _find(values: Iterable[Any]) -> list[TieredParameter]:
+    """Return the tiered parameters in ``values``, looking into lists, tuples and dicts."""
+    found: list[TieredParameter] = []
     for value in values:
-        if isinstance(value, TieredParameter):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _find(value)
+        if issubclass(type(value), TieredParameter):  # isinstance asks torch's metaclass, in Python
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _find(value)
         elif isinstance(value, dict):
-            yield from _find(value.values())
+            found += _find(value.values())
+    return found
 
 
 def _in_buffer(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -214,7 +226,7 @@ def _in_buffer(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 def _is_about_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether parameters say where a backward ends, and no more: torch needs no values of them for that."""
     inputs = [*args[1:2], kwargs.get("inputs")]
-    num_others = sum(1 for _ in _find((args[:1], args[2:], [v for k, v in kwargs.items() if k != "inputs"])))
+    num_others = len(_find((args[:1], args[2:], [v for k, v in kwargs.items() if k != "inputs"])))
     with without_dispatch():
         is_refused = any(not parameter.requires_grad for parameter in _find(inputs))
     return not num_others and not is_refused and not kwargs.get("materialize_grads")
@@ -238,7 +250,7 @@ def _run_from_edges(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _is_no_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether ``func`` would hand back its first argument itself, as in ``model.to(...)`` without a change."""
     target = args[0] if args else None
-    if not isinstance(target, TieredParameter):
+    if func not in _MAYBE_NO_OPS or not isinstance(target, TieredParameter):
         return False
     if func == _SET_DATA:
         return args[1] is target
