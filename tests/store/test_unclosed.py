@@ -14,7 +14,7 @@ import torch
 
 import tiered
 from tests.store.rig import numbers
-from tests.store.test_reentry import no_hang
+from tests.store.test_nested_calls import no_hang
 from tiered.bytes.arena import Arena
 from tiered.store.store import Store
 

@@ -9,10 +9,14 @@ import torch
 import tiered
 from tiered.ranks.comm import NullComm
 from tiered.store.residency.working_set import WorkingSet
-from tiered.tiers.device_tier import BufferState, HostTier, Piece, ShardState, UnitBuffer
+from tiered.tiers.device_tier import BufferState, HostTier, ParameterPlace, ShardState, UnitBuffer
 
 SPANS = [("a", torch.float32), ("b", torch.bfloat16)]
-PIECES = [Piece(0, 0, (3, 2), (2, 1)), Piece(1, 128, (4,), (1,)), Piece(0, 128, (2, 3), (1, 2))]
+PIECES = [
+    ParameterPlace(0, 0, (3, 2), (2, 1)),
+    ParameterPlace(1, 128, (4,), (1,)),
+    ParameterPlace(0, 128, (2, 3), (1, 2)),
+]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.zero.pending import (
 )
 from tests.zero.test_pipeline import expected, interrupt, rig
 from tests.zero.training import assert_same
-from tiered.bytes import endings
+from tiered.bytes import exit_and_fork
 from tiered.errors import CapacityError, DeviceError, StepAbandonedError
 from tiered.units import MiB
 from tiered.zero.optimizer.unit_update import UnitUpdate
@@ -213,5 +213,5 @@ def test_the_end_of_the_process_finishes_the_seal(second_generation: Contents) -
     disk = new_disk()
     with pending(disk=disk) as r:
         with r.when_main_waits(r.device.open):
-            endings._at_exit.run()  # what the interpreter does first at its end
+            exit_and_fork._at_exit.run()  # what the interpreter does first at its end
         assert_equal(contents(disk), second_generation)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.interrupts import interrupt_at
-from tests.store.test_reentry import no_hang
+from tests.store.test_nested_calls import no_hang
 from tests.zero.test_pipeline import Rig, assert_same, every_update, expected, rig
 from tiered.errors import DeviceError, UsageError
 

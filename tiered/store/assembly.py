@@ -11,14 +11,14 @@ from tiered.store.generations.generations import Generations
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.lifetime.resources import Resources
 from tiered.store.lifetime.service import Service
-from tiered.store.records.finishers import Finishers
+from tiered.store.records.producers import Producers
 from tiered.store.records.records import Records
 from tiered.store.residency.residents import Residents
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.space.space import Space
 from tiered.store.values.streaming import Streams
 from tiered.store.values.values import Values
-from tiered.store.waiting.reentry import Reentry
+from tiered.store.waiting.nested_calls import NestedCalls
 
 __all__ = ["Assembly", "assemble"]
 
@@ -29,11 +29,11 @@ class Assembly:
 
     condition: Condition
     service: Service
-    reentry: Reentry
+    nested_calls: NestedCalls
     working_set: WorkingSet
     streams: Streams
     values: Values
-    finishers: Finishers
+    producers: Producers
     generations: Generations
     resources: Resources
 
@@ -54,7 +54,7 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
     if root.num_directories != len(parts.devices):
         raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
     condition, service = Condition(), Service()
-    reentry = Reentry(condition)
+    nested_calls = NestedCalls(condition)
     space = Space(
         parts.devices,
         root.store_uuid,
@@ -73,20 +73,20 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
         condition,
         deadline_s=deadline_s,
         refuse=service.refuse,
-        reentry=reentry,
+        nested_calls=nested_calls,
         is_read_only=is_read_only,
     )
-    streams, finishers = Streams(working_set), Finishers()
-    generations = Generations(working_set, parts.catalog, root, finishers)
+    streams, producers = Streams(working_set), Producers()
+    generations = Generations(working_set, parts.catalog, root, producers)
     service.refuse_failed = generations.refuse
     return Assembly(
         condition=condition,
         service=service,
-        reentry=reentry,
+        nested_calls=nested_calls,
         working_set=working_set,
         streams=streams,
         values=Values(working_set, streams),
-        finishers=finishers,
+        producers=producers,
         generations=generations,
-        resources=Resources(parts, space, residents, records, condition=condition, reentry=reentry),
+        resources=Resources(parts, space, residents, records, condition=condition, nested_calls=nested_calls),
     )

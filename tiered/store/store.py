@@ -15,7 +15,7 @@ import torch
 
 from tiered.bytes.arena import Arena
 from tiered.bytes.condition import Condition
-from tiered.bytes.endings import at_exit
+from tiered.bytes.exit_and_fork import at_exit
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import UsageError
 from tiered.stats import StoreStatistics
@@ -25,7 +25,7 @@ from tiered.store.generations.registry import Stateful, committed_state
 from tiered.store.lifetime.opening import Parts, open_parts
 from tiered.store.lifetime.service import too_late, warn_of_nested_close
 from tiered.store.records.entry import Record
-from tiered.store.records.finishers import Finisher
+from tiered.store.records.producers import Producer
 from tiered.store.residency.lease import Lease, LeaseBlock, Mode
 from tiered.store.statistics import store_statistics
 from tiered.store.values.streaming import VerifyReport
@@ -96,9 +96,9 @@ class Store(MutableMapping[str, torch.Tensor]):
         made = assemble(parts, durable=durable, is_read_only=mode == "r", deadline_s=deadline_s)
         self.working_set = made.working_set
         self._parts, self._resources = parts, made.resources
-        self._condition, self._service, self._reentry = made.condition, made.service, made.reentry
+        self._condition, self._service, self._nested_calls = made.condition, made.service, made.nested_calls
         self._records, self._streams, self._values = made.working_set.records, made.streams, made.values
-        self._finishers, self._generations = made.finishers, made.generations
+        self._producers, self._generations = made.producers, made.generations
         self._resources.watch(self)
         # Order: before the devices' ends, which were added earlier: a commit that was sealed is finished then.
         at_exit(self, Store._finish_at_exit)
@@ -107,7 +107,7 @@ class Store(MutableMapping[str, torch.Tensor]):
 
     def __getitem__(self, key: str) -> torch.Tensor:
         """Return a copy of the tensor of ``key``, the caller's own. KeyError."""
-        return self._values.get(self._finishers.settled(key))
+        return self._values.get(self._producers.settled(key))
 
     def get(
         self,
@@ -123,24 +123,24 @@ class Store(MutableMapping[str, torch.Tensor]):
         requiring grad. A large one drives none out of DRAM. Raises ValueError, TypeError, LeaseError, CorruptionError.
         """
         try:
-            return self._values.get(self._finishers.settled(key), out=out, device=device)
+            return self._values.get(self._producers.settled(key), out=out, device=device)
         except KeyError:
             return default
 
     def __setitem__(self, key: str, value: torch.Tensor) -> None:
         """Make a copy of ``value`` the tensor of ``key``, in DRAM first; a commit makes it durable."""
-        self._values.put(self._finishers.settled(key), value)
+        self._values.put(self._producers.settled(key), value)
 
     def __delitem__(self, key: str) -> None:
         """Drop ``key``; a commit makes it durable. KeyError; LeaseError while it is leased for writing."""
         self.working_set.check(writing=True)
         if key not in self:
             raise KeyError(key)
-        self.working_set.delete([self._finishers.settled(key)])
+        self.working_set.delete([self._producers.settled(key)])
 
     def clear(self) -> None:
         """Drop all keys; a commit makes it durable."""
-        self.working_set.delete([self._finishers.settled(key) for key in self])
+        self.working_set.delete([self._producers.settled(key) for key in self])
 
     def __contains__(self, key: object) -> bool:
         self._check()
@@ -170,7 +170,7 @@ class Store(MutableMapping[str, torch.Tensor]):
 
     def get_many(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return copies of the tensors of ``keys``, in their order, read ahead. KeyError before anything is read."""
-        return self._values.get_many([self._finishers.settled(key) for key in keys])
+        return self._values.get_many([self._producers.settled(key) for key in keys])
 
     def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Put each of ``values``, a mapping or pairs, in order: where one fails, all before it are put, none after.
@@ -179,7 +179,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         budget to be written when it is needed, or by the commit.
         """
         pairs = values.items() if isinstance(values, Mapping) else values
-        self._values.put_many((self._finishers.settled(key), value) for key, value in pairs)
+        self._values.put_many((self._producers.settled(key), value) for key, value in pairs)
 
     def prefetch(self, keys: Iterable[str]) -> int:
         """Hint that ``keys`` are needed soon, in this order; never blocks on I/O. Returns bytes in DRAM or coming.
@@ -198,10 +198,10 @@ class Store(MutableMapping[str, torch.Tensor]):
         """
         if mode not in ("r", "w", "rw"):
             raise ValueError(f'lease of {key!r}: expected mode "r", "w" or "rw", got {mode!r}')
-        return LeaseBlock(self._lease, self._finishers.settled(key), mode)
+        return LeaseBlock(self._lease, self._producers.settled(key), mode)
 
     def _lease(self, key: str, mode: str) -> Lease:
-        return self.working_set.lease(self._finishers.settled(key), mode)
+        return self.working_set.lease(self._producers.settled(key), mode)
 
     async def aget(self, key: str) -> torch.Tensor:
         """``store[key]`` without blocking the event loop. A cancelled one goes on in its thread, to no effect."""
@@ -297,9 +297,9 @@ class Store(MutableMapping[str, torch.Tensor]):
         """For a guard at "close": have what changed since the last commit dropped, and the log say so and why."""
         self._generations.withheld_for = reason
 
-    def add_finisher(self, finisher: Finisher) -> None:
-        """Have ``finisher`` asked, without locks, before a caller's own use of a key, and at each commit."""
-        self._finishers.add(finisher)
+    def add_producer(self, producer: Producer) -> None:
+        """Have ``producer`` asked, without locks, before a caller's own use of a key, and at each commit."""
+        self._producers.add(producer)
 
     def reserve_space(self, nbytes: int, *, scratch: bool = False) -> None:
         """Make sure now that ``nbytes`` more than earlier calls reserved can be written. Raises CapacityError."""
@@ -329,7 +329,7 @@ class Store(MutableMapping[str, torch.Tensor]):
 
     def statistics(self) -> StoreStatistics:
         """Return the counters of the store, its working set and its devices."""
-        self._reentry.refuse()
+        self._nested_calls.refuse()
         return store_statistics(self.working_set, self._generations)
 
     def __repr__(self) -> str:
@@ -369,7 +369,7 @@ class Store(MutableMapping[str, torch.Tensor]):
     def _close(self, *, commit: bool) -> None:
         if self._service.pid != os.getpid():
             return  # nothing of it is the child's to close
-        if self._reentry.is_inside() or self._finishers.is_inside() or self._closing.is_held_here():
+        if self._nested_calls.is_inside() or self._producers.is_inside() or self._closing.is_held_here():
             return warn_of_nested_close(repr(self))
         with self._closing:
             if self._is_released:
@@ -394,5 +394,5 @@ class Store(MutableMapping[str, torch.Tensor]):
 
     def _check(self) -> None:
         """Raise when this call, or any more calls, cannot be served."""
-        self._reentry.refuse()
+        self._nested_calls.refuse()
         self._service.refuse()

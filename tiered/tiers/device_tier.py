@@ -14,7 +14,7 @@ import torch
 
 from tiered.store.residency.working_set import Lease, WorkingSet
 
-__all__ = ["BufferState", "Collectives", "ComputeTier", "HostTier", "Piece", "ShardState", "UnitBuffer"]
+__all__ = ["BufferState", "Collectives", "ComputeTier", "HostTier", "ParameterPlace", "ShardState", "UnitBuffer"]
 
 
 class ShardState(enum.Enum):
@@ -32,7 +32,7 @@ class BufferState(enum.Enum):
     SHOWN = "shown"  # the parameters are views of it; costs nothing more
 
 
-class Piece(NamedTuple):
+class ParameterPlace(NamedTuple):
     """One parameter in its span: ``offset`` and ``strides`` count elements of the span's dtype."""
 
     span: int
@@ -82,7 +82,7 @@ class UnitBuffer:
         self,
         working_set: WorkingSet,
         spans: Sequence[tuple[str, torch.dtype]],
-        pieces: Sequence[Piece],
+        pieces: Sequence[ParameterPlace],
         *,
         tier: ComputeTier,
         comm: Collectives,

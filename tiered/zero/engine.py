@@ -82,7 +82,7 @@ class Engine:
         self.num_accumulating = 0  # inside tiered.accumulate
         self.pending_bytes = 0  # DRAM that updates handed over in a backward may keep, beyond one
         self.worker = UpdateWorker(self.working_set)
-        store.add_finisher(self.worker)
+        store.add_producer(self.worker)
         self.worker.abandon = self.abandon
         self.worker.on_use = lambda key: self.schedule.use_promised(key)
         self.activations = Activations(self)  # Order: asked before the residency to give bytes back

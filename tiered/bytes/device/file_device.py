@@ -22,7 +22,7 @@ from tiered.bytes.device.files import DataFile, DataFiles, translate
 from tiered.bytes.device.in_flight import InFlight
 from tiered.bytes.device.queue import IOQueue
 from tiered.bytes.device.turns import ShortTurns
-from tiered.bytes.endings import after_fork, at_exit
+from tiered.bytes.exit_and_fork import after_fork, at_exit
 from tiered.bytes.inside import HERE
 from tiered.errors import ClosedError, DeadlineError, DeviceError, UsageError
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 
-from tiered.bytes.endings import after_fork
+from tiered.bytes.exit_and_fork import after_fork
 
 __all__ = ["ShortTurns"]
 

@@ -16,7 +16,7 @@ from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
 from tiered.store.catalog.catalog import Catalog
 from tiered.store.format.row import Root
 from tiered.store.records.entry import Entry, Residency
-from tiered.store.records.finishers import Finisher
+from tiered.store.records.producers import Producer
 from tiered.store.records.records import Sealed
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
@@ -98,19 +98,19 @@ class Committer:
         self._thread = thread
         return True
 
-    def defer(self, seal: Callable[[], object], finisher: Finisher) -> int:
-        """Have ``seal``, which calls ``start``, called at the end of what ``finisher`` has pending.
+    def defer(self, seal: Callable[[], object], producer: Producer) -> int:
+        """Have ``seal``, which calls ``start``, called at the end of what ``producer`` has pending.
 
         Returns the number that the generation will have, 0 where nothing is pending. Raises LeaseError while a key that
-        is not the finisher's is leased for writing or such a lease lingers: then nothing will be sealed.
+        is not the producer's is leased for writing or such a lease lingers: then nothing will be sealed.
         """
-        keys = finisher.pending_keys()  # order: without the lock
+        keys = producer.pending_keys()  # order: without the lock
         with self._condition:
             self._working_set.residents.drain()
             self._working_set.room.raise_failure()
             self._refuse_writers("commit", lingering=True, but=keys)
             generation = self._records.open_generation
-            self._working_set.deferred_seal.announce(finisher, generation)
+            self._working_set.deferred_seal.announce(producer, generation)
         return generation if self._working_set.deferred_seal.hand_over(seal) else 0
 
     def wait(self) -> None:

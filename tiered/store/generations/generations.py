@@ -18,7 +18,7 @@ from tiered.store.catalog.catalog import Catalog
 from tiered.store.format.row import Root
 from tiered.store.generations.commit import Committer
 from tiered.store.generations.registry import Registry, committed_state, encode_user_state
-from tiered.store.records.finishers import Finishers
+from tiered.store.records.producers import Producers
 from tiered.store.residency.residents import this_thread
 from tiered.store.residency.working_set import WorkingSet
 
@@ -33,9 +33,9 @@ class Generations:
     One call at a time seals or rolls back. Guards and registered objects are called without the store's lock.
     """
 
-    def __init__(self, working_set: WorkingSet, catalog: Catalog | None, root: Root, finishers: Finishers) -> None:
+    def __init__(self, working_set: WorkingSet, catalog: Catalog | None, root: Root, producers: Producers) -> None:
         self.guards: list[Callable[[str], None]] = []
-        self._finishers = finishers
+        self._producers = producers
         self._working_set = working_set
         self._records = working_set.records
         self._committer = None if catalog is None else Committer(working_set, catalog, root)
@@ -70,7 +70,7 @@ class Generations:
     def commit(self, state: Mapping[str, Any] | None, *, wait: bool) -> int:
         """Seal, start to flush, and return the generation's number.
 
-        Without ``wait`` a busy finisher seals once it has finished. What is registered is encoded now either way.
+        Without ``wait`` a busy producer seals once it has finished. What is registered is encoded now either way.
         """
         committer = self._ready("commit")
         self._ask("commit")
@@ -84,11 +84,11 @@ class Generations:
                 self._user_text = user_text
                 return generation
 
-            finisher = None if wait else self._finishers.busy_one()
-            generation = 0 if finisher is None else committer.defer(seal, finisher)
+            producer = None if wait else self._producers.busy_one()
+            generation = 0 if producer is None else committer.defer(seal, producer)
             if generation:
                 return generation
-            self._finishers.finish_all()
+            self._producers.finish_all()
             return seal()
 
     def refuse_company(self, operation: str) -> None:
@@ -196,7 +196,7 @@ class Generations:
 
     def _ready(self, operation: str) -> Committer:
         self._working_set.check(writing=operation != "resume")
-        self._finishers.refuse_reentry()  # order: before anything is given up, or waited for
+        self._producers.refuse_nested_calls()  # order: before anything is given up, or waited for
         if self._committer is None:
             raise UsageError(f"{operation}() on a store with durable=False, which has no commits")
         self._working_set.deferred_seal.settle()

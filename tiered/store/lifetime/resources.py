@@ -14,7 +14,7 @@ from tiered.store.lifetime.opening import Parts
 from tiered.store.records.records import Records
 from tiered.store.residency.residents import Residents
 from tiered.store.space.space import Space
-from tiered.store.waiting.reentry import Reentry
+from tiered.store.waiting.nested_calls import NestedCalls
 
 __all__ = ["Resources"]
 
@@ -35,7 +35,7 @@ class Resources:
         records: Records,
         *,
         condition: Condition,
-        reentry: Reentry,
+        nested_calls: NestedCalls,
     ) -> None:
         self.name = ", ".join(device.name for device in parts.devices)
         self._pid = os.getpid()
@@ -44,7 +44,7 @@ class Resources:
         self._residents = residents
         self._records = records
         self._condition = condition
-        self._reentry = reentry
+        self._nested_calls = nested_calls
         self._end: weakref.finalize[..., object] | None = None
 
     def watch(self, store: object) -> None:
@@ -93,4 +93,4 @@ class Resources:
         """Whether the calling thread may wait for others, which a finalizer that interrupted them must not."""
         # Up to Python 3.12 threads start and end under this lock, and a collection may run under it.
         threads_lock: threading.Lock | None = getattr(threading, "_shutdown_locks_lock", None)
-        return not self._reentry.is_inside() and not (threads_lock is not None and threads_lock.locked())
+        return not self._nested_calls.is_inside() and not (threads_lock is not None and threads_lock.locked())

@@ -1,6 +1,6 @@
-"""DeferredSeal: the seal of a commit that has returned, where a finisher still makes bytes of the generation.
+"""DeferredSeal: the seal of a commit that has returned, where a producer still makes bytes of the generation.
 
-What a seal is lies in commit.py, who the finishers are in finishers.py. Here is who waits until it has happened.
+What a seal is lies in commit.py, who the producers are in producers.py. Here is who waits until it has happened.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from tiered.store.records.finishers import Finisher
+from tiered.store.records.producers import Producer
 from tiered.store.records.records import Records
 from tiered.store.waiting.deadline import Deadline
 
@@ -22,9 +22,9 @@ _log = logging.getLogger("tiered")
 class DeferredSeal:
     """The one seal of a store that may be pending.
 
-    The invariant: *from the call of commit to its seal only the finisher's thread changes what a commit contains*. So
-    the generation is what the call found, and what the finisher makes of it. Everybody else asks ``is_closed``, under
-    the store's lock where the answer must hold, and calls ``settle`` first. What goes wrong is the finisher's to tell.
+    The invariant: *from the call of commit to its seal only the producer's thread changes what a commit contains*. So
+    the generation is what the call found, and what the producer makes of it. Everybody else asks ``is_closed``, under
+    the store's lock where the answer must hold, and calls ``settle`` first. What goes wrong is the producer's to tell.
     """
 
     def __init__(
@@ -35,37 +35,37 @@ class DeferredSeal:
         *,
         deadline_s: float,
     ) -> None:
-        """``progress`` returns what changes as long as a finisher comes closer to its end."""
+        """``progress`` returns what changes as long as a producer comes closer to its end."""
         self._records = records
         self._condition = condition
         self._progress = progress
         self._deadline_s = deadline_s
-        self._finisher: Finisher | None = None  # None: no seal is pending
+        self._producer: Producer | None = None  # None: no seal is pending
         self._generation = 0
         self._thread = 0  # that called commit
-        self._failed: Finisher | None = None  # it has a failure, which settle has not raised
+        self._failed: Producer | None = None  # it has a failure, which settle has not raised
 
     def __repr__(self) -> str:
-        return "DeferredSeal(none)" if self._finisher is None else f"DeferredSeal(generation {self._generation})"
+        return "DeferredSeal(none)" if self._producer is None else f"DeferredSeal(generation {self._generation})"
 
     @property
     def is_closed(self) -> bool:
         """Whether the caller's thread must not change what a commit contains now."""
-        finisher = self._finisher
-        return finisher is not None and not finisher.is_this_thread()
+        producer = self._producer
+        return producer is not None and not producer.is_this_thread()
 
-    def announce(self, finisher: Finisher, generation: int) -> None:
+    def announce(self, producer: Producer, generation: int) -> None:
         """Under the lock: the seal of ``generation`` is pending from now on; ``hand_over`` must follow."""
-        assert self._finisher is None
-        self._finisher, self._generation, self._thread = finisher, generation, threading.get_ident()
+        assert self._producer is None
+        self._producer, self._generation, self._thread = producer, generation, threading.get_ident()
 
     def hand_over(self, seal: Callable[[], object]) -> bool:
-        """Have the finisher call ``seal`` at the end of what it has pending; return False where it has nothing."""
-        finisher = self._finisher
-        assert finisher is not None
+        """Have the producer call ``seal`` at the end of what it has pending; return False where it has nothing."""
+        producer = self._producer
+        assert producer is not None
         is_taken = False
         try:
-            is_taken = finisher.when_done(functools.partial(self._conclude, seal))
+            is_taken = producer.when_done(functools.partial(self._conclude, seal))
         finally:
             if not is_taken:
                 self._end()
@@ -73,7 +73,7 @@ class DeferredSeal:
 
     def settle_for(self, key: str, *, is_new: bool = False) -> None:
         """Settle before a change of ``key`` unless no commit contains it; ``is_new``: from now on they will."""
-        if self._finisher is None and self._failed is None:
+        if self._producer is None and self._failed is None:
             return
         with self._condition:
             entry = self._records.entries.get(key)
@@ -83,25 +83,25 @@ class DeferredSeal:
     def settle(self) -> None:
         """Wait until no seal is pending, before a change of what commits contain; not under the lock.
 
-        The finisher's thread does not wait. The one that committed serves it meanwhile, and is told what went wrong.
+        The producer's thread does not wait. The one that committed serves it meanwhile, and is told what went wrong.
         Others have not its memory to serve with: they wait, with a deadline, and go on whatever came of it. Raises what
-        the finisher or the seal failed of; DeadlineError.
+        the producer or the seal failed of; DeadlineError.
         """
-        finisher = self._finisher or self._failed
-        if finisher is None or finisher.is_this_thread():
+        producer = self._producer or self._failed
+        if producer is None or producer.is_this_thread():
             return
         if self._thread == threading.get_ident():
-            self._failed = None  # it is raised here, or was by the finisher
-            finisher.finish_all()
+            self._failed = None  # it is raised here, or was by the producer
+            producer.finish_all()
             self._end()  # of one that an interrupt kept from being handed over
             return
         deadline = Deadline(f"seal of generation {self._generation}", self._deadline_s)
         with self._condition:
-            while self._finisher is not None:
+            while self._producer is not None:
                 deadline.wait(self._condition, self._progress(), at_most_s=self._deadline_s / 8)
 
     def _conclude(self, seal: Callable[[], object], failure: BaseException | None) -> None:
-        """In the finisher's thread, at the end of what was pending: seal, unless that failed."""
+        """In the producer's thread, at the end of what was pending: seal, unless that failed."""
         try:
             if failure is None:
                 seal()
@@ -113,10 +113,10 @@ class DeferredSeal:
                 what = f"generation {self._generation}, whose commit had returned, was not sealed"
                 failure.add_note(f"{what}: the one before is as it was")
                 _log.error("%s: %s", what, failure)
-                self._failed = self._finisher
+                self._failed = self._producer
             self._end()
 
     def _end(self) -> None:
         with self._condition:
-            self._finisher = None
+            self._producer = None
             self._condition.notify_all()

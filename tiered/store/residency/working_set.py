@@ -33,8 +33,8 @@ from tiered.store.residency.swap_in import SwapIn
 from tiered.store.space.space import Space
 from tiered.store.transfers.transfer import Transfer
 from tiered.store.waiting.deadline import Deadline
+from tiered.store.waiting.nested_calls import NestedCalls
 from tiered.store.waiting.recorder import Recorder
-from tiered.store.waiting.reentry import Reentry
 
 __all__ = ["EvictionPolicy", "Lease", "WorkingSet"]
 
@@ -56,10 +56,10 @@ class WorkingSet:
         *,
         deadline_s: float,
         refuse: Callable[[], None],
-        reentry: Reentry,
+        nested_calls: NestedCalls,
         is_read_only: bool = False,
     ) -> None:
-        """``refuse`` raises when no more calls are served, ``reentry`` refuses some; the parts share ``condition``."""
+        """``refuse`` raises when no more calls are served, ``nested_calls`` refuses some. Shared: ``condition``."""
         self.budget_bytes = residents.arena.nbytes
         self.condition = condition
         self.residents = residents
@@ -74,7 +74,7 @@ class WorkingSet:
         self.streamed_in_bytes = 0
         self.streamed_out_bytes = 0
         self._refuse = refuse
-        self._reentry = reentry
+        self._nested_calls = nested_calls
         self._is_read_only = is_read_only
         self._pid = os.getpid()
         self._num_leases = 0
@@ -149,7 +149,7 @@ class WorkingSet:
         if self._pid != os.getpid():
             return True  # in a forked child there is nothing to give back
         try:
-            self._reentry.refuse()
+            self._nested_calls.refuse()
         except UsageError:
             return True  # a finalizer inside of a call: the death of the tensor says the same, and is noted soon
         with self.condition:
@@ -377,7 +377,7 @@ class WorkingSet:
 
     def check(self, *, writing: bool) -> None:
         """Raise when the store is closed, failed or forked, or read only where ``writing``; not under the lock."""
-        self._reentry.refuse()
+        self._nested_calls.refuse()
         self._refuse()
         if writing and self._is_read_only:
             raise UsageError('the store was opened with mode="r": nothing can be written; open it with mode="a"')

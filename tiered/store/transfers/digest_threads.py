@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from tiered.bytes.condition import Condition
 from tiered.bytes.device.base import IOClass
-from tiered.bytes.endings import at_exit
+from tiered.bytes.exit_and_fork import at_exit
 from tiered.bytes.inside import HERE, ServiceThread
 
 __all__ = ["WORTHWHILE_NBYTES", "DigestThreads"]

@@ -1,7 +1,7 @@
 """The update worker: a thread that owns the update of the units handed to it, while the main thread goes on.
 
 A hand-over carries all that an update needs. The worker touches nothing of the engine's, and the main thread touches
-nothing of a unit that it handed over before it has waited for it. To the store the worker is a finisher.
+nothing of a unit that it handed over before it has waited for it. To the store the worker is a producer.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from tiered.bytes.condition import Condition
-from tiered.bytes.endings import at_exit
+from tiered.bytes.exit_and_fork import at_exit
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import DeviceError
 from tiered.store.residency.working_set import WorkingSet
+from tiered.store.waiting.nested_calls import NestedCalls
 from tiered.store.waiting.recorder import Wait
-from tiered.store.waiting.reentry import Reentry
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.placeholder import is_in_mode
 
@@ -65,7 +65,7 @@ class UpdateWorker:
     def forget(self) -> None:
         """Forget everything: also for a forked child, where none of the parent's threads run."""
         self._condition = Condition()
-        self.reentry = Reentry(self._condition)
+        self.nested_calls = NestedCalls(self._condition)
         self._queue: OrderedDict[Unit, UnitUpdate] = OrderedDict()
         self._running: UnitUpdate | None = None
         self._conclusion: Callable[[BaseException | None], None] | None = None
@@ -227,7 +227,7 @@ class UpdateWorker:
 
     @uninterrupted
     def _wait(self, is_over: Callable[[], bool], subject: str, reason: Wait = Wait.UPDATE) -> None:
-        self.reentry.refuse()
+        self.nested_calls.refuse()
         with self._condition:
             if is_over():
                 return

@@ -18,7 +18,7 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.ranks.comm import NullComm
 from tiered.store.residency.working_set import WorkingSet
-from tiered.tiers.device_tier import BufferState, HostTier, Piece, UnitBuffer
+from tiered.tiers.device_tier import BufferState, HostTier, ParameterPlace, UnitBuffer
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
 from tiered.zero.parameters.metadata import without_dispatch
 from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder, unrecorded
@@ -201,7 +201,7 @@ class Unit:
         for segment, spec, place in zip(self.segments, layout.specs, layout.places, strict=True):
             segment.trainable = spec.trainable
             segment.span, segment.offset, segment.grad_offset = place
-            pieces.append(Piece(place.span, place.offset // spec.dtype.itemsize, spec.shape, spec.strides))
+            pieces.append(ParameterPlace(place.span, place.offset // spec.dtype.itemsize, spec.shape, spec.strides))
         spans = [(span.key, span.dtype) for span in layout.spans]
         self.buffer = UnitBuffer(self.working_set, spans, pieces, tier=_HOST, comm=_ALONE)
 

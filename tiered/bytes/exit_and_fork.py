@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger("tiered")
 
 
-class _List:
+class _Actions:
     """Actions on objects, in the order in which they were added."""
 
     def __init__(self, *, newest_first: bool) -> None:
@@ -54,8 +54,8 @@ class _List:
         self._actions.pop(number, None)
 
 
-_at_exit = _List(newest_first=True)
-_after_fork = _List(newest_first=False)
+_at_exit = _Actions(newest_first=True)
+_after_fork = _Actions(newest_first=False)
 
 
 def at_exit(item: _T, action: Callable[[_T], object]) -> None:

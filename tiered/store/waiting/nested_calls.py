@@ -1,4 +1,4 @@
-"""Reentry: calls of a store from within a call of it, in the same thread."""
+"""NestedCalls: calls of a store from within a call of it, in the same thread."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from tiered.bytes.condition import Condition
 from tiered.bytes.inside import HERE
 from tiered.errors import UsageError
 
-__all__ = ["Reentry"]
+__all__ = ["NestedCalls"]
 
 
-class Reentry:
+class NestedCalls:
     """Refuses what a signal handler, ``__del__`` or weakref callback asks of a store that its thread is inside of.
 
     It would wait for its own thread, for ever. That is told by who holds the store's lock, or is inside of a part that

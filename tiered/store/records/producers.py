@@ -1,4 +1,4 @@
-"""Finishers: who makes bytes of keys in a thread of its own, behind calls that have returned.
+"""Producers: who makes bytes of keys in a thread of its own, behind calls that have returned.
 
 When somebody must wait for them is asked here; what they make, and how, is their own business.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from tiered.store.waiting.reentry import Reentry
+from tiered.store.waiting.nested_calls import NestedCalls
 
-__all__ = ["Finisher", "Finishers"]
+__all__ = ["Producer", "Producers"]
 
 
-class Finisher(Protocol):
+class Producer(Protocol):
     """One of them. Called without the store's lock; the methods that wait may serve the thread they wait for."""
 
-    reentry: Reentry  # refuses what interrupts its own calls
+    nested_calls: NestedCalls  # refuses what interrupts its own calls
 
     @property
     def is_busy(self) -> bool:
@@ -43,39 +43,39 @@ class Finisher(Protocol):
         """
 
 
-class Finishers:
-    """The finishers of one store, asked in the order in which they were added."""
+class Producers:
+    """The producers of one store, asked in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._finishers: list[Finisher] = []
+        self._producers: list[Producer] = []
 
-    def add(self, finisher: Finisher) -> None:
-        """Ask ``finisher`` from now on."""
-        self._finishers.append(finisher)
+    def add(self, producer: Producer) -> None:
+        """Ask ``producer`` from now on."""
+        self._producers.append(producer)
 
     def settled(self, key: str) -> str:
         """Return ``key`` once nobody works with it behind the caller's back. Raises TypeError for what is no name."""
         if not isinstance(key, str):
             raise TypeError(f"expected a str as the key, got {type(key).__name__}")
-        for finisher in self._finishers:
-            finisher.finish(key)
+        for producer in self._producers:
+            producer.finish(key)
         return key
 
     def finish_all(self) -> None:
         """Wait until nothing is pending. Raises what failed."""
-        for finisher in self._finishers:
-            finisher.finish_all()
+        for producer in self._producers:
+            producer.finish_all()
 
     def is_inside(self) -> bool:
         """Whether the calling thread is inside of one, as a signal handler may be."""
-        return any(finisher.reentry.is_inside() for finisher in self._finishers)
+        return any(producer.nested_calls.is_inside() for producer in self._producers)
 
-    def refuse_reentry(self) -> None:
+    def refuse_nested_calls(self) -> None:
         """Raise UsageError where the calling thread is inside of one, as a signal handler may be."""
-        for finisher in self._finishers:
-            finisher.reentry.refuse()
+        for producer in self._producers:
+            producer.nested_calls.refuse()
 
-    def busy_one(self) -> Finisher | None:
+    def busy_one(self) -> Producer | None:
         """Return the one for whom something is pending; None where it is none, or more than one."""
-        busy = [finisher for finisher in self._finishers if finisher.is_busy]
+        busy = [producer for producer in self._producers if producer.is_busy]
         return busy[0] if len(busy) == 1 else None

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tiered.bytes import endings
+from tiered.bytes import exit_and_fork
 
 
 class Item:
@@ -19,8 +19,8 @@ class Item:
 
 def test_the_newest_comes_first_and_one_that_fails_stops_nobody() -> None:
     code = (
-        "from tests.bytes.test_endings import Item\n"
-        "from tiered.bytes.endings import at_exit\n"
+        "from tests.bytes.test_exit_and_fork import Item\n"
+        "from tiered.bytes.exit_and_fork import at_exit\n"
         "import threading\n"
         "done = threading.Event()\n"
         "threading.Thread(target=done.wait).start()\n"  # joined only after ours: else this would hang
@@ -40,7 +40,7 @@ def test_the_newest_comes_first_and_one_that_fails_stops_nobody() -> None:
 def test_a_forked_child_is_told() -> None:
     item = Item("a")
     told: list[str] = []
-    endings.after_fork(item, lambda item: told.append(item.name))
+    exit_and_fork.after_fork(item, lambda item: told.append(item.name))
     pid = os.fork()
     if pid == 0:
         os._exit(7 if told == ["a"] else 1)
@@ -51,14 +51,14 @@ def test_a_forked_child_is_told() -> None:
 def test_a_child_that_is_forked_while_another_thread_registers_can_register_too() -> None:
     code = (
         "import os, signal, threading\n"
-        "from tests.bytes.test_endings import Item\n"
-        "from tiered.bytes import endings\n"
+        "from tests.bytes.test_exit_and_fork import Item\n"
+        "from tiered.bytes import exit_and_fork\n"
         "item, found, register = Item('a'), [], threading._register_atexit\n"
         "def fork():\n"
         "    pid = os.fork()\n"
         "    if pid == 0:\n"
         "        signal.alarm(10)\n"
-        "        endings.at_exit(item, print)\n"
+        "        exit_and_fork.at_exit(item, print)\n"
         "        os._exit(7)\n"
         "    found.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
         "def register_slowly(run):\n"
@@ -67,20 +67,20 @@ def test_a_child_that_is_forked_while_another_thread_registers_can_register_too(
         "    thread.start()\n"
         "    thread.join()\n"
         "threading._register_atexit = register_slowly\n"
-        "endings.at_exit(item, print)\n"
+        "exit_and_fork.at_exit(item, print)\n"
         "os._exit(found[0])\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 7
 
 
 def test_what_is_gone_leaves_nothing() -> None:
-    lists = (endings._at_exit, endings._after_fork)
+    lists = (exit_and_fork._at_exit, exit_and_fork._after_fork)
     gc.collect()
     before = [len(actions._actions) for actions in lists]
     items = [Item(str(i)) for i in range(100)]
     for item in items:
-        endings.at_exit(item, print)
-        endings.after_fork(item, print)
+        exit_and_fork.at_exit(item, print)
+        exit_and_fork.after_fork(item, print)
     assert [len(actions._actions) for actions in lists] == [number + 100 for number in before]
     del items, item
     gc.collect()
