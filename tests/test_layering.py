@@ -36,8 +36,8 @@ FLOORS = {
 """Imports point down; the rooms of floors 0 and 3 never import each other, those of floor 5 only what stands before."""
 
 ORDER = {
-    "bytes": ("free_memory", "interrupt", "exit_and_fork", "condition", "inside", "private_file", "address_ranges",
-              "arena", "pinned_arena", "host_tensor", "device"),
+    "bytes": ("free_memory", "interrupt", "exit_and_fork", "condition", "critical_section", "private_file",
+              "address_ranges", "arena", "pinned_arena", "host_tensor", "device"),
     "store": ("waiting", "format", "transfers", "catalog", "space", "records", "residency", "values", "lifetime",
               "generations", "assembly", "statistics", "store"),
     "tiers": ("placement", "trace", "schedule", "device_tier"),

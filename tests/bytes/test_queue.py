@@ -191,7 +191,7 @@ def test_an_operation_whose_class_was_raised_keeps_its_place() -> None:
     assert flights[0].operation is raised
     for flight in flights:
         queue.done([flight], NOW)
-    assert queue.num_in_flight == 0 and not any(lane.num_taken for lane in queue._lanes)
+    assert queue.num_in_flight == 0 and not any(waiting.num_taken for waiting in queue._queues)
     queue.put([operation(DEMAND)])
     assert take_all(queue)[0].io_class is DEMAND
 

@@ -15,8 +15,8 @@ import torch
 
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import numbers, simulated_store
+from tiered.bytes.critical_section import CRITICAL_SECTION, ServiceThread
 from tiered.bytes.device.file_device import FileDevice
-from tiered.bytes.inside import HERE, ServiceThread
 from tiered.errors import ClosedError, UsageError
 from tiered.store.residency.residents import LeastRecentlyUsed
 from tiered.store.store import Store
@@ -109,7 +109,7 @@ def test_close_inside_a_call_warns_and_closes_nothing() -> None:
             pytest.warns(ResourceWarning, match="a finalizer or a signal handler .* nothing was closed"),
         ):
             store.close()
-        with HERE.inside, pytest.warns(ResourceWarning, match="nothing was closed"):
+        with CRITICAL_SECTION.lock, pytest.warns(ResourceWarning, match="nothing was closed"):
             store.close()
         assert torch.equal(store["a"], numbers(100))
 

@@ -1,6 +1,6 @@
-"""What is to be done when the process ends or forks, for objects that come and go.
+"""Actions that objects need when the process ends or forks.
 
-The interpreter's own lists only grow: here each list has one entry there, and an object that is gone leaves nothing.
+The interpreter's own lists of such actions only grow. Each list here is one entry there, and forgets objects that die.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _Actions:
                 continue
             try:
                 action(item)
-            except Exception:  # the others have their own ends to come to
-                _log.exception("%r could not be brought to an end", item)
+            except Exception:  # the other actions must run, too
+                _log.exception("%r could not be ended", item)
 
     def _forget(self, number: int, reference: weakref.ref[Any]) -> None:
         self._actions.pop(number, None)
@@ -61,7 +61,7 @@ _after_fork = _Actions(newest_first=False)
 def at_exit(item: _T, action: Callable[[_T], object]) -> None:
     """Have ``action(item)`` called when the interpreter ends and ``item`` lives, the last added first.
 
-    That is before threads are joined, which ``atexit`` is not: whoever ends a thread of its own must do it here.
+    The actions run before threads are joined, which those of ``atexit`` do not: end threads of tiered's own here.
     """
     _at_exit.add(item, action)
     _at_exit.watch(getattr(threading, "_register_atexit", atexit.register))

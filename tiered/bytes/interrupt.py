@@ -117,12 +117,12 @@ def uninterrupted_block(function: Callable[_P, Iterator[_T]]) -> Callable[_P, Ab
 
     @functools.wraps(function)
     def block(*args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[_T]:
-        return _Block(make(*args, **kwargs))
+        return _UninterruptedBlock(make(*args, **kwargs))
 
     return block
 
 
-class _Block(AbstractContextManager[_T]):
+class _UninterruptedBlock(AbstractContextManager[_T]):
     """One block around another, whose two ends it makes whole."""
 
     def __init__(self, inner: AbstractContextManager[_T]) -> None:

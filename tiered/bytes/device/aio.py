@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor  # order: before any device, w
 
 from aiofiles.os import wrap
 
+from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.in_flight import InFlight
-from tiered.bytes.inside import ServiceThread
 from tiered.errors import DeviceError, TieredError
 
 __all__ = ["AiofilesDevice"]

@@ -16,14 +16,14 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
+from tiered.bytes.critical_section import CRITICAL_SECTION
 from tiered.bytes.device.base import Device, DeviceStatistics, Operation
 from tiered.bytes.device.direct import MIN_ALIGNMENT, DirectProbe, probe_direct
 from tiered.bytes.device.files import DataFile, DataFiles, translate
 from tiered.bytes.device.in_flight import InFlight
 from tiered.bytes.device.queue import IOQueue
-from tiered.bytes.device.turns import ShortTurns
+from tiered.bytes.device.switch_interval import ShortSwitchInterval
 from tiered.bytes.exit_and_fork import after_fork, at_exit
-from tiered.bytes.inside import HERE
 from tiered.errors import ClosedError, DeadlineError, DeviceError, UsageError
 
 __all__ = ["FileDevice"]
@@ -63,7 +63,7 @@ class FileDevice(Device):
         after_fork(self, _close_in_child)
         at_exit(self, _stop_at_exit)  # Order: before threads are joined: ours would wait for operations for ever
         self._threads: Sequence[threading.Thread] = ()
-        self._turns = ShortTurns()
+        self._switch_interval = ShortSwitchInterval()
         try:
             self._threads = self._make_threads()
             for thread in self._threads:
@@ -93,14 +93,14 @@ class FileDevice(Device):
         self._check_open()
         if nbytes % self.alignment:
             raise ValueError(f"{self.path(file)} cannot be {nbytes} bytes: not a multiple of {self.alignment}")
-        with HERE.inside:
+        with CRITICAL_SECTION.lock:
             self._files.grow(file, nbytes)
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Queue ``operations``. Does not block."""
         if self._is_closed:  # order: before the lock, which a forked child may find held for ever
             self._check_open()
-        with HERE.inside:
+        with CRITICAL_SECTION.lock:
             try:
                 with self._lock:
                     if self._is_closed:
@@ -112,7 +112,7 @@ class FileDevice(Device):
     def flush(self) -> None:
         """Make completed writes, growth and new files durable; blocks."""
         self._check_open()
-        with HERE.inside:
+        with CRITICAL_SECTION.lock:
             self._files.flush(self._fdatasync)
             with self._lock:
                 self._num_flushes += 1
@@ -137,7 +137,7 @@ class FileDevice(Device):
     def statistics(self) -> DeviceStatistics:
         """Return the counters."""
         self._check_process()
-        with HERE.inside, self._lock:
+        with CRITICAL_SECTION.lock, self._lock:
             return DeviceStatistics(
                 read_bytes=self._read_bytes,
                 write_bytes=self._write_bytes,
@@ -163,7 +163,7 @@ class FileDevice(Device):
                 f"closing {self.name}: {stuck}, with {self._num_in_flight} operations outstanding; their buffers stay "
                 f"in use until the drive answers; check it, then close again or end the process"
             )
-        self._turns.end()
+        self._switch_interval.end()
         self._files.end(self.deadline_s)
 
     def __repr__(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiered.bytes.inside import ServiceThread
+from tiered.bytes.critical_section import ServiceThread
 
 __all__ = ["in_parallel"]
 

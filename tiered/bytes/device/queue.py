@@ -50,9 +50,9 @@ class IOQueue:
         self.num_in_flight = 0
         self._num_slots = num_slots
         self._num_open = num_slots - 2 if num_slots > 4 else num_slots  # slots that any class may take
-        self._lanes = tuple(_Lane(io_class) for io_class in IOClass)
-        self._queued = tuple(lane.queued for lane in self._lanes)
-        self._demand = self._lanes[IOClass.DEMAND]
+        self._queues = tuple(_ClassQueue(io_class) for io_class in IOClass)
+        self._queued = tuple(queue.queued for queue in self._queues)
+        self._demand = self._queues[IOClass.DEMAND]
         self._last_demand = float("-inf")
 
     @property
@@ -84,23 +84,23 @@ class IOQueue:
     def take_some(self, now: float, most: int) -> list[InFlight]:
         """Return at most ``most`` that may start ``now``, in the order to start them; they are then in flight."""
         taken: list[InFlight] = []
-        num_waiting = 0  # classes with nothing in flight, the lane's own and more urgent ones left out
-        for lane in self._lanes:
-            if lane.queued and not lane.num_taken:
+        num_waiting = 0  # classes with nothing in flight, the queue's own and more urgent ones left out
+        for queue in self._queues:
+            if queue.queued and not queue.num_taken:
                 num_waiting += 1
-        for lane in self._lanes:
-            queued = lane.queued
+        for queue in self._queues:
+            queued = queue.queued
             if not queued:
                 continue
-            if not lane.num_taken:
+            if not queue.num_taken:
                 num_waiting -= 1
-            io_class = lane.io_class
-            left = CALM_NBYTES if lane.is_write and self.is_calm(now) else lane.budget
-            left -= lane.taken_nbytes
-            num_others, num_taken = self.num_in_flight - lane.num_taken, lane.num_taken
+            io_class = queue.io_class
+            left = CALM_NBYTES if queue.is_write and self.is_calm(now) else queue.budget
+            left -= queue.taken_nbytes
+            num_others, num_taken = self.num_in_flight - queue.num_taken, queue.num_taken
             most_taken = min(most - len(taken) + num_taken, self._num_slots - num_others)
             num_open = max(1, self._num_slots - num_others - num_waiting)
-            if lane is not self._demand:
+            if queue is not self._demand:
                 num_open = min(num_open, max(2, self._num_open - num_others))
             while queued and num_taken < most_taken and num_taken < num_open:
                 nbytes = min(queued[0].nbytes, self._piece_nbytes)
@@ -109,40 +109,40 @@ class IOQueue:
                 left -= nbytes
                 num_taken += 1
                 taken.append(InFlight(queued.popleft(), io_class, now))
-                lane.taken_nbytes += nbytes
-            self._count_taken(lane, num_taken - lane.num_taken, now)
+                queue.taken_nbytes += nbytes
+            self._count_taken(queue, num_taken - queue.num_taken, now)
         return taken
 
     def take_all(self, now: float) -> list[InFlight]:
         """Return all that is queued, budgets or not: for an engine that has come to its end."""
         taken: list[InFlight] = []
-        for lane in self._lanes:
-            flights = [InFlight(operation, lane.io_class, now) for operation in lane.queued]
-            lane.queued.clear()
-            lane.taken_nbytes += sum(min(flight.nbytes, self._piece_nbytes) for flight in flights)
-            self._count_taken(lane, len(flights), now)
+        for queue in self._queues:
+            flights = [InFlight(operation, queue.io_class, now) for operation in queue.queued]
+            queue.queued.clear()
+            queue.taken_nbytes += sum(min(flight.nbytes, self._piece_nbytes) for flight in flights)
+            self._count_taken(queue, len(flights), now)
             taken += flights
         return taken
 
-    def _count_taken(self, lane: _Lane, number: int, now: float) -> None:
-        if number and not lane.num_taken:
-            lane.sample.begin(now)
-        lane.num_taken += number
+    def _count_taken(self, queue: _ClassQueue, number: int, now: float) -> None:
+        if number and not queue.num_taken:
+            queue.sample.begin(now)
+        queue.num_taken += number
         self.num_in_flight += number
 
     def done(self, flights: Sequence[InFlight], now: float) -> None:
         """Take back the places of ``flights``, which ended ``now``."""
         self.num_in_flight -= len(flights)
         for flight in flights:
-            lane = self._lanes[flight.io_class]
-            lane.num_taken -= 1
-            lane.num_done += 1
-            lane.taken_nbytes -= min(flight.nbytes, self._piece_nbytes)
-            lane.done_nbytes += flight.nbytes
-        for lane in self._lanes:
-            if lane.num_done:
-                lane.learn(now)
-                if lane is self._demand:
+            queue = self._queues[flight.io_class]
+            queue.num_taken -= 1
+            queue.num_done += 1
+            queue.taken_nbytes -= min(flight.nbytes, self._piece_nbytes)
+            queue.done_nbytes += flight.nbytes
+        for queue in self._queues:
+            if queue.num_done:
+                queue.learn(now)
+                if queue is self._demand:
                     self._last_demand = now
 
     def most_nbytes(self, flight: InFlight, now: float) -> int:
@@ -156,7 +156,7 @@ class IOQueue:
         return bool(demand.num_taken or demand.queued) or now - self._last_demand < _CALM_S
 
 
-class _Lane:
+class _ClassQueue:
     """One class: what is queued, what is in flight and how much may be, what has just ended."""
 
     __slots__ = (
@@ -170,7 +170,7 @@ class _Lane:
         self.num_taken = self.num_done = 0
         self.taken_nbytes = self.done_nbytes = 0
         self.budget = _MOST_NBYTES // 2  # bytes
-        self.sample = _Sample()
+        self.sample = _BandwidthSample()
 
     def learn(self, now: float) -> None:
         """Let the budget follow what has ended ``now``."""
@@ -181,7 +181,7 @@ class _Lane:
             self.budget = min(max(int(bytes_per_s * _AHEAD_S), least), _MOST_NBYTES)
 
 
-class _Sample:
+class _BandwidthSample:
     """The bandwidth of one class over its last 64 MiB, pauses left out."""
 
     __slots__ = ("_last", "_nbytes", "_start")

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
+from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.in_flight import InFlight
-from tiered.bytes.inside import ServiceThread
 from tiered.errors import DeviceError, TieredError
 
 __all__ = ["ThreadsDevice"]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
+from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.files import DataFile, translate
@@ -23,7 +24,6 @@ from tiered.bytes.device.queue import CALM_NBYTES, IOQueue
 from tiered.bytes.device.requests import MOST_REQUESTS, Requests
 from tiered.bytes.device.ring import READ, WRITE, Ring
 from tiered.bytes.device.wake_up import WakeUp
-from tiered.bytes.inside import ServiceThread
 from tiered.errors import DeadlineError, DeviceError, TieredError
 from tiered.units import GiB, KiB, MiB
 

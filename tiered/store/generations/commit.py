@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from tiered.bytes.inside import ServiceThread
+from tiered.bytes.critical_section import ServiceThread
 from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
 from tiered.store.catalog.catalog import Catalog
 from tiered.store.format.row import Root

@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from tiered.bytes.critical_section import CRITICAL_SECTION
 from tiered.bytes.device.adaptor import Adaptor, relay
 from tiered.bytes.device.base import Device, Operation
 from tiered.bytes.device.profile import Profile, load_profile
-from tiered.bytes.inside import HERE
 from tiered.units import MiB
 
 __all__ = ["BandwidthMeter", "profiled_weights"]
@@ -52,29 +52,29 @@ class BandwidthMeter:
 
     def begin(self, device: int, nbytes: int) -> None:
         """Count ``nbytes`` that are submitted to a device."""
-        with HERE.inside, self._lock:
+        with CRITICAL_SECTION.lock, self._lock:
             self._gauges[device].begin(nbytes, self._clock())
 
     def end(self, device: int, nbytes: int) -> None:
         """Count ``nbytes`` that were submitted to a device and have completed."""
-        with HERE.inside, self._lock:
+        with CRITICAL_SECTION.lock, self._lock:
             self._has_news |= self._gauges[device].end(nbytes, self._clock())
 
     def take_back(self, device: int, nbytes: int) -> None:
         """Forget ``nbytes`` that were not submitted after all, or came to nothing."""
-        with HERE.inside, self._lock:
+        with CRITICAL_SECTION.lock, self._lock:
             self._gauges[device].take_back(nbytes, self._clock())
 
     def bytes_per_s(self) -> list[float | None]:
         """Return the bandwidth of each device; None before its first sample."""
-        with HERE.inside, self._lock:
+        with CRITICAL_SECTION.lock, self._lock:
             return [gauge.bytes_per_s for gauge in self._gauges]
 
     def new_weights(self) -> list[float] | None:
         """Return the bandwidths when one has changed noticeably since they were last returned, all being known."""
         if not self._has_news:  # without the lock: most calls end here
             return None
-        with HERE.inside, self._lock:
+        with CRITICAL_SECTION.lock, self._lock:
             self._has_news = False
             known = [gauge.bytes_per_s for gauge in self._gauges if gauge.bytes_per_s is not None]
             if len(known) < len(self._gauges):

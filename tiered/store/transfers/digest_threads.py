@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 
 from tiered.bytes.condition import Condition
+from tiered.bytes.critical_section import CRITICAL_SECTION, ServiceThread
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.exit_and_fork import at_exit
-from tiered.bytes.inside import HERE, ServiceThread
 
 __all__ = ["WORTHWHILE_NBYTES", "DigestThreads"]
 
@@ -46,7 +46,7 @@ class DigestThreads:
 
     def submit(self, io_class: IOClass, job: Callable[[], object]) -> None:
         """Have ``job()`` called soon. It must not raise, and not wait for another job."""
-        with HERE.inside, self._changed:
+        with CRITICAL_SECTION.lock, self._changed:
             is_taken = not self._is_closed and self._has_thread()
             if is_taken:
                 self._jobs[io_class].append(job)

@@ -1,19 +1,19 @@
-"""NestedCalls: calls of a store from within a call of it, in the same thread."""
+"""NestedCalls: calls of a store within another call of it, in the same thread."""
 
 from __future__ import annotations
 
 from tiered.bytes.condition import Condition
-from tiered.bytes.inside import HERE
+from tiered.bytes.critical_section import CRITICAL_SECTION
 from tiered.errors import UsageError
 
 __all__ = ["NestedCalls"]
 
 
 class NestedCalls:
-    """Refuses what a signal handler, ``__del__`` or weakref callback asks of a store that its thread is inside of.
+    """Refuses a call that a signal handler, ``__del__`` or weakref callback makes within another call of the store.
 
-    It would wait for its own thread, for ever. That is told by who holds the store's lock, or is inside of a part that
-    has locks of its own; in one of tiered's own threads it is so at any time. Costs less than taking a lock.
+    Such a call would wait for its own thread, for ever. It is recognised by its thread, which holds the store's lock or
+    is in a critical section; tiered's own threads always are. The check costs less than taking a lock.
     """
 
     __slots__ = ("_is_held_here",)
@@ -22,12 +22,12 @@ class NestedCalls:
         self._is_held_here = condition.is_held_here
 
     def is_inside(self) -> bool:
-        """Whether the call that is being made could never end."""
-        return self._is_held_here() or HERE.is_inside()
+        """Whether the calling thread is within a call of the store, so that another could never end."""
+        return self._is_held_here() or CRITICAL_SECTION.is_inside()
 
     def refuse(self) -> None:
-        """Raise UsageError where the call that is being made could never end."""
-        if self._is_held_here() or HERE.is_inside():
+        """Raise UsageError where the calling thread is within a call of the store."""
+        if self._is_held_here() or CRITICAL_SECTION.is_inside():
             raise UsageError(
                 "the store was called from a signal handler or a finalizer (__del__, a weakref callback) that "
                 "interrupted a call of it in this very thread, or runs in one of tiered's own; only set a flag there "

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from tiered.bytes.inside import HERE
+from tiered.bytes.critical_section import CRITICAL_SECTION
 from tiered.stats import MovedStatistics, RecorderStatistics, WaitStatistics, WorkStatistics
 
 __all__ = ["CALLER", "Recorder", "Span", "Wait"]
@@ -67,7 +67,7 @@ class Recorder:
 
     def classify(self, prefix: str, name: str) -> None:
         """Count what moves of keys that begin with ``prefix`` as ``name``; of other keys it is "other"."""
-        with HERE.inside, self._lock:
+        with CRITICAL_SECTION.lock, self._lock:
             self._classes[prefix] = name
 
     def waited(self, reason: Wait, subject: str, begun_s: float) -> None:
@@ -81,7 +81,7 @@ class Recorder:
     def begin_move(self) -> float:
         """A tensor is on its way to or from the devices; return when that was, for ``end_move``."""
         now_s = time.monotonic()
-        with HERE.inside, self._lock:
+        with CRITICAL_SECTION.lock, self._lock:
             if not self._num_in_flight:
                 self._busy_since_s = now_s
             self._num_in_flight += 1
@@ -90,7 +90,7 @@ class Recorder:
     def end_move(self, key: str, nbytes: int, begun_s: float, *, is_write: bool) -> None:
         """``nbytes`` of ``key`` have arrived, on the devices where ``is_write``; 0 for what came to nothing."""
         now_s = time.monotonic()
-        with HERE.inside, self._lock:
+        with CRITICAL_SECTION.lock, self._lock:
             self._num_in_flight -= 1
             if not self._num_in_flight:
                 self._busy_s += now_s - self._busy_since_s
@@ -104,7 +104,7 @@ class Recorder:
 
     def statistics(self) -> RecorderStatistics:
         """Return the sums so far."""
-        with HERE.inside, self._lock:
+        with CRITICAL_SECTION.lock, self._lock:
             busy_s = self._busy_s + (time.monotonic() - self._busy_since_s if self._num_in_flight else 0.0)
             totals = [(who, word, total.num, total.seconds) for (who, word), total in self._totals.items()]
             return RecorderStatistics(
@@ -123,20 +123,20 @@ class Recorder:
         if capacity < 1:
             raise ValueError(f"a timeline needs room for at least one span, got {capacity}")
         ring = _Ring(capacity)
-        with HERE.inside, self._lock:
+        with CRITICAL_SECTION.lock, self._lock:
             self._ring = ring
             self.is_recording = True
 
     def stop(self) -> tuple[list[Span], int]:
         """Stop; return the spans in the order of their ends, and how many older ones were dropped."""
-        with HERE.inside, self._lock:
+        with CRITICAL_SECTION.lock, self._lock:
             ring, self._ring, self.is_recording = self._ring, _Ring(0), False
         return list(ring), ring.num_dropped
 
     def _note(self, word: str, subject: str, begun_s: float) -> None:
         now_s = time.monotonic()
         who = _CURRENT.who
-        with HERE.inside, self._lock:
+        with CRITICAL_SECTION.lock, self._lock:
             total = self._totals.get((who, word))
             if total is None:
                 total = self._totals[who, word] = _Total()

@@ -1,8 +1,8 @@
-"""How long a busy Python thread keeps the interpreter's lock from the thread that serves a drive.
+"""How long a busy Python thread may keep the interpreter's lock from the thread that serves a drive.
 
-CPython's default is 5 ms: as long as a drive takes for 16 MiB, so it would idle for a part of every turn. Beside a busy
-thread, 8 blocks of 4 MiB in flight move at 0.75 of the idle rate with turns of 5 ms and at 0.95 with turns of 1 ms;
-two threads of pure Python that compete for the lock lose 6 % of theirs (bench/LOG.md).
+CPython's default interval is 5 ms. A drive moves 16 MiB in that time and would then idle. Beside a busy thread, 8
+blocks of 4 MiB in flight move at 0.75 of the idle rate with an interval of 5 ms, and at 0.95 with one of 1 ms. Two
+threads of pure Python that compete for the lock lose 6 % (bench/LOG.md).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import threading
 
 from tiered.bytes.exit_and_fork import after_fork
 
-__all__ = ["ShortTurns"]
+__all__ = ["ShortSwitchInterval"]
 
 _DEFAULT_S = 0.005  # of CPython
 _SHORT_S = 0.001
 
 
-class ShortTurns:
-    """From its making to its ``end``, turns last 1 ms at most (``sys.setswitchinterval``), in the whole process.
+class ShortSwitchInterval:
+    """Makes ``sys.setswitchinterval`` 1 ms in the whole process, from its construction to its ``end``. Thread-safe.
 
-    Only the default is shortened, by the first that begins, and put back by the last that ends: who has set another
-    interval, before or since, keeps it. Thread-safe.
+    The first instance shortens the default, and the last one restores it. An interval that the program has set
+    itself, before or since, is kept.
     """
 
     __slots__ = ("_is_over",)
@@ -32,7 +32,7 @@ class ShortTurns:
         _interval.begin()
 
     def end(self) -> None:
-        """Let turns be as before, unless others need them short. Idempotent."""
+        """Restore the interval, unless other instances need it short. Idempotent."""
         if not self._is_over:
             self._is_over = True
             _interval.end()
@@ -66,7 +66,7 @@ class _Interval:
         self._is_ours = False
 
     def _end_in_child(self) -> None:
-        """A child serves no drive, and some thread of its parent may have held the lock."""
+        """Start anew: a child serves no drive, and another thread of its parent may have held the lock."""
         self._lock = threading.Lock()
         self._num_users = 0
         self._restore()

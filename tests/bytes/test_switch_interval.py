@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tiered.bytes.device.engines import DEVICES, open_device
-from tiered.bytes.device.turns import ShortTurns
+from tiered.bytes.device.switch_interval import ShortSwitchInterval
 from tiered.errors import TieredError
 
 DEFAULT_S, SHORT_S = 0.005, 0.001
@@ -39,7 +39,7 @@ def test_a_device_that_cannot_be_opened_leaves_turns_alone(tmp_path: Path) -> No
 
 
 def test_the_last_end_counts_and_only_once() -> None:
-    first, second = ShortTurns(), ShortTurns()
+    first, second = ShortSwitchInterval(), ShortSwitchInterval()
     first.end()
     first.end()
     assert sys.getswitchinterval() == SHORT_S
@@ -51,27 +51,27 @@ def test_the_last_end_counts_and_only_once() -> None:
 def test_an_interval_of_ones_own_is_kept(own_s: float) -> None:
     sys.setswitchinterval(own_s)
     own_s = sys.getswitchinterval()  # whole microseconds, rounded as binary fractions are
-    ShortTurns().end()
+    ShortSwitchInterval().end()
     assert sys.getswitchinterval() == own_s
-    turns = ShortTurns()
+    interval = ShortSwitchInterval()
     assert sys.getswitchinterval() == own_s
-    turns.end()
+    interval.end()
     assert sys.getswitchinterval() == own_s
 
 
 def test_an_interval_that_was_set_since_is_kept() -> None:
-    turns = ShortTurns()
+    interval = ShortSwitchInterval()
     sys.setswitchinterval(0.02)
-    turns.end()
+    interval.end()
     assert sys.getswitchinterval() == 0.02
 
 
 def test_many_threads_come_to_the_default() -> None:
     def come_and_go() -> None:
         for _ in range(200):
-            turns = ShortTurns()
+            interval = ShortSwitchInterval()
             assert sys.getswitchinterval() == SHORT_S
-            turns.end()
+            interval.end()
 
     threads = [threading.Thread(target=come_and_go) for _ in range(4)]
     for thread in threads:
@@ -83,15 +83,15 @@ def test_many_threads_come_to_the_default() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_has_the_default_and_its_own_count() -> None:
-    turns = ShortTurns()
+    interval = ShortSwitchInterval()
     child = os.fork()
     if not child:
         found = [sys.getswitchinterval()]
-        own = ShortTurns()
+        own = ShortSwitchInterval()
         found.append(sys.getswitchinterval())
         own.end()
         found.append(sys.getswitchinterval())
         os._exit(0 if found == [DEFAULT_S, SHORT_S, DEFAULT_S] else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert sys.getswitchinterval() == SHORT_S
-    turns.end()
+    interval.end()
