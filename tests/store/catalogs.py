@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.devices.simulated_disk import SimulatedDisk
 from tiered.store.catalog.catalog import Root, Row, SqliteCatalog
-from tiered.store.catalog.simulated_catalog import SimulatedCatalog
+from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.format.checksum import num_blocks
 from tiered.store.format.extent import Extent
 
@@ -59,10 +59,10 @@ class SimulatedHome:
         self.disk = SimulatedDisk()
 
     def create(self, root=ROOT):
-        return SimulatedCatalog.create(self.disk, root)
+        return MemoryCatalog.create(self.disk, root)
 
     def reopen(self):
-        return SimulatedCatalog(self.disk)
+        return MemoryCatalog(self.disk)
 
 
 def loaded(catalog):

@@ -21,7 +21,7 @@ from tiered.bytes.device.files import DataFiles
 from tiered.bytes.device.in_flight import InFlight
 from tiered.errors import DeviceError
 from tiered.store.catalog import catalog as catalog_module
-from tiered.store.catalog.simulated_catalog import SimulatedCatalog
+from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.format import row, rows
 from tiered.store.generations.commit import Committer
 from tiered.store.lifetime import directory, lock
@@ -85,15 +85,15 @@ def data_is_flushed_before_it_is_written(patch: Patch) -> None:
 
 @mutant(checks.no_crash_state_is_wrong)
 def the_catalog_comes_before_the_data(patch: Patch) -> None:
-    apply, flushed = SimulatedCatalog.apply, list[Space]()
+    apply, flushed = MemoryCatalog.apply, list[Space]()
     flush = Space.flush
     patch.setattr(Space, "flush", flushed.append)
 
-    def apply_then_flush(catalog: SimulatedCatalog, *arguments: Any) -> None:
+    def apply_then_flush(catalog: MemoryCatalog, *arguments: Any) -> None:
         apply(catalog, *arguments)
         flush(flushed.pop())
 
-    patch.setattr(SimulatedCatalog, "apply", apply_then_flush)
+    patch.setattr(MemoryCatalog, "apply", apply_then_flush)
 
 
 @mutant(checks.no_crash_state_is_wrong)
@@ -147,8 +147,8 @@ def superseded_extents_are_never_freed(patch: Patch) -> None:
 
 @mutant(checks.no_crash_state_is_wrong)
 def deletions_are_left_out_of_the_commit(patch: Patch) -> None:
-    apply = SimulatedCatalog.apply
-    patch.setattr(SimulatedCatalog, "apply", lambda catalog, root, upserts, deleted: apply(catalog, root, upserts, []))
+    apply = MemoryCatalog.apply
+    patch.setattr(MemoryCatalog, "apply", lambda catalog, root, upserts, deleted: apply(catalog, root, upserts, []))
 
 
 # -- results: what must not be passed over -------------------------------------------------------------------------

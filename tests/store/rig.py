@@ -14,7 +14,7 @@ from tiered.bytes.device.base import Device, DeviceStatistics, Operation
 from tiered.bytes.device.memory import MemoryDevice
 from tiered.errors import TieredError
 from tiered.store.catalog.catalog import Catalog
-from tiered.store.catalog.simulated_catalog import SimulatedCatalog
+from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.format.row import Root, Row
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.residency.working_set import WorkingSet
@@ -40,7 +40,7 @@ def simulated_store(
     if durable:
         is_new = disk.load("catalog") is None
         root = empty_root(uuid.UUID(int=7).bytes, num_devices)
-        catalog = SimulatedCatalog.create(disk, root) if is_new else SimulatedCatalog(disk)
+        catalog = MemoryCatalog.create(disk, root) if is_new else MemoryCatalog(disk)
     devices = [wrap(MemoryDevice(disk, index)) for index in range(num_devices)]
     return Store._from_parts(Parts(Arena(budget_nbytes), devices, catalog), durable=durable, deadline_s=deadline_s)
 
@@ -211,10 +211,10 @@ class GatedStore:
     def open(self) -> None:
         """Open the store; the one before must be closed."""
         if self.disk.load("catalog") is None:
-            SimulatedCatalog.create(self.disk, empty_root(uuid.UUID(int=7).bytes, 1))
+            MemoryCatalog.create(self.disk, empty_root(uuid.UUID(int=7).bytes, 1))
         self.device = GatedDevice(MemoryDevice(self.disk, 0))
         self.device.events = self.events
-        self.catalog = GatedCatalog(SimulatedCatalog(self.disk), self.events)
+        self.catalog = GatedCatalog(MemoryCatalog(self.disk), self.events)
         arena = Arena(self.budget_nbytes)
         self.store = Store._from_parts(Parts(arena, [self.device], self.catalog), deadline_s=self.deadline_s)
 

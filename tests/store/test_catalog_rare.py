@@ -15,7 +15,7 @@ import pytest
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.catalogs import ROOT, UUID, SqliteHome, content_of, failing, inline_row, root_of, row_of
 from tiered.errors import CorruptionError, DeviceError, UsageError
-from tiered.store.catalog.simulated_catalog import SimulatedCatalog
+from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.catalog.sqlite_file import connect, make_durable, translated
 from tiered.store.format import row as row_module
 from tiered.store.format import rows as rows_module
@@ -216,7 +216,7 @@ def test_rows_of_many_kinds_and_what_rows_say_of_themselves(monkeypatch: pytest.
 
 def test_a_catalog_that_the_simulated_disk_has_lost() -> None:
     disk = SimulatedDisk()
-    with closing(SimulatedCatalog.create(disk, ROOT)) as catalog:
+    with closing(MemoryCatalog.create(disk, ROOT)) as catalog:
         disk.transact("catalog", "something else")
         with pytest.raises(CorruptionError, match="lost"):
             catalog.load()
@@ -230,9 +230,9 @@ def test_an_identity_beyond_its_number_is_damage(tmp_path: Path) -> None:
         Identity.read(path)
 
 
-def test_after_a_failed_commit_the_simulated_catalog_makes_no_other() -> None:
+def test_after_a_failed_commit_the_memory_catalog_makes_no_other() -> None:
     disk = SimulatedDisk()
-    catalog = SimulatedCatalog.create(disk, ROOT)
+    catalog = MemoryCatalog.create(disk, ROOT)
     disk.fail_next("transact", DeviceError("scripted"))
     with pytest.raises(DeviceError, match="scripted"):
         catalog.apply(root_of(1), [row_of(1)], [])

@@ -12,7 +12,7 @@ from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store, stored
 from tiered.errors import DeviceError
 from tiered.store.format.checksum import BLOCK_NBYTES
-from tiered.store.records.entry import Residency
+from tiered.store.records.entry import EntryState
 from tiered.store.store import Store
 from tiered.store.transfers.transfer import Transfer
 from tiered.store.values import values
@@ -41,7 +41,7 @@ class Rig:
     def used_nbytes(self) -> int:
         return self.store.statistics().used_bytes
 
-    def state(self, key: str) -> Residency:
+    def state(self, key: str) -> EntryState:
         return self.store.working_set.records.entries[key].state
 
     def reopen(self) -> Store:
@@ -62,7 +62,7 @@ def test_it_can_be_read_and_sealed_while_it_is_on_its_way(rig: Rig) -> None:
     rig.gate.hold = lambda operation: operation.is_write and len(operation.memory) < BLOCK_NBYTES
     rig.store["a"] = NEW
     assert rig.gate.has_held.wait(WAIT_S)
-    assert rig.state("a") is Residency.DEPARTING
+    assert rig.state("a") is EntryState.DEPARTING
     assert torch.equal(rig.store["a"], NEW)
     rig.store.commit(wait=False)  # its sealed bytes have not landed
     rig.gate.open()
@@ -75,7 +75,7 @@ def test_it_stays_resident_and_clean(rig: Rig) -> None:
     rig.store["a"] = NEW
     rig.store.commit()
     rig.gate.events.clear()
-    assert rig.state("a") is Residency.CLEAN
+    assert rig.state("a") is EntryState.CLEAN
     assert torch.equal(rig.store["a"], NEW)
     assert rig.gate.events == []
     stored(rig.store.working_set, "a")
@@ -90,7 +90,7 @@ def test_after_a_failed_write_the_tensor_is_written_elsewhere(rig: Rig) -> None:
     failures: list[Exception] = [DeviceError("no such block")]
     rig.gate.fail = lambda operation: failures.pop() if operation.is_write and failures else None
     rig.store["b"] = NEW
-    assert rig.state("b") is Residency.DIRTY
+    assert rig.state("b") is EntryState.DIRTY
     with pytest.raises(DeviceError, match="no such block"):
         rig.store["a"]
     assert torch.equal(rig.store["b"], NEW)
@@ -122,7 +122,7 @@ def test_a_held_tensor_is_written_by_commits_only(rig: Rig) -> None:
     rig.store.working_set.hold(["a"])
     rig.gate.events.clear()
     rig.store["a"] = NEW
-    assert rig.state("a") is Residency.DIRTY and rig.gate.events == []
+    assert rig.state("a") is EntryState.DIRTY and rig.gate.events == []
     rig.store.commit()
     assert rig.gate.events.count("write") == 3
 
@@ -140,13 +140,13 @@ def test_swap_space_has_one_set_of_extents() -> None:
 def test_put_many_writes_at_once_what_single_puts_leave_for_later() -> None:
     rig = Rig(budget_nbytes=16 * NBYTES)
     rig.store["single"] = OLD
-    assert rig.state("single") is Residency.DIRTY
+    assert rig.state("single") is EntryState.DIRTY
     rig.store.put_many({"a": OLD, "b": NEW})
     rig.store.working_set.space.close()  # waits for what is on its way
-    assert {rig.state(key) for key in "ab"} == {Residency.CLEAN}
+    assert {rig.state(key) for key in "ab"} == {EntryState.CLEAN}
     assert rig.gate.events.count("write") == 6
     rig.store.put_many({"a": NEW})  # written once before a commit, as often as it is put
-    assert rig.state("a") is Residency.DIRTY and rig.state("single") is Residency.DIRTY
+    assert rig.state("a") is EntryState.DIRTY and rig.state("single") is EntryState.DIRTY
     assert rig.used_nbytes == 2 * SIZE
     rig.store.commit()
     store = rig.reopen()

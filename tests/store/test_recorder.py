@@ -1,4 +1,4 @@
-"""The recorder: sums always, spans in a ring while asked to, and what a store makes of it."""
+"""The recorder: sums always, intervals in a ring while asked to, and what a store makes of it."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def test_spans_are_recorded_only_between_start_and_stop() -> None:
     begun_s = time.monotonic()
     recorder.worked("forward", "blocks.0", begun_s)
     recorder.end_move("k", 5, recorder.begin_move(), is_write=True)
-    spans, num_dropped = recorder.stop()
+    intervals, num_dropped = recorder.stop()
     recorder.worked("forward", "after", time.monotonic())
-    assert [(span.word, span.subject, span.who, span.nbytes) for span in spans] == [
+    assert [(interval.word, interval.subject, interval.who, interval.nbytes) for interval in intervals] == [
         ("forward", "blocks.0", CALLER, 0),
         ("swap out", "k", "", 5),
     ]
-    assert begun_s == spans[0].start_s <= spans[0].end_s
+    assert begun_s == intervals[0].start_s <= intervals[0].end_s
     assert num_dropped == 0
 
 
@@ -89,8 +89,8 @@ def test_the_ring_keeps_the_last_spans_and_counts_the_others() -> None:
     recorder.start(3)
     for number in range(10):
         recorder.worked("update", str(number), time.monotonic())
-    spans, num_dropped = recorder.stop()
-    assert [span.subject for span in spans] == ["7", "8", "9"]
+    intervals, num_dropped = recorder.stop()
+    assert [interval.subject for interval in intervals] == ["7", "8", "9"]
     assert num_dropped == 7
     with pytest.raises(ValueError, match="at least one"):
         recorder.start(0)
@@ -103,9 +103,12 @@ def test_a_wait_that_is_woken_and_goes_on_is_one_span() -> None:
     for _ in range(5):
         recorder.waited(Wait.READ, "a", begun_s)  # begun before the last one ended, however slow this thread is
     recorder.waited(Wait.READ, "b", begun_s)
-    spans, _ = recorder.stop()
-    assert [(span.word, span.subject) for span in spans] == [("wait: demand read", "a"), ("wait: demand read", "b")]
-    assert spans[0].start_s == begun_s <= spans[0].end_s
+    intervals, _ = recorder.stop()
+    assert [(interval.word, interval.subject) for interval in intervals] == [
+        ("wait: demand read", "a"),
+        ("wait: demand read", "b"),
+    ]
+    assert intervals[0].start_s == begun_s <= intervals[0].end_s
 
 
 def test_a_wait_that_begins_later_is_another_span() -> None:
@@ -114,9 +117,9 @@ def test_a_wait_that_begins_later_is_another_span() -> None:
     recorder.waited(Wait.READ, "a", time.monotonic())
     time.sleep(0.001)
     recorder.waited(Wait.READ, "a", time.monotonic())
-    spans, _ = recorder.stop()
-    assert [span.subject for span in spans] == ["a", "a"]
-    assert spans[0].end_s < spans[1].start_s
+    intervals, _ = recorder.stop()
+    assert [interval.subject for interval in intervals] == ["a", "a"]
+    assert intervals[0].end_s < intervals[1].start_s
 
 
 def test_a_lease_that_waits_for_bytes_waits_for_a_demand_read(gated: GatedStore) -> None:
@@ -171,7 +174,10 @@ def test_a_commit_is_work_of_its_own_thread_and_its_catalog_is_counted(tmp_path:
         recorder.start(100)
         store["a"] = torch.arange(100_000)
         store.commit()
-        spans, _ = recorder.stop()
-        assert {(span.word, span.who) for span in spans} >= {("commit", "tiered-commit"), ("flush", "tiered-commit")}
+        intervals, _ = recorder.stop()
+        assert {(interval.word, interval.who) for interval in intervals} >= {
+            ("commit", "tiered-commit"),
+            ("flush", "tiered-commit"),
+        }
         assert store.statistics().recorder.seconds_of("commit") > 0
         assert store.statistics().catalog_write_bytes >= 4096

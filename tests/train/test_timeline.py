@@ -6,19 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tiered.store.waiting.recorder import CALLER, Span
+from tiered.store.waiting.recorder import CALLER, Interval
 from tiered.train.timeline import trace_events, write_timeline
 
 SPANS = [
-    Span("wait: demand read", "model/parameters/root", CALLER, 10.0, 10.5, 0),
-    Span("forward", "root", CALLER, 10.0, 14.0, 0),
-    Span("forward", "blocks.0", CALLER, 11.0, 12.0, 0),
-    Span("backward", "blocks.0", CALLER, 13.0, 15.0, 0),  # overlaps the root's
-    Span("commit", "generation 1", "tiered-commit", 12.0, 16.0, 0),
-    Span("swap in", "a", "", 10.0, 11.0, 100),
-    Span("swap in", "b", "", 10.5, 11.5, 50),
-    Span("swap in", "c", "", 11.0, 12.0, 7),
-    Span("swap out", "a", "", 11.0, 12.0, 100),
+    Interval("wait: demand read", "model/parameters/root", CALLER, 10.0, 10.5, 0),
+    Interval("forward", "root", CALLER, 10.0, 14.0, 0),
+    Interval("forward", "blocks.0", CALLER, 11.0, 12.0, 0),
+    Interval("backward", "blocks.0", CALLER, 13.0, 15.0, 0),  # overlaps the root's
+    Interval("commit", "generation 1", "tiered-commit", 12.0, 16.0, 0),
+    Interval("swap in", "a", "", 10.0, 11.0, 100),
+    Interval("swap in", "b", "", 10.5, 11.5, 50),
+    Interval("swap in", "c", "", 11.0, 12.0, 7),
+    Interval("swap out", "a", "", 11.0, 12.0, 100),
 ]
 
 

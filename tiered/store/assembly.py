@@ -16,7 +16,7 @@ from tiered.store.records.records import Records
 from tiered.store.residency.residents import Residents
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.space.space import Space
-from tiered.store.values.streaming import Streams
+from tiered.store.values.streaming import StreamedValues
 from tiered.store.values.values import Values
 from tiered.store.waiting.nested_calls import NestedCalls
 
@@ -31,7 +31,7 @@ class Assembly:
     service: Service
     nested_calls: NestedCalls
     working_set: WorkingSet
-    streams: Streams
+    streams: StreamedValues
     values: Values
     producers: Producers
     generations: Generations
@@ -76,7 +76,7 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
         nested_calls=nested_calls,
         is_read_only=is_read_only,
     )
-    streams, producers = Streams(working_set), Producers()
+    streams, producers = StreamedValues(working_set), Producers()
     generations = Generations(working_set, parts.catalog, root, producers)
     service.refuse_failed = generations.refuse
     return Assembly(

@@ -15,7 +15,7 @@ from tiered.bytes.critical_section import ServiceThread
 from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
 from tiered.store.catalog.catalog import Catalog
 from tiered.store.format.row import Root
-from tiered.store.records.entry import Entry, Residency
+from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.producers import Producer
 from tiered.store.records.records import Sealed
 from tiered.store.residency.working_set import WorkingSet
@@ -163,7 +163,7 @@ class Committer:
                 continue
             if entry.is_inline:
                 self._working_set.room.write_back.land_inline(entry)
-            elif entry.state is Residency.DIRTY and records.take_target(entry) is None:
+            elif entry.state is EntryState.DIRTY and records.take_target(entry) is None:
                 missing += self._working_set.space.round_up(entry.nbytes)
         return missing
 

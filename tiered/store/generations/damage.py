@@ -12,7 +12,7 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.generations.generations import Generations
 from tiered.store.residency.working_set import WorkingSet
-from tiered.store.values.streaming import Streams
+from tiered.store.values.streaming import StreamedValues
 from tiered.units import format_bytes
 
 __all__ = ["DroppedKey", "drop_damaged"]
@@ -34,7 +34,7 @@ class DroppedKey:
 
 @uninterrupted
 def drop_damaged(
-    working_set: WorkingSet, streams: Streams, generations: Generations, keys: Iterable[str]
+    working_set: WorkingSet, streams: StreamedValues, generations: Generations, keys: Iterable[str]
 ) -> tuple[DroppedKey, ...]:
     """Drop ``keys`` in a commit of their own, and return what they were; see ``Store.drop_damaged``."""
     if isinstance(keys, str):

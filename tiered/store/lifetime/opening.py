@@ -17,7 +17,7 @@ from tiered.bytes.device.memory import MemoryDevice, MemoryDisk
 from tiered.bytes.free_memory import free_memory
 from tiered.errors import CapacityError, TieredError, UsageError
 from tiered.store.catalog.catalog import Catalog, SqliteCatalog
-from tiered.store.catalog.simulated_catalog import SimulatedCatalog
+from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.format.row import Root
 from tiered.store.format.state_text import encode
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
@@ -151,7 +151,7 @@ def _weights(devices: Sequence[Device]) -> list[float] | None:
 def _open_memory(num_devices: int, arena: Arena, durable: bool) -> Parts:
     disk = MemoryDisk()
     devices = [MemoryDevice(disk, index) for index in range(num_devices)]
-    catalog = SimulatedCatalog.create(disk, empty_root(uuid.uuid4().bytes, num_devices)) if durable else None
+    catalog = MemoryCatalog.create(disk, empty_root(uuid.uuid4().bytes, num_devices)) if durable else None
     _log.warning('engine="memory": the devices are RAM outside the DRAM budget, and gone when the process ends')
     return Parts(arena, devices, catalog)
 

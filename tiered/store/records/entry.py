@@ -15,10 +15,10 @@ from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row
 from tiered.store.format.spec import INLINE_NBYTES, Spec, UnknownSpec
 
-__all__ = ["Alias", "Entry", "Granted", "Record", "Residence", "Residency"]
+__all__ = ["Alias", "Entry", "EntryState", "Granted", "Record", "Residence"]
 
 
-class Residency(enum.Enum):
+class EntryState(enum.Enum):
     """Where a key's newest bytes are."""
 
     UNDEFINED = "undefined"  # nowhere: created, not yet written; no DRAM, no extents
@@ -105,7 +105,7 @@ class Entry:
         self.spec = spec
         self.nbytes = spec.nbytes
         self.scratch = scratch
-        self.state = Residency.UNDEFINED
+        self.state = EntryState.UNDEFINED
         self.held = False
         self.is_pending = False  # sealed, and its sealed bytes have not landed
         self.residence: Residence | None = None
@@ -121,7 +121,7 @@ class Entry:
     @property
     def is_settled(self) -> bool:
         """Whether nothing in flight or sealed has a hold on its bytes."""
-        return not self.is_pending and self.state not in (Residency.ARRIVING, Residency.DEPARTING)
+        return not self.is_pending and self.state not in (EntryState.ARRIVING, EntryState.DEPARTING)
 
     def record(self) -> Record:
         """Return what the public face says of this key."""

@@ -17,7 +17,7 @@ from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row
 from tiered.store.format.rows import Rows
 from tiered.store.format.spec import Spec
-from tiered.store.records.entry import Entry, Record, Residency
+from tiered.store.records.entry import Entry, EntryState, Record
 from tiered.store.records.table import Table
 from tiered.store.space.space import Space
 from tiered.units import format_bytes
@@ -124,7 +124,7 @@ class Records:
         if entry.committed is not None or (self.sealed is not None and entry in self.sealed.rows):
             self.removed[entry] = None
         entry.row = None
-        entry.state = Residency.UNDEFINED
+        entry.state = EntryState.UNDEFINED
 
     # Below: where bytes go
 
@@ -189,7 +189,7 @@ class Records:
         self._free_landing(entry)
         entry.landing = row.extents
         entry.row = row
-        entry.state = Residency.STORED
+        entry.state = EntryState.STORED
 
     def put_off(self, entry: Entry) -> None:
         """Note that a write of ``entry`` came to nothing, and is to be started again."""
@@ -294,7 +294,7 @@ class Records:
         for entry in dropped:
             self._free_landing(entry)
             self._restore(entry)
-        for entry in [entry for entry in self._hidden if entry.state is Residency.UNDEFINED and not entry.scratch]:
+        for entry in [entry for entry in self._hidden if entry.state is EntryState.UNDEFINED and not entry.scratch]:
             self._hidden.discard(entry)
             del self.entries[entry.name]
         for entry in self.removed:
@@ -310,9 +310,9 @@ class Records:
 
     def _restore(self, entry: Entry) -> None:
         entry.row = entry.committed
-        entry.state = Residency.STORED
+        entry.state = EntryState.STORED
         if entry.committed is None:
-            entry.state = Residency.UNDEFINED
+            entry.state = EntryState.UNDEFINED
             del self.entries[entry.name]
 
 

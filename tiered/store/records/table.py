@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tiered.store.format.row import decode_row
 from tiered.store.format.rows import Rows
 from tiered.store.format.spec import Spec
-from tiered.store.records.entry import Entry, Residency
+from tiered.store.records.entry import Entry, EntryState
 
 __all__ = ["Table"]
 
@@ -71,5 +71,5 @@ def _entry(encoded: bytes) -> Entry:
     row = decode_row(encoded)
     entry = Entry(row.name, row.key_id, Spec.of(row), scratch=False)
     entry.row = entry.committed = row
-    entry.state = Residency.STORED
+    entry.state = EntryState.STORED
     return entry

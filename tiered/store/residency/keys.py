@@ -7,7 +7,7 @@ import time
 
 from tiered.errors import ClosedError, LeaseError
 from tiered.store.format.spec import Spec
-from tiered.store.records.entry import Entry, Residency
+from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.records import Records
 from tiered.store.residency.residents import Residents
 from tiered.store.residency.room import Room
@@ -95,13 +95,13 @@ class Keys:
     def wait_for(self, entry: Entry, deadline: Deadline) -> None:
         """Wait for a change of ``entry``; what it has in DRAM is not evicted meanwhile."""
         residence = None if entry.residence is None else self._residents.claim(entry.residence)
-        reason = Wait.READ if entry.state is Residency.ARRIVING else Wait.WRITE
-        if entry.is_pending and entry.state is not Residency.ARRIVING:
+        reason = Wait.READ if entry.state is EntryState.ARRIVING else Wait.WRITE
+        if entry.is_pending and entry.state is not EntryState.ARRIVING:
             reason = Wait.COMMIT
         begun_s = time.monotonic()
         try:
             commit = self._records.commit_progress() if entry.is_pending else None
-            is_moving = entry.state in (Residency.ARRIVING, Residency.DEPARTING)
+            is_moving = entry.state in (EntryState.ARRIVING, EntryState.DEPARTING)
             deadline.wait(self._condition, (commit, self._space.progress.num_blocks if is_moving else 0))
         finally:
             self._room.recorder.waited(reason, entry.name, begun_s)

@@ -16,14 +16,14 @@ from typing import Protocol
 
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.condition import Condition
-from tiered.store.records.entry import Alias, Entry, Residence, Residency
+from tiered.store.records.entry import Alias, Entry, EntryState, Residence
 from tiered.store.records.table import Table
 from tiered.store.residency.ends import Ends
 
 __all__ = ["EvictionPolicy", "LeastRecentlyUsed", "Residents", "be_thread", "this_thread"]
 
 
-_MOVING = (Residency.ARRIVING, Residency.DEPARTING)  # a transfer has the buffer, also one that was not started yet
+_MOVING = (EntryState.ARRIVING, EntryState.DEPARTING)  # a transfer has the buffer, also one that was not started yet
 
 
 class _Thread(threading.local):
@@ -160,7 +160,7 @@ class Residents:
     def _evict(self, name: str) -> None:
         entry = self._entries[name]
         self.drop(entry)
-        entry.state = Residency.STORED
+        entry.state = EntryState.STORED
         self.num_evictions += 1
 
     # Below: entries
@@ -202,12 +202,12 @@ class Residents:
         residence = entry.residence
         if residence is None or entry.held:
             return
-        if entry.state is Residency.CLEAN and residence.is_idle and entry.name not in self.clean:
+        if entry.state is EntryState.CLEAN and residence.is_idle and entry.name not in self.clean:
             self.clean[entry.name] = entry.nbytes
             self.clean_bytes += residence.buffer.nbytes
             if residence.is_leaving:
                 self.clean.move_to_end(entry.name, last=False)
-        elif entry.state is Residency.DIRTY and not residence.writers and entry not in self.dirty:
+        elif entry.state is EntryState.DIRTY and not residence.writers and entry not in self.dirty:
             self.dirty[entry] = None
             self.dirty_bytes += entry.nbytes
         else:
@@ -235,7 +235,7 @@ class Residents:
         """
         residence = entry.residence
         assert residence is not None
-        if is_writer or entry.state is Residency.CLEAN:  # a dirty one may be written while it is read
+        if is_writer or entry.state is EntryState.CLEAN:  # a dirty one may be written while it is read
             self.withdraw(entry)
         residence.aliases += 1
         residence.writers += is_writer
@@ -279,10 +279,10 @@ class Residents:
         entry = alias.residence.entry
         if entry is not None:
             entry.digests = None
-        if entry is not None and entry.state is Residency.CLEAN:
+        if entry is not None and entry.state is EntryState.CLEAN:
             self.drop(entry)
-            entry.state = Residency.STORED
-        return entry is None or entry.state is Residency.STORED
+            entry.state = EntryState.STORED
+        return entry is None or entry.state is EntryState.STORED
 
     def drain(self) -> None:
         """Note the leases that have ended since the last call."""

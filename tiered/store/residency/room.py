@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from tiered.bytes.arena import Buffer
 from tiered.errors import CapacityError, DeadlineError, TieredError
-from tiered.store.records.entry import Entry, Residence, Residency
+from tiered.store.records.entry import Entry, EntryState, Residence
 from tiered.store.records.records import Records
 from tiered.store.residency.residents import EvictionPolicy, Residents, this_thread
 from tiered.store.residency.write_back import Shortage, WriteBack
@@ -282,7 +282,7 @@ class Room:
             if entry is None or residence is None:
                 found += nbytes
             else:
-                gives_way = residence.is_idle and not entry.held and entry.state is not Residency.ARRIVING
+                gives_way = residence.is_idle and not entry.held and entry.state is not EntryState.ARRIVING
                 found += nbytes if gives_way else 0
         return max(0, found)
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
 from tiered.bytes.device.base import IOClass
-from tiered.store.records.entry import Entry, Residence, Residency
+from tiered.store.records.entry import Entry, EntryState, Residence
 from tiered.store.records.records import Records
 from tiered.store.residency.residents import Residents
 from tiered.store.residency.room import Room
@@ -61,10 +61,10 @@ class SwapIn:
         assert entry.row is not None
         if entry.row.inline is not None:
             residence.buffer.memory[: entry.nbytes] = entry.row.inline
-            entry.state = Residency.CLEAN
+            entry.state = EntryState.CLEAN
             self._residents.offer(entry)
             return None
-        entry.state = Residency.ARRIVING
+        entry.state = EntryState.ARRIVING
         self._residents.num_arriving += 1
         return self._space.transfer(
             entry.row,
@@ -86,9 +86,9 @@ class SwapIn:
             self._residents.drain()
             for name in names:
                 entry = self._records.entries.get(name)
-                if entry is None or entry.state is Residency.UNDEFINED:
+                if entry is None or entry.state is EntryState.UNDEFINED:
                     continue
-                if entry.state is Residency.STORED:
+                if entry.state is EntryState.STORED:
                     buffer = None
                     if not self._room.num_waiting:
                         needed = self._space.round_up(entry.nbytes)
@@ -137,12 +137,12 @@ class SwapIn:
             self._residents.num_arriving -= 1
             transfer.is_done = True
             if transfer.error is None:
-                entry.state = Residency.CLEAN
+                entry.state = EntryState.CLEAN
                 counts = self.counts[transfer.io_class]
                 counts[0] += entry.nbytes
                 counts[1] += 1
                 self._residents.offer(entry)
             else:
-                entry.state = Residency.STORED
+                entry.state = EntryState.STORED
                 self._residents.drop(entry)
             self._condition.notify_all()

@@ -21,12 +21,12 @@ from tiered.stats import SwapStatistics, WorkingSetStatistics
 from tiered.store.format.row import MAX_NUM_DIMS
 from tiered.store.format.spec import Spec, is_kept
 from tiered.store.records.deferred_seal import DeferredSeal
-from tiered.store.records.entry import Alias, Entry, Granted, Residence, Residency
+from tiered.store.records.entry import Alias, Entry, EntryState, Granted, Residence
 from tiered.store.records.records import Records
 from tiered.store.residency.keys import Keys
 from tiered.store.residency.lease import Lease, tensor_over
+from tiered.store.residency.lease_needs import LeaseNeeds
 from tiered.store.residency.modes import refuse_modes
-from tiered.store.residency.need import Need
 from tiered.store.residency.residents import EvictionPolicy, Residents
 from tiered.store.residency.room import Room
 from tiered.store.residency.swap_in import SwapIn
@@ -196,19 +196,19 @@ class WorkingSet:
                         self.room.stand_back(deadline)
                     if mode != "r":
                         self.keys.refuse_late()
-                    entry, need, urgent = self._await_need(key, mode, deadline)
+                    entry, needs, urgent = self._await_needs(key, mode, deadline)
                     if mode != "r" and not entry.scratch and self.deferred_seal.is_closed:
                         continue  # deferred meanwhile, by another thread
-                    if need is not Need.NOTHING and claim is not None:  # replaced: what was read is of no use here
+                    if needs is not LeaseNeeds.NOTHING and claim is not None:  # replaced: what was read is of no use
                         self.residents.unclaim(claim)
                         claim = None
-                    if need is Need.NOTHING:
+                    if needs is LeaseNeeds.NOTHING:
                         return self._grant(entry, mode, None, is_brief)
-                    if need is Need.SWAP_IN and reading is not None and reading.error is not None:
+                    if needs is LeaseNeeds.SWAP_IN and reading is not None and reading.error is not None:
                         raise reading.error
                     nbytes = self.space.round_up(entry.nbytes)
                     buffer = None if urgent is not None else self.residents.take_nowait(nbytes)
-                    if buffer is not None and need is Need.BUFFER:
+                    if buffer is not None and needs is LeaseNeeds.BUFFER:
                         return self._grant(entry, mode, buffer, is_brief)
                     if buffer is not None:
                         claim = self.residents.claim(self.residents.admit(entry, buffer))
@@ -224,17 +224,17 @@ class WorkingSet:
             if claim is not None:
                 self._unclaim(claim)
 
-    def _await_need(self, key: str, mode: str, deadline: Deadline) -> tuple[Entry, Need, Transfer | None]:
+    def _await_needs(self, key: str, mode: str, deadline: Deadline) -> tuple[Entry, LeaseNeeds, Transfer | None]:
         """Return the entry and what a lease of it lacks, once nothing in flight has a hold on it.
 
         Or the read of it that the caller must start first.
         """
         while True:
             entry = self.keys.find(key)
-            need = Need.of(entry, mode)
-            urgent = self.swap_in.take_over(entry) if need is Need.PATIENCE else None
-            if need is not Need.PATIENCE or urgent is not None:
-                return entry, need, urgent
+            needs = LeaseNeeds.of(entry, mode)
+            urgent = self.swap_in.take_over(entry) if needs is LeaseNeeds.WAIT else None
+            if needs is not LeaseNeeds.WAIT or urgent is not None:
+                return entry, needs, urgent
             self.keys.wait_for(entry, deadline)
 
     def _grant(self, entry: Entry, mode: str, buffer: Buffer | None, is_brief: bool) -> Granted:
@@ -248,7 +248,7 @@ class WorkingSet:
         alias = self.residents.open(entry, is_writer=mode != "r", is_brief=is_brief)
         if mode != "r":
             self.records.touch(entry)
-            entry.state = Residency.DIRTY
+            entry.state = EntryState.DIRTY
         self._num_leases += 1
         return alias, entry.spec, old
 
@@ -326,7 +326,7 @@ class WorkingSet:
         """Whether the bytes of ``key`` are in DRAM now."""
         with self.condition:
             entry = self.records.entries.peek(key)
-        return entry is not None and entry.state in (Residency.CLEAN, Residency.DIRTY, Residency.DEPARTING)
+        return entry is not None and entry.state in (EntryState.CLEAN, EntryState.DIRTY, EntryState.DEPARTING)
 
     @uninterrupted
     def reserve(self, nbytes: int, *, is_lasting: bool = False) -> Buffer:

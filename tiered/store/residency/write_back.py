@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 
 from tiered.bytes.device.base import IOClass
-from tiered.store.records.entry import Entry, Residency
+from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.records import Extents, Records
 from tiered.store.residency.residents import Residents
 from tiered.store.space.space import Space
@@ -90,7 +90,7 @@ class WriteBack:
         if entry.is_pending and self.sealed_error is not None:
             return False  # its target is lost, and the commit with it
         return (
-            entry.state is Residency.DIRTY
+            entry.state is EntryState.DIRTY
             and residence is not None
             and not residence.writers
             and self._records.may_write(entry)
@@ -102,14 +102,14 @@ class WriteBack:
         self._residents.withdraw(entry)
         content = bytes(entry.residence.buffer.memory[: entry.nbytes])
         self._records.landed(entry, self._records.inline_row(entry, content))
-        entry.state = Residency.CLEAN
+        entry.state = EntryState.CLEAN
         self._residents.offer(entry)
 
     def _depart(self, entry: Entry, extents: Extents) -> Transfer:
         assert entry.residence is not None
         row = self._records.row_for(entry, extents)
         self._residents.withdraw(entry)
-        entry.state = Residency.DEPARTING
+        entry.state = EntryState.DEPARTING
         self._residents.departing.add(entry)
         self.writing_bytes += entry.nbytes
         self.num_writing += 1
@@ -127,11 +127,11 @@ class WriteBack:
             self._residents.departing.discard(entry)
             if transfer.error is None:
                 self._records.landed(entry, dataclasses.replace(transfer.row, digests=bytes(transfer.digests)))
-                entry.state = Residency.CLEAN
+                entry.state = EntryState.CLEAN
                 self.swap_out_bytes += entry.nbytes
                 self.num_swap_outs += 1
             elif transfer.failed_piece is None:  # it was interrupted: nothing is wrong with the extents
-                entry.state = Residency.DIRTY
+                entry.state = EntryState.DIRTY
                 self._records.put_off(entry)
             else:
                 if entry.is_pending:
@@ -139,6 +139,6 @@ class WriteBack:
                 else:
                     self.error = self.error or transfer.error
                 self._records.lost_target(entry, transfer.row.extents)
-                entry.state = Residency.DIRTY
+                entry.state = EntryState.DIRTY
             self._residents.offer(entry)
             self._condition.notify_all()

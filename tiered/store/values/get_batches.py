@@ -13,7 +13,7 @@ from tiered.store.format.checksum import block_seed, digest
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row
 from tiered.store.format.spec import Spec
-from tiered.store.records.entry import Residency
+from tiered.store.records.entry import EntryState
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.values.batch import Batch, batch_nbytes, is_small
 from tiered.store.values.window import Window
@@ -82,7 +82,7 @@ class GetBatches:
                 if entry is None:
                     raise KeyError(name)
                 row = entry.row
-                is_here = entry.state is Residency.STORED and row is not None and len(row.extents) == 1
+                is_here = entry.state is EntryState.STORED and row is not None and len(row.extents) == 1
                 if is_here and row is not None and is_small(working_set, row.nbytes):
                     rows.append(row)
                 else:

@@ -20,10 +20,10 @@ from tiered.store.values.batch import Batch, batch_nbytes, is_small
 from tiered.store.values.window import Window
 from tiered.store.waiting.deadline import Deadline
 
-__all__ = ["PutBatches", "Source"]
+__all__ = ["PutBatches", "PutSource"]
 
 
-class Source:
+class PutSource:
     """The values that put_many was given, one of them in hand. What goes wrong there waits in ``error``."""
 
     def __init__(
@@ -60,7 +60,7 @@ class PutBatches:
         self._working_set = working_set
         self._put = put
 
-    def put(self, source: Source) -> None:
+    def put(self, source: PutSource) -> None:
         """Put all of ``source``; blocks. Where one fails, all before it are put and none after it."""
         window = Window(self._working_set)
         batches: list[_PutBatch] = []  # that have rows to install, oldest first
@@ -90,12 +90,12 @@ class PutBatches:
         if source.error is not None:
             raise source.error
 
-    def _is_small(self, source: Source) -> bool:
+    def _is_small(self, source: PutSource) -> bool:
         """Whether the value in hand may be part of a batch."""
         assert source.value is not None
         return source.value.is_cpu and is_small(self._working_set, source.spec.nbytes)
 
-    def _has_room(self, source: Source) -> bool:
+    def _has_room(self, source: PutSource) -> bool:
         """Whether so little else is dirty that the value in hand would not be written soon."""
         working_set = self._working_set
         dirty_bytes = working_set.residents.dirty_bytes + working_set.room.write_back.writing_bytes
@@ -108,7 +108,7 @@ class _PutBatch:
     The old tensors stay readable until all of the new ones have landed.
     """
 
-    def __init__(self, working_set: WorkingSet, source: Source) -> None:
+    def __init__(self, working_set: WorkingSet, source: PutSource) -> None:
         self.nbytes = batch_nbytes(working_set)
         self.keys: dict[str, None] = {}
         self.rows: list[Row] = []  # whose extents are this job's, until they are installed

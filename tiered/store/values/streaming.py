@@ -31,7 +31,7 @@ from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.recorder import Wait
 from tiered.units import MiB
 
-__all__ = ["DirectGet", "Streams", "VerifyReport"]
+__all__ = ["DirectGet", "StreamedValues", "VerifyReport"]
 
 _DIRECT_NBYTES = 128 * MiB  # for each device: as much as it ever has in flight of a class
 
@@ -50,7 +50,7 @@ class VerifyReport:
         return not self.errors
 
 
-class Streams:
+class StreamedValues:
     """Reads and writes records block by block, with at most an eighth of the budget in flight (but one buffer)."""
 
     def __init__(self, working_set: WorkingSet) -> None:
@@ -74,7 +74,7 @@ class Streams:
         def fill(block: int, buffer: Buffer) -> None:
             copy_contiguous(buffer, flat[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES], to_buffer=True)
 
-        def collect(job: _Block, transfer: Transfer, buffer: Buffer) -> None:
+        def collect(job: _BlockJob, transfer: Transfer, buffer: Buffer) -> None:
             if transfer.error is not None:
                 raise transfer.error
             digests[job.block * DIGEST_NBYTES : (job.block + 1) * DIGEST_NBYTES] = transfer.digests
@@ -83,7 +83,7 @@ class Streams:
         is_own = True  # the extents are this put's to give back
         try:
             blocks = block_order([(extent.device, extent.nbytes) for extent in row.extents])
-            window.run(_Block(self._space, row, block, IOClass.WRITE, fill=fill, use=collect) for block in blocks)
+            window.run(_BlockJob(self._space, row, block, IOClass.WRITE, fill=fill, use=collect) for block in blocks)
             with self._condition:
                 old = working_set.keys.settled(key, "put")  # raises for a lease that was opened meanwhile
                 is_own = False
@@ -116,7 +116,7 @@ class Streams:
         The caller has begun a stream on its extents; this ends it. Raises CorruptionError, DeviceError.
         """
 
-        def copy(job: _Block, transfer: Transfer, buffer: Buffer) -> None:
+        def copy(job: _BlockJob, transfer: Transfer, buffer: Buffer) -> None:
             if transfer.error is not None:
                 raise transfer.error
             copy_contiguous(buffer, flat[job.block * BLOCK_NBYTES : (job.block + 1) * BLOCK_NBYTES], to_buffer=False)
@@ -124,7 +124,7 @@ class Streams:
         window = Window(self._working_set)
         try:
             blocks = block_order([(extent.device, extent.nbytes) for extent in row.extents])
-            window.run(_Block(self._space, row, block, IOClass.DEMAND, use=copy) for block in blocks)
+            window.run(_BlockJob(self._space, row, block, IOClass.DEMAND, use=copy) for block in blocks)
         finally:
             window.when_idle(lambda: self._space.end_stream(row.extents))
         with self._condition:
@@ -140,7 +140,7 @@ class Streams:
         counts = [0, 0, 0]  # keys, blocks, bytes
         reading: deque[Row] = deque()  # whose blocks are being read, oldest first
 
-        def check(job: _Block, transfer: Transfer, buffer: Buffer) -> None:
+        def check(job: _BlockJob, transfer: Transfer, buffer: Buffer) -> None:
             row, block = job.row, job.block
             unreadable = transfer.unreadable()
             if unreadable is not None:
@@ -156,7 +156,7 @@ class Streams:
                 with self._condition:
                     self._space.end_stream(reading.popleft().extents)
 
-        def jobs() -> Iterator[_Block]:
+        def jobs() -> Iterator[_BlockJob]:
             for name in names:
                 with self._condition:
                     entry = self._records.peek(name)
@@ -168,7 +168,7 @@ class Streams:
                 counts[0] += entry is not None
                 for row in found:
                     for block in range(num_blocks(row.nbytes)):
-                        yield _Block(self._space, row, block, IOClass.PREFETCH, use=check)
+                        yield _BlockJob(self._space, row, block, IOClass.PREFETCH, use=check)
 
         with self._condition:
             names = self._records.names() if only is None else only
@@ -266,7 +266,7 @@ class DirectGet:
         self._working_set.streamed_in_bytes += self._row.nbytes
 
 
-class _Block:
+class _BlockJob:
     """The job of moving one block of a record through a buffer."""
 
     __slots__ = ("_fill", "_io_class", "_space", "_use", "block", "nbytes", "row")
@@ -279,7 +279,7 @@ class _Block:
         io_class: IOClass,
         *,
         fill: Callable[[int, Buffer], object] | None = None,
-        use: Callable[[_Block, Transfer, Buffer], object],
+        use: Callable[[_BlockJob, Transfer, Buffer], object],
     ) -> None:
         """``fill(block, buffer)`` comes before a write, ``use(job, transfer, buffer)`` after every movement."""
         self.nbytes = min(row.nbytes, BLOCK_NBYTES)

@@ -19,13 +19,13 @@ from tiered.errors import UsageError
 from tiered.store.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_seed, digest, num_blocks
 from tiered.store.format.row import MAX_NUM_DIMS, Row
 from tiered.store.format.spec import INLINE_NBYTES, Spec, is_kept
-from tiered.store.records.entry import Entry, Residency
+from tiered.store.records.entry import Entry, EntryState
 from tiered.store.residency.lease import EndedView, ReadOnlyView, plain_of
 from tiered.store.residency.modes import refuse_modes
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.values.get_batches import GetBatches
-from tiered.store.values.put_batches import PutBatches, Source
-from tiered.store.values.streaming import DirectGet, Streams
+from tiered.store.values.put_batches import PutBatches, PutSource
+from tiered.store.values.streaming import DirectGet, StreamedValues
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import MiB
 
@@ -45,7 +45,7 @@ _Digests = tuple[int, int, bytes]
 class Values:
     """put and get. Small tensors go to their row, ordinary ones through the working set, large ones are streamed."""
 
-    def __init__(self, working_set: WorkingSet, streams: Streams) -> None:
+    def __init__(self, working_set: WorkingSet, streams: StreamedValues) -> None:
         self._working_set = working_set
         self._records = working_set.records
         self._condition = working_set.condition
@@ -118,13 +118,13 @@ class Values:
             self._records.touch(entry)
             if isinstance(content, bytes):
                 entry.row = self._records.inline_row(entry, content)
-                entry.state = Residency.STORED
+                entry.state = EntryState.STORED
             else:
                 working_set.room.take_over(content)
                 working_set.residents.admit(entry, content)
                 if known is not None and known[:2] == (entry.key_id, self._records.open_generation):
                     entry.digests = known[1:]
-                entry.state = Residency.DIRTY
+                entry.state = EntryState.DIRTY
                 working_set.residents.offer(entry)
             return entry
 
@@ -225,7 +225,7 @@ class Values:
     def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Put each of ``values``, in order; not atomic before the commit. Where one fails, all before it are put."""
         self._working_set.check(writing=True)
-        self._put_batches.put(Source(values.items() if isinstance(values, Mapping) else values, _plain))
+        self._put_batches.put(PutSource(values.items() if isinstance(values, Mapping) else values, _plain))
 
     def _stored_row(self, key: str) -> Row | None:
         """Return the row to read past the working set: inline, or to be streamed and then with a stream begun."""

@@ -15,7 +15,7 @@ from tiered.bytes.interrupt import INTERRUPTS
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.waiting.deadline import Deadline
 
-__all__ = ["NUM_IN_FLIGHT", "Job", "Movement", "Window"]
+__all__ = ["NUM_IN_FLIGHT", "Movement", "Window", "WindowJob"]
 
 NUM_IN_FLIGHT = 3
 """Movements of at most 4 MiB that keep one drive busy. It may complete all that it has at once: with more of them the
@@ -34,7 +34,7 @@ class Movement(Protocol):
     def start(self) -> None: ...
 
 
-class Job(Protocol):
+class WindowJob(Protocol):
     """One use of one buffer. Its methods are called by the window's caller, without the store's lock."""
 
     nbytes: int  # of the buffer it needs
@@ -59,7 +59,7 @@ class Window:
     def __init__(self, working_set: WorkingSet) -> None:
         self.has_failed = False  # a movement has
         self._working_set = working_set
-        self._flying: deque[tuple[Job, Movement]] = deque()  # oldest first
+        self._flying: deque[tuple[WindowJob, Movement]] = deque()  # oldest first
         self._buffers: dict[Movement, Buffer] = {}
         self._num_done = 0
         self._num_moving = 0
@@ -67,7 +67,7 @@ class Window:
         self._is_abandoned = False
         self._on_idle: Callable[[], object] | None = None
 
-    def run(self, jobs: Iterable[Job]) -> None:
+    def run(self, jobs: Iterable[WindowJob]) -> None:
         """Carry out ``jobs``; the first exception of one of them ends it."""
         idle: list[Buffer] = []
         try:

@@ -1,4 +1,4 @@
-"""Recorder: who waited for whom and who did what for how long, as sums always and span by span while asked to.
+"""Recorder: who waited for whom and who did what for how long, as sums always and interval by interval while asked to.
 
 It knows words, threads and times; what a key or a unit is, and what came of it, is for others to say. Times are those
 of ``time.monotonic``, in seconds.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tiered.bytes.critical_section import CRITICAL_SECTION
 from tiered.stats import MovedStatistics, RecorderStatistics, WaitStatistics, WorkStatistics
 
-__all__ = ["CALLER", "Recorder", "Span", "Wait"]
+__all__ = ["CALLER", "Interval", "Recorder", "Wait"]
 
 CALLER = "caller"
 """Every thread that is not one of tiered's own: in training, the thread that runs the model."""
@@ -34,7 +34,7 @@ class Wait(StrEnum):
     COMMIT = "commit"
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """What one thread did, or what was in flight, from ``start_s`` to ``end_s``."""
 
     word: str  # of the design: "forward", "swap in", "wait: commit", ...
@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Sums of times and bytes, and the last spans while it ``is_recording``. All methods are thread-safe.
+    """Sums of times and bytes, and the last intervals while it ``is_recording``. All methods are thread-safe.
 
     The sums cost about a microsecond a call, and a call comes with a unit, a bucket or a swap, never with an operation
     of a device. Spans go into a ring that ``start`` allocates: nothing grows with the length of a run.
@@ -116,19 +116,19 @@ class Recorder:
                 device_busy_seconds=busy_s,
             )
 
-    # Below: span by span
+    # Below: interval by interval
 
     def start(self, capacity: int) -> None:
-        """Record spans from now on, the last ``capacity`` of them; allocates about 60 bytes each. Forgets old ones."""
+        """Record the last ``capacity`` intervals from now on, and forget older ones; allocates about 60 bytes each."""
         if capacity < 1:
-            raise ValueError(f"a timeline needs room for at least one span, got {capacity}")
+            raise ValueError(f"a timeline needs room for at least one interval, got {capacity}")
         ring = _Ring(capacity)
         with CRITICAL_SECTION.lock, self._lock:
             self._ring = ring
             self.is_recording = True
 
-    def stop(self) -> tuple[list[Span], int]:
-        """Stop; return the spans in the order of their ends, and how many older ones were dropped."""
+    def stop(self) -> tuple[list[Interval], int]:
+        """Stop; return the intervals in the order of their ends, and how many older ones were dropped."""
         with CRITICAL_SECTION.lock, self._lock:
             ring, self._ring, self.is_recording = self._ring, _Ring(0), False
         return list(ring), ring.num_dropped
@@ -168,7 +168,7 @@ class _Total:
 
 
 class _Ring:
-    """The last ``capacity`` spans, in columns that are allocated once."""
+    """The last ``capacity`` intervals, in columns that are allocated once."""
 
     __slots__ = ("_capacity", "_ends", "_nbytes", "_num", "_starts", "_subjects", "_whos", "_words")
 
@@ -197,10 +197,10 @@ class _Ring:
     def _names(self, index: int) -> tuple[str, str, str]:
         return self._words[index], self._subjects[index], self._whos[index]
 
-    def __iter__(self) -> Iterator[Span]:
+    def __iter__(self) -> Iterator[Interval]:
         for number in range(self.num_dropped, self._num):
             index = number % self._capacity
-            yield Span(*self._names(index), self._starts[index], self._ends[index], self._nbytes[index])
+            yield Interval(*self._names(index), self._starts[index], self._ends[index], self._nbytes[index])
 
 
 _WAIT_WORDS = {reason: f"wait: {reason}" for reason in Wait}

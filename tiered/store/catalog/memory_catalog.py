@@ -14,7 +14,7 @@ from tiered.store.catalog.catalog import Catalog, Root, Row
 from tiered.store.format.row import decode_root, encode_root, encode_row
 from tiered.store.format.rows import Rows
 
-__all__ = ["SimulatedCatalog"]
+__all__ = ["MemoryCatalog"]
 
 _NAME = "catalog"
 
@@ -27,10 +27,10 @@ class _Content(NamedTuple):
     rows: dict[int, tuple[bytes, bytes]]  # key id -> body, digest
 
 
-class SimulatedCatalog(Catalog):
+class MemoryCatalog(Catalog):
     """A catalog whose transactions share the power supply of the simulated devices. Not thread-safe."""
 
-    name = "simulated catalog"
+    name = "memory catalog"
 
     def __init__(self, disk: MemoryDisk) -> None:
         """Open what is on the disk; UsageError where nothing is."""
@@ -38,13 +38,13 @@ class SimulatedCatalog(Catalog):
         self._is_closed = False
         self._failed = False
         if not isinstance(disk.load(_NAME), _Content):
-            raise UsageError("the simulated disk holds no catalog: create one")
+            raise UsageError("the memory disk holds no catalog: create one")
 
     @classmethod
-    def create(cls, disk: MemoryDisk, root: Root) -> SimulatedCatalog:
+    def create(cls, disk: MemoryDisk, root: Root) -> MemoryCatalog:
         """Put the catalog of an empty store on the disk, and open it."""
         if disk.load(_NAME) is not None:
-            raise UsageError("the simulated disk holds a catalog already: open it")
+            raise UsageError("the memory disk holds a catalog already: open it")
         disk.transact(_NAME, _Content(*encode_root(root, 0, 0), {}))
         return cls(disk)
 
@@ -56,7 +56,7 @@ class SimulatedCatalog(Catalog):
 
     def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int]) -> None:
         if self._failed:
-            raise DeviceError("simulated catalog: an earlier commit failed and its outcome is unknown")
+            raise DeviceError("memory catalog: an earlier commit failed and its outcome is unknown")
         rows = dict(self._content().rows)
         for row in upserts:
             rows[row.key_id] = encode_row(row, root.store_uuid)
@@ -73,12 +73,12 @@ class SimulatedCatalog(Catalog):
         self._is_closed = True
 
     def __repr__(self) -> str:
-        return f"<SimulatedCatalog {'closed' if self._is_closed else 'open'}>"
+        return f"<MemoryCatalog {'closed' if self._is_closed else 'open'}>"
 
     def _content(self) -> _Content:
         if self._is_closed:
-            raise ClosedError("the simulated catalog is closed")
+            raise ClosedError("the memory catalog is closed")
         content = self._disk.load(_NAME)
         if not isinstance(content, _Content):
-            raise CorruptionError("the simulated disk has lost its catalog", file=self.name)
+            raise CorruptionError("the memory disk has lost its catalog", file=self.name)
         return content
