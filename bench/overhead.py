@@ -189,7 +189,8 @@ def count_objects(width: int, num_units: int, mode: str, args: argparse.Namespac
             side = Side(width, num_units, store, mode)
             for _ in range(2):
                 side.train(10)
-                gc.collect()
+                for _ in range(3):  # each stops to look at tuples of what none looks at
+                    gc.collect()
                 found.append(len(gc.get_objects()))
     print(f'  update="{mode}": objects after steps 10 and 20: {found[0]:,} and {found[1]:,}')
     return found
