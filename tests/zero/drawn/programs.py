@@ -254,7 +254,7 @@ class Program:
         kind = rng.choice(kinds)
         names = [name for name, p in self.plain.model.named_parameters() if p.is_floating_point()]
         if kind == "unfreeze":
-            names = [n for n in names if not self.plain.model.get_parameter(n).requires_grad and n in self._trained()]
+            names = [n for n in names if n in self._frozen()]
         name = names[index % len(names)] if names else ""
         if kind == "check":
             self._check()
@@ -263,10 +263,12 @@ class Program:
         elif name and not (kind == "step" and self.plan.with_scaler):
             self._both(f"{kind}({name})", lambda side: getattr(self, f"_{kind}_")(side, name, index))
 
-    def _trained(self) -> set[str]:
-        """Return the parameters that the optimizer has state of: the reference has no masters of others."""
+    def _frozen(self) -> set[str]:
+        """Return the parameters that may be unfrozen: the reference has no masters of those frozen from the start."""
         managed = {id(segment.parameter) for segment in self.ours.optimizer._state.steps}
-        return {name for name, parameter in self.ours.model.named_parameters() if id(parameter) in managed}
+        ours = {name for name, parameter in self.ours.model.named_parameters() if id(parameter) in managed}
+        frozen = {name: p.dtype for name, p in self.plain.model.named_parameters() if not p.requires_grad}
+        return {name for name, dtype in frozen.items() if name in ours or dtype != torch.bfloat16}
 
     def _evaluate_(self, side: Side, name: str, index: int) -> Any:
         side.model.eval()
