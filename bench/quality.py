@@ -16,12 +16,16 @@ import platform
 import statistics
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 import tiered
 from tiered.train.data import Corpus, Loader
 from tiered.train.model import GPT, Shape
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LAST = 50
 BAR = 0.005
@@ -83,14 +87,12 @@ def rate(step: int, num_steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / max(1, num_steps - warm_up))
 
 
-def plot(curves: dict[str, list[list[float]]], path: Path) -> None:
+def figure_of(curves: dict[str, list[list[float]]]) -> "Figure":
     """Draw the mean curve of each format, smoothed, and below it each format's difference from exact."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True)
     exact = smooth(curves["exact"])
     for state, runs in curves.items():
         curve = smooth(runs)
@@ -103,7 +105,7 @@ def plot(curves: dict[str, list[list[float]]], path: Path) -> None:
     top.set(ylabel="training loss, nats a byte", title=f"mean of the seeds and of {LAST} steps")
     top.legend()
     bottom.legend()
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def smooth(runs: list[list[float]]) -> list[float]:
@@ -134,7 +136,7 @@ def main() -> None:
     for state in args.states:
         print(f"{state:8} {statistics.fmean(finals[state]):.5f}, {100 * over[state]:+.3f} % of exact")
     if args.plot:
-        plot(curves, args.plot)
+        figure_of(curves).savefig(args.plot, dpi=110)
     result = {
         "bench": "quality", "num_params": shape.num_params, "steps": args.steps, "seeds": args.seeds, "finals": finals,
         "over_exact": over, "bar": BAR, "is_met": all(value <= BAR for value in over.values()),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -18,9 +19,10 @@ from tiered.measure.report import DirectoryReport, Report, Row
 from tiered.measure.sustained import Sample
 from tiered.units import format_bytes
 
-__all__ = ["draw"]
+__all__ = ["draw", "figure_of"]
 
-_LINE_LENGTH = 122  # of the headline, in characters
+_LINE_LENGTH = 160  # at most, in characters, across the page
+_MARGIN = 0.04  # left and right, of the page's width
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8f5db7", "#e08e0b", "#4a4e69")
 _INK, _FAINT = "#222222", "#d9d9d9"
 _DPI = 130
@@ -28,6 +30,13 @@ _DPI = 130
 
 def draw(report: Report) -> bytes:
     """Return the figure of ``report`` as a PNG; the panels are of the first directory."""
+    png = io.BytesIO()
+    figure_of(report).savefig(png, format="png")
+    return png.getvalue()
+
+
+def figure_of(report: Report) -> Figure:
+    """Return the figure that ``draw`` writes. Every label of it lies on the page, whatever the names of drives."""
     figure = Figure(figsize=(13, 9), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2)
@@ -37,18 +46,26 @@ def draw(report: Report) -> bytes:
         _draw_bandwidth(axis, [row for row in idle if row.op == op], f"{op}, GB/s by block and blocks in flight")
     top = max((row.gb_per_s_max for row in idle if row.op != "mixed"), default=1.0)
     for axis in axes[0]:
-        axis.set_ylim(0, 1.25 * max(top, *(row.fio_gb_per_s or 0.0 for row in idle if row.op != "mixed")))
+        axis.set_ylim(0, 1.25 * max([top, *(row.fio_gb_per_s or 0.0 for row in idle if row.op != "mixed")]))
     _draw_latency(axes[1, 0], idle)
     if first.sustained:
         _draw_sustained(axes[1, 1], first.sustained)
     else:
         _draw_summary(axes[1, 1], first)
-    figure.text(0.04, 0.975, _wrapped(report.verdict), fontsize=11, color=_INK, ha="left", va="top", weight="bold")
-    figure.text(0.04, 0.922, _hardware(report, first), fontsize=9.5, color="#555555", ha="left", va="top")
-    figure.subplots_adjust(left=0.06, right=0.955, top=0.87, bottom=0.07, hspace=0.3, wspace=0.26)
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+    end = _write(figure, report.verdict, 0.975, fontsize=11, color=_INK, weight="bold")
+    end = _write(figure, _hardware(report, first), end - 0.01, fontsize=9.5, color="#555555")
+    figure.subplots_adjust(left=0.06, right=0.955, top=end - 0.04, bottom=0.07, hspace=0.3, wspace=0.3)
+    return figure
+
+
+def _write(figure: Figure, text: str, top: float, **look: Any) -> float:
+    """Write ``text`` across the page, in at most three lines, from ``top`` on; return where it ends, from 0 to 1."""
+    written = figure.text(_MARGIN, top, text, ha="left", va="top", **look)
+    for length in range(_LINE_LENGTH, 0, -5):
+        written.set_text(textwrap.fill(text, length, break_on_hyphens=False, max_lines=3, placeholder=" ..."))
+        if written.get_window_extent().x1 <= (1 - _MARGIN) * figure.bbox.width:
+            break
+    return float(written.get_window_extent().y0 / figure.bbox.height)
 
 
 def _hardware(report: Report, first: DirectoryReport) -> str:
@@ -60,11 +77,6 @@ def _hardware(report: Report, first: DirectoryReport) -> str:
         f"{first.directory} ({where}){others}; engine {first.engine}; {machine.cpu_model or 'CPU not known'}, "
         f"{machine.num_cores} cores, Linux {machine.kernel}; {report.measured_at[:10]}"
     )
-
-
-def _wrapped(text: str) -> str:
-    """Return ``text`` in two lines where one is too short for it."""
-    return textwrap.fill(text, _LINE_LENGTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _draw_bandwidth(axis: Axes, rows: Sequence[Row], title: str) -> None:
