@@ -19,12 +19,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.reference import MasterAdamW, Recipe
 from tests.rigs.warm_python import WarmPython
 from tests.store.places import quick_directory
+from tiered.cli import main
 
 pytestmark = pytest.mark.usefixtures("ended_workers")
 
 ROOT = Path(__file__).parents[1]
 NUM_EPOCHS = 3
-LOOP = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+README = (ROOT / "README.md").read_text()
+LOOP = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+OUTPUT = re.findall(r"\n\n```\n(.*?)```", README.partition(LOOP)[2], re.DOTALL)[0]  # the end of `tiered inspect`'s
 
 Results = dict[str, Tensor]
 
@@ -121,6 +124,12 @@ def test_the_loop_has_plain_bits_and_keeps_them_stopped_after_each_step(shuffle:
         assert len(losses) == step
     assert same(run(losses, lambda: None, seed=99, **options), final)
     assert len(losses) == len(expected) == 9 and all(map(torch.equal, losses, expected))
+
+
+def test_tiered_inspect_prints_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -> None:
+    run([], lambda: None, seed=0, shuffle=False, num_workers=0)
+    assert main(["inspect", "runs/mine"]) == 0
+    assert capsys.readouterr().out.endswith("\n" + OUTPUT)
 
 
 def run_and_die(step: int) -> None:
