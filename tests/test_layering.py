@@ -72,7 +72,6 @@ NOT_YET: set[str] = {
     "tiered.zero.parameters.access is in a circle of files",
     "tiered.zero.parameters.calls is in a circle of files",
     "tiered.zero.parameters.methods is in a circle of files",
-    "tiered.zero.shard: shard has more than 60 lines",
     "tiered.zero.weights has no place in the order of its floor",
     "tiered.zero: activations imports engine, which stands behind it",
     "tiered.zero: engine imports optimizer, which stands behind it",

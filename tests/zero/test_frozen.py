@@ -309,7 +309,8 @@ def test_a_run_that_stops_and_resumes(stop: int, name: str, tmp_path: Path) -> N
         assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
 
 
-def test_a_rollback_over_an_unfreezing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("freezes_again", [True, False])
+def test_a_rollback_over_an_unfreezing(freezes_again: bool, tmp_path: Path) -> None:
     events = {2: unfreeze("blocks.1")}
     torch.manual_seed(SEED)
     expected = plain(Blocks(HALF), 5, events)
@@ -322,7 +323,8 @@ def test_a_rollback_over_an_unfreezing(tmp_path: Path) -> None:
         model(batch(9)).backward()
         optimizer.step()
         store.rollback()
-        freeze("blocks.1")(model)
+        if freezes_again:
+            freeze("blocks.1")(model)
         losses += [loss for loss, _ in steps(model, optimizer, store, 2, 5, events)]
         assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
 

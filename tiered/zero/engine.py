@@ -415,6 +415,7 @@ class Engine:
     def expect_steps(self) -> None:
         """Hold what is to be held of the keys that there are now, and expect their uses in the order of a step."""
         layouts = self.layouts
+        layouts.is_stale = True  # the next forward looks once whether the units fit what is trained
         layouts.hold()
         self.pending_bytes = layouts.shares.spare // 2  # the other half is for reading ahead
         self.schedule = SharedSchedule(

@@ -87,11 +87,7 @@ def shard(
     words = words_of(activations, {"root": model, **modules})
     units = _make_units(model, modules, store, param_dtype)
     if committed is not None:
-        with taking_apart("tiered.model", by="model"):
-            state = ModelState(model, units)
-            state.compare(committed)
-            state.adopt_layout(committed)
-        refuse_missing(store, (key for unit in units for key in unit.keys))
+        _adopt(store, model, units, committed)
     shares = _shares_of(units, store.working_set.budget_bytes, hold, swaps="swap" in words.values())
     _fill(store, units, source, adopt=committed is not None)
     engine = Engine(store, model, units, shares=shares)
@@ -100,12 +96,7 @@ def shard(
     engine.activations.words = {unit: words[unit.name] for unit in units}
     _hook(model, modules, units, engine)
     hook_state_dicts(model, engine)
-    store.add_guard(engine.guard)
-    for prefix, name in _CLASSES.items():
-        store.working_set.recorder.classify(f"model/{prefix}/", name)
-    if store.durable:
-        store.register("tiered.model", ModelState(model, units, engine.expect_steps))
-        store.register("tiered.random", RandomState())
+    _register(store, model, engine)
     _log.info(
         "sharded %d parameters into %d units, %s held in DRAM",
         sum(len(u.segments) for u in units),
@@ -113,6 +104,25 @@ def shard(
         format_bytes(shares.held),
     )
     return model
+
+
+def _adopt(store: Store, model: nn.Module, units: Sequence[Unit], committed: dict[str, Any]) -> None:
+    """Have the units lie as they do in ``store``; raises UsageError where it holds another model, or not all of it."""
+    with taking_apart("tiered.model", by="model"):
+        state = ModelState(model, units)
+        state.compare(committed)
+        state.adopt_layout(committed)
+    refuse_missing(store, (key for unit in units for key in unit.keys))
+
+
+def _register(store: Store, model: nn.Module, engine: Engine) -> None:
+    """Make the model part of what ``store`` commits, and known to what it reports."""
+    store.add_guard(engine.guard)
+    for prefix, name in _CLASSES.items():
+        store.working_set.recorder.classify(f"model/{prefix}/", name)
+    if store.durable:
+        store.register("tiered.model", ModelState(model, engine.units, engine.expect_steps))
+        store.register("tiered.random", RandomState())
 
 
 def _shares_of(units: Sequence[Unit], budget_bytes: int, hold: str | int, *, swaps: bool) -> Shares:
