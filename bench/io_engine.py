@@ -28,10 +28,10 @@ import torch
 
 from tiered.bytes.device.base import SCRATCH, Device, IOClass, Operation
 from tiered.bytes.device.engines import open_device
-from tiered.measure.bed import Bed
 from tiered.measure.pairs import BusyThread, measure_pairs
 from tiered.measure.pattern import Pattern
 from tiered.measure.rounds import run_round
+from tiered.measure.scratch_file import ScratchFile
 from tiered.units import GiB, KiB, MiB, format_bytes, parse_bytes
 
 Figures = dict[str, object]
@@ -62,16 +62,16 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def bed_of(args: argparse.Namespace, engine: str, depth: int, block: int) -> Bed:
-    bed = Bed(
+def scratch_of(args: argparse.Namespace, engine: str, depth: int, block: int) -> ScratchFile:
+    scratch = ScratchFile(
         args.directory,
         engine=engine,
         memory_nbytes=depth * block,
         file_nbytes=args.file,
         depth=depth,
     )
-    bed.write_file()
-    return bed
+    scratch.write_file()
+    return scratch
 
 
 def engines(args: argparse.Namespace) -> list[Figures]:
@@ -79,11 +79,11 @@ def engines(args: argparse.Namespace) -> list[Figures]:
     rows: list[Figures] = []
     for name in args.engines.split("/"):
         for block in args.blocks:
-            with bed_of(args, name, args.depth, block) as bed:
-                fio = bed.find_fio()
+            with scratch_of(args, name, args.depth, block) as scratch:
+                fio = scratch.find_fio()
                 for op in ("read", "write"):
                     pattern = Pattern(op, block, args.depth, args.file, args.seconds)
-                    found = measure_pairs(bed, pattern, rounds=args.rounds, fio=fio)
+                    found = measure_pairs(scratch, pattern, rounds=args.rounds, fio=fio)
                     row: Figures = {
                         "engine": name, "op": op, "block_bytes": block, "depth": args.depth,
                         "gb_per_s": found.gb_per_s, "fio_gb_per_s": found.fio_gb_per_s, "ratio": found.ratio_to_fio,
@@ -98,15 +98,15 @@ def busy(args: argparse.Namespace) -> list[Figures]:
     rows = []
     for engine in ("uring", "threads"):
         for block, depth in ((4 * MiB, 8), (4 * MiB, 32), (MiB, 128)):
-            with bed_of(args, engine, depth, block) as bed:
+            with scratch_of(args, engine, depth, block) as scratch:
                 for op in ("read", "write"):
                     pattern = Pattern(op, block, depth, args.file, args.seconds)
-                    run_round(bed.device, bed.memory, replace(pattern, seconds=0.2))
+                    run_round(scratch.device, scratch.memory, replace(pattern, seconds=0.2))
                     ratios, rates = [], []
                     for _ in range(args.rounds):
-                        idle = run_round(bed.device, bed.memory, pattern).gb_per_s
+                        idle = run_round(scratch.device, scratch.memory, pattern).gb_per_s
                         with BusyThread():
-                            rates.append(run_round(bed.device, bed.memory, pattern).gb_per_s)
+                            rates.append(run_round(scratch.device, scratch.memory, pattern).gb_per_s)
                         ratios.append(rates[-1] / idle)
                     row = {"engine": engine, "op": op, "block_bytes": block, "depth": depth}
                     rows.append(show({**row, "gb_per_s": statistics.median(rates), "ratio": statistics.median(ratios)}))
@@ -118,14 +118,14 @@ def demand(args: argparse.Namespace) -> list[Figures]:
     rows = []
     for engine in ("uring", "threads"):
         for block in (MiB, 4 * MiB):
-            with bed_of(args, engine, 33, 4 * MiB) as bed:
-                reads, writes = bed.memory[: 4 * MiB], bed.memory[4 * MiB :]
+            with scratch_of(args, engine, 33, 4 * MiB) as scratch:
+                reads, writes = scratch.memory[: 4 * MiB], scratch.memory[4 * MiB :]
                 pattern = Pattern("write", 4 * MiB, 32, args.file, seconds=3600)
                 ratios, idle_ms, full_ms = [], [], []
                 for _ in range(args.rounds):
-                    idle = demand_latencies(bed.device, reads[:block], args.file)
-                    with WriteBack(bed.device, writes, pattern):
-                        full = demand_latencies(bed.device, reads[:block], args.file)
+                    idle = demand_latencies(scratch.device, reads[:block], args.file)
+                    with WriteBack(scratch.device, writes, pattern):
+                        full = demand_latencies(scratch.device, reads[:block], args.file)
                     idle_ms.append(percentile_ms(idle, 99))
                     full_ms.append(percentile_ms(full, 99))
                     ratios.append(full_ms[-1] / idle_ms[-1])
@@ -207,13 +207,13 @@ def duplex(args: argparse.Namespace) -> list[Figures]:
     block, depth = 4 * MiB, 16
     total = args.file // 2
     rows = []
-    with bed_of(args, "uring", 2 * depth, block) as bed:
+    with scratch_of(args, "uring", 2 * depth, block) as scratch:
         orders: dict[str, int] = {"reads, then writes": total, "bursts of 32 MiB": 32 * MiB}
         orders |= {"bursts of 128 MiB": 128 * MiB, "both at once": 0}
         found: dict[str, list[float]] = {name: [] for name in orders}
         for _ in range(args.rounds):
             for name, burst in orders.items():
-                found[name].append(move_both(bed, total, burst, block, depth))
+                found[name].append(move_both(scratch, total, burst, block, depth))
         alone = found["reads, then writes"]
         for name, seconds in found.items():
             ratio = statistics.median(a / b for a, b in zip(alone, seconds, strict=True))
@@ -221,16 +221,18 @@ def duplex(args: argparse.Namespace) -> list[Figures]:
     return rows
 
 
-def move_both(bed: Bed, total: int, burst: int, block: int, depth: int) -> float:
+def move_both(scratch: ScratchFile, total: int, burst: int, block: int, depth: int) -> float:
     """Read the file's first half and write its second; return the seconds. ``burst`` 0: both directions at once."""
-    lanes = [bed.memory[: depth * block], bed.memory[depth * block :]]
+    lanes = [scratch.memory[: depth * block], scratch.memory[depth * block :]]
     start = time.perf_counter()
     if burst == 0:
-        run_round(bed.device, bed.memory, Pattern("mixed", block, 2 * depth, 2 * total, 3600, max_nbytes=2 * total))
+        run_round(
+            scratch.device, scratch.memory, Pattern("mixed", block, 2 * depth, 2 * total, 3600, max_nbytes=2 * total)
+        )
         return time.perf_counter() - start
     for place in range(0, total, burst):
         for is_write in (False, True):
-            move_range(bed.device, lanes[is_write], is_write, place + is_write * total, burst, block)
+            move_range(scratch.device, lanes[is_write], is_write, place + is_write * total, burst, block)
     return time.perf_counter() - start
 
 

@@ -48,11 +48,11 @@ def _instrument(pipe: int) -> None:
     """Report every I/O call before it is made, the opening of the store, and each commit's begin and end."""
     from tiered.store.catalog.catalog import SqliteCatalog
     from tiered.store.store import Store
-    from tiered.train.loop import Job
+    from tiered.train.loop import TrainingLoop
 
     for name in _CALLS:
         setattr(os, name, _reported(pipe, name, getattr(os, name)))
-    init, commit, apply, step = Store.__init__, Store.commit, SqliteCatalog.apply, Job._step
+    init, commit, apply, step = Store.__init__, Store.commit, SqliteCatalog.apply, TrainingLoop._step
 
     def reported_init(store: Any, *args: Any, **kwargs: Any) -> None:
         _report(pipe, "opening")
@@ -75,7 +75,7 @@ def _instrument(pipe: int) -> None:
         _report(pipe, "loss", number, loss.hex())
         return loss
 
-    Job._step = reported_step  # type: ignore[method-assign]
+    TrainingLoop._step = reported_step  # type: ignore[method-assign]
     Store.__init__, Store.commit = reported_init, reported_commit  # type: ignore[assignment,method-assign]
     SqliteCatalog.apply = reported_apply  # type: ignore[method-assign]
 

@@ -33,9 +33,9 @@ import torch
 import xxhash
 
 import tiered
-from tiered.measure.bed import Bed
 from tiered.measure.cold import forget
 from tiered.measure.pattern import Pattern
+from tiered.measure.scratch_file import ScratchFile
 from tiered.units import MiB, divide_up, parse_bytes
 
 BLOCK_NBYTES = 4 * MiB  # that a store digests
@@ -69,35 +69,37 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     tensors = Tensors(args)
     folder = tempfile.mkdtemp(dir=args.directory, prefix=".tiered-bench-")
     try:
-        with Bed(
+        with ScratchFile(
             args.directory,
             engine="auto",
             memory_nbytes=max(min(CALLERS_NBYTES, args.total), args.block * args.depth),
             file_nbytes=args.total,
             depth=args.depth,
-        ) as bed:
-            bed.write_file()
+        ) as scratch:
+            scratch.write_file()
             for op in WORK:
-                yield measure_op(args, tensors, op, folder, bed)
+                yield measure_op(args, tensors, op, folder, scratch)
     finally:
         shutil.rmtree(folder)
 
 
-def measure_op(args: argparse.Namespace, tensors: Tensors, op: str, folder: str, bed: Bed) -> dict[str, object]:
+def measure_op(
+    args: argparse.Namespace, tensors: Tensors, op: str, folder: str, scratch: ScratchFile
+) -> dict[str, object]:
     side = "write" if op == "put" else "read"
     pattern = Pattern(side, args.block, args.depth, args.total, 3600, max_nbytes=args.total)
     rates: dict[str, list[float]] = {"raw": [], "ceiling": [], "store": []}
     with Worker(WORK[op], args) as worker, tensors.open(folder, op) as store:
         for _ in range(2 if store is not None else 0):  # both sets of extents are written before they are timed
             tensors.put(store)
-        pace = bed.run(pattern, is_spread=True).gb_per_s
+        pace = scratch.run(pattern, is_spread=True).gb_per_s
         for turn in range(args.rounds):
             for name in list(rates)[turn % 3 :] + list(rates)[: turn % 3]:
                 if name == "raw":
-                    rates[name].append(bed.run(pattern, is_spread=True).gb_per_s)
+                    rates[name].append(scratch.run(pattern, is_spread=True).gb_per_s)
                 elif name == "ceiling":
                     with worker.at(pace):
-                        pace = bed.run(pattern, is_spread=True).gb_per_s
+                        pace = scratch.run(pattern, is_spread=True).gb_per_s
                     rates[name].append(pace)
                 else:
                     seconds = tensors.put(store) if store is not None else tensors.get(folder, is_lease=op == "lease")

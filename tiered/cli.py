@@ -19,7 +19,7 @@ from typer.exceptions import TyperException
 
 from tiered import __version__
 from tiered.console.interruption import INTERRUPTED
-from tiered.console.outlet import lasting_streams
+from tiered.console.lasting_streams import lasting_streams
 from tiered.errors import TieredError
 from tiered.units import parse_bytes, parse_count
 
@@ -125,7 +125,7 @@ Drop = Annotated[
         help="Drop this key, which is damaged, for good; again for more. A run cannot go on without a key of model/.",
     ),
 ]
-Report = Annotated[
+ReportFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write what was found and freed to a file.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")]
@@ -211,7 +211,7 @@ def train(
 @_command
 def inspect(run: Run) -> int:
     """Show a run's keys, their dtypes and bytes, its generation and committed state; also while it is in use."""
-    from tiered.train.found import describe
+    from tiered.train.existing_run import describe
 
     for line in describe(run):
         print(line)
@@ -221,13 +221,13 @@ def inspect(run: Run) -> int:
 @_command
 def verify(run: Run, drop: Drop = None, yes: Yes = False) -> int:
     """Read and check every byte of a run; exit status 1 and key, file and offset on damage."""
-    from tiered.train.found import check
+    from tiered.train.existing_run import check
 
     return check(run, drop or (), yes=yes)
 
 
 @_command
-def gc(run: Run, dry_run: DryRun = False, yes: Yes = False, json: Report = None) -> int:
+def gc(run: Run, dry_run: DryRun = False, yes: Yes = False, json: ReportFile = None) -> int:
     """Remove what crashes left in a run's directories, and give back the space that nothing committed uses."""
     from tiered.train.cleaning import clean
 

@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from tiered.cli import main
-from tiered.doctor.card import machine_card
+from tiered.doctor.description import machine_description
 from tiered.doctor.doctor import examined
 from tiered.doctor.finding import MACHINE, Finding, Outcome, broken, ok, slower
-from tiered.doctor.report import Report
+from tiered.doctor.report import DoctorReport
 
 FINDINGS = (
     ok(MACHINE, "SQLite", "version 3"),
@@ -30,10 +30,10 @@ FINDINGS = (
 class TestReport:
     """The worst first, and a verdict."""
 
-    def report(self, *findings: Finding) -> Report:
-        return Report.of(findings, machine_card())
+    def report(self, *findings: Finding) -> DoctorReport:
+        return DoctorReport.of(findings, machine_description())
 
-    def shown(self, report: Report, *, width: int = 200) -> list[str]:
+    def shown(self, report: DoctorReport, *, width: int = 200) -> list[str]:
         out = io.StringIO()
         report.show(Console(file=out, width=width))
         return [line.rstrip() for line in out.getvalue().splitlines()]
@@ -109,7 +109,7 @@ class TestCommandLine:
         for finding in report["findings"]:
             assert finding.keys() == {"subject", "check", "outcome", "found", "cost", "mend"}
             assert finding["check"] in said
-        assert [card["path"] for card in report["machine"]["directories"]] == [str(place), "/dev/shm"]
+        assert [described["path"] for described in report["machine"]["directories"]] == [str(place), "/dev/shm"]
         assert not os.listdir(place)
 
     def test_json_on_standard_output_is_nothing_but_that(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +146,7 @@ class TestCommandLine:
         (tmp_path / "~root").mkdir()
         report = examined([Path("./~root")])
         assert {finding.subject for finding in report.findings} == {MACHINE, str(tmp_path / "~root")}
-        assert [card.path for card in report.card.directories] == [str(tmp_path / "~root")]
+        assert [described.path for described in report.machine.directories] == [str(tmp_path / "~root")]
 
     def test_what_is_broken_is_the_exit_status_of_the_program(self, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "tiered.cli", "doctor", str(tmp_path / "missing")]

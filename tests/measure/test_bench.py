@@ -17,18 +17,18 @@ from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
 from tiered.bytes.device.profile import PROFILE_NAME, load_profile
 from tiered.cli import main
-from tiered.doctor.card import directory_card, machine_card
+from tiered.doctor.description import directory_description, machine_description
 from tiered.errors import UsageError
 from tiered.measure.command import BenchRequest, _finish, _terminated, bench, confirm_writes
 from tiered.measure.display import BenchDisplay
-from tiered.measure.report import DirectoryReport, Report
-from tiered.measure.settings import FULL, QUICK, Settings
+from tiered.measure.report import BenchReport, DirectoryReport
+from tiered.measure.settings import FULL, QUICK, BenchSettings
 from tiered.measure.sustained import read_smart
 from tiered.measure.swapping import SwapRates
 from tiered.measure.verdict import Best
 from tiered.units import GiB, KiB, MiB, format_bytes
 
-TINY = Settings(
+TINY = BenchSettings(
     blocks=(128 * KiB,),
     depths=(2,),
     mixed_blocks=(128 * KiB,),
@@ -174,16 +174,16 @@ class TestReport:
 class TestTheEnd:
     """What is made of minutes of measuring, whatever else fails."""
 
-    def report(self, directory: Path) -> Report:
+    def report(self, directory: Path) -> BenchReport:
         best = Best(4 * MiB, 8, 8, 3.5, 6.0, None, None, None)
         swap = SwapRates(256 * MiB, read_gb_per_s=3.0, write_gb_per_s=5.0, duplex=0.1)
         one = DirectoryReport(str(directory), engine="threads", engine_reason="it was asked for", best=best, swap=swap)
-        return Report(machine_card(), FEW, [one])
+        return BenchReport(machine_description(), FEW, [one])
 
     def test_a_plot_that_cannot_be_drawn_takes_nothing_with_it(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        def draw(report: Report) -> bytes:
+        def draw(report: BenchReport) -> bytes:
             raise OSError(errno.ENOSPC, "scripted")
 
         request = BenchRequest((tmp_path,), json_file=tmp_path / "bench.json", plot_file=tmp_path / "bench.png")
@@ -263,7 +263,7 @@ class TestRefusals:
         monkeypatch.setattr("sys.stdin.isatty", lambda: True)
         monkeypatch.setattr("sys.stdout.isatty", lambda: True)
         monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or answer)
-        card = replace(directory_card(tmp_path), free_nbytes=100 * GiB)
+        card = replace(directory_description(tmp_path), free_nbytes=100 * GiB)
         confirm_writes([card], 10 * GiB, GiB, yes=False)
         assert not asked, "a tenth is not more than a tenth"
         if goes_on:
@@ -280,7 +280,7 @@ class TestRefusals:
         monkeypatch.setattr("sys.stdout.isatty", lambda: True)
         monkeypatch.setattr(f"sys.{stream}", None)
         with pytest.raises(UsageError, match="no terminal to ask on: add --yes"):
-            confirm_writes([directory_card(tmp_path)], 1 << 60, GiB, yes=False)
+            confirm_writes([directory_description(tmp_path)], 1 << 60, GiB, yes=False)
         with BenchDisplay() as display:
             display.line("measured")
 

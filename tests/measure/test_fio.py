@@ -14,10 +14,10 @@ import pytest
 from tiered.bytes.device.base import SCRATCH
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import DeviceError
-from tiered.measure.bed import Bed
 from tiered.measure.fio import Fio, FioError, open_file_path
 from tiered.measure.pairs import BusyThread, measure_pairs
 from tiered.measure.pattern import Pattern
+from tiered.measure.scratch_file import ScratchFile
 from tiered.units import KiB, MiB
 
 FILE = 4 * MiB
@@ -25,10 +25,10 @@ has_fio = shutil.which("fio") is not None
 
 
 @pytest.fixture
-def bed(tmp_path: Path) -> Iterator[Bed]:
-    with Bed(tmp_path, engine="threads", memory_nbytes=4 * MiB, file_nbytes=FILE, depth=4) as bed:
-        bed.write_file()
-        yield bed
+def scratch(tmp_path: Path) -> Iterator[ScratchFile]:
+    with ScratchFile(tmp_path, engine="threads", memory_nbytes=4 * MiB, file_nbytes=FILE, depth=4) as scratch:
+        scratch.write_file()
+        yield scratch
     assert not list(tmp_path.iterdir())
 
 
@@ -49,11 +49,11 @@ class TestCommand:
 
 class TestRuns:
     @pytest.mark.parametrize("op", ["write", "mixed"])
-    def test_pairs_move_the_same_bytes(self, bed: Bed, op: str) -> None:
+    def test_pairs_move_the_same_bytes(self, scratch: ScratchFile, op: str) -> None:
         """Where fio is missing the pairs have no other side, and say so."""
-        fio = bed.find_fio()
+        fio = scratch.find_fio()
         assert (fio is not None) == has_fio
-        pairs = measure_pairs(bed, pattern(op), rounds=1, fio=fio, warm_up_s=0.01)
+        pairs = measure_pairs(scratch, pattern(op), rounds=1, fio=fio, warm_up_s=0.01)
         assert len(pairs.ours) == 1
         assert len(pairs.fio) == (1 if has_fio else 0)
         assert (pairs.ratio_to_fio is not None) == (pairs.fio_gb_per_s is not None) == has_fio
@@ -62,16 +62,16 @@ class TestRuns:
         for one in pairs.fio:
             assert one.seconds > 0 <= one.cpu_s
             assert 0 < one.latency.p50_s <= one.latency.p99_s <= one.latency.p999_s
-        assert bed.device.files() == {-1: FILE}
+        assert scratch.device.files() == {-1: FILE}
 
-    def test_a_busy_thread_is_not_counted_as_ours(self, bed: Bed) -> None:
-        pairs = measure_pairs(bed, pattern("read"), rounds=1, is_busy=True, warm_up_s=0.01)
+    def test_a_busy_thread_is_not_counted_as_ours(self, scratch: ScratchFile) -> None:
+        pairs = measure_pairs(scratch, pattern("read"), rounds=1, is_busy=True, warm_up_s=0.01)
         (found,) = pairs.ours
         assert found.cpu_s < found.seconds * 4  # its own threads alone
 
-    def test_a_program_that_is_no_fio_is_refused(self, bed: Bed) -> None:
+    def test_a_program_that_is_no_fio_is_refused(self, scratch: ScratchFile) -> None:
         with pytest.raises(FioError, match="fio did not report: it said nothing"):
-            Fio("/bin/true", "io_uring").run(pattern("read"), bed.path)
+            Fio("/bin/true", "io_uring").run(pattern("read"), scratch.path)
 
     def test_a_file_that_is_not_open_has_no_path(self, tmp_path: Path) -> None:
         device = ThreadsDevice(tmp_path, num_threads=1)
@@ -107,18 +107,18 @@ class TestRuns:
                 pytest.skip("no overlay over these file systems")
             undo.callback(subprocess.run, ["umount", "--lazy", tmp_path / "merged"], check=True)
             place = tmp_path / "merged/run"
-            with Bed(place, engine="threads", memory_nbytes=4 * MiB, file_nbytes=FILE, depth=4) as bed:
-                bed.write_file()
-                assert os.stat(bed.path).st_size == FILE
+            with ScratchFile(place, engine="threads", memory_nbytes=4 * MiB, file_nbytes=FILE, depth=4) as scratch:
+                scratch.write_file()
+                assert os.stat(scratch.path).st_size == FILE
 
 
-def test_the_memory_of_fio_is_in_huge_pages(bed: Bed, tmp_path: Path) -> None:
+def test_the_memory_of_fio_is_in_huge_pages(scratch: ScratchFile, tmp_path: Path) -> None:
     """As ours is: by a word to glibc, whose malloc fio's buffers come from."""
     program = tmp_path / "fio"
     program.write_text('#!/bin/sh\necho "$GLIBC_TUNABLES" >&2\nexit 1\n')
     program.chmod(0o755)
     with pytest.raises(FioError, match=r"did not report: glibc\.malloc\.hugetlb=1:glibc\.malloc\.perturb=85"):
-        Fio(str(program), "io_uring").run(pattern("read"), bed.path)
+        Fio(str(program), "io_uring").run(pattern("read"), scratch.path)
     program.unlink()
 
 

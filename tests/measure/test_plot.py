@@ -15,12 +15,12 @@ import pytest
 
 from tests.bytes.moving import exit_code_of_child
 from tiered.doctor.block_device import BlockDevice
-from tiered.doctor.card import DirectoryCard, machine_card
+from tiered.doctor.description import DirectoryDescription, machine_description
 from tiered.doctor.mount import Mount
-from tiered.measure.report import DirectoryReport, Report, Row, TensorRow
+from tiered.measure.report import BenchReport, DirectoryReport, PointRow, TensorRow
 from tiered.measure.rounds import Latency
 from tiered.measure.settings import QUICK
-from tiered.measure.sustained import Sample
+from tiered.measure.sustained import SustainedRate
 from tiered.measure.verdict import Best
 from tiered.units import KiB, MiB
 
@@ -63,10 +63,10 @@ def overlapping(figure: Figure) -> list[tuple[str, str]]:
     return [(a, b) for (a, one), (b, other) in combinations(extents, 2) if one.overlaps(other)]
 
 
-def row(op: str, nbytes: int, depth: int, *, is_busy: bool = False) -> Row:
+def row(op: str, nbytes: int, depth: int, *, is_busy: bool = False) -> PointRow:
     """Return a row of a drive so fast that its figures are long."""
     latency = Latency(1e-4, 2e-3, 0.5, 1.5)
-    return Row(
+    return PointRow(
         op=op, block_bytes=nbytes, depth=depth, engine="uring", directory="/", is_busy=is_busy, rounds=5,
         gb_per_s=1234.5, gb_per_s_min=1000.0, gb_per_s_max=2345.6, latency=latency, cpu_s_per_gb=0.01,
         read_gb_per_s=600.0, write_gb_per_s=600.0, fio_gb_per_s=None if is_busy else 2400.25, ratio_to_fio=0.5,
@@ -74,13 +74,15 @@ def row(op: str, nbytes: int, depth: int, *, is_busy: bool = False) -> Row:
     )  # fmt: skip
 
 
-def long_report(*, is_sustained: bool) -> Report:
+def long_report(*, is_sustained: bool) -> BenchReport:
     """Return a report of many points whose directory, drive and processor have long names."""
     directory = "/" + "/".join(["a_folder_with_a_long_name_and_no_blank"] * 8)
     mount = Mount(directory, "/", "ext4-or-something-longer", "/dev/x", "rw", (8, 1))
     device = BlockDevice("nvme0n1", LONG_NAME, *[None] * 11, ())
-    card = DirectoryCard(directory, mount, "local", device, None, None, 4096, None)
-    machine = replace(machine_card(), cpu_model=LONG_NAME, kernel="6.18.0-" + "custom" * 20, directories=(card,))
+    described = DirectoryDescription(directory, mount, "local", device, None, None, 4096, None)
+    machine = replace(
+        machine_description(), cpu_model=LONG_NAME, kernel="6.18.0-" + "custom" * 20, directories=(described,)
+    )
     rows = [
         row(op, 128 * KiB << shift, depth)
         for op in ("read", "write", "mixed") for shift in range(8) for depth in (1, 2, 8, 16, 32, 128)
@@ -93,9 +95,9 @@ def long_report(*, is_sustained: bool) -> Report:
     first = DirectoryReport(directory, engine="uring", rows=rows, tensors=tensors)
     first.best = Best(16 * MiB, 128, 128, 2345.6, 2345.6, 0.1, 0.5, 0.5)
     if is_sustained:
-        first.sustained = [Sample(op, at_s, 1234.5, 71.0) for op in ("read", "write") for at_s in (1.0, 6000.0)]
+        first.sustained = [SustainedRate(op, at_s, 1234.5, 71.0) for op in ("read", "write") for at_s in (1.0, 6000.0)]
     verdict = "read 2345.6 GB/s, write 2345.6 GB/s with 16 MiB x 128: " * 9
-    return Report(machine, QUICK, [first, DirectoryReport("/b")], verdict=verdict)
+    return BenchReport(machine, QUICK, [first, DirectoryReport("/b")], verdict=verdict)
 
 
 @pytest.mark.parametrize("is_sustained", [False, True], ids=["summary", "sustained"])

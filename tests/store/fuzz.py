@@ -32,7 +32,7 @@ from tests.store.places import quick_directory
 from tiered.bytes.device.profile import find_profile
 from tiered.errors import CorruptionError, TieredError
 from tiered.store.store import Store
-from tiered.train.found import describe
+from tiered.train.existing_run import describe
 
 __all__ = ["batch", "fuzz", "run_in_child"]
 

@@ -30,7 +30,7 @@ from tiered.bytes.device.profile import Profile, write_profile
 from tiered.cli import main
 from tiered.errors import TieredError
 from tiered.store.generations.registry import committed_state
-from tiered.train.found import FoundRun, find_run
+from tiered.train.existing_run import ExistingRun, find_run
 from tiered.units import MiB
 
 MOST_S = 30.0  # of the clock, on a machine that is busy: a hang takes for ever
@@ -211,12 +211,12 @@ def test_whatever_a_commit_holds_a_run_goes_on_or_is_refused(
 ) -> None:
     found = find_run([made / "run"])
     assert found is not None
-    monkeypatch.setattr(tiered.train.launch, "Job", FakeJob)
+    monkeypatch.setattr(tiered.train.launch, "TrainingLoop", FakeJob)
     num_refused, rng = 0, random.Random(11)
     for number in range(120):
         state = spoilt(found.state, rng)
         state = state if isinstance(state, dict) else {"config": state, "dials": state, "step": state}
-        monkeypatch.setattr(tiered.train.launch, "find_run", lambda _, state=state: FoundRun(state, 1))
+        monkeypatch.setattr(tiered.train.launch, "find_run", lambda _, state=state: ExistingRun(state, 1))
         status = main([*COMMANDS["resume" if number % 4 else "without a word"], str(made / "run")])
         said = capsys.readouterr().err
         assert status == 0 or (status == 2 and said.startswith("tiered: ") and len(said) < 6000), state

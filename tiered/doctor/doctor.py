@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiered.console.report_file import check_writable, write_report
-from tiered.doctor.card import machine_card
 from tiered.doctor.compute import compute_checks, group_checks, kernel_checks
+from tiered.doctor.description import machine_description
 from tiered.doctor.directory import directory_checks, drive_checks
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import Check
 from tiered.doctor.machine import machine_checks
-from tiered.doctor.report import Report
+from tiered.doctor.report import DoctorReport
 
 __all__ = ["doctor", "examined"]
 
@@ -40,7 +40,7 @@ def doctor(directories: Sequence[Path], json_file: str | None = None) -> int:
     return report.status
 
 
-def examined(directories: Sequence[str | os.PathLike[str]], deadline_s: float = _DEADLINE_S) -> Report:
+def examined(directories: Sequence[str | os.PathLike[str]], deadline_s: float = _DEADLINE_S) -> DoctorReport:
     """Return what works on this machine and in ``directories``; blocks for little more than ``deadline_s``.
 
     Leaves nothing in the directories. Starts child processes by fork, and touches neither CUDA nor a drive itself
@@ -52,4 +52,4 @@ def examined(directories: Sequence[str | os.PathLike[str]], deadline_s: float = 
     groups += [checks for checks in (drive_checks(paths), *map(directory_checks, paths)) if checks]
     findings = examine(groups, deadline_s)
     answered = [path for path in paths if len(directory_checks(path)) == sum(f.subject == path for f in findings)]
-    return Report.of(findings, machine_card(answered))
+    return DoctorReport.of(findings, machine_description(answered))

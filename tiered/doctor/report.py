@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tiered.doctor.card import MachineCard
+from tiered.doctor.description import MachineDescription
 from tiered.doctor.finding import MACHINE, Finding, Outcome
 
-__all__ = ["Report"]
+__all__ = ["DoctorReport"]
 
 _VERSION = 1
 _WORST_FIRST = tuple(Outcome)
@@ -21,16 +21,16 @@ _FILE_WIDTH = 1000  # columns, where the output is no terminal: a check is a lin
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DoctorReport:
     """The findings of one examination, and the machine they are of."""
 
     findings: tuple[Finding, ...]  # the worst first
-    card: MachineCard
+    machine: MachineDescription
 
     @classmethod
-    def of(cls, findings: Sequence[Finding], card: MachineCard) -> Report:
+    def of(cls, findings: Sequence[Finding], machine: MachineDescription) -> DoctorReport:
         """Return the report of ``findings`` in any order; within an outcome they stay in theirs."""
-        return cls(tuple(sorted(findings, key=lambda finding: _WORST_FIRST.index(finding.outcome))), card)
+        return cls(tuple(sorted(findings, key=lambda finding: _WORST_FIRST.index(finding.outcome))), machine)
 
     @property
     def status(self) -> int:
@@ -54,7 +54,7 @@ class Report:
             "status": self.status,
             "verdict": self.verdict,
             "findings": [finding.as_json() for finding in self.findings],
-            "machine": self.card.as_json(),
+            "machine": self.machine.as_json(),
         }
 
     def show(self, console: Console | None = None) -> None:

@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import DataLoader
 
 from tiered.errors import UsageError
+from tiered.loader.batch_source import BatchSource, StatefulSource
 from tiered.loader.random_parts import RandomParts, is_stateful
-from tiered.loader.source import Source, StatefulSource
 from tiered.loader.torch_source import TorchSource
 
 __all__ = ["ResumableLoader", "resumable"]
@@ -169,10 +169,10 @@ class _Batches(Iterator[Batch]):
             raise
 
 
-def _source(loader: Iterable[Batch], *, replay: bool) -> Source[Batch]:
+def _source(loader: Iterable[Batch], *, replay: bool) -> BatchSource[Batch]:
     state: object = loader
     if is_stateful(state):
         return StatefulSource(loader, state)
     if isinstance(loader, DataLoader):
         return TorchSource(loader, replay=replay)
-    return Source(loader, RandomParts({}))
+    return BatchSource(loader, RandomParts({}))

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
+from tiered.loader.batch_source import BatchSource, length, warn_of_turns
 from tiered.loader.random_parts import DrawWatch, drawn_states, generators, parts_of
-from tiered.loader.source import Source, length, warn_of_turns
 
 __all__ = ["TorchSource"]
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("tiered")
 Batch = TypeVar("Batch")
 
 
-class TorchSource(Source[Batch]):
+class TorchSource(BatchSource[Batch]):
     """A DataLoader without a state of its own. A resumed epoch skips what was used, or, with ``loads_again``, does not.
 
     It keeps the worker processes that persist, as long as it lives.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tiered.bytes.device.profile import write_profile
 from tiered.measure.display import BenchDisplay
-from tiered.measure.report import TENSOR_TITLE, Report, TensorRow
-from tiered.measure.settings import Settings
+from tiered.measure.report import TENSOR_TITLE, BenchReport, TensorRow
+from tiered.measure.settings import BenchSettings
 from tiered.measure.suite import PREFIX, profile_of
 from tiered.measure.tensors import measure_tensors
 
@@ -26,8 +26,8 @@ class AllDirectories:
 
     def __init__(
         self,
-        report: Report,
-        settings: Settings,
+        report: BenchReport,
+        settings: BenchSettings,
         display: BenchDisplay,
         check: Callable[[], object],
         *,

@@ -16,19 +16,19 @@ from tiered.bytes.device.profile import write_profile
 from tiered.console.interruption import INTERRUPTED, Interruption
 from tiered.console.question import confirm
 from tiered.console.report_file import check_writable, write_report
-from tiered.doctor.card import DirectoryCard, machine_card
+from tiered.doctor.description import DirectoryDescription, machine_description
 from tiered.errors import TieredError, UsageError
 from tiered.measure.all_directories import AllDirectories
 from tiered.measure.display import BenchDisplay
-from tiered.measure.report import DirectoryReport, Report
-from tiered.measure.settings import FULL, QUICK, Settings
+from tiered.measure.report import BenchReport, DirectoryReport
+from tiered.measure.settings import FULL, QUICK, BenchSettings
 from tiered.measure.suite import Suite, profile_of
 from tiered.measure.verdict import verdict_of
 from tiered.units import format_bytes
 
 __all__ = ["BenchRequest", "bench", "confirm_writes"]
 
-_ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT is an Interruption's
+_END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT is an Interruption's
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class _Stopped(Exception):
     """Ctrl-C was pressed once: end in good order."""
 
 
-def bench(request: BenchRequest, settings: Settings | None = None) -> int:
+def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
     """Measure and report; return the exit status: 0, or 130 when Ctrl-C stopped it in good order.
 
     Nothing is written before that was agreed to. Afterwards only the profile of each directory is left there.
@@ -69,7 +69,7 @@ def bench(request: BenchRequest, settings: Settings | None = None) -> int:
     """
     settings = settings or replace(QUICK if request.quick else FULL, sustained_s=request.sustained_s)
     plot = _plotter(request)
-    card = machine_card(request.directories)
+    card = machine_description(request.directories)
     has_fio = shutil.which("fio") is not None
     settings = settings.fitted(min((one.free_nbytes or 0 for one in card.directories), default=0))
     nbytes = settings.write_nbytes(has_fio=has_fio, num_directories=len(card.directories))
@@ -86,7 +86,7 @@ def bench(request: BenchRequest, settings: Settings | None = None) -> int:
             suite.abandon()
         return "ended at once; nothing was left behind"
 
-    report = Report(card, settings, [])
+    report = BenchReport(card, settings, [])
     with (
         _terminated(),
         Interruption("stopping after the round in hand (Ctrl-C again: at once)", farewell) as interruption,
@@ -113,7 +113,7 @@ def bench(request: BenchRequest, settings: Settings | None = None) -> int:
     return 0
 
 
-def confirm_writes(directories: Sequence[DirectoryCard], nbytes: int, file_nbytes: int, *, yes: bool) -> None:
+def confirm_writes(directories: Sequence[DirectoryDescription], nbytes: int, file_nbytes: int, *, yes: bool) -> None:
     """Return if at most a tenth of the free space will be written, or the user agrees. Raises UsageError."""
     asked = [one for one in directories if nbytes > (one.free_nbytes or 0) / 10]
     if not asked:
@@ -130,7 +130,7 @@ def confirm_writes(directories: Sequence[DirectoryCard], nbytes: int, file_nbyte
     )
 
 
-def _finish(report: Report, request: BenchRequest, plot: Callable[[Report], bytes] | None) -> None:
+def _finish(report: BenchReport, request: BenchRequest, plot: Callable[[BenchReport], bytes] | None) -> None:
     bests = [one.best for one in report.directories if one.best is not None]
     swapping = [one.swap for one in report.directories if one.swap is not None]
     report.verdict = verdict_of(bests, report.together, swapping=swapping, has_fio=shutil.which("fio") is not None)
@@ -144,11 +144,11 @@ def _finish(report: Report, request: BenchRequest, plot: Callable[[Report], byte
             steps.callback(write_report, request.json_file, f"{json.dumps(report.as_json(), indent=1)}\n")
 
 
-def _write_plot(report: Report, file: Path, plot: Callable[[Report], bytes]) -> None:
+def _write_plot(report: BenchReport, file: Path, plot: Callable[[BenchReport], bytes]) -> None:
     write_report(file, plot(report))
 
 
-def _keep_profile(one: DirectoryReport, report: Report) -> None:
+def _keep_profile(one: DirectoryReport, report: BenchReport) -> None:
     """Keep and tell what is best in one directory; where it cannot be kept, that is said and nothing else."""
     best = one.best
     assert best is not None
@@ -162,7 +162,7 @@ def _keep_profile(one: DirectoryReport, report: Report) -> None:
     )
 
 
-def _plotter(request: BenchRequest) -> Callable[[Report], bytes] | None:
+def _plotter(request: BenchRequest) -> Callable[[BenchReport], bytes] | None:
     """Return what draws the plot, as a PNG; UsageError now rather than after minutes when it cannot be drawn."""
     if request.plot_file is None:
         return None
@@ -180,7 +180,7 @@ def _terminated() -> Iterator[None]:
     def on_signal(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    previous = {number: signal.getsignal(number) for number in _ENDINGS}
+    previous = {number: signal.getsignal(number) for number in _END_SIGNALS}
     with ExitStack() as undo:
         for number, action in previous.items():
             if action != signal.SIG_IGN:  # as nohup has it

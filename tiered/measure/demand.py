@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tiered.measure.bed import Bed
 from tiered.measure.pattern import DEMAND_OPS, Pattern
 from tiered.measure.rounds import Latency, Round
+from tiered.measure.scratch_file import ScratchFile
 from tiered.units import format_bytes
 
 __all__ = ["DemandLatency", "measure_demand"]
@@ -38,7 +38,9 @@ class DemandLatency:
         )
 
 
-def measure_demand(bed: Bed, pattern: Pattern, *, rounds: int, check: Callable[[], object]) -> DemandLatency:
+def measure_demand(
+    scratch: ScratchFile, pattern: Pattern, *, rounds: int, check: Callable[[], object]
+) -> DemandLatency:
     """Run ``rounds`` rounds of each kind in turn, with the block, depth and length of ``pattern``; blocks.
 
     As many bytes as the pattern moves are written in a round, and no more. ``check`` is called between rounds and may
@@ -48,9 +50,9 @@ def measure_demand(bed: Bed, pattern: Pattern, *, rounds: int, check: Callable[[
     for _ in range(rounds):
         for op in DEMAND_OPS:
             check()
-            most = pattern.max_nbytes and 2 * pattern.max_nbytes  # of both lanes, half each
+            most = pattern.max_nbytes and 2 * pattern.max_nbytes  # of both directions, half each
             one = replace(pattern, op=op, max_nbytes=most)
-            found[op].append(bed.run(one))
+            found[op].append(scratch.run(one))
     alone, beside = (found[op] for op in DEMAND_OPS)
     return DemandLatency(
         block_bytes=pattern.block_nbytes,

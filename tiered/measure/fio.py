@@ -62,10 +62,10 @@ class Fio:
         Raises FioError when fio fails. Interrupted, it ends fio.
         """
         limits = [f"--runtime={max(1, round(pattern.seconds * 1000))}ms"]
-        if pattern.max_turns is None:
+        if pattern.max_blocks is None:
             limits.append("--time_based")
         else:
-            limits.append(f"--io_size={pattern.max_turns * pattern.block_nbytes}")
+            limits.append(f"--io_size={pattern.max_blocks * pattern.block_nbytes}")
         cpu_s, report = self._run(pattern, file, limits, wait_s=pattern.seconds + _START_S)
         # The jobs' own count leaves out io_uring's kernel workers, the process's has a start of uncertain length.
         cpu_s -= self._start_cpu_s.get(self._key(pattern), cpu_s) + _START_NOISE_S
@@ -80,12 +80,12 @@ class Fio:
         ]  # fmt: skip
         if pattern.op == "mixed":
             command.append("--exitall")
-        for index, lane in enumerate(pattern.lanes):
+        for index, direction in enumerate(pattern.directions):
             command += [
-                f"--name={'write' if lane.is_write else 'read'}-{index}", f"--filename={file}",
-                f"--rw={'write' if lane.is_write else 'read'}", f"--iodepth={lane.depth}",
-                f"--offset={lane.first_block * pattern.block_nbytes}",
-                f"--size={lane.num_blocks * pattern.block_nbytes}", *limits,
+                f"--name={'write' if direction.is_write else 'read'}-{index}", f"--filename={file}",
+                f"--rw={'write' if direction.is_write else 'read'}", f"--iodepth={direction.depth}",
+                f"--offset={direction.first_block * pattern.block_nbytes}",
+                f"--size={direction.num_blocks * pattern.block_nbytes}", *limits,
             ]  # fmt: skip
         return command
 

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from tiered.measure.bed import Bed
 from tiered.measure.fio import Fio, FioRound
 from tiered.measure.pattern import OPS, Pattern
 from tiered.measure.rounds import Latency, Moved, Round
+from tiered.measure.scratch_file import ScratchFile
 from tiered.units import MiB, parse_bytes
 
 __all__ = ["BusyThread", "Pairs", "main", "measure_pairs"]
@@ -101,7 +101,7 @@ class BusyThread:
 
 
 def measure_pairs(
-    bed: Bed,
+    scratch: ScratchFile,
     pattern: Pattern,
     *,
     rounds: int,
@@ -115,9 +115,9 @@ def measure_pairs(
     Who begins changes from pair to pair. ``is_busy`` has a busy Python thread beside ours. ``check`` is called before
     each pair and may raise.
     """
-    bed.run(replace(pattern, seconds=warm_up_s))
+    scratch.run(replace(pattern, seconds=warm_up_s))
     if fio is not None:
-        fio.calibrate(pattern, bed.path)
+        fio.calibrate(pattern, scratch.path)
     sides = ["ours", *["fio"] * (fio is not None)]
     ours: list[Round] = []
     theirs: list[FioRound] = []
@@ -125,9 +125,9 @@ def measure_pairs(
         check()
         for side in sides[turn % len(sides) :] + sides[: turn % len(sides)]:
             if side == "ours":
-                ours.append(_run_busy(bed.run, pattern) if is_busy else bed.run(pattern))
+                ours.append(_run_busy(scratch.run, pattern) if is_busy else scratch.run(pattern))
             elif fio is not None:
-                theirs.append(fio.run(pattern, bed.path))
+                theirs.append(fio.run(pattern, scratch.path))
     return Pairs(pattern, tuple(ours), tuple(theirs))
 
 
@@ -154,20 +154,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-fio", action="store_true")
     given = parser.parse_args(arguments)
     pattern = Pattern(given.op, given.block, given.depth, given.file, given.seconds)
-    with Bed(
+    with ScratchFile(
         given.directory,
         engine=given.engine,
         memory_nbytes=given.block * given.depth,
         file_nbytes=given.file,
         depth=given.depth,
-    ) as bed:
-        bed.write_file()
-        fio = None if given.no_fio else bed.find_fio()
-        pairs = measure_pairs(bed, pattern, rounds=given.rounds, fio=fio, is_busy=given.busy)
+    ) as scratch:
+        scratch.write_file()
+        fio = None if given.no_fio else scratch.find_fio()
+        pairs = measure_pairs(scratch, pattern, rounds=given.rounds, fio=fio, is_busy=given.busy)
     print(
         json.dumps(
             {
-                "engine": bed.engine,
+                "engine": scratch.engine,
                 "op": given.op,
                 "block_bytes": given.block,
                 "depth": given.depth,

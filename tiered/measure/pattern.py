@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from tiered.bytes.device.base import SCRATCH, IOClass
 from tiered.units import format_bytes
 
-__all__ = ["DEMAND_OPS", "OPS", "Lane", "Pattern"]
+__all__ = ["DEMAND_OPS", "OPS", "Direction", "Pattern"]
 
 OPS = ("read", "write", "mixed")
 DEMAND_OPS = ("demand", "demand beside writes")
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class Direction:
     """One direction of a pattern: ``depth`` blocks in flight, in order over its part of the file, again and again."""
 
     is_write: bool
@@ -24,8 +24,8 @@ class Lane:
     io_class: IOClass
 
     @classmethod
-    def bulk(cls, is_write: bool, depth: int, first_block: int, num_blocks: int) -> Lane:
-        """Return a lane of the bulk of a step: write-back, or reads ahead of need."""
+    def bulk(cls, is_write: bool, depth: int, first_block: int, num_blocks: int) -> Direction:
+        """Return a direction of the bulk of a step: write-back, or reads ahead of need."""
         return cls(is_write, depth, first_block, num_blocks, IOClass.WRITE if is_write else IOClass.PREFETCH)
 
 
@@ -59,26 +59,26 @@ class Pattern:
             raise ValueError(f"a file of {format_bytes(self.file_nbytes)} is too small: {self!r}")
 
     @property
-    def max_turns(self) -> int | None:
-        """The most blocks that one lane moves."""
-        return self.max_nbytes and max(1, self.max_nbytes // self.block_nbytes // len(self.lanes))
+    def max_blocks(self) -> int | None:
+        """The most blocks that one direction moves."""
+        return self.max_nbytes and max(1, self.max_nbytes // self.block_nbytes // len(self.directions))
 
     @property
-    def lanes(self) -> tuple[Lane, ...]:
+    def directions(self) -> tuple[Direction, ...]:
         """The pattern by direction; fio is given the same."""
         num_blocks = self.file_nbytes // self.block_nbytes
         half = num_blocks // 2
         if self.op == "mixed":
             return (
-                Lane.bulk(False, self.depth - self.depth // 2, 0, half),
-                Lane.bulk(True, self.depth // 2, half, half),
+                Direction.bulk(False, self.depth - self.depth // 2, 0, half),
+                Direction.bulk(True, self.depth // 2, half, half),
             )
         if self.op in ("read", "write"):
-            return (Lane.bulk(self.op == "write", self.depth, 0, num_blocks),)
-        demand = Lane(False, 1, 0, half, IOClass.DEMAND)
-        return (demand,) if self.op == "demand" else (demand, Lane.bulk(True, self.depth, half, half))
+            return (Direction.bulk(self.op == "write", self.depth, 0, num_blocks),)
+        demand = Direction(False, 1, 0, half, IOClass.DEMAND)
+        return (demand,) if self.op == "demand" else (demand, Direction.bulk(True, self.depth, half, half))
 
     @property
     def num_slots(self) -> int:
         """Blocks in flight in all."""
-        return sum(lane.depth for lane in self.lanes)
+        return sum(direction.depth for direction in self.directions)

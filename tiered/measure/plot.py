@@ -15,8 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from tiered.measure.report import DirectoryReport, Report, Row
-from tiered.measure.sustained import Sample
+from tiered.measure.report import BenchReport, DirectoryReport, PointRow
+from tiered.measure.sustained import SustainedRate
 from tiered.units import format_bytes
 
 __all__ = ["draw", "figure_of"]
@@ -28,14 +28,14 @@ _INK, _FAINT = "#222222", "#d9d9d9"
 _DPI = 130
 
 
-def draw(report: Report) -> bytes:
+def draw(report: BenchReport) -> bytes:
     """Return the figure of ``report`` as a PNG; the panels are of the first directory."""
     png = io.BytesIO()
     figure_of(report).savefig(png, format="png")
     return png.getvalue()
 
 
-def figure_of(report: Report) -> Figure:
+def figure_of(report: BenchReport) -> Figure:
     """Return the figure that ``draw`` writes. Every label of it lies on the page, whatever the names of drives."""
     figure = Figure(figsize=(13, 9), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
@@ -68,7 +68,7 @@ def _write(figure: Figure, text: str, top: float, **look: Any) -> float:
     return float(written.get_window_extent().y0 / figure.bbox.height)
 
 
-def _hardware(report: Report, first: DirectoryReport) -> str:
+def _hardware(report: BenchReport, first: DirectoryReport) -> str:
     machine, card = report.machine, report.machine.directories[0]
     drive = (card.block_device.model or card.block_device.name) if card.block_device else "a drive not known"
     where = f"{card.mount.file_system} on {drive}" if card.mount else drive
@@ -79,7 +79,7 @@ def _hardware(report: Report, first: DirectoryReport) -> str:
     )
 
 
-def _draw_bandwidth(axis: Axes, rows: Sequence[Row], title: str) -> None:
+def _draw_bandwidth(axis: Axes, rows: Sequence[PointRow], title: str) -> None:
     for colour, depth in zip(_COLOURS, sorted({row.depth for row in rows}), strict=False):
         line = sorted((row for row in rows if row.depth == depth), key=lambda row: row.block_bytes)
         blocks = [row.block_bytes for row in line]
@@ -100,7 +100,7 @@ def _draw_bandwidth(axis: Axes, rows: Sequence[Row], title: str) -> None:
     axis.legend(frameon=False, fontsize=8.5, loc="upper left", ncols=5, columnspacing=1.0, handlelength=1.6)
 
 
-def _draw_latency(axis: Axes, rows: Sequence[Row]) -> None:
+def _draw_latency(axis: Axes, rows: Sequence[PointRow]) -> None:
     """Draw p50 to p99.9 of reads and writes at the depth that has most block sizes, the deeper of equals."""
     depths = [row.depth for row in rows if row.op == "read"]
     depth = max(depths, key=lambda one: (depths.count(one), one), default=1)
@@ -169,7 +169,7 @@ def _colour(name: str) -> str:
     return _COLOURS[3] if "mixed" in name else _COLOURS[1] if "write" in name or "put" in name else _COLOURS[0]
 
 
-def _draw_sustained(axis: Axes, samples: Sequence[Sample]) -> None:
+def _draw_sustained(axis: Axes, samples: Sequence[SustainedRate]) -> None:
     for colour, op in zip(_COLOURS, ("read", "write"), strict=False):
         line = [sample for sample in samples if sample.op == op]
         axis.plot([one.at_s for one in line], [one.gb_per_s for one in line], color=colour, lw=1.6, label=op)
@@ -192,7 +192,7 @@ def _dress(axis: Axes, title: str, *, grid: str = "y") -> None:
     axis.tick_params(labelsize=9, colors=_INK)
 
 
-def _label_blocks(axis: Axes, rows: Sequence[Row]) -> None:
+def _label_blocks(axis: Axes, rows: Sequence[PointRow]) -> None:
     blocks = sorted({row.block_bytes for row in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(blocks, [_short(block) for block in blocks])

@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
-from tiered.doctor.card import MachineCard
+from tiered.doctor.description import MachineDescription
 from tiered.measure.cold import ColdProof
 from tiered.measure.demand import DemandLatency
 from tiered.measure.pairs import Pairs
 from tiered.measure.rounds import Latency
-from tiered.measure.settings import Settings
-from tiered.measure.sustained import Sample, Smart
+from tiered.measure.settings import BenchSettings
+from tiered.measure.sustained import Smart, SustainedRate
 from tiered.measure.swapping import SwapRates
 from tiered.measure.tensors import TensorRounds
 from tiered.measure.verdict import Best
 from tiered.units import format_bytes
 
-__all__ = ["ROW_TITLE", "SCHEMA", "TENSOR_TITLE", "VERSION", "DirectoryReport", "Report", "Row", "TensorRow"]
+__all__ = ["ROW_TITLE", "SCHEMA", "TENSOR_TITLE", "VERSION", "BenchReport", "DirectoryReport", "PointRow", "TensorRow"]
 
 SCHEMA = "tiered-bench"
 VERSION = 2
@@ -36,7 +36,7 @@ TENSOR_TITLE = "op        tensor      GB/s          range    raw  ratio"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PointRow:
     """One point: the medians over its rounds, ours and fio's."""
 
     op: str
@@ -60,7 +60,7 @@ class Row:
     fio_latency: Latency | None  # of the median round
 
     @classmethod
-    def of(cls, pairs: Pairs, *, engine: str, directory: str, is_busy: bool = False) -> Row:
+    def of(cls, pairs: Pairs, *, engine: str, directory: str, is_busy: bool = False) -> PointRow:
         """Return the row of ``pairs``."""
         rates = sorted(one.gb_per_s for one in pairs.ours)
         seconds = sum(one.seconds for one in pairs.ours)
@@ -148,10 +148,10 @@ class DirectoryReport:
     engine: str = ""
     engine_reason: str = ""
     fio_engine: str | None = None
-    rows: list[Row] = field(default_factory=list)
-    other_rows: list[Row] = field(default_factory=list)  # of other engines
+    rows: list[PointRow] = field(default_factory=list)
+    other_rows: list[PointRow] = field(default_factory=list)  # of other engines
     tensors: list[TensorRow] = field(default_factory=list)
-    sustained: list[Sample] = field(default_factory=list)
+    sustained: list[SustainedRate] = field(default_factory=list)
     smart: list[Smart] = field(default_factory=list)
     cold: ColdProof | None = None
     demand: DemandLatency | None = None
@@ -160,18 +160,18 @@ class DirectoryReport:
 
 
 @dataclass(slots=True)
-class Report:
+class BenchReport:
     """A whole bench."""
 
-    machine: MachineCard
-    settings: Settings
+    machine: MachineDescription
+    settings: BenchSettings
     directories: list[DirectoryReport]
     together: list[TensorRow] = field(default_factory=list)  # a store over all directories
     verdict: str = ""
     measured_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[PointRow]:
         """All points of all directories."""
         return [row for one in self.directories for row in one.rows + one.other_rows]
 

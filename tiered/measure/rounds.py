@@ -1,7 +1,7 @@
 """One round on a device: a closed loop that keeps so many blocks in flight for so long, and what it took.
 
-The loop runs in the device's own threads: each completion submits the next block of its lane. Which rounds to run, and
-beside what, is for ``pairs`` and the command to say.
+The loop runs in the device's own threads: each completion submits the next block of its direction. ``pairs`` and the
+command choose the rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from tiered.bytes.device.base import Device, IOClass, Operation
 from tiered.errors import TieredError
-from tiered.measure.pattern import Lane, Pattern
+from tiered.measure.pattern import Direction, Pattern
 
 __all__ = ["Latency", "Moved", "Round", "cpu_seconds", "run_round", "write_file"]
 
@@ -111,8 +111,8 @@ def run_round(
         raise
     cpu_s = cpu_seconds() - cpu_s
     loop.check()
-    nbytes = {stream.lane.is_write: stream.num_done * pattern.block_nbytes for stream in loop.streams}
-    latencies = {stream.lane.is_write: stream.times() for stream in loop.streams}
+    nbytes = {stream.direction.is_write: stream.num_done * pattern.block_nbytes for stream in loop.streams}
+    latencies = {stream.direction.is_write: stream.times() for stream in loop.streams}
     none = np.empty(0)
     return Round(
         read_nbytes=nbytes.get(False, 0),
@@ -178,7 +178,7 @@ class _Loop:
         num_blocks = len(memory) // nbytes if is_spread else self.num_slots
         blocks = [memory[start : start + nbytes] for start in range(0, nbytes * num_blocks, nbytes)]
         shares = (blocks[slot :: self.num_slots] for slot in range(self.num_slots))
-        self.streams = [_Stream(self, lane, shares) for lane in pattern.lanes]
+        self.streams = [_Stream(self, direction, shares) for direction in pattern.directions]
 
     def begin(self, deadline: float) -> None:
         """Submit the first blocks; none is submitted after ``deadline`` (of time.perf_counter)."""
@@ -210,21 +210,21 @@ class _Loop:
 
 
 class _Stream:
-    """The blocks of one lane. Counters are ``itertools.count``: ``next`` of one is a single step under the GIL."""
+    """The blocks of one direction. Counters are ``itertools.count``: ``next`` of one is a single step under the GIL."""
 
-    def __init__(self, loop: _Loop, lane: Lane, shares: Iterator[Sequence[memoryview]]) -> None:
-        self.lane = lane
+    def __init__(self, loop: _Loop, direction: Direction, shares: Iterator[Sequence[memoryview]]) -> None:
+        self.direction = direction
         self.turns = itertools.count()
         self.submit = loop.device.submit
         self.block_nbytes = loop.pattern.block_nbytes
-        self.start = lane.first_block * self.block_nbytes
-        self.num_blocks = lane.num_blocks
-        num_latencies = lane.depth + int(_MAX_BYTES_PER_S * loop.pattern.seconds / self.block_nbytes)
-        self.max_turns = sys.maxsize if loop.pattern.max_turns is None else loop.pattern.max_turns
-        self.capacity = min(num_latencies, self.max_turns, _MAX_LATENCIES)
+        self.start = direction.first_block * self.block_nbytes
+        self.num_blocks = direction.num_blocks
+        num_latencies = direction.depth + int(_MAX_BYTES_PER_S * loop.pattern.seconds / self.block_nbytes)
+        self.max_blocks = sys.maxsize if loop.pattern.max_blocks is None else loop.pattern.max_blocks
+        self.capacity = min(num_latencies, self.max_blocks, _MAX_LATENCIES)
         self.latencies = array("d", bytes(8 * self.capacity))
         self.places = itertools.count()  # in ``latencies``, modulo their capacity
-        self.slots = [_Slot(loop, self, share) for share in itertools.islice(shares, lane.depth)]
+        self.slots = [_Slot(loop, self, share) for share in itertools.islice(shares, direction.depth)]
 
     @property
     def num_done(self) -> int:
@@ -246,11 +246,11 @@ class _Slot:
         self._stream = stream
         self._blocks = blocks
         self._operation = Operation(  # one for all turns: it is the submitter's again once it is done
-            is_write=stream.lane.is_write,
+            is_write=stream.direction.is_write,
             file=loop.pattern.file,
             offset=0,
             memory=blocks[0],
-            io_class=stream.lane.io_class,
+            io_class=stream.direction.io_class,
             on_done=self._on_done,
         )
         self._operations = (self._operation,)
@@ -258,10 +258,10 @@ class _Slot:
         self.num_done = 0
 
     def submit(self, now: float) -> None:
-        """Submit the next block of the lane ``now``. By one thread at a time: nothing of this slot is in flight."""
+        """Submit the next block of the direction ``now``. One thread at a time: nothing of this slot is in flight."""
         stream = self._stream
         turn = next(stream.turns)
-        if turn >= stream.max_turns:
+        if turn >= stream.max_blocks:
             self._loop.stop()
             self._loop.finish_slot(now)
             return

@@ -11,7 +11,7 @@ from tiered.bytes.device.engines import DEVICES
 from tiered.measure.pattern import OPS, Pattern
 from tiered.units import GiB, KiB, MiB, divide_up, round_up
 
-__all__ = ["FULL", "NUM_TENSOR_WARM_UPS", "QUICK", "Point", "Settings"]
+__all__ = ["FULL", "NUM_TENSOR_WARM_UPS", "QUICK", "BenchSettings", "Point"]
 
 _FIO_START_S = 0.28  # wall time of a start of fio 3.33
 _SPREAD_NBYTES = 256 * MiB  # more than a processor's cache
@@ -36,7 +36,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class BenchSettings:
     """The extent of a bench. Defaults: the full one."""
 
     blocks: tuple[int, ...] = (128 * KiB, 256 * KiB, 512 * KiB, MiB, 2 * MiB, 4 * MiB, 8 * MiB, 16 * MiB)
@@ -137,7 +137,7 @@ class Settings:
         per_size = (3 * self.tensor_rounds + 2) * self.tensors_nbytes / 2e9 + 3 * self.tensor_rounds * self.round_s
         return seconds + len(self.tensor_nbytes) * per_size
 
-    def fitted(self, free_nbytes: int) -> Settings:
+    def fitted(self, free_nbytes: int) -> BenchSettings:
         """Return settings whose files take at most a tenth of ``free_nbytes``, down to 64 MiB.
 
         Tensors are written in two sets, at least one each: the sizes of which that finds no room are left out.
@@ -155,9 +155,9 @@ class Settings:
         return block_nbytes * depth <= self.most_in_flight_nbytes
 
 
-FULL = Settings()
+FULL = BenchSettings()
 
-QUICK = Settings(
+QUICK = BenchSettings(
     blocks=(MiB, 4 * MiB, 8 * MiB),
     depths=(8,),
     mixed_blocks=(4 * MiB,),

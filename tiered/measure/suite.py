@@ -13,17 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from tiered.bytes.device.profile import Profile
-from tiered.doctor.card import DirectoryCard, MachineCard
+from tiered.doctor.description import DirectoryDescription, MachineDescription
 from tiered.errors import DeviceError
-from tiered.measure.bed import Bed
 from tiered.measure.cold import prove_cold
 from tiered.measure.demand import measure_demand
 from tiered.measure.display import BenchDisplay
 from tiered.measure.fio import Fio, FioError
 from tiered.measure.pairs import Pairs, measure_pairs
 from tiered.measure.pattern import Pattern
-from tiered.measure.report import ROW_TITLE, TENSOR_TITLE, DirectoryReport, Row, TensorRow
-from tiered.measure.settings import Point, Settings
+from tiered.measure.report import ROW_TITLE, TENSOR_TITLE, DirectoryReport, PointRow, TensorRow
+from tiered.measure.scratch_file import ScratchFile
+from tiered.measure.settings import BenchSettings, Point
 from tiered.measure.sustained import read_smart, sustain
 from tiered.measure.swapping import measure_swapping
 from tiered.measure.tensors import measure_tensors
@@ -42,8 +42,8 @@ class Suite:
 
     def __init__(
         self,
-        card: DirectoryCard,
-        settings: Settings,
+        card: DirectoryDescription,
+        settings: BenchSettings,
         display: BenchDisplay,
         check: Callable[[], object],
         *,
@@ -61,18 +61,20 @@ class Suite:
     def run(self) -> DirectoryReport:
         """Measure everything; blocks for minutes. Raises TieredError and what ``check`` raises; cleans up."""
         settings, report = self._settings, self.report
-        with self._open_bed(self._engine) as bed:
-            report.engine, report.engine_reason = bed.engine, bed.engine_reason
-            self._find_fio(bed)
-            self._measure_points(bed)
+        with self._open_scratch(self._engine) as scratch:
+            report.engine, report.engine_reason = scratch.engine, scratch.engine_reason
+            self._find_fio(scratch)
+            self._measure_points(scratch)
             best = report.best = best_of(report.rows)
-            self._measure_swapping(bed, best)
-            self._prove_cold(bed, best)
+            self._measure_swapping(scratch, best)
+            self._prove_cold(scratch, best)
             self._now("demand reads beside writes", 0.9)
-            report.demand = measure_demand(bed, self._pattern("write", best), rounds=settings.rounds, check=self._check)
+            report.demand = measure_demand(
+                scratch, self._pattern("write", best), rounds=settings.rounds, check=self._check
+            )
             self._display.line(str(report.demand))
-            self._measure_tensors(bed, best)
-            self._sustain(bed, best)
+            self._measure_tensors(scratch, best)
+            self._sustain(scratch, best)
         for engine in settings.engines if self._engine == "auto" else ():
             if engine != report.engine:
                 self._try_engine(engine, best)
@@ -84,65 +86,65 @@ class Suite:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @contextmanager
-    def _open_bed(self, engine: str) -> Iterator[Bed]:
+    def _open_scratch(self, engine: str) -> Iterator[ScratchFile]:
         settings = self._settings
         self._now(f"engine {engine}: writing the file that is measured", 0.0)
-        with Bed(
+        with ScratchFile(
             self.report.directory,
             engine=engine,
             memory_nbytes=settings.memory_nbytes + max(settings.blocks),  # a demand read beside the deepest writes
             file_nbytes=settings.file_nbytes,
             depth=max(settings.depths),
-        ) as bed:
-            bed.write_file(lambda nbytes: self._check())
-            yield bed
+        ) as scratch:
+            scratch.write_file(lambda nbytes: self._check())
+            yield scratch
 
     def _try_engine(self, engine: str, best: Best) -> None:
         """Measure another engine at the best settings; it becomes the one to use where it is clearly faster."""
         report, rows = self.report, []
         try:
-            with self._open_bed(engine) as bed:
+            with self._open_scratch(engine) as scratch:
                 self._display.line(f"engine {engine}")
                 for op, depth in (("read", best.read_depth), ("write", best.write_depth)):
-                    pairs = self._measure(bed, Point(op, best.block_bytes, depth))
-                    rows.append(Row.of(pairs, engine=engine, directory=report.directory))
+                    pairs = self._measure(scratch, Point(op, best.block_bytes, depth))
+                    rows.append(PointRow.of(pairs, engine=engine, directory=report.directory))
                     self._display.line(str(rows[-1]))
                 report.other_rows += rows
                 other = best_of(rows)
                 if report.best is not None and other.seconds < _CLEARLY_FASTER * report.best.seconds:
-                    self._measure_swapping(bed, other)
+                    self._measure_swapping(scratch, other)
                     report.best = replace(other, duplex=best.duplex)
                     report.engine, report.engine_reason = engine, "it was the fastest"
         except DeviceError as error:
             self._display.line(f"engine {engine} does not work here: {error}")
 
-    def _find_fio(self, bed: Bed) -> None:
+    def _find_fio(self, scratch: ScratchFile) -> None:
         missing = "fio is not installed"
         try:
-            self._fio = bed.find_fio()
+            self._fio = scratch.find_fio()
         except FioError as error:
             missing = str(error)
         reference = f"beside fio with {self._fio.engine}" if self._fio else f"without a reference: {missing}"
         self.report.fio_engine = self._fio.engine if self._fio else None
-        self._display.line(f"\n{self.report.directory}: engine {bed.engine} ({bed.engine_reason}), {reference}")
+        self._display.line(f"\n{self.report.directory}: engine {scratch.engine} ({scratch.engine_reason}), {reference}")
 
-    def _measure_points(self, bed: Bed) -> None:
+    def _measure_points(self, scratch: ScratchFile) -> None:
         points = self._settings.points
         self._display.line(ROW_TITLE)
         for number, point in enumerate(points):
             self._now(_named(point), (number + 1) / (len(points) + 2))
-            pairs = self._measure(bed, point)
-            row = Row.of(pairs, engine=bed.engine, directory=self.report.directory, is_busy=point.is_busy)
+            pairs = self._measure(scratch, point)
+            row = PointRow.of(pairs, engine=scratch.engine, directory=self.report.directory, is_busy=point.is_busy)
             self.report.rows.append(row)
             self._display.line(str(row))
 
-    def _measure(self, bed: Bed, point: Point) -> Pairs:
+    def _measure(self, scratch: ScratchFile, point: Point) -> Pairs:
         """Measure ``point``; without fio from here on should that fail."""
         settings, pattern = self._settings, self._settings.pattern(point)
         fio = self._fio if point.has_fio else None
         try:
             return measure_pairs(
-                bed,
+                scratch,
                 pattern,
                 rounds=settings.rounds,
                 fio=fio,
@@ -153,13 +155,13 @@ class Suite:
         except FioError as error:
             self._display.line(f"from here on without fio: {error}")
             self._fio = None
-        return self._measure(bed, point)
+        return self._measure(scratch, point)
 
-    def _measure_swapping(self, bed: Bed, best: Best) -> None:
+    def _measure_swapping(self, scratch: ScratchFile, best: Best) -> None:
         settings = self._settings
         self._now("through memory larger than the caches", 0.88)
         self.report.swap = measure_swapping(
-            bed,
+            scratch,
             best,
             lambda op, block_nbytes, depth: settings.pattern(Point(op, block_nbytes, depth)),
             rounds=settings.rounds,
@@ -167,19 +169,19 @@ class Suite:
         )
         self._display.line(str(self.report.swap))
 
-    def _prove_cold(self, bed: Bed, best: Best) -> None:
+    def _prove_cold(self, scratch: ScratchFile, best: Best) -> None:
         drive = self._card.block_device
         pattern = self._pattern("read", best)
         self.report.cold = prove_cold(
-            lambda: bed.run(pattern),
-            path=bed.path,
-            nbytes=bed.file_nbytes,
-            is_direct=bed.is_direct,
+            lambda: scratch.run(pattern),
+            path=scratch.path,
+            nbytes=scratch.file_nbytes,
+            is_direct=scratch.is_direct,
             disks=drive.disks if drive else (),
         )
         self._display.line(str(self.report.cold))
 
-    def _measure_tensors(self, bed: Bed, best: Best) -> None:
+    def _measure_tensors(self, scratch: ScratchFile, best: Best) -> None:
         settings = self._settings
         if settings.tensor_nbytes:
             self._display.line(TENSOR_TITLE)
@@ -193,8 +195,8 @@ class Suite:
                     total_nbytes=settings.tensors_nbytes,
                     dram_nbytes=settings.dram_nbytes,
                     rounds=settings.tensor_rounds,
-                    engine=bed.engine,
-                    raw={op: self._raw(bed, self._pattern(op, best)) for op in ("read", "write")},
+                    engine=scratch.engine,
+                    raw={op: self._raw(scratch, self._pattern(op, best)) for op in ("read", "write")},
                 )
             finally:
                 shutil.rmtree(self._folder)
@@ -204,19 +206,19 @@ class Suite:
                 self.report.tensors.append(row)
                 self._display.line(str(row))
 
-    def _raw(self, bed: Bed, pattern: Pattern) -> Callable[[], float]:
+    def _raw(self, scratch: ScratchFile, pattern: Pattern) -> Callable[[], float]:
         def run() -> float:
             self._check()
-            return bed.run(pattern, is_spread=True).gb_per_s  # tensors are not in the processor's caches either
+            return scratch.run(pattern, is_spread=True).gb_per_s  # tensors are not in the processor's caches either
 
         return run
 
-    def _sustain(self, bed: Bed, best: Best) -> None:
+    def _sustain(self, scratch: ScratchFile, best: Best) -> None:
         settings, report = self._settings, self.report
         for op in ("write", "read") if settings.sustained_s else ():
             self._now(f"{op} for {settings.sustained_s:.0f} s", 0.98)
             samples = sustain(
-                bed,
+                scratch,
                 self._pattern(op, best),
                 seconds=settings.sustained_s,
                 window_s=settings.window_s,
@@ -245,7 +247,7 @@ class Suite:
         self._display.now(f"{self.report.directory}: {text}", done=done)
 
 
-def profile_of(report: DirectoryReport, machine: MachineCard, measured_at: str) -> Profile:
+def profile_of(report: DirectoryReport, machine: MachineDescription, measured_at: str) -> Profile:
     """Return what to keep in the directory for those who open it. Its best, and what tensors get, must be known."""
     best, swap = report.best, report.swap
     assert best is not None and swap is not None, report.directory

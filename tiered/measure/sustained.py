@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 
 from tiered.doctor.block_device import BlockDevice, find_block_device
 from tiered.doctor.mount import Mount
-from tiered.measure.bed import Bed
 from tiered.measure.pattern import Pattern
 from tiered.measure.rounds import run_round
+from tiered.measure.scratch_file import ScratchFile
 
-__all__ = ["Sample", "Smart", "read_smart", "sustain"]
+__all__ = ["Smart", "SustainedRate", "read_smart", "sustain"]
 
 _SMARTCTL_S = 10.0  # it may hang with the drive
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SustainedRate:
     """One window of a long run."""
 
     op: str
@@ -47,27 +47,27 @@ class Smart:
 
 
 def sustain(
-    bed: Bed,
+    scratch: ScratchFile,
     pattern: Pattern,
     *,
     seconds: float,
     window_s: float,
     mount: Mount | None,
     check: Callable[[], object],
-) -> list[Sample]:
-    """Run ``pattern`` on the bed for ``seconds`` without a pause; return its windows.
+) -> list[SustainedRate]:
+    """Run ``pattern`` on the scratch file for ``seconds`` without a pause; return its windows.
 
     ``check()`` is called after each window, and may raise to end it.
     """
-    samples: list[Sample] = []
+    samples: list[SustainedRate] = []
     start = last = time.perf_counter()
-    moved = _moved(bed)
+    moved = _moved(scratch)
 
     def note() -> None:
         nonlocal last, moved
-        now, now_moved = time.perf_counter(), _moved(bed)
+        now, now_moved = time.perf_counter(), _moved(scratch)
         rate = (now_moved - moved) / (now - last) / 1e9
-        samples.append(Sample(pattern.op, now - start, rate, _temperature(mount)))
+        samples.append(SustainedRate(pattern.op, now - start, rate, _temperature(mount)))
         last, moved = now, now_moved
 
     def watch() -> bool:
@@ -76,8 +76,8 @@ def sustain(
         return True
 
     run_round(
-        bed.device,
-        bed.memory,
+        scratch.device,
+        scratch.memory,
         replace(pattern, seconds=seconds, max_nbytes=None),
         watch=watch,
         watch_every_s=window_s,
@@ -114,8 +114,8 @@ def _smart(program: str, disk: str) -> Smart | None:
         return None
 
 
-def _moved(bed: Bed) -> int:
-    statistics = bed.device.statistics()
+def _moved(scratch: ScratchFile) -> int:
+    statistics = scratch.device.statistics()
     return statistics.read_bytes + statistics.write_bytes
 
 

@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiered.measure.bed import Bed
 from tiered.measure.pattern import OPS, Pattern
 from tiered.measure.rounds import Round
+from tiered.measure.scratch_file import ScratchFile
 from tiered.measure.verdict import Best, duplex_of
 from tiered.units import format_bytes
 
@@ -42,7 +42,12 @@ class _Mixed:
 
 
 def measure_swapping(
-    bed: Bed, best: Best, pattern_of: Callable[[str, int, int], Pattern], *, rounds: int, check: Callable[[], object]
+    scratch: ScratchFile,
+    best: Best,
+    pattern_of: Callable[[str, int, int], Pattern],
+    *,
+    rounds: int,
+    check: Callable[[], object],
 ) -> SwapRates:
     """Run ``rounds`` rounds of reads, of writes and of both in turn at the ``best`` settings; blocks.
 
@@ -53,11 +58,11 @@ def measure_swapping(
     for _ in range(rounds):
         for op, depth in depths.items():
             check()
-            found[op].append(bed.run(pattern_of(op, best.block_bytes, depth), is_spread=True))
+            found[op].append(scratch.run(pattern_of(op, best.block_bytes, depth), is_spread=True))
     read, write = (statistics.median(one.gb_per_s for one in found[op]) for op in ("read", "write"))
     seconds = sum(one.seconds for one in found["mixed"])
     mixed = _Mixed(
         sum(one.read_nbytes for one in found["mixed"]) / seconds / 1e9,
         sum(one.write_nbytes for one in found["mixed"]) / seconds / 1e9,
     )
-    return SwapRates(len(bed.memory), read, write, duplex_of(mixed, read, write))
+    return SwapRates(len(scratch.memory), read, write, duplex_of(mixed, read, write))

@@ -10,7 +10,7 @@ from tiered.console.question import confirm
 from tiered.console.report_file import check_writable, write_report
 from tiered.errors import UsageError
 from tiered.store.lifetime.leftovers import Leftovers
-from tiered.train.found import holds_any_file
+from tiered.train.existing_run import holds_any_file
 from tiered.units import format_bytes
 
 __all__ = ["clean"]

@@ -20,10 +20,10 @@ from tiered.console.report_file import check_writable, write_report
 from tiered.errors import UsageError
 from tiered.train.config import RunConfig, RunDials, committed_step
 from tiered.train.data import Corpus, Loader
-from tiered.train.found import FoundRun, find_run, holds_any_file, holds_store, remove_store
-from tiered.train.loop import Job, ResumeHint
+from tiered.train.existing_run import ExistingRun, find_run, holds_any_file, holds_store, remove_store
+from tiered.train.loop import ResumeHint, TrainingLoop
 from tiered.train.plan import Plan
-from tiered.train.summary import Outcome
+from tiered.train.summary import RunSummary
 from tiered.train.timeline import write_timeline
 from tiered.units import MiB, spell_bytes, spell_count
 
@@ -90,7 +90,7 @@ def train(request: Request) -> int:
     if not plan.num_steps:
         print(f"{_where(plan)}; go on: {go_on}")
         with tiered.Store(*request.directories, dram=16 * MiB, mode="r") as store:
-            _write_json(request, Outcome.of(plan, (), store))
+            _write_json(request, RunSummary.of(plan, (), store))
         if request.timeline_file:
             print(f"drawn   {write_timeline(request.timeline_file, (), 0)}")
         return 0
@@ -104,7 +104,9 @@ def train(request: Request) -> int:
         lambda: str(hint),
         signals=(signal.SIGINT, signal.SIGTERM),
     ) as interruption:
-        outcome = Job(plan, loader, interruption, hint, timeline=request.timeline_file).run(quiet=request.quiet)
+        outcome = TrainingLoop(plan, loader, interruption, hint, timeline=request.timeline_file).run(
+            quiet=request.quiet
+        )
     if outcome:
         print("\n".join(outcome.lines(None if interruption.requested else go_on)))
         _write_json(request, outcome)
@@ -121,7 +123,7 @@ def _where(plan: Plan) -> str:
     return f"the run is at step {plan.first_step}, past the {plan.dials.steps} steps that it is to have"
 
 
-def _write_json(request: Request, outcome: Outcome) -> None:
+def _write_json(request: Request, outcome: RunSummary) -> None:
     if request.json_file:
         write_report(request.json_file, f"{json.dumps(outcome.as_json())}\n")
 
@@ -135,7 +137,7 @@ def _say(request: Request, plan: Plan, corpus: Corpus) -> None:
         print(f"warning: {line}", file=sys.stderr)
 
 
-def _find(request: Request) -> FoundRun | None:
+def _find(request: Request) -> ExistingRun | None:
     """Return the committed run to go on with; UsageError when there is one and nobody said what to do with it.
 
     And when there is none to go on with, not even one whose making was cut short, unless ``yes`` says to start it then.
@@ -160,7 +162,7 @@ def _find(request: Request) -> FoundRun | None:
     return found
 
 
-def _plan(request: Request, found: FoundRun | None) -> Plan:
+def _plan(request: Request, found: ExistingRun | None) -> Plan:
     state = found.state if found else {}
     config = RunConfig.of_committed(state["config"], request.given) if found else RunConfig.of_given(request.given)
     return Plan(

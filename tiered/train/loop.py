@@ -22,10 +22,10 @@ from tiered.train.model import GPT
 from tiered.train.plan import Plan
 from tiered.train.progress import Display, StepRecord, open_display
 from tiered.train.stopwatch import Stopwatch
-from tiered.train.summary import Outcome
+from tiered.train.summary import RunSummary
 from tiered.train.timeline import CAPACITY, write_timeline
 
-__all__ = ["Job", "ResumeHint"]
+__all__ = ["ResumeHint", "TrainingLoop"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -51,7 +51,7 @@ class _StoppedError(Exception):
     """Leaves the store's block before the first step, so that no half-built model is committed on the way out."""
 
 
-class Job:
+class TrainingLoop:
     """One process's part of a run, used by the main thread; after ``run`` the store is closed, whatever happened.
 
     A step is either committed whole or does not count: the run is always resumable from its last commit.
@@ -77,7 +77,7 @@ class Job:
         self._sealed_step = -1
         self._step_of: dict[int, int] = {}  # by generation sealed in this process
 
-    def run(self, *, quiet: bool) -> Outcome | None:
+    def run(self, *, quiet: bool) -> RunSummary | None:
         """Train to the plan's last step or to Ctrl-C; return what came of it, None when no step was begun.
 
         An error names the command to go on with once the model stands: what was wrong before, is wrong again.
@@ -94,7 +94,7 @@ class Job:
                 error.add_note(str(self._hint))
             raise
 
-    def _train(self, store: tiered.Store, display: Display) -> Outcome:
+    def _train(self, store: tiered.Store, display: Display) -> RunSummary:
         display.note(f"{'going on with' if self._plan.first_step else 'building'} the model")
         model, optimizer, step = self._build(store)
         self._is_built = True
@@ -112,7 +112,7 @@ class Job:
             records.append(stopwatch.lap(step, loss, self._config.tokens_per_step))
             display.step(records[-1])
         self._finish(store, step)
-        return Outcome.of(self._plan, records, store, self._write_timeline(store))
+        return RunSummary.of(self._plan, records, store, self._write_timeline(store))
 
     def _write_timeline(self, store: tiered.Store) -> str:
         """Write the timeline if one was asked for; return what to say of it."""

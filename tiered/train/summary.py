@@ -18,11 +18,11 @@ from tiered.train.plan import Plan
 from tiered.train.progress import StepRecord
 from tiered.units import format_bytes
 
-__all__ = ["Outcome"]
+__all__ = ["RunSummary"]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunSummary:
     """The measured part of this process in a run. Medians leave out the first step, which warms everything up."""
 
     plan: Plan
@@ -37,7 +37,7 @@ class Outcome:
     timeline: str  # what to say of it, "" without one
 
     @classmethod
-    def of(cls, plan: Plan, records: Sequence[StepRecord], store: tiered.Store, timeline: str = "") -> Outcome:
+    def of(cls, plan: Plan, records: Sequence[StepRecord], store: tiered.Store, timeline: str = "") -> RunSummary:
         """Return what ``records`` and the store's counters say now."""
         counters = store.statistics()
         return cls(

@@ -1,6 +1,6 @@
-"""What the directories of a run already hold, and how to look at it, check it, or be rid of it.
+"""ExistingRun: the run that directories hold already; how to describe, check and remove it.
 
-Whoever looks changes nothing; only ``remove_store`` does, and only files that a store owns.
+Only ``remove_store`` changes anything, and only files that a store owns.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tiered.store.generations.registry import committed_state
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, owned_files
 from tiered.units import MiB, format_bytes
 
-__all__ = ["FoundRun", "check", "describe", "find_run", "holds_any_file", "holds_store", "remove_store"]
+__all__ = ["ExistingRun", "check", "describe", "find_run", "holds_any_file", "holds_store", "remove_store"]
 
 _OF_A_MODEL = "model/"  # keys that a training run cannot go on without
 _LONGEST_NAME = 120  # characters of a key that a line has
 
 
 @dataclass(frozen=True, slots=True)
-class FoundRun:
-    """What a store has committed last."""
+class ExistingRun:
+    """The last commit of a store."""
 
     state: dict[str, Any]
     generation: int
@@ -45,7 +45,7 @@ def holds_any_file(directories: Sequence[Path]) -> bool:
     return any(True for path in directories for _ in owned_files(path))
 
 
-def find_run(directories: Sequence[Path]) -> FoundRun | None:
+def find_run(directories: Sequence[Path]) -> ExistingRun | None:
     """Return what the store in ``directories`` has committed, None where it has not committed anything.
 
     Raises UsageError for anything but exactly one store, and while a writer has it open; CorruptionError for a damaged
@@ -58,7 +58,7 @@ def find_run(directories: Sequence[Path]) -> FoundRun | None:
         root, _ = _load(directories)
     finally:
         locked.close()
-    return FoundRun(committed_state(root.state)[0], root.generation) if root.generation else None
+    return ExistingRun(committed_state(root.state)[0], root.generation) if root.generation else None
 
 
 def describe(directories: Sequence[Path]) -> Iterator[str]:

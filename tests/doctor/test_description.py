@@ -1,4 +1,4 @@
-"""The machine card: true where it can be checked, complete on machines made of files, and never in the way."""
+"""The machine description: true where it can be checked, complete on machines made of files, and never in the way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import tiered
 from tiered.doctor import kernel_file
 from tiered.doctor.block_device import find_block_device
-from tiered.doctor.card import machine_card
+from tiered.doctor.description import machine_description
 from tiered.doctor.mount import Mount, find_mount, mounts
 
 
@@ -32,42 +32,42 @@ class TestThisMachine:
     """What other ways of asking say too."""
 
     def test_the_machine(self) -> None:
-        card = machine_card()
-        assert card.kernel == platform.release()
-        assert card.ram_nbytes == psutil.virtual_memory().total
-        assert card.num_cores == len(os.sched_getaffinity(0))
-        assert card.python_version == platform.python_version()
-        assert (card.tiered_version, card.torch_version) == (tiered.__version__, torch.__version__)
-        assert card.num_open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        description = machine_description()
+        assert description.kernel == platform.release()
+        assert description.ram_nbytes == psutil.virtual_memory().total
+        assert description.num_cores == len(os.sched_getaffinity(0))
+        assert description.python_version == platform.python_version()
+        assert (description.tiered_version, description.torch_version) == (tiered.__version__, torch.__version__)
+        assert description.num_open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
     def test_a_directory(self, tmp_path: Path) -> None:
-        (card,) = machine_card([tmp_path]).directories
-        assert card.path == str(tmp_path.resolve())
-        assert card.mount is not None
+        (description,) = machine_description([tmp_path]).directories
+        assert description.path == str(tmp_path.resolve())
+        assert description.mount is not None
         partitions = {each.mountpoint: each.fstype for each in psutil.disk_partitions(all=True)}
-        assert partitions[card.mount.mount_point] == card.mount.file_system
-        assert card.total_nbytes == psutil.disk_usage(str(tmp_path)).total
-        assert (card.direct_alignment is None) == (card.direct_refusal is not None)
+        assert partitions[description.mount.mount_point] == description.mount.file_system
+        assert description.total_nbytes == psutil.disk_usage(str(tmp_path)).total
+        assert (description.direct_alignment is None) == (description.direct_refusal is not None)
         assert not os.listdir(tmp_path), "the trial left something behind"
 
     def test_tmpfs_is_memory(self) -> None:
-        (card,) = machine_card(["/dev/shm"]).directories
-        assert (card.kind, card.block_device) == ("memory", None)
+        (description,) = machine_description(["/dev/shm"]).directories
+        assert (description.kind, description.block_device) == ("memory", None)
 
     @pytest.mark.parametrize("place", ["/nowhere/at/all", "/proc", "/sys", "/dev/null", "\0", "x" * 5000])
     def test_no_place_is_an_error(self, place: str) -> None:
-        card = machine_card([place])
-        assert card.directories[0].direct_alignment is None
-        assert "could not be tried: " in "\n".join(card.lines())
-        json.dumps(card.as_json())
+        description = machine_description([place])
+        assert description.directories[0].direct_alignment is None
+        assert "could not be tried: " in "\n".join(description.lines())
+        json.dumps(description.as_json())
 
     def test_for_people_and_for_programs(self, tmp_path: Path) -> None:
-        card = machine_card([tmp_path, "/dev/shm"])
-        said = "\n".join(card.lines())
+        description = machine_description([tmp_path, "/dev/shm"])
+        said = "\n".join(description.lines())
         for expected in (platform.release(), torch.__version__, str(tmp_path), "tmpfs", "nr_requests", "memlock"):
             assert expected in said
-        known = json.loads(json.dumps(card.as_json()))
-        assert known.keys() == {field.name for field in dataclasses.fields(card)}
+        known = json.loads(json.dumps(description.as_json()))
+        assert known.keys() == {field.name for field in dataclasses.fields(description)}
         assert known["directories"][1]["mount"]["file_system"] == "tmpfs"
 
 

@@ -1,6 +1,6 @@
-"""The test bed: a device on one directory, its scratch file, and random bytes for the blocks.
+"""ScratchFile: a file to measure on, the device that it lies on, and random bytes for its blocks.
 
-The scratch file has no name, so nothing is left behind, whatever ends the process.
+The file has no name, so nothing is left behind, whatever ends the process.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tiered.measure.pattern import Pattern
 from tiered.measure.rounds import Round, cpu_seconds, run_round, write_file
 from tiered.units import MiB, format_bytes, round_up
 
-__all__ = ["Bed"]
+__all__ = ["ScratchFile"]
 
 _WRITE_BLOCK_NBYTES = 4 * MiB
 _MOST_THREADS = 64
 
 
-class Bed:
-    """A device with a scratch file of ``file_nbytes`` in ``directory``, and ``memory_nbytes`` of memory for blocks.
+class ScratchFile:
+    """An unnamed file of ``file_nbytes`` in ``directory`` on a device of its own, and ``memory_nbytes`` for blocks.
 
-    The memory is in huge pages where the kernel grants them, and holds random bytes until something is read into it:
-    incompressible, as what is in the file after ``write_file``.
+    The memory is in huge pages where the kernel grants them. It holds random bytes, which no drive can compress, until
+    something is read into it; ``write_file`` fills the file with them.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Bed:
         """Close the device, and with it the scratch file; give the memory back. Idempotent."""
         self._exit.close()
 
-    def __enter__(self) -> Bed:
+    def __enter__(self) -> ScratchFile:
         return self
 
     def __exit__(

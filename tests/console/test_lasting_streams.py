@@ -14,13 +14,13 @@ import pytest
 
 import tiered
 import tiered.train.cleaning
-import tiered.train.found
+import tiered.train.existing_run
 from tests.train.test_loop import TINY
 from tiered.cli import main
 from tiered.console.interruption import Interruption
-from tiered.console.outlet import lasting_streams
+from tiered.console.lasting_streams import _fill_descriptors, lasting_streams
 from tiered.train.data import Loader
-from tiered.train.found import find_run
+from tiered.train.existing_run import find_run
 
 
 @pytest.fixture
@@ -97,9 +97,8 @@ def test_closed_descriptors_are_not_given_to_a_stores_files(monkeypatch: pytest.
     monkeypatch.setattr(os, "fstat", fstat)
     monkeypatch.setattr(os, "open", lambda *_: 1)
     monkeypatch.setattr(os, "dup2", lambda old, new: opened.append(new))
-    from tiered.console import outlet
 
-    outlet._fill_descriptors()
+    _fill_descriptors()
     assert opened == [1]
 
 
@@ -110,8 +109,8 @@ def test_ctrl_c_is_answered_in_every_command(
     def interrupted(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tiered.train.found, "describe", interrupted)
-    monkeypatch.setattr(tiered.train.found, "check", interrupted)
+    monkeypatch.setattr(tiered.train.existing_run, "describe", interrupted)
+    monkeypatch.setattr(tiered.train.existing_run, "check", interrupted)
     monkeypatch.setattr(tiered.train.cleaning, "clean", interrupted)
     assert main([command, str(tmp_path)]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"

@@ -1,4 +1,4 @@
-"""The machine card: what a measurement was taken on. It describes and judges nothing, and never fails."""
+"""The description of a machine, which says where a measurement was taken. It judges nothing and never fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiered.doctor.block_device import BlockDevice, find_block_device
 from tiered.doctor.mount import Mount, find_mount
 from tiered.units import KiB, format_bytes
 
-__all__ = ["DirectoryCard", "MachineCard", "directory_card", "machine_card"]
+__all__ = ["DirectoryDescription", "MachineDescription", "directory_description", "machine_description"]
 
 Limit = int | str | None
 """Bytes or a count; "unlimited"; None where it is not readable."""
@@ -30,7 +30,7 @@ _THP = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 @dataclass(frozen=True, slots=True)
-class DirectoryCard:
+class DirectoryDescription:
     """One directory and the drive under it. None: not readable."""
 
     path: str  # absolute, links resolved
@@ -59,7 +59,7 @@ class DirectoryCard:
 
 
 @dataclass(frozen=True, slots=True)
-class MachineCard:
+class MachineDescription:
     """One machine, this process's limits on it, and the directories asked for. None: not readable."""
 
     kernel: str
@@ -82,7 +82,7 @@ class MachineCard:
     torch_version: str
     cuda_version: str | None  # that torch was built for; None: built without
     python_version: str
-    directories: tuple[DirectoryCard, ...]
+    directories: tuple[DirectoryDescription, ...]
 
     def lines(self) -> list[str]:
         """Return the card for people."""
@@ -107,7 +107,7 @@ class MachineCard:
         return asdict(self)
 
 
-def machine_card(directories: Sequence[str | os.PathLike[str]] = ()) -> MachineCard:
+def machine_description(directories: Sequence[str | os.PathLike[str]] = ()) -> MachineDescription:
     """Return what this machine and ``directories`` are.
 
     Writes and reads one block of an unnamed file in each directory, to see whether direct I/O works. Never raises for
@@ -116,7 +116,7 @@ def machine_card(directories: Sequence[str | os.PathLike[str]] = ()) -> MachineC
     memory = _memory_information(Path("/proc/meminfo"))
     huge_pages = memory.get("HugePages_Total")
     memlock, files = _limits(resource.RLIMIT_MEMLOCK), _limits(resource.RLIMIT_NOFILE)
-    return MachineCard(
+    return MachineDescription(
         kernel=platform.release(),
         architecture=platform.machine(),
         cpu_model=_cpu_model(Path("/proc/cpuinfo")),
@@ -137,12 +137,12 @@ def machine_card(directories: Sequence[str | os.PathLike[str]] = ()) -> MachineC
         torch_version=str(torch.__version__),
         cuda_version=torch.version.cuda,
         python_version=sys.version.split()[0],
-        directories=tuple(directory_card(directory) for directory in directories),
+        directories=tuple(directory_description(directory) for directory in directories),
     )
 
 
-def directory_card(directory: str | os.PathLike[str]) -> DirectoryCard:
-    """Return what ``directory`` is; as ``machine_card`` does it."""
+def directory_description(directory: str | os.PathLike[str]) -> DirectoryDescription:
+    """Return what ``directory`` is; as ``machine_description`` does it."""
     try:
         path = os.path.realpath(directory)
     except ValueError:  # a null character; no other call below takes it either
@@ -153,7 +153,7 @@ def directory_card(directory: str | os.PathLike[str]) -> DirectoryCard:
         space = os.statvfs(path)
     except (OSError, ValueError):
         space = None
-    return DirectoryCard(
+    return DirectoryDescription(
         path=path,
         mount=mount,
         kind=mount.kind if mount else None,

@@ -15,14 +15,14 @@ from tiered.errors import UsageError
 from tiered.loader.random_parts import DrawWatch, RandomParts
 from tiered.store.generations.registry import Stateful
 
-__all__ = ["Source", "StatefulSource", "length", "warn_of_turns"]
+__all__ = ["BatchSource", "StatefulSource", "length", "warn_of_turns"]
 
 _log = logging.getLogger("tiered")
 
 Batch = TypeVar("Batch")
 
 
-class Source(Generic[Batch]):
+class BatchSource(Generic[Batch]):
     """Any iterable: a resumed epoch loads again what was used, and drops it."""
 
     def __init__(self, loader: Iterable[Batch], random: RandomParts) -> None:
@@ -94,7 +94,7 @@ class Source(Generic[Batch]):
         """Set it."""
 
 
-class StatefulSource(Source[Batch]):
+class StatefulSource(BatchSource[Batch]):
     """A loader with a state of its own, which says where it goes on."""
 
     def __init__(self, loader: Iterable[Batch], state: Stateful) -> None:
