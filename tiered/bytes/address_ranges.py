@@ -1,4 +1,4 @@
-"""Which addresses of an arena are free, and which of those occupy memory. Pure arithmetic: no lock, no system call."""
+"""The free addresses of an arena, and which of them occupy memory. Pure arithmetic: no lock, no system call."""
 
 import bisect
 

@@ -1,7 +1,7 @@
 """One huge-page, page-aligned host allocation, leased in buffers under one byte budget.
 
-All DRAM that tiered keeps tensor bytes in comes from here. Who may lease how much, and what must go when nothing is
-left, is the working set's decision: an arena never waits and never chooses a victim.
+All DRAM in which tiered keeps tensor bytes comes from here. The working set decides who leases how much and which
+bytes make way: an arena never waits and never chooses a victim.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _log = logging.getLogger("tiered")
 
 @dataclass(frozen=True, slots=True)
 class ArenaStatistics:
-    """What an arena holds now; leased + warm never exceeds the budget."""
+    """The bytes of an arena now; leased + warm never exceeds the budget."""
 
     nbytes: int  # the budget
     leased_nbytes: int
@@ -79,8 +79,8 @@ class Buffer:
 
         Its storage is its own: ``on_dead`` is called once the last tensor on that storage has died, with nothing of
         use. The call may come from any thread and from inside a garbage collection, so ``on_dead`` must be reentrant: a
-        ``queue.SimpleQueue().put`` is, taking a lock is not. A function of Python is begun and not ended where Ctrl-C
-        strikes, which nobody hears of then. It is not called at the end of the process.
+        ``queue.SimpleQueue().put`` is, taking a lock is not. Where Ctrl-C interrupts a function of Python, the rest of
+        it is lost without a message. ``on_dead`` is not called at the end of the process.
         """
         assert 0 <= nbytes <= self.nbytes, (nbytes, self.nbytes)
         # An empty tensor has a storage of one byte, which it never shows: a storage of none could not be watched.
@@ -201,7 +201,7 @@ class Arena:
     def close(self) -> None:
         """Refuse new leases and unmap; while buffers are leased, the release of the last one unmaps. Idempotent."""
         if self._pid != os.getpid():
-            return  # the child of a fork has no mapping, and at its addresses there may be somebody else's
+            return  # a forked child has no mapping, and may use its addresses for something else
         with self._lock:
             self._is_closed = True
             if not self._num_leased:
@@ -248,7 +248,7 @@ class Arena:
 
     def _discard(self, excess: int) -> None:
         """Give at least ``excess`` warm free bytes back to the kernel, if so many are warm."""
-        # Whole huge pages first: half of one that is given back comes back as small pages, which halve the bandwidth.
+        # Whole huge pages first: a half that is given back comes back as small pages, which halve the bandwidth.
         for granule in (_HUGE_PAGE_NBYTES, PAGE_NBYTES):
             for start, end in self._free.largest_warm() if excess > 0 else ():
                 inner_start, inner_end = round_up(start, granule), end // granule * granule

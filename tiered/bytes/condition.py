@@ -13,7 +13,7 @@ __all__ = ["Condition", "Waiter"]
 
 
 class Waiter(Acquirable, Protocol):
-    """What a thread waits for: it can be acquired once for each time that it was released."""
+    """A lock that waiting threads acquire, once for each time that it was released."""
 
     def release(self) -> None: ...
 
@@ -21,12 +21,12 @@ class Waiter(Acquirable, Protocol):
 class Condition(threading.Condition):
     """A condition over a lock of its own, for ``with`` as any other.
 
-    The standard one enters and leaves its lock in Python functions: an exception from a signal handler, such as Ctrl-C,
-    that comes between the lock and the block leaves the lock held for ever. Here ``with`` finds the methods of the lock
-    itself, in slots, and no line of Python lies between.
+    The standard one enters and leaves its lock in Python functions. An exception from a signal handler, such as
+    Ctrl-C, between the lock and the block would leave the lock held for ever. Here ``with`` finds the methods of the
+    lock itself, in slots, and no line of Python lies between.
 
     A signal handler or a finalizer may run in the middle of a block, in the thread that holds the lock. Entering there
-    does not block, but finds what the block left half done: whoever may be called so asks ``is_held_here`` first.
+    does not block, but finds the block's work half done: code that may be called so asks ``is_held_here`` first.
     """
 
     __slots__ = ("__enter__", "__exit__", "is_held_here")
@@ -60,16 +60,16 @@ class Condition(threading.Condition):
                 self._waiters.remove(waiter)
 
     def notify_all(self) -> None:
-        """Wake all that wait, if any do: most often nobody does, and the standard one looks for that in two calls."""
+        """Wake all waiting threads. Most often there is none, which the standard one takes two calls to find out."""
         if self._waiters:
             super().notify_all()
 
     def waiter(self) -> threading.Lock:
         """Return, with the lock held, a lock that can be acquired from the next ``notify_all`` on.
 
-        To wait for that without the lock: ``wait`` gives the lock back and takes it again in lines of Python, and an
-        exception from a signal handler between them, outside of ``INTERRUPTS``, leaves its caller's block to release
-        what it does not hold.
+        Use it to wait without the lock. ``wait`` gives the lock back and takes it again in lines of Python: an
+        exception from a signal handler between them, outside of ``INTERRUPTS``, would leave the caller's block to
+        release a lock that it does not hold.
         """
         waiter = threading.Lock()
         waiter.acquire()

@@ -73,4 +73,4 @@ def copy_contiguous(buffer: Buffer, tensor: torch.Tensor, *, to_buffer: bool) ->
 
 
 def _ignore(reference: object) -> None:
-    """What happens at the end of an alias that lives for one copy."""
+    """Do nothing at the end of an alias that lives for one copy."""

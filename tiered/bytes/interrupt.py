@@ -24,7 +24,7 @@ _SIGINT = int(SIGINT)
 
 
 class Acquirable(Protocol):
-    """A lock, or what is waited for as one is."""
+    """A lock, or another object that threads wait for in the same way."""
 
     def acquire(self, *, timeout: float = -1) -> bool: ...
 
@@ -99,7 +99,7 @@ INTERRUPTS = Interrupts()
 
 
 def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Have calls of ``function`` be whole: see ``Interrupts``."""
+    """Defer a KeyboardInterrupt in ``function`` to the end of the call: see ``Interrupts``."""
 
     @functools.wraps(function)
     def whole(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -112,7 +112,7 @@ def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def uninterrupted_block(function: Callable[_P, Iterator[_T]]) -> Callable[_P, AbstractContextManager[_T]]:
-    """As ``contextlib.contextmanager``; the beginning and the end of its blocks are whole, not what is in them."""
+    """Work as ``contextlib.contextmanager``, with interrupts deferred at the two ends of the block, not in it."""
     make = contextmanager(function)
 
     @functools.wraps(function)
@@ -123,7 +123,7 @@ def uninterrupted_block(function: Callable[_P, Iterator[_T]]) -> Callable[_P, Ab
 
 
 class _UninterruptedBlock(AbstractContextManager[_T]):
-    """One block around another, whose two ends it makes whole."""
+    """One block around another, which defers interrupts at its two ends."""
 
     def __init__(self, inner: AbstractContextManager[_T]) -> None:
         self._inner = inner
@@ -136,7 +136,7 @@ class _UninterruptedBlock(AbstractContextManager[_T]):
                 has_begun = True
             return value
         except KeyboardInterrupt as error:
-            if has_begun:  # and nobody would end it
+            if has_begun:  # else the block would never be left
                 self.__exit__(type(error), error, error.__traceback__)
             raise
 

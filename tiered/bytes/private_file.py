@@ -1,4 +1,4 @@
-"""Private file: how a store makes a file for its owner alone, and what it takes for none."""
+"""Private files: how a store makes a file for its owner alone, and which files it refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["create_private_file", "fsync_directory", "refuse_trap"]
 
 
 def create_private_file(path: Path) -> int:
-    """Create ``path`` for its owner alone, whatever the umask, and return its descriptor.
+    """Create ``path`` for its owner alone, under any umask, and return its descriptor.
 
     Raises FileExistsError where anything has that name already, a dangling symbolic link included.
     """
@@ -26,7 +26,7 @@ def create_private_file(path: Path) -> int:
 
 
 def refuse_trap(path: Path, status: os.stat_result) -> None:
-    """Raise UsageError where ``status``, of what is at ``path``, is not that of a file as the store makes them."""
+    """Raise UsageError where ``status``, that of ``path``, is not that of a file as the store makes them."""
     is_own = os.geteuid() in (0, status.st_uid) and status.st_nlink == 1  # a second name may be another's file
     if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or not is_own:
         raise UsageError(

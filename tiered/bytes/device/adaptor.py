@@ -1,4 +1,4 @@
-"""What every adaptor is: a device over another one, the same to its callers but for the one thing it adds."""
+"""Adaptor: a device over another device that adds one thing and hands on everything else."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def relay(
     offset: int | None = None,
     memory: memoryview | None = None,
 ) -> Operation:
-    """Return an operation for an upstream in the stead of ``operation``, the same but for what is given.
+    """Return an operation for an upstream in the place of ``operation``, equal but for the arguments given.
 
-    Whoever relays completes ``operation`` itself, once, from inside or after ``on_done``.
+    The caller completes ``operation`` itself, once, in ``on_done`` or after it.
     """
     return Operation(
         is_write=operation.is_write,

@@ -1,7 +1,7 @@
 """The engine for any file system: buffered reads and writes through aiofiles' thread pool, under one event loop.
 
-It asks nothing of the file system or the kernel, and is slower than the others: each operation crosses two threads and
-the page cache (1.2 GB/s where direct I/O gave 3.5; design.md, section 10).
+It works on any file system and kernel, and is slower than the other engines: each operation crosses two threads and
+the page cache (1.2 GB/s where direct I/O gave 3.5).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The one seam for I/O: what a device is, and the operation it carries out.
+"""The one seam for I/O: Device, and the Operation that it carries out.
 
 A device is one directory's worth of numbered files (or a stand-in in RAM). It moves aligned bytes; it knows nothing of
-keys, digests or commits. What slows, counts or fails is an adaptor over another device.
+keys, digests or commits. Throttling, counting and injected faults are adaptors over another device.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ SCRATCH = -1
 
 
 class IOClass(enum.IntEnum):
-    """Who is waiting: a lower value is served first."""
+    """The urgency of an operation: a lower value is served first."""
 
-    DEMAND = 0  # a read that somebody waits for
+    DEMAND = 0  # a read that a thread waits for
     PREFETCH = 1  # a read ahead of need
     WRITE = 2  # a write-back
 
@@ -28,10 +28,10 @@ class IOClass(enum.IntEnum):
 class Operation:
     """One read or write of ``len(memory)`` bytes at ``offset`` of ``file``.
 
-    ``memory`` and the range in the file belong to the operation from ``submit`` until ``on_done`` is called, whatever
-    the submitter does meanwhile. ``on_done(operation)`` is called exactly once, from any thread (also from inside
+    ``memory`` and the range in the file belong to the operation from ``submit`` until ``on_done`` is called, even if
+    the submitter gives up. ``on_done(operation)`` is called exactly once, from any thread (also from inside
     ``submit``), never under a lock of the device; ``error`` is then None or a TieredError. It must be brief and must
-    not raise. From then on it is the submitter's again, who may submit it once more.
+    not raise. From then on the operation is the submitter's again, and may be submitted once more.
     """
 
     __slots__ = ("error", "file", "io_class", "is_write", "memory", "nbytes", "offset", "on_done")

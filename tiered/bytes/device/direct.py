@@ -1,4 +1,4 @@
-"""Whether a directory takes O_DIRECT, at which alignment, and unnamed files: what is found out before any I/O."""
+"""The probe of a directory, before any I/O: does it take O_DIRECT, at which alignment, and unnamed files?"""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def open_unnamed(directory: int, flags: int) -> int:
         finally:
             with contextlib.suppress(FileNotFoundError):  # an open that O_DIRECT makes fail leaves the file behind
                 os.unlink(name, dir_fd=directory)
-    os.fchmod(fd, 0o600)  # whatever the umask took away
+    os.fchmod(fd, 0o600)  # against the umask
     return fd
 
 

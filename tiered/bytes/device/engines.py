@@ -1,4 +1,4 @@
-"""Which engine serves a directory: the one that was asked for, or the best one that works there."""
+"""The choice of an engine for a directory: the one asked for, or the best one that works there."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def open_device(
 ) -> FileDevice:
     """Return the device of ``directory`` served by ``engine``; the caller closes it.
 
-    "auto" takes what ``choose_engine`` says, and says once in the log when that is not io_uring. A named engine that
-    does not work here is a DeviceError, one that does not exist a UsageError. ``direct`` as in FileDevice. Settings
-    that ``tiered bench`` found there, threads or the size and number of requests, are taken.
+    "auto" takes the engine of ``choose_engine``, and logs it once when that is not io_uring. A named engine that does
+    not work here is a DeviceError, an unknown name a UsageError. ``direct`` as in FileDevice. The settings that
+    ``tiered bench`` has found there are used: threads, or the size and number of requests.
     """
     profile = load_profile(directory)
     reason = ""

@@ -1,7 +1,7 @@
-"""What every engine over one directory's files shares: opening, growing, the queue, counting, forks, the end.
+"""FileDevice: the shared part of all engines over a directory's files: opening, growing, queue, counters, forks, end.
 
-How bytes move is an engine's own affair (threads.py, uring.py, aio.py, mmap.py); how files are laid out in the
-directory is in files.py, whether it takes direct I/O in direct.py.
+The engines (threads.py, uring.py, aio.py, mmap.py) move the bytes. files.py lays the files out in the directory, and
+direct.py finds out whether it takes direct I/O.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class FileDevice(Device):
                     if self._is_closed:
                         raise ClosedError(f"{self.name} is closed")
                     self._queue.put(operations)
-            finally:  # order: whatever strikes after the queue has them, they are seen
+            finally:  # order: an exception after the queue has them must not leave them unseen
                 self._wake()
 
     def flush(self) -> None:
@@ -127,7 +127,7 @@ class FileDevice(Device):
         return self._files.path(file)
 
     def descriptor(self, file: int) -> int:
-        """Return the descriptor of ``file``, for whoever looks at it past the device. Raises DeviceError."""
+        """Return the descriptor of ``file``, for code that reads it past the device. Raises DeviceError."""
         self._check_open()
         found = self._files.get(file)
         if found is None:
@@ -149,10 +149,10 @@ class FileDevice(Device):
             )
 
     def close(self) -> None:
-        """Complete what is queued, then end threads and close files. Idempotent; nothing happens in a forked child.
+        """Complete queued operations, then end threads and close files. Idempotent; does nothing in a forked child.
 
-        Raises DeadlineError when nothing completes for ``deadline_s``; then threads, descriptors and the memory of
-        what is in flight stay as they are, and close may be called again.
+        Raises DeadlineError when nothing completes for ``deadline_s``. Threads, descriptors and the memory in flight
+        then stay as they are, and close may be called again.
         """
         if self._pid != os.getpid():
             return
@@ -272,7 +272,7 @@ class FileDevice(Device):
         self._wake()
 
     def _wait_for_threads(self) -> str | None:
-        """Wait for all threads; when nothing completes for ``deadline_s``, return what they are stuck in."""
+        """Wait for all threads; when nothing completes for ``deadline_s``, return the operation they are stuck in."""
         give_up, num_left = time.monotonic() + self.deadline_s, self._num_in_flight
         for thread in self._threads:
             while thread.ident is not None and thread.is_alive():
@@ -349,7 +349,7 @@ def _close_in_child(device: FileDevice) -> None:
 
 
 def _stop_at_exit(device: FileDevice) -> None:
-    """Complete what is queued: nobody closed the device, and the process is ending.
+    """Complete queued operations of a device that was never closed, at the end of the process.
 
     Should the drive not answer, the interpreter would wait for our threads for ever, before any ``atexit`` function:
     past the deadline the process ends here and now, and says why.

@@ -59,7 +59,7 @@ class DataFile:
 class DataFiles:
     """Open descriptors of ``data-000``, ``data-001``, ... and of the unnamed scratch file.
 
-    Files are 0600 whatever the umask, never followed through a link, and never shrink. Thread-safe. Every OSError comes
+    Files are 0600 under any umask, never followed through a link, and never shrink. Thread-safe. Every OSError comes
     out as a TieredError that names the path.
     """
 
@@ -167,7 +167,7 @@ class DataFiles:
                 ) from error
 
     def _check_place(self, number: int, file: DataFile) -> None:
-        """Raise OSError when the name is another file's by now, or nobody's: nobody would find what was written."""
+        """Raise OSError when the name is gone or another file's by now: written bytes could not be found again."""
         there = os.stat(_file_name(number), dir_fd=self._descriptor, follow_symlinks=False)
         here = os.fstat(file.fd)
         if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
@@ -178,7 +178,7 @@ class DataFiles:
 
         Raises DeadlineError when they do not, with nothing closed.
         """
-        # Order: never under a system call, whose descriptor may be another file's by the time it is made.
+        # Order: never under a system call, or its descriptor may be another file's by the time it is made.
         with contextlib.ExitStack() as held:
             for lock in (self._grow_lock, self._flush_lock):
                 if not lock.acquire(timeout=deadline_s):
@@ -194,7 +194,7 @@ class DataFiles:
             raise ClosedError(f"{self._directory} is closed")
 
     def close(self) -> None:
-        """Close all descriptors. Idempotent; for who is alone with them, as a forked child is: see ``end``."""
+        """Close all descriptors. Idempotent; for a caller alone with them, such as a forked child: see ``end``."""
         if not self._is_closed:
             self._is_closed = True
             for file in self._files.values():
@@ -243,7 +243,7 @@ class DataFiles:
                 fd = os.open(name, flags, 0o600, dir_fd=self._descriptor)
                 undo.callback(os.unlink, name, dir_fd=self._descriptor)
                 undo.callback(os.close, fd)
-                os.fchmod(fd, 0o600)  # whatever the umask took away
+                os.fchmod(fd, 0o600)  # against the umask
             _allocate(fd, 0, nbytes)
             self._directory_is_dirty |= file != SCRATCH  # order: before the file can be seen, as in ``grow``
             self._files[file] = DataFile(fd, nbytes, is_dirty=True)
@@ -251,7 +251,7 @@ class DataFiles:
 
 
 def _check_private(status: os.stat_result, path: str) -> None:
-    """Refuse what somebody else may have put in the place of a data file, or may write to."""
+    """Refuse a data file that another user may have put in its place, or may write to."""
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_mode & 0o077:
         raise UsageError(
             f"{path} must be a regular file with one name and mode 0600, and has {status.st_nlink} names and mode "

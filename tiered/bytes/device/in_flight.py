@@ -1,6 +1,6 @@
-"""One operation that an engine has begun: how far it is, and what a result or an error of the kernel means for it.
+"""InFlight: one operation that an engine has begun, its progress, and the meaning of the kernel's results for it.
 
-Every engine asks here, so that short transfers, retries and refusals are the same on all of them.
+All engines share it, so that short transfers, retries and refusals are the same on all of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _TRY_AGAIN = frozenset({errno.EAGAIN, errno.EINTR})
 class InFlight:
     """``operation`` from the moment an engine takes it: ``moved`` of ``nbytes`` bytes are done.
 
-    Its engine alone uses it, one thread at a time; the queue made it and keeps its place until ``IOQueue.done``.
-    A ring cuts a large one into parts, each of which is an InFlight with the large one as its ``whole``.
+    Its engine alone uses it, one thread at a time. The queue made it, and keeps its place until ``IOQueue.done``.
+    A ring cuts a large one into parts; each part is an InFlight with the large one as its ``whole``.
     """
 
     __slots__ = (
@@ -46,7 +46,7 @@ class InFlight:
         self.request_nbytes = 0  # of its parts, where it is cut; then also:
         self.given = 0  # bytes that the kernel has been given, from the operation's start
         self.left = 0  # bytes that neither moved nor were given up
-        self.num_overtaken = 0  # later ones that were put right before it
+        self.num_overtaken = 0  # later ones that were put before it
 
     def next_part(self, now: float) -> InFlight:
         """Return the next part that the kernel is given, ``now``; there must be one."""
@@ -62,9 +62,9 @@ class InFlight:
     def advance(self, moved: int, granularity: int, what: str) -> bool:
         """Count ``moved`` more bytes; return whether all are done.
 
-        ``granularity`` is what a short transfer goes on at a multiple of (bytes): the rest of it is moved again, and
-        so is one that came to less than that, 3 times. Raises DeviceError, which begins with ``what``, for a transfer
-        that stopped.
+        A short transfer goes on at a multiple of ``granularity`` (bytes), and moves the rest of a granule again. One of
+        less than a granule is repeated 3 times. Raises DeviceError, which begins with ``what``, for a transfer that
+        stopped.
         """
         left = self.nbytes - self.moved
         if moved < left:
@@ -78,7 +78,7 @@ class InFlight:
         return self.moved == self.nbytes
 
     def retry(self, error: OSError, deadline_s: float, what: str) -> None:
-        """Return when the rest may be tried again after ``error``; else raise what it means, beginning with ``what``.
+        """Return when the rest may be tried again after ``error``; else raise its TieredError, beginning with ``what``.
 
         An interruption is tried again until ``deadline_s`` have passed since the start, a read 3 times after EIO, a
         write never.

@@ -1,9 +1,8 @@
-"""The engine for data that is mostly read, again and again: reads come out of the page cache through mapped windows.
+"""The engine for data that is read again and again: reads come out of the page cache through mapped windows.
 
-Each read maps its range, lets the kernel read all of it at once (MADV_POPULATE_READ) and copies it out by a system
-call, which reports what a copy by the processor would die of: a file that was cut off meanwhile is an error and no
-SIGBUS. Writes are ordinary buffered ones. Cold reads are slower than direct I/O (2.6 against 3.5 GB/s; design.md,
-section 10).
+A read maps its range, lets the kernel read all of it at once (MADV_POPULATE_READ) and copies it by a system call. Where
+the file was cut off meanwhile, the system call reports an error, and a copy by the processor would die of SIGBUS.
+Writes are ordinary buffered ones. Cold reads are slower than direct I/O (2.6 against 3.5 GB/s).
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class _Vector(ctypes.Structure):
 class MmapDevice(ThreadsDevice):
     """One directory read through mappings and written through the page cache, by ``num_threads`` threads.
 
-    What the mapping does not give (a range that cannot be populated, a kernel or a sandbox without these calls) is read
-    by preadv, whose answer counts. Nothing stays mapped between two reads.
+    Where the mapping gives nothing (a range that cannot be populated, a kernel or a sandbox without these calls),
+    preadv reads the bytes. Nothing stays mapped between two reads.
     """
 
     engine = "mmap"

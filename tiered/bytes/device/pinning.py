@@ -14,7 +14,7 @@ address_of = ctypes.addressof
 
 
 class _ReadOnly(ctypes.c_char):
-    """The first byte of memory that nobody may write to, which ctypes takes by its address alone."""
+    """The first byte of read-only memory, which ctypes takes by its address alone."""
 
     array: npt.NDArray[np.uint8]  # lifetime: holds the memory
 
@@ -22,7 +22,7 @@ class _ReadOnly(ctypes.c_char):
 def pin(memory: memoryview, *, is_read_only: bool = False) -> ctypes.c_char:
     """Return what stands at the address of ``memory`` and keeps that mapped for as long as it lives.
 
-    Raises TypeError for memory that may not be written to, unless ``is_read_only`` says that nobody will, and
+    Raises TypeError for read-only memory unless ``is_read_only`` says that nothing will be written to it, and
     ValueError for memory that was released or has no bytes.
     """
     try:

@@ -1,7 +1,7 @@
 """The small file of one directory that says how fast its drive was measured to be, and with which settings.
 
-``tiered bench`` writes it; who opens a device, and ``tiered doctor``, read it. It is advice: whatever is wrong with it
-costs a warning and nothing else. Measuring, and choosing an engine, happen elsewhere.
+``tiered bench`` writes it; the opening of a device and ``tiered doctor`` read it. It is advice: a wrong profile costs a
+warning and nothing else. Measuring, and choosing an engine, happen elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tiered.units import GiB, KiB
 __all__ = ["ENGINES", "PROFILE_NAME", "Profile", "find_profile", "load_profile", "write_profile"]
 
 PROFILE_NAME = ".tiered-profile.json"
-"""The file's name; one that begins with it and goes on with "." is a write that was cut short."""
+"""The file's name; a name that begins with it and goes on with "." is a write that was cut short."""
 
 ENGINES = ("uring", "threads", "aiofiles", "mmap")
 """The engines a profile may name."""
@@ -40,7 +40,7 @@ _said: set[str] = set()  # complaints that were logged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What was measured in one directory. Raises ValueError for what no drive and no bench can have said."""
+    """The measurements of one directory. Raises ValueError for values that no drive and no bench can give."""
 
     version: int = _VERSION
     engine: str  # one of ENGINES: the best one here
@@ -73,7 +73,7 @@ class Profile:
 
 
 def load_profile(directory: str | os.PathLike[str]) -> Profile | None:
-    """Return the profile that ``find_profile`` finds; what is wrong is warned of, once in this process."""
+    """Return the profile that ``find_profile`` finds; log its complaints, once in this process."""
     profile, complaints = find_profile(directory)
     for complaint in complaints:
         if complaint not in _said:
@@ -85,8 +85,8 @@ def load_profile(directory: str | os.PathLike[str]) -> Profile | None:
 def find_profile(directory: str | os.PathLike[str]) -> tuple[Profile | None, list[str]]:
     """Return the profile of ``directory``, or of the nearest one above it on the same file system, and complaints.
 
-    A directory that does not exist yet counts as its parent. A file that is not a sound profile of our own or root's,
-    which nobody else may write to, is passed over with a complaint. Never raises for what is on disk; blocks.
+    A directory that does not exist yet counts as its parent. A file is passed over with a complaint unless it is a
+    sound profile that only we or root may write to. Never raises for the contents of the disk; blocks.
     """
     complaints: list[str] = []
     for place in _places(directory):
@@ -106,7 +106,7 @@ def find_profile(directory: str | os.PathLike[str]) -> tuple[Profile | None, lis
 def write_profile(directory: str | os.PathLike[str], profile: Profile) -> Path:
     """Put ``profile`` into ``directory``, in place of an earlier one, and return its path; durable when it returns.
 
-    The file is 0600 whatever the umask. At any instant either the old or the new profile is there. Raises TieredError.
+    The file is 0600 under any umask. At any instant either the old or the new profile is there. Raises TieredError.
     """
     path = Path(directory) / PROFILE_NAME
     try:
@@ -178,7 +178,7 @@ def _replace(descriptor: int, content: bytes) -> None:
     fd = os.open(temporary, flags, 0o600, dir_fd=descriptor)
     try:
         try:
-            os.fchmod(fd, 0o600)  # whatever the umask took away
+            os.fchmod(fd, 0o600)  # against the umask
             with memoryview(content) as rest:
                 done = 0
                 while done < len(rest):

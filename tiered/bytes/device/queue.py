@@ -24,27 +24,29 @@ _PAUSE_S = 0.02  # a shorter one is the drive's, or the interpreter's, and count
 _CALM_S = 0.1
 _PIECE_NBYTES = 16 * MiB  # that a thread moves in one call
 CALM_NBYTES = 1 * MiB
-"""How much of the writes is in flight while somebody waits for a read."""
+"""Bytes of writes in flight while a thread waits for a read."""
 
 
 class IOQueue:
     """Operations in three classes; the most urgent one that its class's budget admits goes first, then the oldest.
 
-    An operation is queued, in flight (between ``take`` and ``done``), or not known here. The bytes of a class in flight
-    stay within its budget: what it moved in 20 ms when last seen, between 32 (reads: 64) and 128 MiB; but one operation
-    of a class may always be in flight, however large, and each counts as ``piece_nbytes`` at most. ``num_slots``
-    operations may be in flight in all. Prefetch and writes leave the last two to a class that has fewer than two in
-    flight. Every class leaves one to each less urgent class that has something queued and nothing in flight, but for
-    its own first: so nobody waits for ever beside steady demand reads, where there are three slots or more.
+    An operation is queued, in flight (between ``take`` and ``done``), or not known here.
 
-    While somebody waits for a read, and 0.1 s after, writes are calm: one at a time, and ``most_nbytes`` of it at once,
-    so that a demand read never queues behind more than 1 MiB of writes.
+    The bytes of a class in flight stay within its budget: the bytes that it moved in 20 ms when last seen, between 32
+    (reads: 64) and 128 MiB. One operation of a class may always be in flight, however large; each counts as
+    ``piece_nbytes`` at most. ``num_slots`` operations may be in flight in all. Prefetch and writes leave the last two
+    slots to a class that has fewer than two in flight. Every class leaves a slot to each less urgent class that has
+    something queued and nothing in flight, except for its own first operation. So no class waits for ever beside
+    steady demand reads, where there are three slots or more.
+
+    While a thread waits for a read, and 0.1 s after, writes are calm: one at a time, and ``most_nbytes`` of it at once.
+    A demand read then never queues behind more than 1 MiB of writes.
     """
 
     def __init__(self, num_slots: int, *, piece_nbytes: int = sys.maxsize) -> None:
         """Make an empty queue for an engine that carries out ``num_slots`` operations at a time.
 
-        ``piece_nbytes`` is for one that has several large operations take turns, and bounds what the drive has of them.
+        ``piece_nbytes`` is for an engine that interleaves several large operations; it bounds the bytes at the drive.
         """
         self._piece_nbytes = piece_nbytes
         self.num_in_flight = 0
@@ -64,7 +66,7 @@ class IOQueue:
     def put(self, operations: Iterable[Operation]) -> None:
         """Queue ``operations``, each behind those of its class: all of them or, should anything raise, none.
 
-        Each is what it says now: its memory's length, and no error of an earlier turn.
+        Its length is read from its memory now, and an error of an earlier submission is forgotten.
         """
         batches: tuple[list[Operation], ...] = ([], [], [])
         for operation in operations:
@@ -151,13 +153,13 @@ class IOQueue:
         return min(flight.nbytes, most)
 
     def is_calm(self, now: float) -> bool:
-        """Whether somebody waits for a read, or has 0.1 s ago."""
+        """Whether a thread waits for a read, or has waited in the last 0.1 s."""
         demand = self._demand
         return bool(demand.num_taken or demand.queued) or now - self._last_demand < _CALM_S
 
 
 class _ClassQueue:
-    """One class: what is queued, what is in flight and how much may be, what has just ended."""
+    """One class: its queued operations, those in flight and their budget, and those that have just ended."""
 
     __slots__ = (
         "budget", "done_nbytes", "io_class", "is_write", "num_done", "num_taken", "queued", "sample", "taken_nbytes",
@@ -173,7 +175,7 @@ class _ClassQueue:
         self.sample = _BandwidthSample()
 
     def learn(self, now: float) -> None:
-        """Let the budget follow what has ended ``now``."""
+        """Let the budget follow the operations that ended ``now``."""
         bytes_per_s = self.sample.add(self.done_nbytes, now)
         self.num_done = self.done_nbytes = 0
         if bytes_per_s is not None:

@@ -13,10 +13,10 @@ _MOST_OVERTAKEN = 8
 
 
 class Requests:
-    """Large operations of which the kernel was not given all. At most ``depth`` of their parts are with the kernel.
+    """Large operations that the kernel has only in part. At most ``depth`` of their parts are with the kernel.
 
-    Operations go in the order of their class, then in that of ``add``. The first operation that is overtaken lets eight
-    later ones pass and no more, so that each operation gets on. One thread uses it.
+    Operations go in the order of their class, then in that of ``add``. An operation lets at most eight later ones
+    overtake it, so that each makes progress. One thread uses it.
     """
 
     def __init__(self) -> None:

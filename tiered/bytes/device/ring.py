@@ -63,7 +63,7 @@ _MAP_POPULATE = 0x8000
 class Ring:
     """One io_uring. One thread makes it, uses it and closes it; nothing here is locked.
 
-    What the kernel was given (memory, descriptors) must live until its completion was seen or the ring is closed.
+    Memory and descriptors that the kernel was given must live until their completion was seen or the ring is closed.
     """
 
     def __init__(self, num_entries: int) -> None:
@@ -130,10 +130,9 @@ class Ring:
         self._tail += 1
 
     def enter(self, num_wanted: int, timeout_s: float = 1.0) -> None:
-        """Submit what was prepared; block until ``num_wanted`` completions are there or ``timeout_s`` have passed.
+        """Submit the prepared entries; block until ``num_wanted`` completions are there or ``timeout_s`` have passed.
 
-        Raises OSError for what is a bug of ours or the end of the ring; what concerns one submission is in its
-        completion.
+        Raises OSError for a bug of ours or the end of the ring; the errors of one submission are in its completion.
         """
         self._set_timeout(timeout_s)
         self._sq_tail.value = self._tail
@@ -144,7 +143,7 @@ class Ring:
         self._count_submitted(submitted)
 
     def enter_briefly(self) -> None:
-        """Submit what was prepared; never waits.
+        """Submit the prepared entries; never waits.
 
         Keeps the interpreter's lock: a thread that gives it up beside a busy Python thread is without it for 5 ms.
         Raises OSError as ``enter``.

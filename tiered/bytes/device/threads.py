@@ -56,7 +56,7 @@ class ThreadsDevice(FileDevice):
             if self._is_closed:
                 self._has_work.notify_all()
             else:
-                self._has_work.notify()  # who takes one wakes the next, while there is more
+                self._has_work.notify()  # the thread that takes one wakes the next, while there is more
 
     def _running(self) -> Iterable[InFlight]:
         return [flight for flight in list(self._at_work) if flight is not None]

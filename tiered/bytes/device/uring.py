@@ -39,20 +39,20 @@ _APART_NBYTES = 128 * KiB  # from here on a request of its own is worth a system
 _REQUEST_NBYTES = MiB  # with 4 MiB at a time a virtual drive moved 9 to 15 % less (bench/LOG.md)
 _DEPTH = 32  # requests with the kernel: what a drive has to do while a busy Python thread keeps this one waiting
 _PIECE_NBYTES = 16 * MiB  # of a large operation that count against its class's budget
-_MOST_NBYTES = GiB  # of a request, whose length has 32 bits
-_TICK_S = 1.0  # how long a wait lasts at most, so that what is overdue is seen
+_MOST_NBYTES = GiB  # of a request: its length has 32 bits
+_TICK_S = 1.0  # the longest wait, after which overdue operations are looked for
 _log = logging.getLogger("tiered")
 
 
 class UringDevice(FileDevice):
     """One directory served by one thread that owns a ring: up to 128 operations in flight, batches of system calls.
 
-    Each slot is free or holds an InFlight, whose tag is the slot; it is freed by the completion of all its bytes alone,
-    so memory and extent stay the operation's past any deadline. What is overdue by ``deadline_s`` is reported and
-    cancelled, which the kernel can only do to what the drive has not begun.
+    Each slot is free or holds an InFlight, whose tag is the slot. Only the completion of all its bytes frees it, so
+    memory and extent stay the operation's past any deadline. An operation that is overdue by ``deadline_s`` is reported
+    and cancelled; the kernel can only cancel requests that the drive has not begun.
 
-    An operation of at most 1 MiB is one request to the kernel. A larger one is cut into such requests (``cut``), each
-    of which has a slot.
+    An operation of at most 1 MiB is one request to the kernel. A larger one is cut into such requests (``cut``), and
+    each of them has a slot.
     """
 
     engine = "uring"
@@ -94,8 +94,9 @@ class UringDevice(FileDevice):
     def cut(self, request_nbytes: int = _REQUEST_NBYTES, depth: int = _DEPTH) -> None:
         """Cut operations of more than ``request_nbytes`` into such requests from now on.
 
-        ``depth`` of those may be with the kernel at a time, 1 to 64, fewer where the ring is small. The length is a
-        multiple of ``alignment``, at most 1 GiB; ValueError. Any thread may call; what is in flight stays as it is.
+        ``depth`` of these requests may be with the kernel at a time, 1 to 64, fewer where the ring is small. The length
+        is a multiple of ``alignment``, at most 1 GiB; else ValueError. Any thread may call; it changes nothing in
+        flight.
         """
         if not (0 < request_nbytes <= _MOST_NBYTES and request_nbytes % self.alignment == 0):
             raise ValueError(f"request_nbytes must be a multiple of {self.alignment} up to 1 GiB, got {request_nbytes}")
@@ -123,7 +124,7 @@ class UringDevice(FileDevice):
         return [flight for flight in list(self._slots) if flight is not None]
 
     def close(self) -> None:
-        """Complete what is queued, then end the thread, the ring and the files; as FileDevice.close."""
+        """Complete queued operations, then end the thread, the ring and the files; as FileDevice.close."""
         super().close()
         if self._pid == os.getpid():
             self._wake_up.close()
@@ -140,7 +141,7 @@ class UringDevice(FileDevice):
         """Own the ring from its making to its end."""
         try:
             ring = self._ring = self._make_ring()
-        except Exception as error:  # whoever opens waits for it
+        except Exception as error:  # the opening thread waits for it
             self._failure = translate(error, "cannot set up io_uring") if isinstance(error, OSError) else error
             self._is_ready.set()
             return
@@ -167,7 +168,7 @@ class UringDevice(FileDevice):
                 num_slots //= 2
         self._free_slots = list(reversed(range(num_slots)))
         self._num_slots = num_slots
-        self._queue = IOQueue(num_slots, piece_nbytes=_PIECE_NBYTES)  # still empty: nobody has this device yet
+        self._queue = IOQueue(num_slots, piece_nbytes=_PIECE_NBYTES)  # still empty: no caller has this device yet
         self._requests.depth = min(_DEPTH, max(1, num_slots // 2))
         try:
             num_file_slots = min(_NUM_FILE_SLOTS, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -181,7 +182,7 @@ class UringDevice(FileDevice):
         return ring
 
     def _new_ring(self, num_entries: int) -> Ring:
-        """Return a ring; tests make one whose completions they choose."""
+        """Return a ring; tests override it to choose the completions."""
         return Ring(num_entries)
 
     def _serve(self, ring: Ring) -> None:
@@ -213,7 +214,7 @@ class UringDevice(FileDevice):
             return not self._queue.num_queued
 
     def _give_up(self, error: BaseException) -> None:
-        """Fail what is queued: a bug has ended the thread. What the kernel has stays its own."""
+        """Fail the queued operations after a bug has ended the thread. The kernel keeps those that it has."""
         _log.critical("the I/O thread of %s has ended: %r", self.name, error)
         with self._lock:
             self._is_closed = True
@@ -275,7 +276,7 @@ class UringDevice(FileDevice):
         self._slots[self._free_slots.pop()] = flight
 
     def _prepare(self, ring: Ring, slot: int, flight: InFlight) -> None:
-        """Write the submission of what is left of ``flight``."""
+        """Write the submission of the rest of ``flight``."""
         moved, is_write = flight.moved, flight.operation.is_write
         nbytes = flight.nbytes - moved
         if is_write and nbytes > CALM_NBYTES and self._queue.is_calm(time.monotonic()):
@@ -315,7 +316,7 @@ class UringDevice(FileDevice):
         return slot, file
 
     def _reap(self, ring: Ring) -> list[InFlight]:
-        """Take the completions that are there; return what is finished, with what went wrong in its operation."""
+        """Take the completions that are there; return the finished operations, with their errors set."""
         finished: list[InFlight] = []
         slots, free_slots = self._slots, self._free_slots
         for tag, result, _ in ring.completions():
@@ -348,7 +349,7 @@ class UringDevice(FileDevice):
                 return flight.advance(result, self._granularity(), self._describe(operation))
             error = OSError(-result, os.strerror(-result))
             if result == -errno.ECANCELED and not flight.is_slow and time.monotonic() < flight.start + self.deadline_s:
-                return False  # what it was linked to has failed
+                return False  # the operation that it was linked to has failed
             if result == -errno.ECANCELED:
                 what = self._describe(operation)
                 raise DeadlineError(f"{what} was not begun within {self.deadline_s:g} s; check the drive") from error
@@ -382,8 +383,8 @@ class UringDevice(FileDevice):
 def _chains(flights: list[InFlight]) -> Iterator[tuple[InFlight, InFlight | None]]:
     """Pair the second half of a large batch of one class with the first, for the kernel to begin when that completes.
 
-    A drive may complete all it has at once; before this thread has had the interpreter's lock, a turn of a busy Python
-    thread later, it would have nothing to do. Small batches, and reads that somebody waits for, go at once.
+    A drive may complete all its operations at once. It would then idle until this thread has the interpreter's lock, a
+    switch interval of a busy Python thread later. Small batches, and reads that a thread waits for, go at once.
     """
     by_class: dict[IOClass, list[InFlight]] = {}
     for flight in flights:

@@ -21,7 +21,7 @@ _abandoned: list[tuple[Ring, ctypes.c_char]] = []
 def probe_uring(directory: str | os.PathLike[str], *, deadline_s: float = 60.0) -> str | None:
     """Return why io_uring does not work in ``directory``, or None: a ring, one aligned write and read.
 
-    Blocks, for ``deadline_s`` at most each. What has not completed by then stays with the kernel, and its ring open.
+    Blocks, for ``deadline_s`` at most each. An operation that is late stays with the kernel, and its ring open.
     """
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""What wakes a ring's thread while it waits in the kernel: an eventfd that the ring itself reads."""
+"""WakeUp wakes a ring's thread while it waits in the kernel: an eventfd that the ring itself reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["WakeUp"]
 
 
 class WakeUp:
-    """Order: the thread says that it waits, then looks for work; whoever has some says so, then wakes it if it waits.
+    """Order: the thread says that it waits, then looks for work. A submitter queues its work, then wakes the thread.
 
     ``wake`` and ``close`` from any thread, the others from the ring's alone.
     """
