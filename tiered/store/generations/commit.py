@@ -87,7 +87,7 @@ class Committer:
         return handed[0].generation
 
     def _start_thread(self, handed: list[Sealed]) -> bool:
-        """Start the thread that flushes what is ``handed`` over by the time it gets the lock; False: there is none."""
+        """Start the thread that flushes the generations ``handed`` over when it gets the lock; False: there is none."""
         # A thread of its own, not a daemon: the interpreter waits for it, and no call can interrupt it.
         thread = ServiceThread(target=self._finish_handed, args=(handed,), name="tiered-commit")
         try:
@@ -170,7 +170,7 @@ class Committer:
     # Below: the flush, in its own thread, or in the caller's where none can be started
 
     def _finish_handed(self, handed: list[Sealed]) -> None:
-        with self._condition:  # whoever started this thread holds the lock until it has sealed
+        with self._condition:  # the starting thread holds the lock until it has sealed
             pass
         for sealed in handed:
             self._finish(sealed)
@@ -195,7 +195,7 @@ class Committer:
             self._catalog.apply(root, list(sealed.rows.values()), [entry.key_id for entry in sealed.removed])
             self.catalog_write_bytes += _written_nbytes() - written
             recorder.worked("commit", subject, begun_s)
-        except BaseException as error:  # whatever it is, it must reach the caller
+        except BaseException as error:  # of any kind: it must reach the caller
             self._fail(sealed, error)
             return
         with self._condition:
@@ -205,7 +205,7 @@ class Committer:
             self._condition.notify_all()
 
     def _write(self, sealed: Sealed) -> None:
-        """Write what is sealed and has not landed; wait until it has."""
+        """Write the sealed entries that have not landed; wait until they have."""
         write_back = self._working_set.room.write_back
         deadline = Deadline(f"commit of generation {sealed.generation}", self._working_set.deadline_s)
         while True:

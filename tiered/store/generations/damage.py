@@ -1,4 +1,4 @@
-"""Damage: what ``verify`` found, and the one way to be rid of a committed key whose bytes are damaged.
+"""Damage: the findings of ``verify``, and the one way to drop a committed key whose bytes are damaged.
 
 Finding is in streaming.py. Nothing is dropped here that the caller did not name and that is not damaged now.
 """
@@ -20,7 +20,7 @@ __all__ = ["DroppedKey", "drop_damaged"]
 
 @dataclass(frozen=True, slots=True)
 class DroppedKey:
-    """A damaged key that is gone: its size, the (file, offset, nbytes) of its extents, and what was wrong."""
+    """A damaged key that is gone: its size, the (file, offset, nbytes) of its extents, and its damage."""
 
     name: str
     nbytes: int
@@ -36,7 +36,7 @@ class DroppedKey:
 def drop_damaged(
     working_set: WorkingSet, streams: StreamedValues, generations: Generations, keys: Iterable[str]
 ) -> tuple[DroppedKey, ...]:
-    """Drop ``keys`` in a commit of their own, and return what they were; see ``Store.drop_damaged``."""
+    """Drop ``keys`` in a commit of their own, and return their descriptions; see ``Store.drop_damaged``."""
     if isinstance(keys, str):
         raise TypeError(f"drop_damaged: expected several keys, got the text {keys!r}; pass [{keys!r}]")
     names = list(dict.fromkeys(keys))

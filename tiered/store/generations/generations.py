@@ -1,7 +1,7 @@
 """Generations: the order of things in commit, rollback, resume and the last commit of close.
 
-What rides along (registered objects, the caller's state) and who is asked first (guards) is here; how bytes become
-durable is in commit.py.
+The state that rides along (registered objects, the caller's state) and the guards, which are asked first, are here.
+commit.py makes bytes durable.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Generations:
     def commit(self, state: Mapping[str, Any] | None, *, wait: bool) -> int:
         """Seal, start to flush, and return the generation's number.
 
-        Without ``wait`` a busy producer seals once it has finished. What is registered is encoded now either way.
+        Without ``wait`` a busy producer seals at the end of its work. Registered objects are encoded now either way.
         """
         committer = self._ready("commit")
         self._ask("commit")
@@ -151,7 +151,7 @@ class Generations:
 
     @uninterrupted
     def drop_state(self, name: str) -> None:
-        """Leave what was committed under ``name`` out of the next commit."""
+        """Leave the state committed under ``name`` out of the next commit."""
         self._ready("drop_state")
         with self._turn:
             self.registry.drop(name)
@@ -172,7 +172,7 @@ class Generations:
                 elif commit and not self._end_unchanged():
                     self._committer.start(self.registry.encode(self._user_text), is_last=True)
                     self.wait()
-        except Exception as error:  # whatever it is, the store closes
+        except Exception as error:  # of any kind: the store closes
             failure = failure or error
         with self._working_set.condition:  # order: not after an interrupt; a close that comes again has it all to do
             self._working_set.keys.is_ending = True  # order: a change that comes later is told that it is too late
@@ -207,14 +207,14 @@ class Generations:
             guard(word)
 
     def _end_all(self) -> Exception | None:
-        """Settle, then ask every guard, whatever the others say: each may have something to give back.
+        """Settle, then ask every guard, even if one fails: each may have something to give back.
 
         Returns the first error.
         """
         failure: Exception | None = None
         ends: list[Callable[[], None]] = [self._working_set.deferred_seal.settle]
         if self._committer is not None:
-            ends.append(self._committer.wait)  # order: guards compare with what is committed
+            ends.append(self._committer.wait)  # order: guards compare with the committed generation
         for end in ends + [functools.partial(guard, "close") for guard in self.guards]:
             try:
                 end()
@@ -224,7 +224,7 @@ class Generations:
 
     @uninterrupted
     def finish_at_exit(self) -> None:
-        """The process ends and nobody closed the store: let a sealed generation become durable, and say what is not."""
+        """End an unclosed store with the process: let a sealed generation become durable, and log what is lost."""
         try:
             self.wait()
         except TieredError as error:

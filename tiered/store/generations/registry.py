@@ -56,8 +56,8 @@ def _short(error: Exception) -> str:
 class Registry:
     """Registered objects by name. Their methods are called without locks, in the order of registration.
 
-    The invariant: *what was committed under a name is in every later commit*, as it was where nobody has registered the
-    name in this process. Only ``drop`` ends that.
+    The invariant: *a state committed under a name is in every later commit*, unchanged where the name is not registered
+    in this process. Only ``drop`` ends that.
     """
 
     def __init__(self, text: str) -> None:
@@ -66,7 +66,7 @@ class Registry:
         self.carry(text)
 
     def carry(self, text: str) -> None:
-        """Keep what the root's ``text`` has for names that nobody registers."""
+        """Keep the states of the root's ``text`` whose names are not registered."""
         self._carried: dict[str, str] = {
             name: json.dumps(state, separators=(",", ":"))  # as ``encode`` wrote it
             for name, state in json.loads(text).get("registered", {}).items()
@@ -109,7 +109,7 @@ class Registry:
         return f'{{"registered":{{{",".join(parts)}}},"state":{user_text}}}'
 
     def check(self, committed: Mapping[str, Any], generation: int) -> None:
-        """Raise UsageError when something registered is not in ``committed``; warn of what is there and nobody took."""
+        """Raise UsageError for a registered name that is not in ``committed``; warn of unregistered ones that are."""
         missing = [name for name in self._objects if name not in committed]
         unclaimed = [name for name in committed if name not in self._objects]
         if missing:
@@ -135,7 +135,7 @@ class Registry:
 
 
 def encode_user_state(state: object) -> str:
-    """Return the text of the state a caller commits. Raises TypeError for what is no mapping, or cannot be encoded."""
+    """Return the text of the state a caller commits. Raises TypeError for anything that cannot be encoded."""
     if not isinstance(state, Mapping):
         raise TypeError(f'commit: expected state as a mapping such as {{"step": 3}}, got {type(state).__name__}')
     return encode(dict(state), name="state")

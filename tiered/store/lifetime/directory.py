@@ -1,4 +1,4 @@
-"""The directories of a store: which they are, who has them open, and what is refused.
+"""The directories of a store: which ones they are, which process has them open, and which are refused.
 
 Each holds ``lock``, ``identity`` and the device's ``data-NNN``; the first also ``catalog.db``. Creation writes the
 identities in the order of their indexes, each durable before the next, and the caller then creates the catalog: so
@@ -36,7 +36,7 @@ CATALOG_NAME = "catalog.db"
 _IDENTITY = "identity"
 _NAMES = {LOCK_NAME, _IDENTITY, CATALOG_NAME, f"{CATALOG_NAME}-journal"}
 _DATA = re.compile(r"data-\d{3,}")
-# What a creation that was cut short, or mkfs, may leave in a directory that holds no store.
+# Files that an interrupted creation, or mkfs, may leave in a directory that holds no store.
 _LEFTOVERS = {LOCK_NAME, f"{_IDENTITY}.new", f"{CATALOG_NAME}.new", f"{CATALOG_NAME}.new-journal", "lost+found"}
 _OWNED = re.compile(rf"{_IDENTITY}|{_DATA.pattern}|{re.escape(CATALOG_NAME)}(-journal|\.new|\.new-journal)?")
 
@@ -62,7 +62,7 @@ class Directories:
         """Lock ``paths``, in any order: exactly the directories of one store, or of one that is to be created.
 
         ``mode`` "a" opens or creates, "x" creates, "r" opens to read; a creation that was cut short is done again.
-        "w" opens what is there to be cleaned, such a creation included: ``store_uuid`` is empty then.
+        "w" opens a store to clean it, such a creation included: ``store_uuid`` is empty then.
         Raises UsageError for anything else (missing, foreign or additional directories, loose permissions, symbolic
         links inside, a second opener: the message names its pid), DeviceError for one that cannot be written to, and
         CorruptionError for a damaged identity; nothing in the directories has then been changed.
@@ -85,7 +85,7 @@ class Directories:
                     locks.append(Lock(path, shared=mode == "r"))
                 if mode != "r":
                     _refuse_unwritable(found)
-                plan = _survey(found, mode)  # what it was may have changed before the locks were ours
+                plan = _survey(found, mode)  # may have changed before the locks were ours
                 if plan is not None:
                     return cls(plan[0], plan[1], locks, created=False)
                 if mode == "w":
@@ -271,11 +271,11 @@ def _is_first(path: Path) -> bool:
 
 
 def _make_private(path: Path) -> None:
-    """Make the directory, and what is missing above it, for its owner alone; durable."""
+    """Make the directory, and missing ones above it, for its owner alone; durable."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     for directory in reversed(missing):
         directory.mkdir(mode=0o700, exist_ok=True)
-        os.chmod(directory, 0o700)  # whatever the umask left of it
+        os.chmod(directory, 0o700)  # against the umask
         fsync_directory(directory.parent)
     os.chmod(path, 0o700)
 

@@ -37,7 +37,7 @@ class Identity:
 
     @classmethod
     def read(cls, path: Path) -> Identity:
-        """Read ``path``; CorruptionError where it is not what was written, UsageError for a newer format."""
+        """Read ``path``; CorruptionError where the contents are damaged, UsageError for a newer format."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             text = os.read(fd, _MAX_NBYTES)

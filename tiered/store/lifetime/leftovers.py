@@ -1,7 +1,7 @@
 """Leftovers: what crashes leave in a store's directories, found and removed; nothing else is ever touched.
 
 A leftover is provably ours, by its name, its kind, its owner and what lies beside it, and provably of no use, by the
-catalog read under the writer's lock. Everything else in the directories is spared, whatever it is called.
+catalog read under the writer's lock. Everything else in the directories is spared, under any name.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Leftover:
 
 
 class Leftovers:
-    """What is left over in the directories of one store, or in directories without one; locked until ``close``.
+    """The leftovers in the directories of one store, or in directories without one; locked until ``close``.
 
-    Looking changes nothing but the locks. No link is followed, and what is not a plain file of its owner's alone with
-    one name is spared.
+    Looking changes nothing but the locks. No link is followed. A file is spared unless it is a plain one of its owner's
+    alone, with one name.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -76,13 +76,13 @@ class Leftovers:
 
     @property
     def nbytes(self) -> int:
-        """What removing everything frees."""
+        """The bytes that removing everything frees."""
         return sum(item.nbytes for item in self.items)
 
     def remove(self) -> int:
         """Remove everything that was found, durably, and return the bytes that this freed; blocks.
 
-        What has changed since it was found is spared. Raises OSError; what was removed by then is gone.
+        A file that has changed since it was found is spared. Raises OSError; files removed by then are gone.
         """
         freed = 0
         for item in self.items:
@@ -150,7 +150,7 @@ class Leftovers:
                 yield from self._data_file(path / name, int(np.max(own["offset"] + own["nbytes"], initial=0)))
 
     def _data_file(self, path: Path, end: int) -> Iterator[Leftover]:
-        """Yield what of the file at ``path`` is left over, of which the catalog knows ``end`` bytes."""
+        """Yield the part of the file at ``path`` behind the ``end`` bytes that the catalog knows."""
         status = self._plain(path)
         if status is None:
             return

@@ -1,4 +1,4 @@
-"""Lock: who has a directory open. One writer or several readers; the kernel gives it back with the process."""
+"""Lock: one writer or several readers of a directory; the kernel releases it when the process ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Lock:
     """The lock of one directory, held from its making until ``release``; a forked child never holds it."""
 
     def __init__(self, directory: Path, *, shared: bool) -> None:
-        """Take it, ``shared`` with other readers. Raises UsageError that names who has it, OSError."""
+        """Take it, ``shared`` with other readers. Raises UsageError that names its holder, OSError."""
         self._pid = os.getpid()
         self._fd = _open(directory, shared=shared)
         try:
@@ -60,7 +60,7 @@ def _open(directory: Path, *, shared: bool) -> int:
     except OSError as error:
         if not shared or error.errno not in _NO_FILE:
             raise
-        # A copy without the file, to which nobody can write: the directory itself will do among readers.
+        # A copy without the file, on a medium that cannot be written: the directory itself will do among readers.
         return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         refuse_trap(name, os.fstat(fd))  # the same name may be another file by now

@@ -1,4 +1,4 @@
-"""Opening: from paths and an engine's name to the parts of a store. What goes wrong here leaves nothing open."""
+"""Opening: from paths and an engine's name to the parts of a store. An error here leaves nothing open."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIN_DRAM_NBYTES = 8 * MiB
 """The smallest budget a store opens with: two blocks, so that tensors of any size can pass through."""
 
 CATALOG_NBYTES = 8 * MiB
-"""What the files of a store leave of each file system, for its catalog to commit with."""
+"""Bytes of each file system that the store's files leave free, for its catalog to commit with."""
 
 _log = logging.getLogger("tiered")
 
@@ -40,7 +40,7 @@ Path = str | os.PathLike[str]
 
 @dataclass(slots=True)
 class Parts:
-    """What a store is made of."""
+    """The parts of a store."""
 
     arena: Arena
     devices: Sequence[Device]
@@ -72,7 +72,7 @@ class Parts:
 
 
 def dram_budget(dram: int | str | None) -> int:
-    """Return the DRAM budget in bytes; by default half of what is free, which is logged. Raises CapacityError."""
+    """Return the DRAM budget in bytes; by default half of free memory, which is logged. Raises CapacityError."""
     if dram is None:
         budget = free_memory() // 2 // MiB * MiB
         _log.info("dram= not given: the budget is %s, half of what is free", format_bytes(budget))

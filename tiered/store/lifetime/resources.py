@@ -82,7 +82,7 @@ class Resources:
     def _give_back_uncommitted(self) -> None:
         sealed = self._records.sealed
         if sealed is not None and sealed.thread is not None:
-            sealed.thread.join()  # what was sealed becomes durable
+            sealed.thread.join()  # a sealed generation becomes durable
         self._records.report_dropped()
         try:
             self.give_back()

@@ -1,4 +1,4 @@
-"""Service: whether the calls of a store are served, and what is raised when they are not."""
+"""Service: whether the calls of a store are served, and the errors they raise when they are not."""
 
 from __future__ import annotations
 

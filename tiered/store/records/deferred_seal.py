@@ -1,6 +1,6 @@
 """DeferredSeal: the seal of a commit that has returned, where a producer still makes bytes of the generation.
 
-What a seal is lies in commit.py, who the producers are in producers.py. Here is who waits until it has happened.
+commit.py seals, and producers.py knows the producers. Callers that must wait for the seal wait here.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _log = logging.getLogger("tiered")
 class DeferredSeal:
     """The one seal of a store that may be pending.
 
-    The invariant: *from the call of commit to its seal only the producer's thread changes what a commit contains*. So
-    the generation is what the call found, and what the producer makes of it. Everybody else asks ``is_closed``, under
-    the store's lock where the answer must hold, and calls ``settle`` first. What goes wrong is the producer's to tell.
+    The invariant: *from the call of commit to its seal only the producer's thread changes what a commit contains*. The
+    generation then holds the state of the call, and the bytes that the producer makes of it. Other threads ask
+    ``is_closed``, under the store's lock where the answer must hold, and call ``settle`` first. The producer reports
+    its own failures.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class DeferredSeal:
         self._producer, self._generation, self._thread = producer, generation, threading.get_ident()
 
     def hand_over(self, seal: Callable[[], object]) -> bool:
-        """Have the producer call ``seal`` at the end of what it has pending; return False where it has nothing."""
+        """Have the producer call ``seal`` at the end of its pending work; return False where it has none."""
         producer = self._producer
         assert producer is not None
         is_taken = False
@@ -83,9 +84,9 @@ class DeferredSeal:
     def settle(self) -> None:
         """Wait until no seal is pending, before a change of what commits contain; not under the lock.
 
-        The producer's thread does not wait. The one that committed serves it meanwhile, and is told what went wrong.
-        Others have not its memory to serve with: they wait, with a deadline, and go on whatever came of it. Raises what
-        the producer or the seal failed of; DeadlineError.
+        The producer's thread does not wait. The thread that committed serves it meanwhile, and gets its error. Other
+        threads cannot serve it with memory: they wait, with a deadline, and go on whether or not it failed. Raises the
+        error of the producer or of the seal; DeadlineError.
         """
         producer = self._producer or self._failed
         if producer is None or producer.is_this_thread():
@@ -93,7 +94,7 @@ class DeferredSeal:
         if self._thread == threading.get_ident():
             self._failed = None  # it is raised here, or was by the producer
             producer.finish_all()
-            self._end()  # of one that an interrupt kept from being handed over
+            self._end()  # of a seal that an interrupt kept from being handed over
             return
         deadline = Deadline(f"seal of generation {self._generation}", self._deadline_s)
         with self._condition:
@@ -101,7 +102,7 @@ class DeferredSeal:
                 deadline.wait(self._condition, self._progress(), at_most_s=self._deadline_s / 8)
 
     def _conclude(self, seal: Callable[[], object], failure: BaseException | None) -> None:
-        """In the producer's thread, at the end of what was pending: seal, unless that failed."""
+        """In the producer's thread, at the end of its pending work: seal, unless that work failed."""
         try:
             if failure is None:
                 seal()

@@ -31,7 +31,7 @@ class EntryState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What ``Store.records`` says of a key."""
+    """The facts about a key that ``Store.records`` returns."""
 
     name: str
     dtype: torch.dtype | str  # its name where this torch does not know it
@@ -44,7 +44,7 @@ class Record:
 
 
 class Residence:
-    """An entry's bytes in DRAM and who uses them. ``entry`` is None once they were replaced under living tensors."""
+    """An entry's bytes in DRAM and their users. ``entry`` is None once they were replaced under living tensors."""
 
     __slots__ = (
         "aliases", "buffer", "claims", "entry", "is_leaving", "name", "open_readers", "open_writers", "writers"
@@ -55,7 +55,7 @@ class Residence:
         self.entry: Entry | None = entry
         self.name = entry.name
         self.aliases = 0  # leases that have not ended
-        self.writers = 0  # of these, the ones that may write
+        self.writers = 0  # those of the leases that may write
         self.open_readers = 0  # leases that were not released
         self.open_writers = 0
         self.claims = 0  # callers that wait for these bytes, or copy them

@@ -1,6 +1,6 @@
-"""Producers: who makes bytes of keys in a thread of its own, behind calls that have returned.
+"""Producers: threads that make bytes of keys, behind calls that have returned.
 
-When somebody must wait for them is asked here; what they make, and how, is their own business.
+The store asks here when a caller must wait for them. It knows nothing of the bytes that they make.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Producer(Protocol):
         """Whether the caller's is the thread that makes the bytes."""
 
     def finish(self, key: str) -> None:
-        """Wait until what is pending for ``key`` is made, well or not; blocks."""
+        """Wait until the pending bytes of ``key`` are made or have failed; blocks."""
 
     def finish_all(self) -> None:
-        """Wait until nothing is pending; blocks. Raises what it failed of."""
+        """Wait until nothing is pending; blocks. Raises the error of pending work that failed."""
 
     def pending_keys(self) -> Collection[str]:
-        """Return the keys whose bytes are pending now."""
+        """Return the keys with pending bytes."""
 
     def when_done(self, conclude: Callable[[BaseException | None], None]) -> bool:
         """Have ``conclude`` called, once, by the thread that makes the bytes, when nothing is pending any more.
@@ -54,7 +54,7 @@ class Producers:
         self._producers.append(producer)
 
     def settled(self, key: str) -> str:
-        """Return ``key`` once nobody works with it behind the caller's back. Raises TypeError for what is no name."""
+        """Return ``key`` once no producer works with it. Raises TypeError for anything but a str."""
         if not isinstance(key, str):
             raise TypeError(f"expected a str as the key, got {type(key).__name__}")
         for producer in self._producers:

@@ -30,7 +30,7 @@ _log = logging.getLogger("tiered")
 
 
 class Sealed:
-    """What a generation contains, fixed; rows are complete once every pending entry has landed."""
+    """The fixed contents of a generation; its rows are complete once every pending entry has landed."""
 
     __slots__ = ("generation", "num_pending", "phase", "removed", "rows", "state", "targets", "thread", "to_write")
 
@@ -39,7 +39,7 @@ class Sealed:
         self.state = state  # JSON text
         self.rows: dict[Entry, Row] = {}  # changed entries whose bytes have landed
         self.targets: dict[Entry, Extents] = {}  # changed entries whose bytes have not, and where they go
-        self.to_write: deque[Entry] = deque()  # of these, the ones that may need a write to be started
+        self.to_write: deque[Entry] = deque()  # the entries of ``targets`` that may need a write to be started
         self.removed: list[Entry] = []
         self.num_pending = 0
         self.phase = 0  # counts what the commit has done, as a sign of progress
@@ -47,7 +47,7 @@ class Sealed:
 
 
 class Records:
-    """All entries, and what has changed in them since the last seal."""
+    """All entries, and their changes since the last seal."""
 
     def __init__(self, space: Space, *, durable: bool, generation: int = 0, next_key_id: int = 1) -> None:
         self.entries = Table()
@@ -81,7 +81,7 @@ class Records:
         return [name for name in self.entries if name not in hidden]
 
     def records(self) -> list[Record]:
-        """Return what is known of each key that the mapping shows, in the order of creation."""
+        """Return a record of each key that the mapping shows, in the order of creation."""
         entries = map(self.peek, self.names())
         return [entry.record() for entry in entries if entry is not None]
 
@@ -96,7 +96,7 @@ class Records:
         return self.peek(name) is not None
 
     def peek(self, name: str) -> Entry | None:
-        """Return what ``find`` would, only to look at: a key that nobody uses costs no more memory afterwards."""
+        """Return what ``find`` would, only to look at: an unused key costs no more memory afterwards."""
         entry = self.entries.peek(name)
         return None if entry is None or entry in self._hidden else entry
 
@@ -109,7 +109,7 @@ class Records:
         return entry
 
     def new_key_ids(self, number: int) -> int:
-        """Return the first of ``number`` key ids that nobody has had."""
+        """Return the first of ``number`` key ids that no key has had."""
         key_id = self.next_key_id
         self.next_key_id += number
         return key_id
@@ -198,7 +198,7 @@ class Records:
             self.sealed.to_write.append(entry)
 
     def lost_target(self, entry: Entry, extents: Extents) -> None:
-        """Note that a write to ``extents`` failed: nobody writes there again."""
+        """Note that a write to ``extents`` failed: nothing is written there again."""
         self._space.quarantine(extents)
         if entry.landing == extents:
             entry.landing = None
@@ -236,7 +236,7 @@ class Records:
         if dropped and self.durable:
             _log.warning(
                 "closed without a commit: changes to %d keys, %s, since generation %d are dropped",
-                len({entry.name for entry in dropped}),  # one that was put again is in both
+                len({entry.name for entry in dropped}),  # a key that was put again is in both
                 format_bytes(sum(entry.nbytes for entry in dropped)),
                 self.generation,
             )
@@ -271,7 +271,7 @@ class Records:
         return sealed
 
     def committed(self) -> None:
-        """The sealed generation is durable: free what it supersedes."""
+        """Note that the sealed generation is durable: free the extents that it supersedes."""
         sealed = self.sealed
         assert sealed is not None and not sealed.num_pending
         for entry, row in sealed.rows.items():
@@ -287,7 +287,7 @@ class Records:
     def roll_back(self) -> list[Entry]:
         """Return to the last sealed generation; no commit runs and all changed entries are settled.
 
-        Returns the entries whose DRAM the caller must drop: their bytes there are no longer anything.
+        Returns the entries whose DRAM the caller must drop: their bytes there are void.
         """
         assert self.sealed is None
         dropped = list(self.changed)

@@ -1,4 +1,4 @@
-"""The table of keys: name -> entry, where a key that nobody has used since the store was opened is only its row."""
+"""The table of keys: name -> entry. A key that was not used since the store was opened is only its row."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["Table"]
 class Table:
     """Entries by name, in the order of creation. The store's lock guards it.
 
-    A committed row is kept as the catalog's bytes, a quarter of what an entry takes, until somebody asks for its entry:
-    from then on there is one, always the same. ``peek`` is for those who only look.
+    A committed row is kept as the catalog's bytes, a quarter of an entry's size, until its entry is asked for. From
+    then on the entry exists, always the same. ``peek`` is for callers that only look.
     """
 
     __slots__ = ("_entries",)
@@ -63,7 +63,7 @@ class Table:
         return iter(self._entries)
 
     def used(self) -> Iterator[Entry]:
-        """Yield the entries that somebody has asked for: all that can be in DRAM."""
+        """Yield the entries that were asked for: all that can be in DRAM."""
         return (entry for entry in self._entries.values() if type(entry) is not bytes)  # type: ignore[misc]
 
 

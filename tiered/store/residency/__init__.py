@@ -1,1 +1,1 @@
-"""Which tensors are in DRAM under the budget, who leases them, and how they come and go."""
+"""The tensors in DRAM under the budget, their leases, and their swaps in and out."""

@@ -16,7 +16,7 @@ class Ends:
     """The ends of leases, as finalizers report them, and a way to wait for them: a waiter of the store's condition.
 
     A finalizer must not take the store's lock to notify. So one thread at a time waits for the queue instead, which a
-    notification reaches as well, by None. It leaves in the queue what it finds.
+    notification reaches as well, by None. The items that it finds stay in the queue.
     """
 
     def __init__(self, condition: Condition) -> None:
@@ -34,7 +34,7 @@ class Ends:
             self._condition.wait(timeout, self)
         finally:
             self._is_awaited = False
-            self._condition.notify_all()  # another one that waits goes on with that
+            self._condition.notify_all()  # another waiting thread takes this one's place
 
     def take(self) -> Iterator[Alias]:
         """Take the ends out of the queue, under the lock; a notification is left to the thread that waits for one."""

@@ -31,7 +31,7 @@ class Keys:
         *,
         deadline_s: float,
     ) -> None:
-        self.is_ending = False  # what is written now would be in no commit any more
+        self.is_ending = False  # later writes would be in no commit any more
         self._records = records
         self._residents = residents
         self._room = room
@@ -51,7 +51,7 @@ class Keys:
     def settled(self, key: str, operation: str) -> Entry | None:
         """Return the entry of ``key``, if there is one, with nothing in flight and no open lease for writing.
 
-        For who is about to change it: raises ClosedError once close() has taken what it commits.
+        For a caller about to change it: raises ClosedError once close() has fixed the bytes that it commits.
         """
         deadline = Deadline(f"{operation} of {key!r}", self._deadline_s)
         while True:
@@ -93,7 +93,7 @@ class Keys:
         self._residents.offer(entry)
 
     def wait_for(self, entry: Entry, deadline: Deadline) -> None:
-        """Wait for a change of ``entry``; what it has in DRAM is not evicted meanwhile."""
+        """Wait for a change of ``entry``; its bytes in DRAM are not evicted meanwhile."""
         residence = None if entry.residence is None else self._residents.claim(entry.residence)
         reason = Wait.READ if entry.state is EntryState.ARRIVING else Wait.WRITE
         if entry.is_pending and entry.state is not EntryState.ARRIVING:
@@ -109,6 +109,6 @@ class Keys:
                 self._residents.unclaim(residence)
 
     def refuse_late(self) -> None:
-        """Raise ClosedError once close() has taken what it commits."""
+        """Raise ClosedError once close() has fixed the bytes that it commits."""
         if self.is_ending:
             raise ClosedError("the store is being closed: what it holds is committed, and nothing more can be written")

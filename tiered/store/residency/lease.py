@@ -35,13 +35,13 @@ def tensor_over(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 class Lessor(Protocol):
-    """Who grants leases, and is told how they end."""
+    """The part of the store that grants leases and hears of their ends."""
 
     def released(self, alias: Alias, *, is_written: bool = False) -> bool:
         """Note that a lease was released; return whether its last tensor has died."""
 
     def forget(self, alias: Alias) -> bool:
-        """Have later leases read the bytes anew; return False where only DRAM has them."""
+        """Have later leases read the bytes again; return False where only DRAM has them."""
 
 
 class Lease:
@@ -69,18 +69,18 @@ class Lease:
 
     @property
     def buffer(self) -> Buffer:
-        """The buffer that has the bytes; for who holds the lease."""
+        """The buffer that has the bytes; for the holder of the lease."""
         return self._alias.residence.buffer
 
     def release(self, *, is_written: bool = False) -> bool:
         """Drop the lease's own reference; return whether the lease has ended (no other tensor is alive). Idempotent.
 
-        ``is_written``: its holder knows that nobody writes by what is still alive, so that nothing waits for its end.
+        ``is_written``: the holder knows that no living tensor writes, so that nothing needs to wait for its end.
         """
         return self._lessor.released(self.end(), is_written=is_written)
 
     def forget(self) -> bool:
-        """Have later leases of the key read its bytes anew; return False where only DRAM has them."""
+        """Have later leases of the key read its bytes again; return False where only DRAM has them."""
         return self._lessor.forget(self._alias)
 
     def end(self) -> Alias:
@@ -94,7 +94,7 @@ class Lease:
 
 
 class LeaseBlock:
-    """What ``Store.lease`` returns: a context manager around one lease."""
+    """The context manager around one lease that ``Store.lease`` returns."""
 
     __slots__ = ("_key", "_lease", "_make_lease", "_mode", "_version", "_view")
 
@@ -130,7 +130,7 @@ class LeaseBlock:
         return f"LeaseBlock({self._key!r}, {self._mode!r}, {state})"
 
     def _give_back(self) -> None:
-        """Release what may have been leased before an interrupt: nobody would end the block."""
+        """Release a lease that was made before an interrupt: its block will not be left."""
         if self._lease is not None:
             self._lease.release()
 
@@ -153,7 +153,7 @@ class LeaseBlock:
             )
 
     def _report_write(self, error: BaseException | None) -> None:
-        """Raise UsageError for what has written past the view's own refusal; the next readers get the old bytes."""
+        """Raise UsageError for a write past the view's own refusal; the next readers get the old bytes."""
         assert self._lease is not None
         state = "has its old bytes again" if self._lease.forget() else "has the new bytes, and so will a commit"
         self._lease.release()
@@ -167,7 +167,7 @@ class LeaseBlock:
 
 
 def plain_of(view: torch.Tensor) -> torch.Tensor:
-    """Return an ordinary tensor on the bytes of ``view``, for who only reads."""
+    """Return an ordinary tensor on the bytes of ``view``, for code that only reads."""
     with torch._C.DisableTorchFunctionSubclass():
         return view.detach()
 
@@ -205,7 +205,7 @@ class EndedView(torch.Tensor):
 
 
 class ReadOnlyView(torch.Tensor):
-    """A view of a lease for reading: everything but writing. What shares its bytes is read-only too."""
+    """A view of a lease for reading: all but writing. Tensors that share its bytes are read-only, too."""
 
     tiered_key: str
 

@@ -14,7 +14,7 @@ _REFUSED = {_MODES.FAKE: "FakeTensorMode", _MODES.FUNCTIONAL: "FunctionalTensorM
 
 
 def refuse_modes(operation: str, key: str) -> None:
-    """Raise UsageError where the caller's mode makes tensors without bytes, or records what is made of them."""
+    """Raise UsageError where the caller's mode makes tensors without bytes, or records the operations on them."""
     if torch._C._len_torch_dispatch_stack():
         for mode, name in _REFUSED.items():
             if torch._C._get_dispatch_mode(mode) is not None:

@@ -1,4 +1,4 @@
-"""Residents: whose bytes are in DRAM, who uses them, and what may go.
+"""Residents: the tensors in DRAM, their users, and the ones that may be evicted.
 
 Bookkeeping under the store's lock: it leases buffers from the arena, evicts clean entries and counts leases, but never
 waits and never does I/O. Waiting and swapping in is in working_set.py, swapping out in write_back.py.
@@ -23,7 +23,7 @@ from tiered.store.residency.ends import Ends
 __all__ = ["EvictionPolicy", "LeastRecentlyUsed", "Residents", "be_thread", "this_thread"]
 
 
-_MOVING = (EntryState.ARRIVING, EntryState.DEPARTING)  # a transfer has the buffer, also one that was not started yet
+_MOVING = (EntryState.ARRIVING, EntryState.DEPARTING)  # a transfer has the buffer, perhaps one that was not started yet
 
 
 class _Thread(threading.local):
@@ -66,7 +66,7 @@ class EvictionPolicy(Protocol):
 
 
 class LeastRecentlyUsed:
-    """The default policy: whatever has not been used for longest, for prefetches too, and at once."""
+    """The default policy: the key not used for longest goes first, also for prefetches, and at once."""
 
     def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
         return next(iter(evictable), None)
@@ -78,8 +78,8 @@ class LeastRecentlyUsed:
 class Residents:
     """Entries in DRAM, within the arena's budget.
 
-    The invariant: a clean entry that nobody uses and that is not held is in ``clean``; a dirty one that nobody writes
-    and that is not held is in ``dirty``; all others are in neither.
+    The invariant: a clean entry without users that is not held is in ``clean``; a dirty one without writers that is not
+    held is in ``dirty``; all others are in neither.
     """
 
     def __init__(self, arena: Arena, condition: Condition) -> None:
@@ -94,7 +94,7 @@ class Residents:
         self.orphans: set[Residence] = set()  # replaced or deleted under living tensors
         self.num_evictions = 0
         self.num_arriving = 0  # swap ins in flight
-        self.num_claims = 0  # callers that are about to use, or copy, what is in DRAM
+        self.num_claims = 0  # callers that are about to use, or copy, bytes in DRAM
         self.users: Counter[int] = Counter()  # thread -> living leases and reservations it asked for
         self._condition = condition
         self._entries = Table()
@@ -125,7 +125,7 @@ class Residents:
             self._evict(victim)
 
     def is_worth_waiting(self) -> bool:
-        """Return whether the end of a write in flight is to be awaited, rather than evict what is clean by now."""
+        """Return whether to wait for a write in flight, rather than evict an entry that is clean now."""
         return bool(self.departing and self.clean) and self._victim() is None
 
     def _victim(self) -> str | None:
@@ -144,7 +144,7 @@ class Residents:
     def take_ahead(self, nbytes: int, incoming: str, *, beside: int = 0) -> Buffer | None:
         """Lease a buffer for a prefetch of ``incoming``, evicting only what the policy offers.
 
-        ``beside``: bytes that must be free then, for what will be leased before its use.
+        ``beside``: bytes that must be free then, for leases that come before its use.
         """
         while self.arena.leased_nbytes + nbytes + beside > self.arena.nbytes:
             victim = self.policy.victim(self.clean, incoming) if self.clean else None
@@ -212,7 +212,7 @@ class Residents:
             self.dirty_bytes += entry.nbytes
         else:
             return
-        self._condition.notify_all()  # somebody may wait for room
+        self._condition.notify_all()  # a caller may wait for memory
 
     def renew(self, entry: Entry) -> None:
         """The entry will be used soon: last candidate for eviction."""
@@ -338,9 +338,9 @@ class Residents:
             residence.buffer.follow_up(self.reap)
 
     def reap(self) -> None:
-        """After ``close``: give back what has ended since; without the lock."""
-        # Lifetime: after close nobody drains any more, so finalizers do. Never blocking: whoever holds the lock may be
-        # the very frame that a collection interrupted; it, or the next end, finds the queue.
+        """After ``close``: give back the buffers that have ended since; without the lock."""
+        # Lifetime: after close finalizers drain the queue. Never blocking: the holder of the lock may be the very frame
+        # that a collection interrupted; it, or the next end, finds the queue.
         if self._pid != os.getpid() or self._condition.is_held_here():
             return
         while not self.ends.queue.empty() and self._condition.acquire(blocking=False):

@@ -1,6 +1,6 @@
-"""Room: bytes of the DRAM budget for callers that wait for them, made by writing, waiting, and asking for them back.
+"""Room: bytes of the DRAM budget for waiting callers, made by writing, waiting, and asking for memory back.
 
-It decides when write-back starts; what is written is write_back.py's choice, what is evicted the policy's.
+It decides when write-back starts. write_back.py chooses the entries to write, the policy those to evict.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ _STANDING_BACK = 1 / 4  # of its deadline: so long a caller lets others go first
 class Room:
     """Buffers for callers that may block. ``refuse`` raises when the store serves no more calls.
 
-    Callers that hold nothing, no lease and no reservation, are served in the order in which they came: one that asks
-    for much is not passed over by those that ask for little. A caller that holds something goes on at once, because
-    the others may be waiting for what it holds.
+    Callers that hold nothing, no lease and no reservation, are served in the order of their arrival: a large request is
+    not passed over by small ones. A caller that holds something goes on at once, because others may wait for its bytes.
     """
 
     def __init__(
@@ -53,12 +52,12 @@ class Room:
         refuse: Callable[[], None],
     ) -> None:
         self.budget_bytes = residents.arena.nbytes
-        self.write_ahead_bytes = self.budget_bytes // 8  # what is dirty beyond that is written ahead of need
+        self.write_ahead_bytes = self.budget_bytes // 8  # more dirty bytes than that are written ahead of need
         self.recorder = recorder
         self.write_back = WriteBack(condition, residents, records, space, recorder)
         self.reclaimers: list[Callable[[int], bool]] = []
         self.num_waiting = 0  # callers that wait for memory: prefetches stand back
-        self.waits_for: dict[int, threading.Thread] = {}  # by number: who does not go on, and give back, before whom
+        self.waits_for: dict[int, threading.Thread] = {}  # thread's number -> the thread it waits for
         self._residents = residents
         self._records = records
         self._space = space
@@ -89,7 +88,7 @@ class Room:
     def reserve(self, nbytes: int, *, is_lasting: bool = False) -> Buffer:
         """Lease ``nbytes`` of the arena; blocks. Raises CapacityError, DeadlineError, DeviceError.
 
-        Nobody waits for one that ``is_lasting`` to be given back.
+        No caller waits for the return of one that ``is_lasting``.
         """
         buffer = None if self._queue else self.reserve_nowait(nbytes, is_lasting=is_lasting)
         if buffer is not None:
@@ -249,14 +248,14 @@ class Room:
         self._residents.give_back(buffer)
 
     def take_over(self, buffer: Buffer) -> None:
-        """What ``reserve`` returned becomes a key's bytes."""
+        """Let the bytes that ``reserve`` returned become a key's."""
         thread = self._reservations.pop(buffer)
         if thread is not None:
             self._residents.forget_user(thread)
 
     def set_policy(self, policy: EvictionPolicy) -> None:
         """Have the residents ask ``policy`` from now on."""
-        # Lifetime: a policy refers to a model, and that to the store, whose estate the residents are a part of.
+        # Lifetime: a policy refers to a model, and that to the store, which must not keep itself alive.
         self._policy, self._residents.policy = policy, weakref.proxy(policy)
 
     def raise_failure(self) -> None:
@@ -289,7 +288,7 @@ class Room:
         return max(0, found)
 
     def _has_room(self, needed: int) -> bool:
-        """Whether evicting what is clean would be enough."""
+        """Whether evicting all clean entries would be enough."""
         return self._residents.arena.leased_nbytes - self._residents.clean_bytes + needed <= self.budget_bytes
 
     def _is_moving(self) -> bool:
@@ -313,7 +312,7 @@ class Room:
         return this_thread() not in self._residents.users
 
     def _wait(self, deadline: Deadline) -> None:
-        """Wait for a while; the time starts anew as long as what is in flight comes closer to its end."""
+        """Wait for a while; the deadline starts again as long as transfers in flight make progress."""
         self.num_waiting += 1
         try:
             progress = (self._records.commit_progress(), self._space.progress.num_blocks)

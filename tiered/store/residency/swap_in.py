@@ -1,6 +1,6 @@
-"""Swap in: reads that somebody waits for, and reads ahead, of which a few at a time are with the devices.
+"""Swap in: reads that a caller waits for, and reads ahead. The devices have only a few reads ahead at a time.
 
-Who gets a buffer is the working set's decision; what waits here becomes a demand read when somebody waits for it.
+The working set decides which reads get a buffer. A read ahead becomes a demand read when a caller waits for it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tiered.units import MiB
 
 __all__ = ["SwapIn"]
 
-_AHEAD_NBYTES = 256 * MiB  # for each device: twice what it ever has in flight, for when all of that completes at once
+_AHEAD_NBYTES = 256 * MiB  # for each device: twice what it has in flight, for when all of that completes at once
 
 
 class SwapIn:
     """Reads into the working set. An ARRIVING entry's read is in ``_ahead``, or has been started.
 
-    The invariant: where reads wait in ``_ahead``, one that was started is in flight; its end starts more of them.
+    The invariant: where reads wait in ``_ahead``, a started one is in flight; its end starts more of them.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class SwapIn:
                 transfer.start()
             except BaseException:
                 self._is_starting = False
-                self._start_ahead()  # the others must not wait for one that is not in flight
+                self._start_ahead()  # the others must not wait for a read that is not in flight
                 raise
             with self._condition:
                 self._is_starting = False

@@ -43,7 +43,7 @@ class WorkingSet:
     """Tensors in DRAM and on their way, within ``budget_bytes``. All methods are thread-safe.
 
     The invariant: *a tensor is always readable from at least one tier*. A failed write leaves it resident, a failed
-    read gives its buffer back. What happens is decided under the one lock of the store; I/O is submitted without it.
+    read gives its buffer back. Decisions are made under the one lock of the store; I/O is submitted without it.
     Every wait has a deadline and ends in DeadlineError; a failure in the background is raised by the next call.
     """
 
@@ -114,7 +114,7 @@ class WorkingSet:
     def lease(self, key: str, mode: str) -> Lease:
         """Lease the tensor of ``key``: "r" shared, "rw" exclusive, "w" exclusive and undefined at first. Blocks.
 
-        Swaps it in, making room by evicting what is clean, writing what is dirty, and asking the reclaimers. A lease
+        Swaps it in, making room by evicting clean entries, writing dirty ones, and asking the reclaimers. A lease
         for writing makes the key dirty. Bytes that a lingering lease still reads are copied, not overwritten.
         Raises KeyError, LeaseError (an unreleased lease conflicts), CapacityError, CorruptionError, DeviceError.
         """
@@ -126,7 +126,7 @@ class WorkingSet:
         buffer = alias.residence.buffer
         flat: torch.Tensor | None = None
         try:
-            if old is not None and mode == "rw":  # somebody still reads the old bytes: this lease has its own
+            if old is not None and mode == "rw":  # a reader still has the old bytes: this lease gets its own
                 ctypes.memmove(buffer.address, old.buffer.address, spec.nbytes)
             flat = buffer.alias(spec.nbytes, self.residents.on_end(alias))
             lease = Lease(self, key, mode, alias, tensor_over(flat, spec))
@@ -161,13 +161,13 @@ class WorkingSet:
 
     @uninterrupted
     def forget(self, alias: Alias) -> bool:
-        """Have later leases read the bytes of a lease for reading anew; return False where only DRAM has them."""
+        """Have later leases read the bytes of a lease for reading again; return False where only DRAM has them."""
         with self.condition:
             return self.residents.forget(alias)
 
     @uninterrupted
     def discard(self, lease: Lease) -> bool:
-        """Release ``lease`` and delete its key, no byte of which is written any more; blocks while one is.
+        """Release ``lease`` and delete its key, whose bytes are not written any more; blocks while one is in flight.
 
         Returns False when other tensors on its bytes are alive: the key stays then, and is to be deleted later.
         """
@@ -183,10 +183,10 @@ class WorkingSet:
     def obtain(self, key: str, mode: str, deadline: Deadline, *, is_brief: bool = False) -> Granted:
         """Return the granted lease, with no tensor yet, its looks, and the claimed residence it must copy, if any.
 
-        One for reading that ``is_brief`` is in nobody's way: a writer copies the bytes, as under one that lingers.
+        A lease for reading that ``is_brief`` is in no writer's way: it copies the bytes, as under one that lingers.
         """
         reading: Transfer | None = None  # the swap in that this call has started
-        claim: Residence | None = None  # what it reads into: not to be evicted before it is leased here
+        claim: Residence | None = None  # the residence it reads into: not to be evicted before it is leased here
         try:
             while True:
                 if mode != "r":
@@ -199,7 +199,7 @@ class WorkingSet:
                     entry, needs, urgent = self._await_needs(key, mode, deadline)
                     if mode != "r" and not entry.scratch and self.deferred_seal.is_closed:
                         continue  # deferred meanwhile, by another thread
-                    if needs is not LeaseNeeds.NOTHING and claim is not None:  # replaced: what was read is of no use
+                    if needs is not LeaseNeeds.NOTHING and claim is not None:  # replaced: the bytes read are useless
                         self.residents.unclaim(claim)
                         claim = None
                     if needs is LeaseNeeds.NOTHING:
@@ -313,7 +313,7 @@ class WorkingSet:
     def shortage(self, keys: Mapping[str, int], beside: int = 0) -> int:
         """Return how much of ``keys`` (key -> bytes) and ``beside`` finds no room, even once all else is evicted.
 
-        What is leased, held or arriving stays, and keys among it need no more; unknown keys are yet to be leased.
+        Leased, held and arriving keys stay and need no more; unknown keys are yet to be leased.
         """
         with self.condition:
             return self.room.shortage(keys, beside)
@@ -332,7 +332,7 @@ class WorkingSet:
     def reserve(self, nbytes: int, *, is_lasting: bool = False) -> Buffer:
         """Lease ``nbytes`` of the arena for the caller's own use; blocks and evicts as a lease does.
 
-        Give it back with ``unreserve``. Who waits for memory does not wait for one that ``is_lasting``. Raises
+        Give it back with ``unreserve``. No caller waits for the end of one that ``is_lasting``. Raises
         CapacityError, DeadlineError, DeviceError.
         """
         self.check(writing=False)

@@ -32,8 +32,8 @@ class Shortage:
 class WriteBack:
     """Writes dirty entries, at most one write in flight for each.
 
-    A failed write leaves the tensor resident and dirty; the extents it went to are never used again, and ``error``
-    has the reason until somebody raises it.
+    A failed write leaves the tensor resident and dirty; its extents are never used again, and ``error`` has the reason
+    until a caller raises it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How fast each device moves a store's bytes: what it was measured at before, and what it is seen to do.
+"""The bandwidth of each of a store's devices: as measured before, and as seen now.
 
 Only ratios between a store's devices matter: extents are dealt out by them.
 """

@@ -20,8 +20,8 @@ class Dealer:
     """Deals out allocations in proportion to weights, by default equal ones.
 
     An allocation of at least 4 MiB per device is cut into shares of whole blocks, a smaller one goes to one device
-    whole. What rounding gives a device too much or too little of is made up for by the next allocations: over time
-    tensors of any size come out in proportion, to within a few blocks.
+    whole. The next allocations make up for the error of rounding: over time tensors of any size come out in
+    proportion, to within a few blocks.
     """
 
     __slots__ = ("_due", "_first", "_weights")
@@ -82,7 +82,7 @@ class Dealer:
 def _whole(wanted: Sequence[int], unit: int, total: int) -> list[int]:
     """Return ``wanted`` in whole units, none below 0, that together are ``total``: the largest remainders go up."""
     counts = [max(0, want // unit) for want in wanted]
-    while sum(counts) < total:  # at most a few times: what is due is a few blocks
+    while sum(counts) < total:  # at most a few times: the error is a few blocks
         behind = [want - count * unit for want, count in zip(wanted, counts, strict=True)]
         counts[behind.index(max(behind))] += 1
     while sum(counts) > total:

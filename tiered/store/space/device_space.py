@@ -1,6 +1,6 @@
 """One device's share of a store: how long its files are, and which of their aligned ranges are free.
 
-Pure arithmetic: no I/O and no lock; the allocator over all devices (extents.py) owns one of these for each.
+Pure arithmetic: no I/O and no lock. The allocator over all devices (extents.py) owns one of these for each device.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DeviceSpace:
     def growth(self, growth: int, first: int, cap: int | None, room: int | None) -> Iterator[tuple[int, int]]:
         """Yield (file, new size) that bring at least ``growth`` bytes, from the last file on.
 
-        What nobody asked for yet takes no more than a quarter of ``room``: others may need it sooner.
+        Growth that no caller has asked for takes at most a quarter of ``room``: others may need it sooner.
         """
         file = max(self._ends, default=first)
         while growth > 0:
@@ -94,7 +94,7 @@ class DeviceSpace:
         overlaps = np.flatnonzero(ends[:-1] > starts[1:])
         if len(overlaps):
             return int(order[overlaps[0] : overlaps[0] + 2].max())
-        # What is free lies between the end of one and the start of the next.
+        # The free ranges lie between the end of one and the start of the next.
         base = file * _FILE_STRIDE
         free_starts, free_ends = np.append(np.int64(0), ends), np.append(starts, np.int64(size))
         is_free = free_starts < free_ends

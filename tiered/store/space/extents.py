@@ -1,7 +1,7 @@
 """The allocator over a store's files: which aligned ranges are free, and which files to grow.
 
-Pure arithmetic: no I/O and no lock. What an extent in use stands for (open, sealed, committed) is the store's
-business; the free list is rebuilt from the catalog at every open and never stored.
+Pure arithmetic: no I/O and no lock. The store knows the meaning of an extent in use (open, sealed, committed). The free
+list is rebuilt from the catalog at every open and never stored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["GROWTH_NBYTES", "ExtentAllocator", "ExtentError"]
 
 
 class ExtentError(Exception):
-    """Extent number ``index`` of those to claim cannot be in use, and why."""
+    """Extent number ``index`` of those to claim cannot be in use, because of ``problem``."""
 
     def __init__(self, index: int, extent: Extent, problem: str) -> None:
         super().__init__(f"{extent} {problem}")
@@ -85,7 +85,7 @@ class ExtentAllocator:
 
     @property
     def weights(self) -> list[float]:
-        """The share of each device in what is allocated; together 1."""
+        """The share of each device in allocated bytes; together 1."""
         return self._dealer.weights
 
     def set_weights(self, weights: Sequence[float]) -> None:
@@ -107,7 +107,7 @@ class ExtentAllocator:
     def claim_all(self, extents: np.ndarray) -> None:
         """Mark ranges in use as the catalog says, before any other is: (n,) of device, file, offset, nbytes < 2**63.
 
-        Raises ExtentError for one that is not aligned, not inside a known file, or overlaps another.
+        Raises ExtentError for an extent that is not aligned, not inside a known file, or overlaps another.
         """
         assert not self.used_nbytes and not self.quarantined_nbytes
         known = np.zeros(len(extents), dtype=bool)
@@ -133,7 +133,7 @@ class ExtentAllocator:
 
         From 4 MiB per device on, the bytes are spread over the devices in contiguous shares of whole blocks, in
         proportion to their weights. A share is one extent (best fit) wherever one is long enough, else the longest free
-        ranges. What its device lacks the others give; with ``balanced`` that too is None.
+        ranges. Other devices take the bytes that one lacks room for; with ``balanced`` that is None, too.
         """
         spaces = self._scratch if scratch else self._named
         needed = round_up(nbytes, self.alignment)
@@ -159,7 +159,7 @@ class ExtentAllocator:
     ) -> list[tuple[int, int, int]]:
         """Return the files to grow, as (device, file, new size), so that ``nbytes`` can be allocated; [] if they can.
 
-        A file grows by what is needed, but at least by 64 MiB and by an eighth of its length, or by a quarter of the
+        A file grows by the bytes needed, but at least by 64 MiB and by an eighth of its length, or by a quarter of the
         device's room where that is less; named files end at ``max_file_nbytes`` and the next number follows. ``room``
         says how many bytes each device can still give: steps stay within it, and what one device lacks the others take.
         Raises CapacityError when all rooms together are short.
@@ -187,9 +187,9 @@ class ExtentAllocator:
     def plan_balance(
         self, nbytes: int, *, scratch: bool = False, room: Sequence[int] | None = None
     ) -> list[tuple[int, int, int]]:
-        """Return more files to grow, as ``plan_growth`` does, so that ``nbytes`` have balance, and what is free has.
+        """Return more files to grow, as ``plan_growth`` does, so that ``nbytes`` and the free bytes are in balance.
 
-        Else what is free would all be on one device, and only that one busy. No step takes more than a quarter of a
+        Otherwise all free bytes could be on one device, and only that one busy. No step takes more than a quarter of a
         device's ``room``: it is only for speed, and may fail.
         """
         spaces, weights = self._scratch if scratch else self._named, self.weights
@@ -207,7 +207,7 @@ class ExtentAllocator:
         return plan
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Give extents back; freeing what is not in use is an assertion."""
+        """Give extents back; freeing an extent that is not in use is an assertion."""
         for extent in extents:
             self._space(extent.device, extent.file).give_back(extent)
 

@@ -31,7 +31,7 @@ Extents = tuple[Extent, ...]
 class Space:
     """Extents over the devices' files, and the transfers to and from them.
 
-    The invariant: an extent is free, or has exactly one owner; one that a stream still reads is given back only when
+    The invariant: an extent is free, or has exactly one owner; an extent that a stream reads is given back only when
     the stream ends.
     """
 
@@ -59,7 +59,7 @@ class Space:
         self._deadline_s = deadline_s
         self._spared_nbytes = spared_nbytes
         self._is_growing = False
-        self._has_room_to_balance = len(self.devices) > 1  # a drive may fill up: what it lacks the others give then
+        self._has_room_to_balance = len(self.devices) > 1  # a drive may fill up: the others then take its share
         self._promises: dict[bool, tuple[int, int]] = {}  # scratch -> bytes reserved, bytes in use before that
         self._streams: dict[Extents, int] = {}  # extents that streams read now
         self._freed: set[Extents] = set()  # of these, the ones to give back after
@@ -81,7 +81,7 @@ class Space:
 
     @property
     def weights(self) -> list[float]:
-        """The share of each device in what is taken; together 1."""
+        """The share of each device in taken bytes; together 1."""
         return self._allocator.weights
 
     @property
@@ -124,7 +124,7 @@ class Space:
             self._allocator.free(extents)
 
     def quarantine(self, extents: Extents) -> None:
-        """Never use ``extents`` again: a write to them failed, and what they hold is unknown."""
+        """Never use ``extents`` again: a write to them failed, and their contents are unknown."""
         self._allocator.quarantine(extents)
 
     def is_streaming(self, extents: Extents) -> bool:
@@ -175,7 +175,7 @@ class Space:
         return [max(0, device.free_bytes() - self._spared_nbytes) for device in self.devices]
 
     def _adopt(self) -> None:
-        """Make free what files have that nobody knows of: an interrupt came when they had grown."""
+        """Make ranges of the files free that no record knows: an interrupt came when they had grown."""
         for index, device in enumerate(self.devices):
             for file, nbytes in sorted(device.files().items()):
                 with self._condition:
@@ -214,7 +214,7 @@ class Space:
             del errors  # lifetime: an error that its own frames hold keeps them all until the next collection
 
     def close(self) -> None:
-        """End the digest threads: what they had is with the devices then, which are to be closed next. Idempotent."""
+        """End the digest threads. Their jobs are with the devices then, which are to be closed next. Idempotent."""
         self.digest_threads.close()
 
     def transfer(

@@ -36,7 +36,7 @@ def is_small(working_set: WorkingSet, nbytes: int) -> bool:
 class Batch:
     """The operations of one batch; a Movement. Extents and memory are its own until ``on_done(batch)`` is called.
 
-    ``error`` is one that an operation ended with. Digests are the business of whoever knows the records.
+    ``error`` is one that an operation ended with. Digests are the owner's business, which knows the records.
     """
 
     __slots__ = ("_devices", "_io_class", "_lock", "_num_left", "_on_done", "_pieces", "error", "is_done")
@@ -50,7 +50,7 @@ class Batch:
     ) -> None:
         """``pieces`` are aligned and of equal length each: where on the devices, and where in memory."""
         self.error: Exception | None = None
-        self.is_done = False  # for the owner, who sets it under its lock
+        self.is_done = False  # for the owner, which sets it under its lock
         self._devices = devices
         self._pieces = list(pieces)
         self._io_class = io_class

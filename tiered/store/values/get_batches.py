@@ -65,7 +65,7 @@ class GetBatches:
         except BaseException:
             window.when_idle(end_streams)
             raise
-        for name in again:  # by itself it is read once more, and what is wrong with it is said
+        for name in again:  # read once more by itself, which raises its error
             found[name] = self._get(name)
         return others
 
@@ -136,7 +136,7 @@ class _GetBatch:
         space = self._working_set.space
         start = 0
         for row in self._rows:
-            # What a failed operation left does not match either: the error is found out when the key is read again.
+            # The memory of a failed operation does not match either: the next read of the key finds the error.
             expected = int.from_bytes(row.digests, "little")
             seed = block_seed(space.store_uuid, row.key_id, 0, row.generation)
             if digest(buffer.memory[start : start + row.nbytes], seed) == expected:

@@ -24,7 +24,7 @@ __all__ = ["PutBatches", "PutSource"]
 
 
 class PutSource:
-    """The values that put_many was given, one of them in hand. What goes wrong there waits in ``error``."""
+    """The values of put_many, one of them in hand. ``error`` keeps an exception of the caller's iterable."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class PutBatches:
                     batches.append(_PutBatch(self._working_set, source))
                     yield batches[-1]
                     continue
-                # Order: all before it are put first; and whoever waits for DRAM must not have any of it.
+                # Order: all earlier values are put first, and one that waits for DRAM must not wait for the window's.
                 window.drain()
                 self._put(source.key, source.value)
                 source.advance()

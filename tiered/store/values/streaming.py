@@ -38,7 +38,7 @@ _DIRECT_NBYTES = 128 * MiB  # for each device: as much as it ever has in flight 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What ``Store.verify`` read and what it found."""
+    """The counts and the errors that ``Store.verify`` returns."""
 
     num_keys: int
     num_blocks: int
@@ -187,13 +187,13 @@ class StreamedValues:
 class DirectGet:
     """A record on its way into memory of the caller's own: no buffer, no copy. Begun on a stream, which it ends.
 
-    ``close`` it in any case. The memory belongs to what is in flight on it until that completes, also past a deadline.
+    ``close`` it in any case. The memory belongs to transfers in flight until they complete, also past a deadline.
     """
 
     def __init__(self, working_set: WorkingSet, row: Row, memory: memoryview, *, is_new: bool) -> None:
         """``memory`` is aligned and holds the row rounded up to the alignment; it is kept alive until all is done.
 
-        ``is_new``: nobody has touched it. Then the caller's thread has its pages made, each block's before its read.
+        ``is_new``: it was never touched. The caller's thread then has its pages made, each block's before its read.
         """
         self._working_set = working_set
         self._row = row

@@ -31,9 +31,9 @@ from tiered.units import MiB
 
 __all__ = ["Values"]
 
-_LARGE_NBYTES = 8 * MiB  # from here on a put digests what it copies, and put_many has it written at once
+_LARGE_NBYTES = 8 * MiB  # from here on a put digests while it copies, and put_many has it written at once
 _NUM_AHEAD = 64  # keys that get_many prefetches
-_AHEAD_NBYTES = 64 * MiB  # for each device: what get_many reads past the working set while it waits for a tensor
+_AHEAD_NBYTES = 64 * MiB  # for each device: bytes that get_many reads past the working set while it waits for a tensor
 _DIRECT_NBYTES = MiB  # smaller tensors are not worth pages of their own
 _OWN_PAGES_NBYTES = 32 * MiB  # from here on malloc maps new pages for each tensor too, but small ones: slow to touch
 
@@ -57,7 +57,7 @@ class Values:
     def put(self, key: str, value: torch.Tensor) -> None:
         """Make a copy of ``value`` the tensor of ``key``; the last put wins. Readers see the old one or the new one.
 
-        Raises TypeError for what is no plain strided tensor, LeaseError, CapacityError, DeviceError.
+        Raises TypeError for anything but a plain strided tensor, LeaseError, CapacityError, DeviceError.
         """
         self._put(key, value, is_one_of_many=False)
 

@@ -1,7 +1,7 @@
 """Window: bytes moved past the working set through a few buffers, several movements in flight, finished in order.
 
-What is moved and what a finished movement means is the jobs' business: blocks of large records (streaming.py), many
-small records at a time (put_batches.py, get_batches.py).
+The jobs know which bytes move: blocks of large records (streaming.py), or many small records at a time (put_batches.py,
+get_batches.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ caller would have nothing to look at while the drive works, and then too much.""
 
 
 class Movement(Protocol):
-    """What is in flight; a Transfer is one.
+    """A transfer in flight; a Transfer is one.
 
     ``on_done`` is called once, from any thread. ``start`` raises interrupts only, and then it is called as well.
     """
@@ -43,17 +43,17 @@ class WindowJob(Protocol):
         """Fill the buffer, where that is needed, and return what to start."""
 
     def finish(self, movement: Any, buffer: Buffer) -> None:
-        """Look at what was moved. Raising ends the window."""
+        """Use the moved bytes. Raising ends the window."""
 
     def __str__(self) -> str:
-        """Return the words for what is waited for."""
+        """Return a description for messages about waiting."""
 
 
 class Window:
     """Jobs with at most an eighth of the budget in flight (but one buffer). The caller's thread does all but the I/O.
 
-    As much again may have arrived and wait to be looked at: the next movements start first. Whatever happens, a buffer
-    goes back to the arena only when nothing is in flight on it.
+    As much again may have arrived and wait to be used: the next movements start first. In any case a buffer goes back
+    to the arena only when nothing is in flight on it.
     """
 
     def __init__(self, working_set: WorkingSet) -> None:
