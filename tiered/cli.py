@@ -1,7 +1,7 @@
-"""The command line: options in, one job called, one line on standard error and exit status 2 for what is refused.
+"""The command line: read the options, call one job, and report a refusal in one line with exit status 2.
 
-No decision about stores or training is made here. typer only reads the options: jobs run outside it, because it has
-answers of its own to Ctrl-C and to a reader who is gone.
+No decision about stores or training is made here. typer only reads the options. Jobs run outside it, because it has
+its own answers to Ctrl-C and to a closed standard output.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the fi
 
 
 def _command(job: Callable[_P, int]) -> Callable[_P, Callable[[], int]]:
-    """Register ``job`` as a command, which returns what is to be called for it."""
+    """Register ``job`` as a command, which returns the call to make."""
 
     @app.command()
     @functools.wraps(job)
@@ -277,7 +277,7 @@ def bench(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 2 for what is refused, 130 after Ctrl-C."""
+    """Run the command line and return its exit status: 2 for a refusal, 130 after Ctrl-C."""
     with lasting_streams():
         try:
             job = app(arguments, prog_name="tiered", standalone_mode=False)

@@ -1,7 +1,7 @@
-"""Every error that tiered raises of its own, in one tree split by who can mend it.
+"""Every error that tiered raises of its own, in one tree split by the one who can mend it: user, machine or data.
 
-Wrong arguments are ValueError or TypeError, a missing key is KeyError. A message says what failed, on what, what was
-expected, what was found, and what to do next.
+Wrong arguments are ValueError or TypeError, a missing key is KeyError. A message names the failure and its object, the
+expected and the actual value, and the next step.
 """
 
 __all__ = [
@@ -43,7 +43,7 @@ class CapacityError(TieredError):
 
 
 class DeviceError(TieredError):
-    """The device did not do what it was asked: an I/O error, a failed flush, a device that is gone."""
+    """The device failed: an I/O error, a failed flush, a device that is gone."""
 
 
 class DeadlineError(DeviceError):

@@ -48,7 +48,7 @@ class MovedStatistics:
 
 @dataclass(frozen=True, slots=True)
 class RecorderStatistics:
-    """Who waited for whom, who did what, and which bytes moved."""
+    """The times that threads waited and worked, and the bytes moved."""
 
     waits: tuple[WaitStatistics, ...]
     work: tuple[WorkStatistics, ...]
@@ -68,7 +68,7 @@ class RecorderStatistics:
 class SwapStatistics:
     """Tensors moved between NVMe and DRAM, complete transfers only; inline ones move no bytes."""
 
-    demand_bytes: int  # swapped in because somebody waited
+    demand_bytes: int  # swapped in for a waiting caller
     num_demands: int
     prefetch_bytes: int  # swapped in ahead of need
     num_prefetches: int
@@ -80,7 +80,7 @@ class SwapStatistics:
 
 @dataclass(frozen=True, slots=True)
 class WorkingSetStatistics:
-    """What is in DRAM under the budget now, and what it cost so far."""
+    """The bytes in DRAM under the budget now, and the counters of moving them."""
 
     budget_bytes: int
     arena_bytes: int  # all that is leased from the arena: tensors, tile scratch, bounce buffers

@@ -8,7 +8,7 @@ __all__ = ["NullComm"]
 
 
 class NullComm:
-    """The collectives of one rank: its shard is the whole, so nothing is copied and nobody is waited for."""
+    """The collectives of one rank: its shard is the whole, so nothing is copied and it waits for no other rank."""
 
     __slots__ = ()
 

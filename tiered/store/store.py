@@ -38,10 +38,10 @@ _DEADLINE_S = 60.0
 class Store(MutableMapping[str, torch.Tensor]):
     """Tensors on NVMe by name, with commits. All methods are thread-safe; a forked child must not use it.
 
-    A signal handler, ``__del__`` or weakref callback may run in the middle of a call that its own thread makes, or in
-    one of tiered's threads: what it then asks of the store raises UsageError. Set a flag there, commit in the loop.
+    A signal handler, ``__del__`` or weakref callback may run within a call that its own thread makes, or in one of
+    tiered's threads: its calls of the store then raise UsageError. Set a flag there, commit in the loop.
 
-    ``with Store(...) as store:`` closes it: a normal exit commits what is complete, an exception does not. Training
+    ``with Store(...) as store:`` closes it: a normal exit commits complete work, an exception does not. Training
     steps are complete where their state is: once a state was committed, those that no commit covers are dropped.
 
     A store that was not closed and is garbage warns (ResourceWarning) and gives everything back, without a commit.
@@ -61,8 +61,8 @@ class Store(MutableMapping[str, torch.Tensor]):
     ) -> None:
         """Open or create the store in ``directories``, striped over them; blocks.
 
-        ``dram`` bounds all that it keeps in DRAM, in bytes or as "8GiB" (default: half of what is free).
-        ``device_memory`` would bound what it keeps on a compute device, of which this release uses none: leave it out.
+        ``dram`` bounds all that it keeps in DRAM, in bytes or as "8GiB" (default: half of free memory).
+        ``device_memory`` will bound its bytes on a compute device; this release uses none: leave it out.
         ``durable=False`` makes swap space that vanishes with the process. ``engine`` moves the bytes: "auto", "uring",
         "threads", "aiofiles", "mmap" or "memory". ``mode`` "a" opens or creates, "x" creates, "r" only reads. Raises
         UsageError, CapacityError, CorruptionError, DeviceError; nothing stays open then.
@@ -76,7 +76,7 @@ class Store(MutableMapping[str, torch.Tensor]):
             with INTERRUPTS:
                 parts = open_parts(directories, dram=dram, arena=_arena, durable=durable, engine=engine, mode=mode)
                 self._assemble(parts, durable=durable, mode=mode, deadline_s=_DEADLINE_S)
-        except KeyboardInterrupt:  # which may have come when all was open, and nobody has it
+        except KeyboardInterrupt:  # it may have come when all was open, and the caller has no store
             if hasattr(self, "_generations"):
                 self._close(commit=False)
             raise
@@ -184,15 +184,15 @@ class Store(MutableMapping[str, torch.Tensor]):
     def prefetch(self, keys: Iterable[str]) -> int:
         """Hint that ``keys`` are needed soon, in this order; never blocks on I/O. Returns bytes in DRAM or coming.
 
-        Up to the first that does not fit beside what is used now; nothing is kept for later. So ask for some of the
-        budget's worth, and again as you go: ``for i, key in enumerate(keys): store.prefetch(keys[i : i + 16])``.
+        Stops at the first key that does not fit beside the ones used now; keeps nothing for later. So ask for some of
+        the budget's worth, and again as you go: ``for i, key in enumerate(keys): store.prefetch(keys[i : i + 16])``.
         """
         return self.working_set.prefetch(keys)
 
     def lease(self, key: str, mode: Mode = "r") -> LeaseBlock:
         """Lease the arena's own bytes of ``key`` for a block: ``with store.lease("a", mode="rw") as view``.
 
-        "r" views refuse writes; "w" starts undefined; "rw" keeps what was written even if the block raises. While a
+        "r" views refuse writes; "w" starts undefined; "rw" keeps the bytes written even if the block raises. While a
         lease for writing is open, commit, rollback, put, delete and other leases of the key raise LeaseError. So does
         the end of the block while tensors made from the view are alive. Entering raises KeyError, CapacityError.
         """
@@ -226,11 +226,11 @@ class Store(MutableMapping[str, torch.Tensor]):
     def commit(self, state: Mapping[str, Any] | None = None, *, wait: bool = True) -> int:
         """Make everything durable as it is now, with ``state`` riding along; return the generation.
 
-        It contains all keys, the ``state_dict()`` of all that is registered, and ``state`` (None: the last one again),
-        as they are at the call. With ``wait=False`` it becomes durable in the background; the next call raises what
-        goes wrong there. What an ``optimizer.step()`` still updates is part of it, which is sealed then: whoever would
-        change what it contains before (the next updates, a put, ``unsharded``, another commit, ``rollback``, ``close``)
-        waits, a forward does not. Where an update or that seal fails, the step is abandoned.
+        It contains all keys, the ``state_dict()`` of all registered objects, and ``state`` (None: the last one again),
+        as they are at the call. With ``wait=False`` it becomes durable in the background; the next call raises a
+        failure there. Updates of an ``optimizer.step()`` that still run are part of it, and it is sealed behind them. A
+        change of its contents before that (the next updates, a put, ``unsharded``, another commit, ``rollback``,
+        ``close``) waits, a forward does not. Where an update or that seal fails, the step is abandoned.
 
         Raises LeaseError while a key is leased for writing, CapacityError and TypeError with nothing sealed;
         DeviceError when the generation is lost: then only close() is left.
@@ -241,7 +241,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         return generation
 
     def wait_for_commit(self) -> None:
-        """Wait until what was committed is durable. Raises DeviceError when it is lost, DeadlineError."""
+        """Wait until the last commit is durable. Raises DeviceError when it is lost, DeadlineError."""
         self._check()
         self._generations.wait()
 
@@ -256,7 +256,7 @@ class Store(MutableMapping[str, torch.Tensor]):
     def register(self, name: str, item: Stateful) -> None:
         """Make ``item.state_dict()`` part of every commit under ``name``; ``resume`` and ``rollback`` load it again.
 
-        What was committed under a name that nobody registers now stays in every commit as it is, until ``drop_state``.
+        A state committed under a name that is not registered now stays in every commit, until ``drop_state``.
         Raises TypeError when the state has something that cannot be kept, naming where; UsageError for a taken name.
         """
         self._check()
@@ -314,7 +314,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         return self._streams.verify()
 
     def drop_damaged(self, keys: Iterable[str]) -> tuple[DroppedKey, ...]:
-        """Drop the committed ``keys``, all of them damaged, and return what they were; blocks, durable afterwards.
+        """Drop the committed ``keys``, all of them damaged, and describe each; blocks, durable afterwards.
 
         The commit changes nothing else. Raises UsageError, with nothing dropped, for a key that is unknown or sound,
         and where anything is registered or has changed since the last commit; DeviceError when that commit fails.
@@ -322,7 +322,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         return drop_damaged(self.working_set, self._streams, self._generations, keys)
 
     def records(self) -> list[Record]:
-        """Return what is known of each key, in the order of creation. Touches no bytes."""
+        """Return a record of each key, in the order of creation. Touches no bytes."""
         self._check()
         with self._condition:
             return self._records.records()

@@ -1,7 +1,7 @@
 """DeviceTier: one unit's spans where computing happens, between the working set and the parameters.
 
-Where computing happens on the CPU, HostTier, the buffer is what the working set leased: no byte is copied. The engine
-says what is moved when.
+Where computing happens on the CPU, HostTier, the buffer is the working set's lease: no byte is copied. The engine
+decides what moves when.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ShardState(enum.Enum):
 
 
 class BufferState(enum.Enum):
-    """What there is of a unit where computing happens, and what that costs there."""
+    """The part of a unit that is where computing happens, and its cost there."""
 
     NONE = "none"  # no bytes
     GATHERED = "gathered"  # the whole unit: saved references may be read; on one CPU rank it costs nothing more
@@ -49,7 +49,7 @@ class ComputeTier(Protocol):
 
 
 class Collectives(Protocol):
-    """What the ranks do together for a unit's buffer."""
+    """The operations of all ranks together on a unit's buffer."""
 
     def all_gather(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the whole spans: (nbytes,) uint8 each."""
@@ -130,7 +130,7 @@ class UnitBuffer:
         self.state = BufferState.SHOWN
 
     def release(self) -> None:
-        """Give the leases back; bytes that somebody still sees stay counted until their last tensor dies.
+        """Give the leases back; bytes that a tensor still shows stay counted until it dies.
 
         The parameters must be views of the buffer no more. Idempotent.
         """

@@ -1,7 +1,7 @@
 """Which bytes are held in DRAM for good: those that save the most transfers per byte held.
 
 Pure arithmetic over sizes. Holding a parameter byte saves two reads a step and a write between commits, a byte of
-optimizer state one read and one write (design.md, section 8): so parameters come first. For the cyclic
+optimizer state one read and one write: so parameters come first. For the cyclic
 forward/backward order a fixed held set, the same share of every unit, is optimal.
 """
 

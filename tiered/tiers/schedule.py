@@ -1,4 +1,4 @@
-"""What to swap in ahead of need, and what to give up first: both from the trace, both in bytes.
+"""The choice of the keys to swap in ahead of need, and of those to give up first: both from the trace, in bytes.
 
 The schedule only hints; the working set decides under its budget, and a wrong hint costs time, never a wrong byte.
 There is no thread, lock or clock: what happens goes in, what to read comes out, and the caller has one lock around it.
@@ -21,8 +21,8 @@ _MOST_KEYS = 64
 class NextUsePolicy:
     """Evict the key whose next use is farthest away (Belady's rule, on the predicted order).
 
-    For the cyclic forward/backward order this keeps what the turn-around needs, where least-recently-used would
-    always evict what is needed next.
+    For the cyclic forward/backward order this keeps the keys around the turn from forward to backward, where
+    least-recently-used would always evict the key that is needed next.
     """
 
     def __init__(self, trace: Trace, is_near: Callable[[str], bool] = lambda key: False) -> None:
@@ -40,15 +40,15 @@ class NextUsePolicy:
     def is_worth_waiting(self, victim: str, leaving: Iterable[str]) -> bool:
         """Return whether ``victim`` is near, and one of ``leaving`` used later: else it would soon be read again.
 
-        What is used later still goes at once: to be read again costs less than that somebody waits.
+        A key that is used later still goes at once: reading it again costs less than a waiting thread.
         """
         return self._is_near(victim) and self._trace.farthest(leaving)[1] > self._trace.distance(victim)
 
 
 class Rooms(Protocol):
-    """What will be leased anew, not read: a room is the name of such a lease, and uses of it are in the trace.
+    """Bytes that will be leased without a read: a room is the name of such a lease, and its uses are in the trace.
 
-    What is read ahead must leave that much of the budget, or it would be evicted again before its use. Once leased, a
+    Reads ahead must leave that much of the budget, or they would be evicted again before their use. Once leased, a
     room may be given back to be used again: from then on it is a key of that name.
     """
 
@@ -81,8 +81,8 @@ class NoRooms:
 class Schedule:
     """Keeps up to ``window_bytes`` of the keys that come next on their way into DRAM.
 
-    Whatever happens returns what to read now: key -> bytes to leave beside it, in the order of use; the caller says
-    with ``granted`` what became of it. Keys that were learnt on the way, activations, have a window of their own; rooms
+    Each event returns the keys to read now: key -> bytes to leave beside it, in the order of use. The caller reports
+    the outcome by ``granted``. Keys that were learnt on the way, activations, have a window of their own; rooms
     that were given back come with the keys around them. The invariant: *a key is asked for only beside all that will be
     used or leased before it*, so nothing is read that must go again before its use.
     """
@@ -108,7 +108,7 @@ class Schedule:
         self._is_handing_over = False
         self._asked_bytes = 0  # that were asked for last, in so many keys
         self._num_asked = 0
-        self._num_lasting = 0  # uses for which what was asked for last is enough
+        self._num_lasting = 0  # uses until more keys are asked for
 
     def settle(self) -> None:
         """Ask for nothing any more: all keys are in DRAM for good. Until ``unsettle``, or a key is learnt."""
@@ -130,7 +130,7 @@ class Schedule:
         self.is_settled = False
 
     def use(self, *keys: str) -> dict[str, int]:
-        """Note that ``keys``, of which the last may be a room, are used at one time, now; return what to read."""
+        """Note that ``keys``, the last perhaps a room, are used at one time, now; return the keys to read."""
         return self.go_on() if self.trace.record(*keys) else {}
 
     def hand_over(self, keys: Iterable[str], *, unrecorded: Iterable[str] = ()) -> dict[str, int]:
@@ -174,18 +174,18 @@ class Schedule:
         return self.advance()
 
     def soon(self) -> dict[str, int]:
-        """Return what will be asked for at the next use, key or room -> bytes: there should be room for it by then."""
+        """Return the keys and rooms of the next use -> bytes: there should be memory for them by then."""
         return self._soon
 
     def granted(self, nbytes: int) -> None:
-        """Note that of what was asked for last ``nbytes`` are there or on their way.
+        """Note that ``nbytes`` of the keys asked for last are there or on their way.
 
         If all of it is, an eighth may be used before more is asked for.
         """
         self._num_lasting = self._num_asked // 8 if nbytes >= self._asked_bytes else 0
 
     def go_on(self) -> dict[str, int]:
-        """Return what to read, once some of what is on its way has been used."""
+        """Return the keys to read, once some of those on their way have been used."""
         self._num_lasting -= 1
         return self.advance() if self._num_lasting < 0 else {}
 

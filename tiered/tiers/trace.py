@@ -1,7 +1,7 @@
 """The recorded order in which keys are used, and how far away the next use of a key is.
 
-Pure bookkeeping: no bytes, no budget, and no thread, lock or clock: the caller has one lock around all calls. What to
-do with the order is schedule.py's business.
+Pure bookkeeping: no bytes, no budget, and no thread, lock or clock; the caller has one lock around all calls.
+schedule.py decides by this order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Trace"]
 _MOST_STEPS = 8  # a step is not so much longer than the one before
 _MOST_USES = 1 << 16  # nor than this, where nothing is expected
 _NUM_FIRST = 4
-"""Promised keys that come before anything else: one unit's parameters, gradients and what is read ahead for them."""
+"""Promised keys that come before anything else: one unit's parameters, gradients and the keys read ahead for them."""
 
 
 class Trace:
@@ -24,11 +24,11 @@ class Trace:
     the uses as they are recorded. A use that the prediction does not contain moves nothing; one that it contains
     further on moves the cursor there. So a model that changes its order costs hints, never correctness.
 
-    ``promise`` notes uses that another thread will make soon, in the order in which they were handed over: they are
-    recorded right after this thread's next use, which comes at the same time and has somebody waiting for it, so that
-    the order does not depend on which thread runs faster. Until ``kept`` they come before all that is expected, but
-    for what this thread uses before it waits for them: its next use where that is not recorded yet, and whatever it
-    uses before the first promised key. That comes behind the first few promised ones.
+    ``promise`` notes uses that another thread will make soon, in the order of the hand-over. They are recorded right
+    after this thread's next use, which comes at the same time and which a thread waits for; so the order does not
+    depend on which thread runs faster. Until ``kept`` they come before all expected keys but those that this thread
+    uses before it waits for them: its next use where that is not recorded yet, and its uses before the first promised
+    key. The latter come behind the first few promised ones.
 
     The invariant: *``_at`` has the position of each expected key's next use from the cursor on*, those of the next
     step counted on behind this one's. Each position knows the next use of its key, so that a use costs one look.
@@ -79,7 +79,7 @@ class Trace:
         return key in self._promised
 
     def rewind(self) -> None:
-        """Say that a new step begins: the prediction starts again, what was recorded since the last step is dropped."""
+        """Say that a new step begins: the prediction starts again; uses recorded since the last step are dropped."""
         self._recorded.clear()
         self._to_record.clear()
         self._num_recorded = 0
@@ -89,11 +89,11 @@ class Trace:
         self._waiting_from = 0
 
     def end_step(self) -> None:
-        """Say that a step is complete: what was recorded becomes the prediction for the next one."""
+        """Say that a step is complete: the recorded uses become the prediction for the next one."""
         self._record_promised()
         if self._recorded and self._recorded != self._expected:
             self._expect(self._recorded)
-        self.rewind()  # the next step waits for what is promised key by key, if at all
+        self.rewind()  # the next step waits for promised keys one by one, if at all
 
     def upcoming(self) -> Iterator[str]:
         """Yield the keys promised and expected from now on, soonest first, each once. Nothing may be noted meanwhile.
@@ -124,7 +124,7 @@ class Trace:
     def farthest(self, keys: Iterable[str]) -> tuple[str | None, int]:
         """Return which of ``keys`` is expected last, the first of several, and its distance; (None, -1) for no keys.
 
-        Looks at no key behind the first one that is not expected at all: a million keys of others cost nothing.
+        Stops at the first key that is not expected at all: a million other keys cost nothing.
         """
         farthest, found = -1, None
         positions, promised, cursor, first = self._at, self._promised, self._cursor, self._first_waiting()

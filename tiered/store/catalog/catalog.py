@@ -18,7 +18,7 @@ THE FORMAT (version 1, fixed). ``catalog.db`` is an SQLite database: user_versio
 THE CRASH ARGUMENT. Data reaches fresh extents and is flushed before ``apply``; a file and its directory are durable
 before a row may name it. ``apply`` is one SQLite transaction: the old pages are in the journal, durable, before the
 first page of the database changes, and the commit is the durable truncation of the journal. Cut before it, the next
-open plays the journal back: the old rows, whose extents nobody has touched. Cut after it: the new rows. TRUNCATE and
+open plays the journal back: the old rows, with their extents untouched. Cut after it: the new rows. TRUNCATE and
 FULL, because a deleted journal can come back after a power cut and undo an acknowledged commit, and because one
 flipped bit in a WAL silently drops the last transactions. ``load`` first makes the journal's name and end durable:
 SQLite commits even where the directory cannot be flushed, and a process killed between the truncation and its flush
@@ -180,7 +180,7 @@ class SqliteCatalog(Catalog):
     def _load(self) -> tuple[Root, Rows]:
         with self._using("load") as connection:
             nbytes = os.stat(self.name).st_size
-            # One value is never larger than the file, whatever the cell that announces it says.
+            # One value is never larger than the file, whatever its cell announces.
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(max(nbytes, 1 << 16), _MAX_VALUE_NBYTES))
             try:
                 connection.execute("BEGIN")
@@ -285,7 +285,7 @@ class SqliteCatalog(Catalog):
                 check_header(os.pread(self._fd, 100, 0), os.fstat(self._fd).st_size, self.name)
 
     def _connect(self) -> sqlite3.Connection:
-        """Connect; what it opened before it failed is in ``_connection``, for ``close``."""
+        """Connect. ``_connection`` keeps a connection that then failed, for ``close``."""
         path = Path(self.name)
         self._connection = connection = connect(path, "ro" if self._read_only else "rw", self._deadline_s)
         if not self._read_only:
@@ -379,7 +379,7 @@ def _build(path: Path, root: Root) -> None:
     body, digest = encode_root(root, 0, 0)
     connection = connect(path, "rw", 0.0)
     try:
-        connection.execute("PRAGMA journal_mode=OFF")  # nobody sees the file before it is whole
+        connection.execute("PRAGMA journal_mode=OFF")  # no other process sees the file before it is whole
         connection.execute(f"PRAGMA page_size={PAGE_NBYTES}")
         connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
         for sql in _SCHEMA.values():

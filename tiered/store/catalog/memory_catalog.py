@@ -20,7 +20,7 @@ _NAME = "catalog"
 
 
 class _Content(NamedTuple):
-    """What the disk keeps; never changed in place."""
+    """The contents of the disk; never changed in place."""
 
     body: bytes
     digest: bytes
@@ -28,12 +28,12 @@ class _Content(NamedTuple):
 
 
 class MemoryCatalog(Catalog):
-    """A catalog whose transactions share the power supply of the simulated devices. Not thread-safe."""
+    """A catalog on a MemoryDisk, which loses power together with the devices on it. Not thread-safe."""
 
     name = "memory catalog"
 
     def __init__(self, disk: MemoryDisk) -> None:
-        """Open what is on the disk; UsageError where nothing is."""
+        """Open the catalog on the disk; UsageError where there is none."""
         self._disk = disk
         self._is_closed = False
         self._failed = False

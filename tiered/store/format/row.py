@@ -1,4 +1,4 @@
-"""The rows of a catalog: what they hold, and their bytes.
+"""The rows of a catalog: their fields, and their bytes.
 
 The layout is on the first screen of ``catalog.py``. Decoding trusts nothing: a field is used only after it has been
 seen to lie inside the bytes that there are, and a row only after its digest.
@@ -63,7 +63,7 @@ unpack_header = _ROW.unpack_from
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the catalog knows of one key.
+    """The facts about one key in the catalog.
 
     ``generation`` is the one that the bytes were written for; with the key id it seeds the digests. A tensor of at
     most 1 KiB may live in ``inline``; it then has neither extents nor digests.
@@ -82,7 +82,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """What a generation of the whole store is, apart from its rows."""
+    """The facts about a generation of the whole store, apart from its rows."""
 
     store_uuid: bytes  # 16 bytes
     generation: int
@@ -93,7 +93,7 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class RootHeader:
-    """The root row without the state, and what it says of the rows."""
+    """The root row without the state: facts about the store, and the number and sum of the rows."""
 
     store_uuid: bytes
     generation: int
@@ -168,7 +168,7 @@ def decode_root(body: bytes, expected: bytes, file: str) -> tuple[Root, RootHead
 def refuse_newer(file_version: int, root_version: int, file: str) -> None:
     """Raise UsageError where both places that hold the format version name a newer one; CorruptionError if they differ.
 
-    These two places stay what they are in every version.
+    These two places stay the same in every version.
     """
     if file_version != root_version or not 0 < file_version < 1 << 31:
         raise corrupt(f"it gives its format version as {file_version} and as {root_version}", file)
@@ -206,7 +206,7 @@ def decode_row(encoded: bytes) -> Row:
 
 
 def row_problem(row: Row) -> str | None:
-    """Return what is wrong with ``row`` in itself."""
+    """Return what is wrong with ``row`` by itself, or None."""
     if not 0 < row.key_id < _LIMIT or not 0 <= row.generation < _LIMIT or not 0 <= row.nbytes < _LIMIT:
         return f"key id, generation or size out of range ({row.generation}, {row.nbytes} bytes)"
     if len(row.shape) > MAX_NUM_DIMS:

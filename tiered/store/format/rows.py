@@ -1,7 +1,7 @@
 """The rows of a committed generation, checked when they are read and decoded when they are used.
 
-A million keys open in seconds and cost little because a row stays the bytes that the catalog has until somebody wants
-it. Everything is checked nevertheless: the digest of each row, its fields, and all of them against the root.
+A million keys open in seconds and cost little memory, because a row stays the catalog's bytes until it is used.
+Everything is checked nevertheless: the digest of each row, its fields, and all of them against the root.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Rows:
         return rows
 
     def _check_places(self, header: RootHeader, file: str) -> None:
-        """What ``_check`` asks of one row's extents and key id, of all rows at once."""
+        """Check the extents and the key ids of all rows at once, as ``_check`` does for one row."""
         limit = 1 << 63
         offset, nbytes = self.extents["offset"], self.extents["nbytes"]
         is_bad = (nbytes == 0) | (offset >= limit) | (nbytes >= limit) | (offset + nbytes >= limit)

@@ -29,7 +29,7 @@ def is_kept(dtype: torch.dtype | str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a tensor looks like."""
+    """The looks of a tensor: its dtype and shape."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class Spec:
 
 
 class UnknownSpec(Spec):
-    """The spec of a row whose dtype a newer torch has written: it has all of a tensor but the dtype to show it in."""
+    """The spec of a row with a dtype of a newer torch. It has all facts of a tensor but the dtype itself."""
 
     __slots__ = ("_row",)
 
@@ -80,11 +80,11 @@ class UnknownSpec(Spec):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Raise UsageError: whoever asks is about to make a tensor."""
+        """Raise UsageError: the caller is about to make a tensor."""
         raise self.refusal()
 
     def refusal(self) -> UsageError:
-        """Return what is raised for whoever wants the tensor."""
+        """Return the error for a caller that wants the tensor."""
         return UsageError(
             f"{self._row.name!r} has a dtype that this torch does not know: {self._row.dtype!r}, this is torch "
             f"{torch.__version__}; open the store with the torch that wrote it. Its other keys can be used"

@@ -1,4 +1,4 @@
-"""State that rides along with a commit, as JSON text: lossless, without pickle, refusing what it does not know.
+"""The state that a commit carries, as JSON text: lossless, without pickle; other types are refused.
 
 None, booleans, strings, finite floats, ints, lists and dicts with string keys are themselves in JSON. All else is an
 object with one key that begins with "$", a tag: see ``_Encoder`` for each. Decoding builds only these types; it never

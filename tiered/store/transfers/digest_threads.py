@@ -1,6 +1,6 @@
 """Digest threads: where digests are computed, so that neither a device's thread nor the caller's waits for them.
 
-What a job does and what its end means is the submitter's business (transfer.py).
+The submitter (transfer.py) defines the jobs and their completion.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["WORTHWHILE_NBYTES", "DigestThreads"]
 WORTHWHILE_NBYTES = 256 * 1024
 """From here on a digest (10 us) takes longer than handing it to another thread."""
 
-_MOST_THREADS = 2  # one digests what four drives read; with two, reads that somebody waits for pass a burst of writes
+_MOST_THREADS = 2  # one digests for four drives; with two, awaited reads pass a burst of writes
 _log = logging.getLogger("tiered")
 
 
@@ -55,7 +55,7 @@ class DigestThreads:
             job()
 
     def close(self) -> None:
-        """Do what was submitted, then end the threads; blocks. Idempotent; nothing happens in a forked child."""
+        """Do the submitted jobs, then end the threads; blocks. Idempotent; does nothing in a forked child."""
         if self._pid != os.getpid():
             return
         with self._changed:

@@ -24,7 +24,7 @@ from tiered.units import round_up
 __all__ = ["Progress", "Transfer", "start_all", "submit_all"]
 
 _UNREADABLE = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
-"""What a drive or file system answers with that has lost these bytes (Linux, blk_errors[]), unlike one that is gone."""
+"""The errors of a drive or file system that has lost these bytes (Linux, blk_errors[]), unlike one that is gone."""
 
 
 class Progress:
@@ -78,7 +78,7 @@ class Transfer:
         self.digests = bytearray()
         self.error: Exception | None = None
         self.failed_piece: Extent | None = None  # in which the device failed with ``error``
-        self.is_done = False  # for the owner, who sets it under its lock
+        self.is_done = False  # for the owner, which sets it under its lock
         self._devices = devices
         self._store_uuid = store_uuid
         self._threads = threads
@@ -89,20 +89,20 @@ class Transfer:
         last_block = min(num_blocks(row.nbytes), first_block + -(-len(memory) // BLOCK_NBYTES))
         self._blocks = range(first_block, last_block)
         self._num_pieces_left = 0  # with the devices
-        self._num_blocks_left = 0  # of which pieces are with the devices, or that wait for their check
+        self._num_blocks_left = 0  # blocks with pieces at the devices, or that wait for their check
         self._is_unchecked = is_checked_by_owner and io_class is not IOClass.WRITE
         self._pieces_left: dict[int, int] = {}
-        self._unsubmitted: set[int] = set()  # blocks of which nothing was submitted
+        self._unsubmitted: set[int] = set()  # blocks without any submitted piece
 
     @property
     def is_write(self) -> bool:
         return self.io_class is IOClass.WRITE
 
     def start(self) -> None:
-        """Submit everything; what cannot be submitted is an error of the transfer, and not raised.
+        """Submit everything; a failure to submit is an error of the transfer, and not raised.
 
-        An interrupt is raised; what was not submitted by then never is, and the transfer ends with an error but
-        without a ``failed_piece``.
+        An interrupt is raised. Pieces not submitted by then never are, and the transfer ends with an error but without
+        a ``failed_piece``.
         """
         operations: list[list[tuple[int, Operation]]] | None = None
         try:
@@ -251,9 +251,9 @@ class Transfer:
             self.error = self.error or self._check(block)
 
     def unreadable(self) -> CorruptionError | None:
-        """Return what it means for whoever looks at every byte that a sector gave none; None: the error is another.
+        """Return the CorruptionError, for a reader of every byte, of a sector that gave none; None for another error.
 
-        Whoever wants the tensor has a DeviceError for it: the next try may find the bytes.
+        A reader of the tensor gets a DeviceError for it: the next try may find the bytes.
         """
         cause = None if self.error is None else self.error.__cause__
         if self.failed_piece is None or not isinstance(cause, OSError) or cause.errno not in _UNREADABLE:
@@ -300,7 +300,7 @@ class Transfer:
 
 
 def start_all(transfers: Iterable[Transfer]) -> None:
-    """Start ``transfers``. What interrupts that is raised, and ends those that were not started."""
+    """Start ``transfers``. An interrupt is raised, and ends those that were not started."""
     left = deque(transfers)
     try:
         while left:
@@ -348,8 +348,8 @@ class _NotSubmittedError(DeviceError):
 
 
 def _without_frames(error: Exception) -> Exception:
-    # Lifetime: an error is kept until somebody raises it; its frames, and through them those of whoever submitted to a
-    # device that completes at once, would keep leased tensors alive as long.
+    # Lifetime: an error is kept until it is raised. Its frames, and through them those of a submitter to a device
+    # that completes at once, would keep leased tensors alive as long.
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None

@@ -37,15 +37,15 @@ class Deadline:
     def wait(self, condition: Awaited, progress: object = None, *, at_most_s: float = 60.0) -> None:
         """Wait until ``condition``, whose lock is held, is notified (or for a while); the caller then looks again.
 
-        ``progress`` is any value that changes as long as what is waited for comes closer: then the time starts anew.
-        ``at_most_s`` is for what cannot notify. Raises DeadlineError.
+        ``progress`` is any value that changes as long as the awaited event comes closer: then the time starts again.
+        ``at_most_s`` is for events that do not notify. Raises DeadlineError.
         """
         now = self.check(progress)
         half_s = self._start_s + self._limit_s / 2
         condition.wait(min(at_most_s, (half_s if now < half_s else self._start_s + self._limit_s) - now))
 
     def renew(self) -> None:
-        """Note a sign of progress: the time starts anew."""
+        """Note a sign of progress: the time starts again."""
         self._start_s, self._warned = time.monotonic(), False
 
     def check(self, progress: object = _UNCHANGED) -> float:

@@ -1,4 +1,4 @@
-"""Forks that wait: a child never inherits a lock that somebody holds, and with it what is half done under that lock."""
+"""Forks that wait: a child never inherits a held lock, or data that was half changed under it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Recorder: who waited for whom and who did what for how long, as sums always and interval by interval while asked to.
+"""Recorder: the times that threads wait and work, always as sums, and as single intervals while it is recording.
 
-It knows words, threads and times; what a key or a unit is, and what came of it, is for others to say. Times are those
+It knows words, threads and times, and nothing of keys, units and their results. Times are those
 of ``time.monotonic``, in seconds.
 """
 
@@ -26,7 +26,7 @@ _SAME_WAIT_S = 1e-4  # a wait that goes on so soon after it was woken is the sam
 
 
 class Wait(StrEnum):
-    """What a thread waits for."""
+    """The reason why a thread waits."""
 
     READ = "demand read"
     UPDATE = "update"
@@ -35,11 +35,11 @@ class Wait(StrEnum):
 
 
 class Interval(NamedTuple):
-    """What one thread did, or what was in flight, from ``start_s`` to ``end_s``."""
+    """The work of one thread, or a transfer in flight, from ``start_s`` to ``end_s``."""
 
     word: str  # of the design: "forward", "swap in", "wait: commit", ...
     subject: str  # a unit's name, a key, a generation
-    who: str  # CALLER, or the name of one of our threads; "" for what was in flight
+    who: str  # CALLER, or the name of one of our threads; "" for a transfer
     start_s: float
     end_s: float
     nbytes: int  # moved; 0 where nothing was
@@ -88,7 +88,7 @@ class Recorder:
         return now_s
 
     def end_move(self, key: str, nbytes: int, begun_s: float, *, is_write: bool) -> None:
-        """``nbytes`` of ``key`` have arrived, on the devices where ``is_write``; 0 for what came to nothing."""
+        """Note that ``nbytes`` of ``key`` have arrived, on the devices where ``is_write``; 0 for a move that failed."""
         now_s = time.monotonic()
         with CRITICAL_SECTION.lock, self._lock:
             self._num_in_flight -= 1
