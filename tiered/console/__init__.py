@@ -1,1 +1,1 @@
-"""What every command needs of the terminal: interruption, questions, streams that may close, files for reports."""
+"""The parts that all commands need of the terminal: interruption, questions, lasting streams, files for reports."""

@@ -39,7 +39,7 @@ class Interruption:
 
     @property
     def cause(self) -> str:
-        """What stopped the process, for people."""
+        """The name of the signal that stopped the process, for people."""
         return "Ctrl-C" if self.status == INTERRUPTED else signal.Signals(self.status - 128).name
 
     def __enter__(self) -> Interruption:
@@ -64,6 +64,6 @@ class Interruption:
 
 
 def _write(descriptor: int, text: bytes) -> None:
-    """Write past the buffers: the interrupted line may hold their lock. Nobody may be there to read it."""
+    """Write past the buffers, whose lock the interrupted line may hold. The reader may be gone."""
     with contextlib.suppress(OSError):
         os.write(descriptor, text)

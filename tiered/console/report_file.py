@@ -20,7 +20,7 @@ def check_writable(*files: Path | None) -> None:
 
 
 def _check_writable(file: Path) -> None:
-    """Open the file as the report will be: a pipe alone is not opened before, whose reader would see its end."""
+    """Open the file as the report will be. A pipe is not opened, because its reader would see its end."""
     if not file.absolute().parent.is_dir():
         raise UsageError(f"cannot write {file}: the directory does not exist")
     if file.is_dir():

@@ -1,1 +1,1 @@
-"""What a machine and its directories are, what works there, and how to mend what does not."""
+"""The description of a machine and its directories, checks of what works there, and how to mend the rest."""

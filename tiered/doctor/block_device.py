@@ -1,4 +1,4 @@
-"""The drive under a directory, as /sys knows it: model, queue limits, temperature, and what it is made of."""
+"""The drive under a directory, as /sys knows it: model, queue limits, temperature, and its parts."""
 
 from __future__ import annotations
 

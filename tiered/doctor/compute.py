@@ -1,4 +1,4 @@
-"""What torch and numba can do here: compute device, page-locked memory, process groups, kernels; a function each."""
+"""Checks of torch and numba: compute device, page-locked memory, process groups, kernels; a function each."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class DirectoryDescription:
     mount: Mount | None
     kind: str | None  # local, memory, overlay, network or fuse
     block_device: BlockDevice | None
-    free_nbytes: int | None  # for us, without what is kept for root
+    free_nbytes: int | None  # for us, without the bytes kept for root
     total_nbytes: int | None
     direct_alignment: int | None  # bytes; None where there is no direct I/O
     direct_refusal: str | None  # why not
@@ -110,8 +110,8 @@ class MachineDescription:
 def machine_description(directories: Sequence[str | os.PathLike[str]] = ()) -> MachineDescription:
     """Return what this machine and ``directories`` are.
 
-    Writes and reads one block of an unnamed file in each directory, to see whether direct I/O works. Never raises for
-    what it finds; blocks as long as the drives do.
+    Writes and reads one block of an unnamed file in each directory, to see whether direct I/O works. Never raises,
+    whatever it finds; blocks as long as the drives do.
     """
     memory = _memory_information(Path("/proc/meminfo"))
     huge_pages = memory.get("HugePages_Total")

@@ -1,4 +1,4 @@
-"""What works in one directory: one function for each check. Only unnamed files are made; nothing is left."""
+"""Checks of one directory, a function each. They make unnamed files only, and leave nothing."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def check_file_system(directory: str) -> Finding:
 
 
 def check_free_space(directory: str) -> Finding:
-    """Count what is free for us, in bytes and in parameters."""
+    """Count the bytes that are free for us, and the parameters that they hold."""
     name = "free space"
     space = os.statvfs(directory)
     free_nbytes = space.f_bavail * space.f_frsize

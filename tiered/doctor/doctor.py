@@ -22,7 +22,7 @@ _DEADLINE_S = 6.0  # with torch's import and a margin, less than 10 s in all
 
 
 def doctor(directories: Sequence[Path], json_file: str | None = None) -> int:
-    """Examine ``directories``, print what was found, and return the exit status: 1 if something is broken.
+    """Examine ``directories``, print the findings, and return the exit status: 1 if something is broken.
 
     ``json_file`` gets the report for programs; "-" prints that instead of the table. Raises UsageError where it cannot
     be written.

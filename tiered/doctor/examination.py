@@ -1,4 +1,4 @@
-"""Checks in child processes: one that hangs, crashes or raises is a finding, and never the doctor's own end."""
+"""Checks in child processes: a check that hangs, crashes or raises is a finding, and does not end the doctor."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tiered.doctor.finding import Check, Finding, broken
 
 __all__ = ["examine"]
 
-_GRACE_S = 0.5  # for a killed child to end: one that waits for a drive cannot
+_GRACE_S = 0.5  # for a killed child to end; a child that waits for a drive cannot
 _READ_NBYTES = 1 << 16
 
 
 def examine(groups: Sequence[Sequence[Check]], deadline_s: float) -> list[Finding]:
     """Run the checks of each group in order, the groups side by side; return their findings after ``deadline_s``.
 
-    A check that has not answered by then is broken, and so is one that raises or ends its process; the rest of its
-    group is then not tried. Blocks for little more than ``deadline_s``, whatever the drives do: a child that cannot be
-    killed is left to its drive. Forks: no other thread of this process may hold a lock that a check takes.
+    A check that raises, ends its process or has not answered by then is broken, and the rest of its group is not tried.
+    Blocks for little more than ``deadline_s``, whatever the drives do: a child that cannot be killed is left to its
+    drive. Forks: no other thread of this process may hold a lock that a check takes.
     """
     examinations: list[_Examination] = []
     give_up = time.monotonic() + deadline_s
@@ -80,7 +80,7 @@ class _Examination:
         os.close(write_end)
 
     def hear(self) -> bool:
-        """Take in what is there; False at the end."""
+        """Read the answer so far; False at the end."""
         part = os.read(self.fd, _READ_NBYTES)
         self._said += part
         self._is_finished = not part
@@ -105,7 +105,7 @@ class _Examination:
                 select.select([], [], [], 0.005)
 
     def findings(self, deadline_s: float) -> list[Finding]:
-        """Return what was found; the first check without an answer is broken."""
+        """Return the findings; the first check without an answer is broken."""
         found = [Finding.of_json(json.loads(line)) for line in self._said.splitlines(keepends=True) if _is_whole(line)]
         if found and found[-1].outcome == "broken" and self._checks[len(found) - 1].is_essential:
             return found

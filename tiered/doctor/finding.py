@@ -1,4 +1,4 @@
-"""What one check found: what was tried, what came of it, what the lack costs and how to mend it."""
+"""The finding of one check: the attempt and its outcome, the cost of the lack, and how to mend it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Finding:
     subject: str  # MACHINE or the directory
     check: str
     outcome: Outcome
-    found: str  # what was tried and what came of it
-    cost: str = ""  # what the lack costs; "" where nothing is lacking
+    found: str  # the attempt and its result
+    cost: str = ""  # of the lack; "" where nothing is lacking
     mend: str = ""  # the command, or the next step
 
     def as_json(self) -> dict[str, str]:
@@ -51,7 +51,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing to try. ``run`` blocks as long as the drive or the kernel does, and may raise whatever it likes."""
+    """One thing to try. ``run`` blocks as long as the drive or the kernel does, and may raise any exception."""
 
     subject: str
     name: str

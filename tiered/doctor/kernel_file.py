@@ -1,4 +1,4 @@
-"""What one of the kernel's small files says: its text, a number, the choice in brackets; None where it says nothing."""
+"""The kernel's small files: their text, a number, the choice in brackets; None where a file has no answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["choice", "number", "text"]
 
-_NBYTES = 1 << 20  # /proc/cpuinfo of a large machine; never more of a file, whatever it is
+_NBYTES = 1 << 20  # /proc/cpuinfo of a large machine; no more is read of any file
 
 
 def text(path: Path, most_nbytes: int = _NBYTES) -> str | None:

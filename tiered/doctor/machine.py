@@ -1,4 +1,4 @@
-"""What works on this machine and in this process, whatever the directory: one function for each check."""
+"""Checks of this machine and this process, for any directory; a function each."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def check_memlock() -> Finding:
 
 
 def check_open_files() -> Finding:
-    """Compare the limit on open files with what is open."""
+    """Compare the limit on open files with the number of open ones."""
     name = "open files"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/proc/self/fd"))

@@ -37,7 +37,7 @@ class Mount:
 
     @property
     def kind(self) -> Kind:
-        """What keeps the bytes, by the name of the file system."""
+        """The kind of place that keeps the bytes, by the name of the file system."""
         if self.file_system in _MEMORY:
             return "memory"
         if self.file_system in _OVERLAY:

@@ -68,7 +68,7 @@ class DoctorReport:
         table.add_column("found", overflow="fold")
         for finding in self.findings:
             outcome = Text(finding.outcome.value, style=_STYLES[finding.outcome])
-            # Text, not str: what is found may have brackets in it, which a string would lose as markup.
+            # Text, not str: a finding may contain brackets, which a string would lose as markup.
             table.add_row(outcome, Text(finding.check), Text(finding.subject), Text("\n".join(_lines(finding))))
         with console.capture() as capture:
             console.print(table)

@@ -23,7 +23,7 @@ Batch = TypeVar("Batch")
 
 
 class BatchSource(Generic[Batch]):
-    """Any iterable: a resumed epoch loads again what was used, and drops it."""
+    """Any iterable: a resumed epoch loads the used items again, and drops them."""
 
     def __init__(self, loader: Iterable[Batch], random: RandomParts) -> None:
         self.random = random
@@ -105,8 +105,8 @@ class StatefulSource(BatchSource[Batch]):
     def resume(self, start: dict[str, Any], position: int) -> Iterator[Batch]:
         """Return an iterator over the rest, as the loader's own state says.
 
-        Its first batch is taken under the random state of the epoch's start, too: that is when a generator function
-        makes what it iterates over.
+        Its first batch is taken under the random state of the epoch's start, too, because a generator function begins
+        to run then.
         """
         with self.random.replaying(start):
             batches = self.begin()
@@ -128,7 +128,7 @@ class StatefulSource(BatchSource[Batch]):
         self._state.load_state_dict(copy.deepcopy(state))
 
     def description(self) -> dict[str, Any]:
-        """Return the type alone: a loader with a state refuses by itself what is not its own."""
+        """Return the type alone: a loader with a state refuses a state that is not its own."""
         return {"type": type(self._loader).__name__}
 
 

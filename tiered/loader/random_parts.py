@@ -74,7 +74,7 @@ class RandomParts:
 
 
 def parts_of(loader: DataLoader[Any], *, loads_again: bool) -> RandomParts:
-    """Return the parts of a torch ``loader``. ``loads_again``: a resumed one loads again what was used."""
+    """Return the parts of a torch ``loader``. ``loads_again``: a resumed loader loads the used items again."""
     parts: dict[str, Any] = {}
     owners: dict[int, tuple[str, object]] = {id(loader): ("loader", loader)}
     waiting = list(owners.values())
@@ -107,7 +107,7 @@ def is_stateful(item: object) -> TypeGuard[Stateful]:
 class DrawWatch:
     """Sees whether an iterator draws from the process's generators after its first item, in turn with the loop.
 
-    What it draws then depends on what the loop has drawn, which a resumed run does not do again. ``even_alone``: it
+    Its draws then depend on those of the loop, which a resumed run does not repeat. ``even_alone``: it
     counts although the loop draws nothing from the same generator.
     """
 
@@ -135,7 +135,7 @@ class DrawWatch:
 
 
 def drawn_states(parts: Iterable[Any] = ()) -> list[Any]:
-    """Return what compares unequal, generator by generator, once somebody has drawn: the process's, and ``parts``."""
+    """Return the states of the process's generators and of ``parts``; they compare unequal once one was drawn from."""
     states = [torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate(), *map(_state, parts)]
     return [_comparable(state) for state in states]
 

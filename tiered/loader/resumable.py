@@ -24,22 +24,23 @@ Batch = TypeVar("Batch")
 
 
 def resumable(loader: Iterable[Batch], *, replay: bool = False) -> ResumableLoader[Batch]:
-    """Return ``loader``, a torch ``DataLoader`` or any iterable, as one that a store can commit and resume.
+    """Return ``loader``, a torch ``DataLoader`` or any iterable, in a form that a store can commit and resume.
 
     It gives the batches of ``loader``, the same objects, and draws no random number of its own. Register it with the
     store, call ``store.resume()``, then iterate: ``for epoch in range(loader.epoch, 3): for batch in loader: ...``.
 
-    What was used is passed over as cheaply as the loader allows. A ``DataLoader`` over a map-style data set skips it in
-    its sampler, without loading an item. A loader with ``state_dict`` and ``load_state_dict`` of its own goes where
-    these say. All else is loaded and dropped, as it is with ``replay=True``: pass that where worker processes draw
-    random numbers for the items (one warning says so), or where the data set counts the items that it has given.
+    A resumed epoch passes over the used batches as cheaply as the loader allows. A ``DataLoader`` over a map-style data
+    set skips them in its sampler, without loading an item. A loader with ``state_dict`` and ``load_state_dict`` of its
+    own restores its own position. All others load the used batches and drop them, as does ``replay=True``: pass that
+    where worker processes draw random numbers for the items (one warning says so), or where the data set counts the
+    items that it has given.
 
-    Part of the state are the generators (torch, numpy, python) and the objects with ``state_dict`` that the
-    ``DataLoader``, its samplers and its data set have as attributes. The loader's and the samplers' should be drawn
-    from by nobody else. A sampler or an iterable that draws from the process's own generators as it goes on, after its
+    The generators (torch, numpy, python) are part of the state, and so are the objects with ``state_dict`` that the
+    ``DataLoader``, its samplers and its data set have as attributes. Only the loader may draw from its and its
+    samplers' generators. A sampler or an iterable that draws from the process's own generators as it goes on, after its
     first item, comes back exactly only where the loop does not draw from the same one; one warning says so.
 
-    Raises TypeError for what is not iterable, ValueError for ``replay`` with ``persistent_workers``, whose generators
+    Raises TypeError for anything not iterable, ValueError for ``replay`` with ``persistent_workers``, whose generators
     go on from epoch to epoch.
     """
     if not isinstance(loader, Iterable):

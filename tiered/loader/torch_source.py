@@ -1,7 +1,7 @@
-"""torch's DataLoader: what was used is skipped in the sampler where the data set is map-style, else loaded and dropped.
+"""torch's DataLoader: its sampler skips used items of a map-style data set; of other data they are loaded and dropped.
 
-The loader that is iterated is a copy, whose sampler, collate_fn and worker_init_fn are stood in for by ones that do the
-same and more. torch makes an iterator in this order: ``iter(sampler)``, a draw of the workers' seed, and then, at once
+The iterated loader is a copy, with a sampler, collate_fn and worker_init_fn of ours around its own. torch makes an
+iterator in this order: ``iter(sampler)``, a draw of the workers' seed, and then, at once
 with workers and at the first batch without, the sampler's first item, for which it draws. Workers that persist are made
 in the first epoch; in a later one there is no draw of a seed.
 """
@@ -27,7 +27,7 @@ Batch = TypeVar("Batch")
 
 
 class TorchSource(BatchSource[Batch]):
-    """A DataLoader without a state of its own. A resumed epoch skips what was used, or, with ``loads_again``, does not.
+    """A DataLoader without a state of its own. A resumed epoch skips used items, or with ``loads_again`` loads them.
 
     It keeps the worker processes that persist, as long as it lives.
     """
@@ -80,7 +80,7 @@ class TorchSource(BatchSource[Batch]):
             self._sampler.pass_over = lambda indices: self.pass_over(indices, position)
             try:
                 batches = self.begin()
-                self._sampler.start()  # order: under the start's random state; without workers nobody asked for an item
+                self._sampler.start()  # order: under the start's random state; without workers no item was asked for
             finally:
                 self._sampler.pass_over = None
         return batches
@@ -149,7 +149,7 @@ class _SkippingSampler(Sampler[Any]):
         return self._last
 
     def start(self) -> None:
-        """Have the last iterator pass over what it should, if it has not."""
+        """Have the last iterator pass over the used items, if it has not."""
         assert self._last is not None
         self._last.start()
 

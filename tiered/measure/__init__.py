@@ -1,1 +1,1 @@
-"""What the drives give for tensor swap: measured, beside fio, and told in one line (`tiered bench`)."""
+"""`tiered bench`: the bandwidth of the drives for tensor swap, measured beside fio, with a verdict in one line."""

@@ -18,7 +18,7 @@ __all__ = ["AllDirectories"]
 
 
 class AllDirectories:
-    """A store over folders in all directories of ``report``, each of which has been measured alone.
+    """A store over folders in all directories of ``report``; each directory has been measured alone.
 
     Each folder is given the profile of its directory, which deals out the bytes. ``check`` is called between rounds and
     may raise to end it all.

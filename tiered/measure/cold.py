@@ -17,13 +17,13 @@ from tiered.units import divide_up
 
 __all__ = ["ColdProof", "disk_read_nbytes", "forget", "process_read_nbytes", "prove_cold", "resident_pages"]
 
-_SECTOR_NBYTES = 512  # of /sys/block/*/stat, whatever the drive's own
+_SECTOR_NBYTES = 512  # of /sys/block/*/stat, on any drive
 _AGREES = 0.02  # the share by which the kernel's count may differ
 
 
 @dataclass(frozen=True, slots=True)
 class ColdProof:
-    """What was seen around one round of reads."""
+    """The kernel's counts around one round of reads."""
 
     is_direct: bool
     nbytes: int  # that the round read
@@ -56,7 +56,7 @@ class ColdProof:
 def prove_cold(
     read: Callable[[], Round], *, path: str, nbytes: int, is_direct: bool, disks: tuple[str, ...]
 ) -> ColdProof:
-    """Run ``read``, a round of reads over the file at ``path`` of ``nbytes``, and return what was seen."""
+    """Run ``read``, a round of reads over the file at ``path`` of ``nbytes``, and return the counts around it."""
     process, disk = process_read_nbytes(), disk_read_nbytes(disks)
     moved = read().read_nbytes
     process_after, disk_after = process_read_nbytes(), disk_read_nbytes(disks)

@@ -1,4 +1,4 @@
-"""`tiered bench`: what is asked for, refused and agreed to, then a suite per directory, then files and the verdict."""
+"""`tiered bench`: checks and confirmation of the request, then a suite per directory, then files and the verdict."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT is an I
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     directories: tuple[Path, ...]
     engine: str = "auto"
@@ -134,7 +134,7 @@ def _finish(report: BenchReport, request: BenchRequest, plot: Callable[[BenchRep
     bests = [one.best for one in report.directories if one.best is not None]
     swapping = [one.swap for one in report.directories if one.swap is not None]
     report.verdict = verdict_of(bests, report.together, swapping=swapping, has_fio=shutil.which("fio") is not None)
-    with ExitStack() as steps:  # the last one first, and each whatever becomes of those before: minutes are in them
+    with ExitStack() as steps:  # the last one first, and each even if others fail: minutes of measuring are in them
         steps.callback(print, f"\n{report.verdict}")
         for one in reversed(report.directories):
             steps.callback(_keep_profile, one, report)
@@ -149,7 +149,7 @@ def _write_plot(report: BenchReport, file: Path, plot: Callable[[BenchReport], b
 
 
 def _keep_profile(one: DirectoryReport, report: BenchReport) -> None:
-    """Keep and tell what is best in one directory; where it cannot be kept, that is said and nothing else."""
+    """Keep and tell the best settings of one directory; where they cannot be kept, say so and go on."""
     best = one.best
     assert best is not None
     try:

@@ -1,4 +1,4 @@
-"""How long somebody waits for one block: a demand read alone, and with all the writes in flight that a drive takes."""
+"""The latency of one demand read: alone, and with as many writes in flight as a drive takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a bench shows while it measures: one line that moves on a terminal, and finished rows anywhere."""
+"""The output of a bench while it measures: one line that moves on a terminal, and finished rows anywhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["BenchDisplay"]
 
 
 class BenchDisplay:
-    """Prints lines, and shows what is being measured below them while it is open; used by one thread."""
+    """Prints lines, and below them the present measurement while it is open; used by one thread."""
 
     def __init__(self, *, is_live: bool | None = None) -> None:
         """``is_live`` shows the moving line; by default that is for a terminal."""
@@ -46,7 +46,7 @@ class BenchDisplay:
             self._console.print(text)
 
     def now(self, text: str, *, done: float) -> None:
-        """Show ``text`` as what is being measured, with the share ``done`` of all of it."""
+        """Show ``text`` as the present measurement, with the share ``done`` of the whole bench."""
         self._progress.update(self._task, description=text, completed=done)
         self._progress.refresh()
 

@@ -32,12 +32,12 @@ _START_S = 30.0  # what fio may take beyond its run time before it is called stu
 
 
 class FioError(DeviceError):
-    """fio is there and did not do what it was asked; what it would have measured is not known."""
+    """fio is there and failed; its measurement is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class FioRound(Moved):
-    """What one run of fio did."""
+    """The figures of one run of fio."""
 
     latency: Latency
 
@@ -137,7 +137,7 @@ def open_file_path(device: FileDevice) -> str:
 
 
 def _call(command: Sequence[str], wait_s: float) -> tuple[str, str, float]:
-    """Run ``command``; return its output, what it said on standard error and its CPU-seconds."""
+    """Run ``command``; return its output, its standard error and its CPU-seconds."""
     with _process(command) as process:
         try:
             output, error = process.communicate(timeout=wait_s)

@@ -112,7 +112,7 @@ def measure_pairs(
 ) -> Pairs:
     """Run ``rounds`` rounds after a warm-up, and as many of ``fio`` between them; blocks.
 
-    Who begins changes from pair to pair. ``is_busy`` has a busy Python thread beside ours. ``check`` is called before
+    The first of a pair alternates. ``is_busy`` has a busy Python thread beside ours. ``check`` is called before
     each pair and may raise.
     """
     scratch.run(replace(pattern, seconds=warm_up_s))

@@ -1,4 +1,4 @@
-"""What a round does: which blocks of a file are read or written, how many at a time and for how long."""
+"""The pattern of a round: which blocks of a file are read or written, how many at a time and for how long."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Direction:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What a round does to a file: sequential blocks, wrapping at the end.
+    """The blocks that a round moves: sequential, wrapping at the end of the file.
 
     A round ends after ``seconds``, or after ``max_nbytes`` where they are given, whichever comes first.
     "mixed" reads the first half of the file and writes the second, each with half of the depth: the blocks of a step

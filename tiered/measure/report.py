@@ -1,4 +1,4 @@
-"""What a bench found, as rows and as JSON. The JSON's shape is fixed by ``SCHEMA`` and ``VERSION``.
+"""The results of a bench, as rows and as JSON. ``SCHEMA`` and ``VERSION`` fix the shape of the JSON.
 
 Version 2: an object with schema, version, measured_at, machine, settings, results (one object per point, each with at
 least op, block_bytes, depth, gb_per_s, ratio_to_fio), tensors, ratios_to_sum, verdict; and by directory engines,
@@ -142,7 +142,7 @@ class TensorRow:
 
 @dataclass(slots=True)
 class DirectoryReport:
-    """What was measured in one directory, as far as it has come."""
+    """The results in one directory so far."""
 
     directory: str
     engine: str = ""
@@ -182,7 +182,7 @@ class BenchReport:
 
     @property
     def ratios_to_sum(self) -> dict[str, float]:
-        """What a store over all directories gave, by op, over the sum of what each drive gave alone."""
+        """The rates of a store over all directories, by op, over the sum of the rates of each drive alone."""
         return {row.op: row.ratio_to_raw for row in self.together}
 
     def as_json(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""One round on a device: a closed loop that keeps so many blocks in flight for so long, and what it took.
+"""One round on a device: a closed loop that keeps so many blocks in flight for so long, and its figures.
 
 The loop runs in the device's own threads: each completion submits the next block of its direction. ``pairs`` and the
 command choose the rounds.
@@ -46,7 +46,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What was moved in a time, and the CPU time it took, of all threads of the process, user and system."""
+    """The bytes moved in a time, and the CPU time of all threads of the process, user and system."""
 
     read_nbytes: int
     write_nbytes: int
@@ -71,7 +71,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Round(Moved):
-    """What one round did; ``seconds`` runs from the first submission to the last completion."""
+    """The figures of one round; ``seconds`` runs from the first submission to the last completion."""
 
     read_latencies_s: npt.NDArray[np.float64]  # shape (num_reads,), of the last quarter million
     write_latencies_s: npt.NDArray[np.float64]
@@ -93,8 +93,8 @@ def run_round(
 ) -> Round:
     """Run one round; blocks. ``memory`` holds at least ``depth`` blocks, aligned, and is overwritten by reads.
 
-    ``is_spread`` uses all of it in turn, as whoever swaps tensors does; else it is the same few blocks again and again,
-    as in fio, which then are in the processor's caches when the drive's bytes arrive.
+    ``is_spread`` uses all of it in turn, as a swap of tensors does. Otherwise it is the same few blocks again and
+    again, as in fio, which are then in the processor's caches when the drive's bytes arrive.
     ``watch`` is called from this thread while it runs; the round ends early when it returns False. Raises what the
     device raised or reported, once nothing is in flight any more.
     """
@@ -106,7 +106,7 @@ def run_round(
             if watch is not None and not watch():
                 loop.stop()
                 watch = None
-    except BaseException:  # an interrupt: what is in flight still uses the memory, until the device is closed
+    except BaseException:  # an interrupt: transfers in flight still use the memory, until the device is closed
         loop.stop()
         raise
     cpu_s = cpu_seconds() - cpu_s

@@ -1,6 +1,6 @@
 """ScratchFile: a file to measure on, the device that it lies on, and random bytes for its blocks.
 
-The file has no name, so nothing is left behind, whatever ends the process.
+The file has no name, so that nothing is left behind however the process ends.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ScratchFile:
         """
         self.file_nbytes = round_up(file_nbytes, _WRITE_BLOCK_NBYTES)
         self.engine_reason = "it was asked for"
-        if engine == "auto":  # whatever an earlier bench has written
+        if engine == "auto":  # even if an earlier bench has written a profile
             engine, self.engine_reason = choose_engine(directory)
         self.path = ""  # of the scratch file, for other processes; once it is written
         self._exit = ExitStack()
@@ -74,7 +74,7 @@ class ScratchFile:
 
     @property
     def engine(self) -> str:
-        """What moves the bytes."""
+        """The name of the engine that moves the bytes."""
         return self.device.engine
 
     @property

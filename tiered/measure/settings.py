@@ -1,4 +1,4 @@
-"""What a bench measures: which blocks at which depths, how often and how long, and what that will write.
+"""The settings of a bench: blocks, depths, rounds and their length, and the bytes that they will write.
 
 Nothing is measured here.
 """
@@ -49,9 +49,9 @@ class BenchSettings:
     rounds: int = 5
     round_s: float = 0.5
     warm_up_s: float = 0.1
-    round_nbytes: int = 2 * GiB  # a round ends here, or after round_s: what it costs a drive's life is bounded
+    round_nbytes: int = 2 * GiB  # a round ends here, or after round_s, which bounds its cost in the drive's life
     file_nbytes: int = 4 * GiB
-    most_in_flight_nbytes: int = 128 * MiB  # what a device's queue lets reads have
+    most_in_flight_nbytes: int = 128 * MiB  # as many as a device's queue lets reads have
     tensor_nbytes: tuple[int, ...] = (64 * KiB, MiB, 16 * MiB, 64 * MiB, 256 * MiB)
     tensors_nbytes: int = 2 * GiB  # all of one size together, as many as a raw round moves
     tensor_rounds: int = 5
@@ -81,7 +81,7 @@ class BenchSettings:
 
     @property
     def memory_nbytes(self) -> int:
-        """What the blocks go through where that must be more than the caches hold, and those of the largest point."""
+        """The memory for blocks where it must exceed the caches, and for those of the largest point."""
         spread = min(_SPREAD_NBYTES, self.file_nbytes)
         return max(spread, *(point.block_nbytes * point.depth for point in self.points))
 
@@ -140,7 +140,7 @@ class BenchSettings:
     def fitted(self, free_nbytes: int) -> BenchSettings:
         """Return settings whose files take at most a tenth of ``free_nbytes``, down to 64 MiB.
 
-        Tensors are written in two sets, at least one each: the sizes of which that finds no room are left out.
+        Tensors are written in two sets, at least one each; sizes without room for that are left out.
         """
         most = max(64 * MiB, free_nbytes // 10 // (64 * MiB) * (64 * MiB))
         file_nbytes, tensors_nbytes = min(self.file_nbytes, most), min(self.tensors_nbytes, max(most // 2, 1))

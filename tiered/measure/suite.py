@@ -248,7 +248,7 @@ class Suite:
 
 
 def profile_of(report: DirectoryReport, machine: MachineDescription, measured_at: str) -> Profile:
-    """Return what to keep in the directory for those who open it. Its best, and what tensors get, must be known."""
+    """Return the profile to keep in the directory. Its best settings and the rates of tensors must be known."""
     best, swap = report.best, report.swap
     assert best is not None and swap is not None, report.directory
     return Profile(

@@ -35,7 +35,7 @@ class SustainedRate:
 
 @dataclass(frozen=True, slots=True)
 class Smart:
-    """What smartctl tells of one disk: wear and distress. None: not readable."""
+    """The answers of smartctl for one disk: wear and distress. None: not readable."""
 
     disk: str
     temperature_c: float | None

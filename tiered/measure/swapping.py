@@ -1,4 +1,4 @@
-"""What a drive gives to whoever swaps: the best settings over memory that is larger than the processor's caches.
+"""The rates of a drive for swapping: the best settings over memory that is larger than the processor's caches.
 
 Blocks that are moved through the same few MiB of memory again and again, as fio moves them, find those in the caches;
 the bytes of tensors do not. These are the rates that a training step can be bound by.

@@ -20,7 +20,7 @@ _THE_SAME = 0.03
 
 
 class Figure(Protocol):
-    """What advice needs to know of a measured point."""
+    """The facts about a measured point that advice needs."""
 
     @property
     def op(self) -> str: ...
@@ -41,7 +41,7 @@ class Figure(Protocol):
 
 
 class Measured(Protocol):
-    """What a store over all drives gave."""
+    """The rates of a store over all drives."""
 
     @property
     def op(self) -> str: ...
@@ -50,7 +50,7 @@ class Measured(Protocol):
 
 
 class Rates(Protocol):
-    """What a drive gives in both directions, 10^9 bytes a second."""
+    """The rates of a drive in both directions, 10^9 bytes a second."""
 
     @property
     def read_gb_per_s(self) -> float: ...
@@ -59,7 +59,7 @@ class Rates(Protocol):
 
 
 class Swapping(Rates, Protocol):
-    """What it gives each way alone, to tensors, and how far both run beside each other."""
+    """The rates for tensors each way alone, and how far both run beside each other."""
 
     @property
     def duplex(self) -> float: ...
@@ -67,7 +67,7 @@ class Swapping(Rates, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The settings to use on a drive and what they give."""
+    """The best settings for a drive, and their rates."""
 
     block_bytes: int
     read_depth: int

@@ -1,6 +1,6 @@
-"""The bound of a step, from section 8 of the design, and the one line that says what a run was limited by.
+"""The bound of a step, and the one line that names the resource which limited a run.
 
-Pure arithmetic over what was measured: seconds, bytes, bandwidths.
+Pure arithmetic over measured seconds, bytes and bandwidths.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HIDDEN = 0.05  # of the step: less waiting than that is hidden I/O
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """What the drives give together, in bytes per second, and how little reads and writes disturb each other."""
+    """The bandwidth of all drives together, in bytes per second, and how little reads and writes disturb each other."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -53,7 +53,7 @@ def profiled_bandwidth(directories: Sequence[Path]) -> Bandwidth | None:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """One step's parts, in seconds: what it took, and the least that each resource needs for it."""
+    """One step's parts, in seconds: its own time, and the least that each resource needs for it."""
 
     step_s: float
     compute_s: float  # the training thread, its waits left out
@@ -76,7 +76,7 @@ class Bound:
     ) -> Bound:
         """Return the bound of a step. Without ``bandwidth`` the devices' busy time counts: bytes / it was seen.
 
-        With one, the smaller of both does: what was done in a time can be done in it.
+        With one, the smaller of both counts: work that was done in a time can be done in it.
         """
         nvme_s, is_read = device_busy_s, read_bytes > write_bytes
         if bandwidth is not None:
@@ -103,7 +103,7 @@ class Bound:
 
     @property
     def verdict(self) -> str:
-        """What the step was limited by, in one line."""
+        """The resource that limited the step, in one line."""
         if not self.step_s or not self.seconds:
             return "nothing was measured"
         if self.nvme_s >= max(self.compute_s, self.update_s):

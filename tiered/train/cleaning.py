@@ -17,10 +17,10 @@ __all__ = ["clean"]
 
 
 def clean(directories: Sequence[Path], *, dry_run: bool, yes: bool, json_file: Path | None) -> int:
-    """List what is left over in ``directories`` and remove it once that is agreed to; return 0. Blocks.
+    """List the leftovers in ``directories`` and remove them once that is agreed to; return 0. Blocks.
 
-    Raises UsageError while the store is open, where there is neither a run nor anything left over, and where there is
-    nobody to ask; nothing was removed then.
+    Raises UsageError while the store is open, where there is neither a run nor a leftover, and where there is no
+    terminal to ask on; nothing was removed then.
     """
     check_writable(json_file)
     with Leftovers(directories) as found:

@@ -1,4 +1,4 @@
-"""What a run is: the numbers that decide its bits, and the dials that do not.
+"""The configuration of a run: the numbers that decide its bits, and the dials that do not.
 
 The first ride along in every commit and are fixed for the run's life; the second may change whenever it is resumed.
 """
@@ -27,7 +27,7 @@ UPDATES = ("backward", "step")
 STATES = FORMATS
 
 _MIN_DRAM = 16 * MiB
-"""No run is planned in less; stores open from 8 MiB on, and a model may need more (section 2 of the design)."""
+"""No run is planned in less; stores open from 8 MiB on, and a model may need more."""
 
 _LARGEST = 1 << 53  # of a number in a configuration
 _LARGEST_SEED = 1 << 63  # what torch's generators take
@@ -36,7 +36,7 @@ _MAY_BE_ZERO = ("seed", "dram", "hold")
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """What decides the losses of a run. Raises ValueError for values that do not go together."""
+    """The numbers that decide the losses of a run. Raises ValueError for values that do not go together."""
 
     layers: int
     width: int
@@ -76,11 +76,11 @@ class RunConfig:
 
     @classmethod
     def of_given(cls, given: Mapping[str, object]) -> RunConfig:
-        """Return the configuration of a new run: what was given, and defaults for the rest.
+        """Return the configuration of a new run: the given values, and defaults for the rest.
 
         ``given`` has this class's names and ``params`` (int), which stands for layers, width and heads; other names
         are passed over. The default learning rate is 0.1 / width and at most 1e-3: at width 2048, of 3e-5 to 3e-4, the
-        one that falls fastest in six steps without warm-up. clip and accumulate select the update "step".
+        rate that falls fastest in six steps without warm-up. clip and accumulate select the update "step".
         """
         _check_given(given)
         names = {field.name for field in fields(cls)}
@@ -137,7 +137,7 @@ def _shape_of_params(given: Mapping[str, object]) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class RunDials:
-    """What may change while a run lives: it changes how long and where it runs, never a loss."""
+    """The dials that may change while a run lives: they change its time and place, never a loss."""
 
     steps: int = 24
     dram: int = 1 << 30  # bytes
@@ -173,7 +173,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def committed_step(state: Mapping[str, object]) -> int:
-    """Return the number of steps that a committed run has done. Raises UsageError for what is no number of steps."""
+    """Return the number of steps that a committed run has done. Raises UsageError for anything but a count."""
     step = state.get("step", 0)
     if type(step) is not int or not 0 <= step < _LARGEST:
         raise UsageError(f"the run's state is not that of a training run: step is {_short(step)}; {_NEXT}")

@@ -1,6 +1,6 @@
 """Text files as one long stream of bytes, and batches drawn from it.
 
-What a batch holds depends on the files, the seed and the batch's number alone: never on what was drawn before it, nor
+The bytes of a batch depend on the files, the seed and the batch's number alone: never on earlier batches, nor
 on memory. No file is kept open or in memory.
 """
 
@@ -157,7 +157,7 @@ class Loader:
 
     Its state is the number of the next batch: register it with a store, and a resumed run draws what the undisturbed
     one would have drawn. ``load_state_dict`` refuses the state of a loader over other data or of another seed or size;
-    one that format 1 wrote knows its data by names and sizes alone.
+    a state of format 1 knows its data by names and sizes alone.
     """
 
     def __init__(self, corpus: Corpus, *, batch: int, context: int, seed: int) -> None:
@@ -190,7 +190,7 @@ class Loader:
         return int.from_bytes(digest, "little") % (self.corpus.nbytes - self.context)
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the position, and what it is a position in."""
+        """Return the position, and the identity of the data it is in."""
         return {"position": self.position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:

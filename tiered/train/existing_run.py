@@ -36,12 +36,12 @@ class ExistingRun:
 
 
 def holds_store(directories: Sequence[Path]) -> bool:
-    """Return whether any of ``directories`` holds a store that has come to a catalog, or what is left of one."""
+    """Return whether any of ``directories`` holds a store that has come to a catalog, or the remains of one."""
     return any(entry.name.startswith((CATALOG_NAME, "data-")) for path in directories for entry in owned_files(path))
 
 
 def holds_any_file(directories: Sequence[Path]) -> bool:
-    """Return whether any of ``directories`` holds a file of a store, of one whose making was cut short included."""
+    """Return whether any of ``directories`` holds a file of a store, even of an interrupted creation."""
     return any(True for path in directories for _ in owned_files(path))
 
 
@@ -81,7 +81,7 @@ def describe(directories: Sequence[Path]) -> Iterator[str]:
 
 
 def check(directories: Sequence[Path], drop: Sequence[str] = (), *, yes: bool = False) -> int:
-    """Read and check every byte of the store, say what was found, and return 0, or 1 for damage; blocks.
+    """Read and check every byte of the store, print the result, and return 0, or 1 for damage; blocks.
 
     Of the damaged keys those in ``drop`` are dropped, in one commit. Raises UsageError, with nothing dropped, when one
     of them does not exist or is not damaged, or is of a model and that is not agreed to; and where there is no store.
@@ -147,8 +147,8 @@ def _listed(keys: Sequence[str]) -> str:
 def remove_store(directories: Sequence[Path]) -> None:
     """Remove the files of the store in ``directories`` for good; blocks.
 
-    The writer's lock is held meanwhile. Data goes before the catalog and the identities last: whatever a crash leaves
-    is still known as a store, and can be removed again. Raises UsageError for anything but exactly one store.
+    The writer's lock is held meanwhile. Data goes before the catalog and the identities last: the remains after a crash
+    are still known as a store, and can be removed again. Raises UsageError for anything but exactly one store.
     """
     locked = Directories.open(directories, "a")
     try:

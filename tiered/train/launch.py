@@ -32,7 +32,7 @@ __all__ = ["Request", "train"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line asks for; ``given`` has the options given, by their names in RunConfig and RunDials."""
+    """The request of the command line; ``given`` has its options, by their names in RunConfig and RunDials."""
 
     directories: tuple[Path, ...]
     given: Mapping[str, object]
@@ -138,9 +138,10 @@ def _say(request: Request, plan: Plan, corpus: Corpus) -> None:
 
 
 def _find(request: Request) -> ExistingRun | None:
-    """Return the committed run to go on with; UsageError when there is one and nobody said what to do with it.
+    """Return the committed run to go on with; UsageError when there is one and no option says what to do with it.
 
-    And when there is none to go on with, not even one whose making was cut short, unless ``yes`` says to start it then.
+    Also raises UsageError when there is none to go on with, not even an interrupted creation, unless ``yes`` says to
+    start one then.
     """
     where = ", ".join(map(str, request.directories))
     if request.resume and not request.yes and not holds_any_file(request.directories):

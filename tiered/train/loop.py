@@ -31,7 +31,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class ResumeHint:
-    """What to tell somebody whose run stops now. ``step`` is the last one committed, -1 before the first commit."""
+    """The advice for a user whose run stops now. ``step`` is the last one committed, -1 before the first commit."""
 
     def __init__(self, plan: Plan, *, resume: str, start: str) -> None:
         self.step = plan.first_step or -1
@@ -52,7 +52,7 @@ class _StoppedError(Exception):
 
 
 class TrainingLoop:
-    """One process's part of a run, used by the main thread; after ``run`` the store is closed, whatever happened.
+    """One process's part of a run, used by the main thread; after ``run`` the store is closed in any case.
 
     A step is either committed whole or does not count: the run is always resumable from its last commit.
     """
@@ -78,9 +78,9 @@ class TrainingLoop:
         self._step_of: dict[int, int] = {}  # by generation sealed in this process
 
     def run(self, *, quiet: bool) -> RunSummary | None:
-        """Train to the plan's last step or to Ctrl-C; return what came of it, None when no step was begun.
+        """Train to the plan's last step or to Ctrl-C; return the summary, None when no step was begun.
 
-        An error names the command to go on with once the model stands: what was wrong before, is wrong again.
+        Once the model stands, an error names the command to go on with. Before, the same command would fail again.
         """
         plan = self._plan
         try:
@@ -182,7 +182,7 @@ class TrainingLoop:
         self._hint.step = self._step_of.get(store.generation, self._hint.step)
 
     def _finish(self, store: tiered.Store, step: int) -> None:
-        """Make what is done durable, also between two commits."""
+        """Make the steps done so far durable, also between two commits."""
         if self._sealed_step != step:
             self._commit(store, step)
         if self._plan.durable:
@@ -191,7 +191,7 @@ class TrainingLoop:
 
 
 def _checked(loss: torch.Tensor, step: int) -> float:
-    """Return the value of a loss. Raises UsageError for one that nothing can be learnt from."""
+    """Return the value of a loss. Raises UsageError for a loss that teaches nothing, infinite or NaN."""
     value = float(loss.item())
     if not math.isfinite(value):
         raise UsageError(f"the loss of step {step + 1} is {value}: start again with a lower --lr")

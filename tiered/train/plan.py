@@ -1,6 +1,6 @@
-"""What a run will take, said before it starts: parameters, memory, space, bytes written.
+"""The needs of a run, said before it starts: parameters, memory, space, bytes written.
 
-Arithmetic from section 8 of the design and what the file systems have free; nothing is opened or written.
+Arithmetic over the sizes of the model and the free space of the file systems; nothing is opened or written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IN_MEMORY_BYTES_PER_PARAM = 16
 """bf16 parameters and gradients, fp32 master and two moments; or all four in fp32. Activations come on top."""
 
 _MANY_BYTES = 10 * 10**12
-"""What a run may write before it is worth a warning: one percent of a consumer drive's rated life."""
+"""Bytes that a run may write before it is worth a warning: one percent of a consumer drive's rated life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Plan:
                 )
 
     def check_budget(self) -> None:
-        """Raise CapacityError unless the DRAM budget, less what it is to hold, trains the model."""
+        """Raise CapacityError unless the DRAM budget, less the bytes it is to hold, trains the model."""
         dials = self.dials
         check_budget(self.config.shape, _DTYPES[self.config.dtype], dram=dials.dram, hold=dials.hold)
 

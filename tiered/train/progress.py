@@ -1,4 +1,4 @@
-"""What a run shows while it works: a bar on a terminal, a line per step elsewhere, nothing when asked to be quiet."""
+"""The output of a run while it works: a bar on a terminal, a line per step elsewhere, nothing when quiet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDE = 110  # columns in which a bar has room for tokens/s and GB/s too
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one optimizer step did, measured by the training thread."""
+    """The figures of one optimizer step, measured by the training thread."""
 
     step: int  # the number of steps done, this one included
     loss: float  # nats per byte, mean over the micro-steps
@@ -30,12 +30,12 @@ class StepRecord:
     stall_seconds: float  # the training thread waited: for reads, room, updates or commits
     waits: Mapping[str, float] = field(default_factory=dict)  # of these, seconds by reason
     moved: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # bytes read and written by class
-    update_seconds: float = 0.0  # in which parameters and state were updated, by whatever thread
+    update_seconds: float = 0.0  # in which any thread updated parameters and state
     device_busy_seconds: float = 0.0  # with something on its way to or from the devices
 
     @property
     def outline(self) -> str:
-        """What of the step matters most, for a narrow terminal."""
+        """The most important figures of the step, for a narrow terminal."""
         return f"loss {self.loss:.3f}  stall {min(1.0, self.stall_seconds / self.seconds):.0%}"
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a step did, as the difference of a store's counters before and after it."""
+"""Stopwatch: the figures of a step, as the difference of a store's counters before and after it."""
 
 from __future__ import annotations
 

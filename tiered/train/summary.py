@@ -1,4 +1,4 @@
-"""What came of a run: for people in a few lines, for programs in one JSON object."""
+"""The results of a run: for people in a few lines, for programs in one JSON object."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RunSummary:
 
     @property
     def bound(self) -> Bound:
-        """The bound of the mean step: a verdict over all of them, writes of one that fall into the next included."""
+        """The bound of the mean step: over all steps, because writes of one step fall into the next."""
         return Bound.of(
             self._mean([record.seconds for record in self.records]),
             waits=self.waits,

@@ -1,4 +1,4 @@
-"""A timeline for ui.perfetto.dev or chrome://tracing: what each thread did and waited for, and what was in flight.
+"""A timeline for ui.perfetto.dev or chrome://tracing: the work and the waits of each thread, and transfers in flight.
 
 The format is Chrome's trace events as one JSON object: complete events ("X") on a track of each thread, counters ("C")
 of the bytes in flight, names as metadata ("M"). Times are microseconds from the first event.
@@ -24,7 +24,7 @@ _US = 1e6
 
 
 def write_timeline(file: Path, intervals: Sequence[Interval], num_dropped: int) -> str:
-    """Write ``intervals`` to ``file``, and return what is in it, for people. Raises UsageError."""
+    """Write ``intervals`` to ``file``, and return a description for people. Raises UsageError."""
     covers = f"the last {len(intervals):,} events; {num_dropped:,} earlier ones were dropped"
     covers = covers if num_dropped else f"all {len(intervals):,} events of the run"
     document = {"traceEvents": trace_events(intervals), "displayTimeUnit": "ms", "otherData": {"covers": covers}}
@@ -81,7 +81,7 @@ def _tracks(name: str, intervals: Iterable[Interval]) -> list[tuple[str, list[In
 
 
 def _fits(interval: Interval, ends: list[float]) -> bool:
-    """Whether a track has room for the next interval: what is in flight stands alone, what a thread does may nest."""
+    """Whether a track has room for the next interval: transfers stand alone, the work of a thread may nest."""
     while ends and ends[-1] <= interval.start_s:
         ends.pop()
     return not ends or (bool(interval.who) and interval.end_s <= ends[-1])

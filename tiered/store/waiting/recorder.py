@@ -37,7 +37,7 @@ class Wait(StrEnum):
 class Interval(NamedTuple):
     """The work of one thread, or a transfer in flight, from ``start_s`` to ``end_s``."""
 
-    word: str  # of the design: "forward", "swap in", "wait: commit", ...
+    word: str  # such as "forward", "swap in", "wait: commit"
     subject: str  # a unit's name, a key, a generation
     who: str  # CALLER, or the name of one of our threads; "" for a transfer
     start_s: float
