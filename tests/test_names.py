@@ -38,6 +38,43 @@ INSTEAD = {  # the word not to say in a name of ours: the word to say
     "utils": "a noun for what it is",
 }
 
+INSTEAD |= {  # names that needed a legend: the word that needs none
+    "bed": "scratch file",
+    "card": "description",
+    "deaths": "end",
+    "dropping": "finalizer",
+    "endings": "exit and fork",
+    "estate": "resources",
+    "finisher": "producer",
+    "finishers": "producers",
+    "inventory": "leftovers",
+    "outlet": "lasting stream",
+    "reentry": "nested call",
+    "simulated": "memory",
+}
+
+IN_ZERO_ALONE = {  # words that mean something there, and were the names of other things elsewhere: what to say there
+    "foresight": "schedule",
+    "lane": "queue or direction",
+    "lanes": "queues or directions",
+}
+
+WHOLE_NAMES = {  # of classes and files: ordinary words that say too little alone
+    "found": "existing run",
+    "inside": "critical section",
+    "job": "a noun for what it does",
+    "need": "lease needs",
+    "origin": "resources",
+    "report": "the report of what",
+    "sample": "the rate of what",
+    "settings": "the settings of what",
+    "source": "the source of what",
+    "together": "all directories",
+    "turns": "switch interval",
+}
+
+FILES_SO_CALLED = {"report", "settings"}  # in a room that says of what
+
 EXCEPTIONS = {("resumable.py", "epoch")}  # where it is the word of torch's users for a pass through the data
 
 FORBIDDEN = {
@@ -99,6 +136,31 @@ def test_names_use_the_words_of_the_house(file: Path) -> None:
         f"{file.name}: the file says {word!r}; say {INSTEAD[word]}" for word in words(file.stem) if word in INSTEAD
     ]
     assert not found
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if "zero" not in file.parts], ids=lambda file: file.stem)
+def test_names_need_no_legend(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    found = [f"class {name}: say {WHOLE_NAMES[name.lower()]}" for name in classes if name.lower() in WHOLE_NAMES]
+    if file.stem in WHOLE_NAMES and file.stem not in FILES_SO_CALLED:
+        found.append(f"{file}: say {WHOLE_NAMES[file.stem]}")
+    found += [
+        f"{file.name}:{line}: {name} says {word!r}; say {IN_ZERO_ALONE[word]}"
+        for name, line in [*names(tree), (file.stem, 1)]
+        for word in words(name)
+        if word in IN_ZERO_ALONE
+    ]
+    assert not found
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+    assert not {name: files for name, files in places.items() if len(files) > 1}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))

@@ -263,14 +263,14 @@ class TestRefusals:
         monkeypatch.setattr("sys.stdin.isatty", lambda: True)
         monkeypatch.setattr("sys.stdout.isatty", lambda: True)
         monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or answer)
-        card = replace(directory_description(tmp_path), free_nbytes=100 * GiB)
-        confirm_writes([card], 10 * GiB, GiB, yes=False)
+        described = replace(directory_description(tmp_path), free_nbytes=100 * GiB)
+        confirm_writes([described], 10 * GiB, GiB, yes=False)
         assert not asked, "a tenth is not more than a tenth"
         if goes_on:
-            confirm_writes([card], 11 * GiB, GiB, yes=False)
+            confirm_writes([described], 11 * GiB, GiB, yes=False)
         else:
             with pytest.raises(UsageError, match="nothing was written"):
-                confirm_writes([card], 11 * GiB, GiB, yes=False)
+                confirm_writes([described], 11 * GiB, GiB, yes=False)
         assert "up to 11.0 GiB" in asked[0]
         assert "100.0 GiB free" in asked[0]
 

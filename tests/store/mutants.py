@@ -22,7 +22,7 @@ from tiered.bytes.device.in_flight import InFlight
 from tiered.errors import DeviceError
 from tiered.store.catalog import catalog as catalog_module
 from tiered.store.catalog.memory_catalog import MemoryCatalog
-from tiered.store.format import row, rows
+from tiered.store.format import committed_rows, row
 from tiered.store.generations.commit import Committer
 from tiered.store.lifetime import directory, lock
 from tiered.store.lifetime.service import Service
@@ -302,7 +302,7 @@ def the_end_of_the_journal_is_not_made_durable(patch: Patch) -> None:
 
 @mutant(checks.a_lost_row_is_found)
 def rows_are_not_counted(patch: Patch) -> None:
-    decode = rows.Rows.decode.__func__  # type: ignore[attr-defined]
+    decode = committed_rows.CommittedRows.decode.__func__  # type: ignore[attr-defined]
 
     def decode_any(kind: type, raw: Sequence[Any], header: row.RootHeader, file: str) -> object:
         found = list(raw)
@@ -310,7 +310,7 @@ def rows_are_not_counted(patch: Patch) -> None:
         header = dataclasses.replace(header, num_rows=len(found), digest_sum=total & ((1 << 64) - 1))
         return decode(kind, found, header, file)
 
-    patch.setattr(rows.Rows, "decode", classmethod(decode_any))
+    patch.setattr(committed_rows.CommittedRows, "decode", classmethod(decode_any))
 
 
 @mutant(checks.a_second_opener_is_refused)

@@ -17,10 +17,10 @@ from tests.store.catalogs import ROOT, UUID, SqliteHome, content_of, failing, in
 from tiered.errors import CorruptionError, DeviceError, UsageError
 from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.catalog.sqlite_file import connect, make_durable, translated
+from tiered.store.format import committed_rows as rows_module
 from tiered.store.format import row as row_module
-from tiered.store.format import rows as rows_module
+from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.row import RootHeader, decode_root, encode_root, encode_row
-from tiered.store.format.rows import Rows
 from tiered.store.lifetime.identity import Identity
 
 
@@ -201,14 +201,14 @@ def test_a_name_that_is_no_text_is_damage_also_in_a_row_like_those_before() -> N
     body = other[1].replace(b"ab", b"\xff\xff", 1)
     bad = (2, body, row_module._row_digest(2, body, row_module.row_seed(UUID)))
     with pytest.raises(CorruptionError):
-        Rows.decode([one, bad], header_of([one, bad]), "it")
+        CommittedRows.decode([one, bad], header_of([one, bad]), "it")
 
 
 def test_rows_of_many_kinds_and_what_rows_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_module, "_MAX_NUM_KINDS", 2)
     raw = [encoded(inline_row(key_id, b"x" * key_id)) for key_id in range(1, 8)] + [encoded(row_of(9))]
-    rows = Rows.decode(raw, header_of(raw), "it")
-    assert len(rows) == 8 and repr(rows) == "<Rows 8 rows, 1 extents>"
+    rows = CommittedRows.decode(raw, header_of(raw), "it")
+    assert len(rows) == 8 and repr(rows) == "<CommittedRows 8 rows, 1 extents>"
     assert rows.owner(0) == "key 9"
     with pytest.raises(IndexError):
         rows.owner(1)

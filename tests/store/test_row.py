@@ -7,9 +7,9 @@ from tests.store.catalogs import ROOT, UUID, row_of
 from tiered.errors import CorruptionError
 from tiered.store.catalog.catalog import Root, Row
 from tiered.store.format import row as codec
+from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import RootHeader, decode_root, encode_root, encode_row, row_seed
-from tiered.store.format.rows import Rows
 
 # --- the format is fixed ---
 
@@ -46,7 +46,7 @@ HEADER = RootHeader(UUID, generation=5, next_key_id=100, num_directories=2, num_
 
 
 def list_of(raw, header, file):
-    return list(Rows.decode(raw, header, file))
+    return list(CommittedRows.decode(raw, header, file))
 
 
 def decode_one(key_id, body, header=HEADER):

@@ -43,7 +43,7 @@ class DirectoryDescription:
     direct_refusal: str | None  # why not
 
     def lines(self) -> list[str]:
-        """Return the card for people."""
+        """Return the description for people."""
         mount = self.mount
         where = "its mount is not readable"
         if mount:
@@ -85,7 +85,7 @@ class MachineDescription:
     directories: tuple[DirectoryDescription, ...]
 
     def lines(self) -> list[str]:
-        """Return the card for people."""
+        """Return the description for people."""
         cuda = f"CUDA {self.cuda_version}" if self.cuda_version else "without CUDA"
         return [
             f"machine   Linux {self.kernel} {self.architecture}, {self.cpu_model or 'CPU not readable'}, "
@@ -103,7 +103,7 @@ class MachineDescription:
         ]
 
     def as_json(self) -> dict[str, object]:
-        """Return the card for programs: what ``json.dumps`` takes; null where something is not readable."""
+        """Return the description for programs: what ``json.dumps`` takes; null where something is not readable."""
         return asdict(self)
 
 

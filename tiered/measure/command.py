@@ -69,16 +69,16 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
     """
     settings = settings or replace(QUICK if request.quick else FULL, sustained_s=request.sustained_s)
     plot = _plotter(request)
-    card = machine_description(request.directories)
+    machine = machine_description(request.directories)
     has_fio = shutil.which("fio") is not None
-    settings = settings.fitted(min((one.free_nbytes or 0 for one in card.directories), default=0))
-    nbytes = settings.write_nbytes(has_fio=has_fio, num_directories=len(card.directories))
-    each = "each of the directories" if len(card.directories) > 1 else card.directories[0].path
+    settings = settings.fitted(min((one.free_nbytes or 0 for one in machine.directories), default=0))
+    nbytes = settings.write_nbytes(has_fio=has_fio, num_directories=len(machine.directories))
+    each = "each of the directories" if len(machine.directories) > 1 else machine.directories[0].path
     print(f"this writes at most {format_bytes(nbytes)} to {each}", flush=True)
-    print("\n".join(card.lines()), flush=True)
-    minutes = settings.estimate_s(has_fio=has_fio) * len(card.directories) / 60
+    print("\n".join(machine.lines()), flush=True)
+    minutes = settings.estimate_s(has_fio=has_fio) * len(machine.directories) / 60
     print(f"about {max(1, round(minutes))} min; Ctrl-C ends it in good order", flush=True)
-    confirm_writes(card.directories, nbytes, settings.file_nbytes, yes=request.yes)
+    confirm_writes(machine.directories, nbytes, settings.file_nbytes, yes=request.yes)
     suites: list[Suite | AllDirectories] = []
 
     def farewell() -> str:
@@ -86,7 +86,7 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
             suite.abandon()
         return "ended at once; nothing was left behind"
 
-    report = BenchReport(card, settings, [])
+    report = BenchReport(machine, settings, [])
     with (
         _terminated(),
         Interruption("stopping after the round in hand (Ctrl-C again: at once)", farewell) as interruption,
@@ -98,7 +98,7 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
                 raise _Stopped
 
         try:
-            for one in card.directories:
+            for one in machine.directories:
                 suite = Suite(one, settings, display, check, engine=request.engine)
                 suites.append(suite)
                 report.directories.append(suite.run())

@@ -69,9 +69,10 @@ def _write(figure: Figure, text: str, top: float, **look: Any) -> float:
 
 
 def _hardware(report: BenchReport, first: DirectoryReport) -> str:
-    machine, card = report.machine, report.machine.directories[0]
-    drive = (card.block_device.model or card.block_device.name) if card.block_device else "a drive not known"
-    where = f"{card.mount.file_system} on {drive}" if card.mount else drive
+    machine, first_place = report.machine, report.machine.directories[0]
+    device, mount = first_place.block_device, first_place.mount
+    drive = (device.model or device.name) if device else "a drive not known"
+    where = f"{mount.file_system} on {drive}" if mount else drive
     others = f", and {len(report.directories) - 1} more" if len(report.directories) > 1 else ""
     return (
         f"{first.directory} ({where}){others}; engine {first.engine}; {machine.cpu_model or 'CPU not known'}, "

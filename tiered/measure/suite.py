@@ -42,15 +42,15 @@ class Suite:
 
     def __init__(
         self,
-        card: DirectoryDescription,
+        described: DirectoryDescription,
         settings: BenchSettings,
         display: BenchDisplay,
         check: Callable[[], object],
         *,
         engine: str = "auto",
     ) -> None:
-        self.report = DirectoryReport(card.path)
-        self._card = card
+        self.report = DirectoryReport(described.path)
+        self._described = described
         self._settings = settings
         self._display = display
         self._check = check
@@ -170,7 +170,7 @@ class Suite:
         self._display.line(str(self.report.swap))
 
     def _prove_cold(self, scratch: ScratchFile, best: Best) -> None:
-        drive = self._card.block_device
+        drive = self._described.block_device
         pattern = self._pattern("read", best)
         self.report.cold = prove_cold(
             lambda: scratch.run(pattern),
@@ -222,7 +222,7 @@ class Suite:
                 self._pattern(op, best),
                 seconds=settings.sustained_s,
                 window_s=settings.window_s,
-                mount=self._card.mount,
+                mount=self._described.mount,
                 check=self._check,
             )
             report.sustained += samples
@@ -234,7 +234,7 @@ class Suite:
                 f"{f'{heat[0]:.0f} to {heat[-1]:.0f} C' if heat else 'not readable'}"
             )
         if settings.sustained_s:
-            drive = self._card.block_device
+            drive = self._described.block_device
             report.smart = read_smart(drive.disks if drive else ())
             self._display.line("\n".join(map(str, report.smart)) or "SMART counters: not readable (smartctl)")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tiered.bytes.condition import Condition
 from tiered.errors import UsageError
-from tiered.store.format.rows import Rows
+from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.generations.generations import Generations
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.lifetime.resources import Resources
@@ -48,7 +48,7 @@ def assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: flo
 
 
 def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: float) -> Assembly:
-    root, rows = empty_root(bytes(16), len(parts.devices)), Rows.empty()
+    root, rows = empty_root(bytes(16), len(parts.devices)), CommittedRows.empty()
     if parts.catalog is not None:
         root, rows = parts.catalog.load()
     if root.num_directories != len(parts.devices):

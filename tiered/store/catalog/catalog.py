@@ -56,6 +56,7 @@ from tiered.store.catalog.sqlite_file import (
     settle_journal,
     translated,
 )
+from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.row import (
     FORMAT_VERSION,
     ROOT_HEADER_NBYTES,
@@ -68,7 +69,6 @@ from tiered.store.format.row import (
     encode_row,
     refuse_newer,
 )
-from tiered.store.format.rows import Rows
 from tiered.store.waiting.fork_wait import make_forks_wait
 
 __all__ = ["FORMAT_VERSION", "Catalog", "Root", "Row", "SqliteCatalog"]
@@ -82,7 +82,7 @@ class Catalog(ABC):
     name: str  # the file, or what stands for it in messages
 
     @abstractmethod
-    def load(self) -> tuple[Root, Rows]:
+    def load(self) -> tuple[Root, CommittedRows]:
         """Return the last committed generation, rows in the order of their key ids.
 
         Raises CorruptionError for anything that no commit has written, UsageError for a newer format.
@@ -166,7 +166,7 @@ class SqliteCatalog(Catalog):
             fsync_directory(path.parent)
         return cls(path)
 
-    def load(self) -> tuple[Root, Rows]:
+    def load(self) -> tuple[Root, CommittedRows]:
         loaded = self._read(self._load)
         self._settle()
         return loaded
@@ -177,7 +177,7 @@ class SqliteCatalog(Catalog):
             settle_journal(Path(self.name))
             self._is_settled = True
 
-    def _load(self) -> tuple[Root, Rows]:
+    def _load(self) -> tuple[Root, CommittedRows]:
         with self._using("load") as connection:
             nbytes = os.stat(self.name).st_size
             # One value is never larger than the file, whatever its cell announces.
@@ -188,7 +188,7 @@ class SqliteCatalog(Catalog):
                 if not self._read_only:
                     self._check_pages(connection)
                 root, header = self._read_root(connection)
-                return root, Rows.decode(self._read_rows(connection, nbytes), header, self.name)
+                return root, CommittedRows.decode(self._read_rows(connection, nbytes), header, self.name)
             finally:
                 if connection.in_transaction:
                     connection.rollback()

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from tiered.bytes.device.memory import MemoryDisk
 from tiered.errors import ClosedError, CorruptionError, DeviceError, UsageError
 from tiered.store.catalog.catalog import Catalog, Root, Row
+from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.row import decode_root, encode_root, encode_row
-from tiered.store.format.rows import Rows
 
 __all__ = ["MemoryCatalog"]
 
@@ -48,11 +48,11 @@ class MemoryCatalog(Catalog):
         disk.transact(_NAME, _Content(*encode_root(root, 0, 0), {}))
         return cls(disk)
 
-    def load(self) -> tuple[Root, Rows]:
+    def load(self) -> tuple[Root, CommittedRows]:
         content = self._content()
         root, header = decode_root(content.body, content.digest, self.name)
         raw = ((key_id, *content.rows[key_id]) for key_id in sorted(content.rows))
-        return root, Rows.decode(raw, header, self.name)
+        return root, CommittedRows.decode(raw, header, self.name)
 
     def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int]) -> None:
         if self._failed:

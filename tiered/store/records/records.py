@@ -13,9 +13,9 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 
+from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row
-from tiered.store.format.rows import Rows
 from tiered.store.format.spec import Spec
 from tiered.store.records.entry import Entry, EntryState, Record
 from tiered.store.records.table import Table
@@ -65,7 +65,7 @@ class Records:
         """The generation that changes made now will be part of."""
         return self.generation + 1
 
-    def load(self, rows: Rows) -> None:
+    def load(self, rows: CommittedRows) -> None:
         """Fill the empty table with committed rows. Raises CorruptionError for extents that cannot be theirs."""
         self._space.claim_all(rows)
         self.entries.fill(rows)

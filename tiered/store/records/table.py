@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.row import decode_row
-from tiered.store.format.rows import Rows
 from tiered.store.format.spec import Spec
 from tiered.store.records.entry import Entry, EntryState
 
@@ -24,7 +24,7 @@ class Table:
     def __init__(self) -> None:
         self._entries: dict[str, Entry | bytes] = {}
 
-    def fill(self, rows: Rows) -> None:
+    def fill(self, rows: CommittedRows) -> None:
         """Take over all of ``rows``; the table is empty."""
         assert not self._entries
         self._entries = dict(rows.encoded)

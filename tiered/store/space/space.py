@@ -13,9 +13,9 @@ from tiered.bytes.device.base import SCRATCH, Device, IOClass
 from tiered.bytes.device.parallel import in_parallel
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, CorruptionError
+from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row
-from tiered.store.format.rows import Rows
 from tiered.store.space.bandwidth import BandwidthMeter
 from tiered.store.space.extents import ExtentAllocator, ExtentError
 from tiered.store.transfers.digest_threads import DigestThreads
@@ -94,7 +94,7 @@ class Space:
 
     # Below: under the lock
 
-    def claim_all(self, rows: Rows) -> None:
+    def claim_all(self, rows: CommittedRows) -> None:
         """Mark the extents of all committed rows used. Raises CorruptionError naming key, file and offset."""
         try:
             self._allocator.claim_all(rows.extents)

@@ -28,7 +28,7 @@ from tiered.store.format.row import (
 )
 from tiered.store.format.spec import Spec
 
-__all__ = ["EXTENTS_DTYPE", "Rows"]
+__all__ = ["EXTENTS_DTYPE", "CommittedRows"]
 
 EXTENTS_DTYPE = np.dtype([("device", "<u2"), ("file", "<u4"), ("offset", "<u8"), ("nbytes", "<u8")])
 """One extent as the format has it, 22 bytes."""
@@ -41,20 +41,20 @@ _MAX_NUM_KINDS = 4096  # that are remembered at a time: no catalog can make the 
 _Kind = tuple[int, int, int, int, bytes]  # nbytes, number of extents, bytes of the dtype, inline, dtype and shape
 
 
-class Rows:
-    """Rows in ascending key ids. Iterating decodes them one by one; ``len`` and ``encoded`` touch none."""
+class CommittedRows:
+    """The rows of one generation by key id. Iterating decodes them one by one; ``len`` and ``encoded`` do not."""
 
     def __init__(self, encoded: dict[str, bytes], extents: np.ndarray) -> None:
         self.encoded = encoded  # name -> key id and body, for ``decode_row``
         self.extents = extents  # (num_extents,) EXTENTS_DTYPE, in the order of rows
 
     @classmethod
-    def empty(cls) -> Rows:
+    def empty(cls) -> CommittedRows:
         """Return no rows."""
         return cls({}, np.empty(0, dtype=EXTENTS_DTYPE))
 
     @classmethod
-    def decode(cls, raw: Iterable[tuple[int, bytes, bytes]], header: RootHeader, file: str) -> Rows:
+    def decode(cls, raw: Iterable[tuple[int, bytes, bytes]], header: RootHeader, file: str) -> CommittedRows:
         """Check (key id, body, digest) in ascending key ids, each row and all of them against the root.
 
         Raises CorruptionError that names ``file`` and, where it is known, the key.
@@ -128,7 +128,7 @@ class Rows:
         return map(decode_row, self.encoded.values())
 
     def __repr__(self) -> str:
-        return f"<Rows {len(self.encoded)} rows, {len(self.extents)} extents>"
+        return f"<CommittedRows {len(self.encoded)} rows, {len(self.extents)} extents>"
 
 
 def _check(encoded: bytes, header: RootHeader, file: str) -> None:
