@@ -62,7 +62,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is first asked for: the command line has answers to give before that."""
+    """Import names that need torch at their first use: the command line must answer without it."""
     if name.startswith("_") or name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     homes = {"Store": "tiered.store.store", "resumable": "tiered.loader.resumable"}

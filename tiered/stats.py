@@ -1,4 +1,4 @@
-"""Frozen snapshots of what the long-lived objects have done: counts and bytes, units in the names.
+"""Frozen snapshots of the counters of long-lived objects: counts and bytes, units in the names.
 
 Counters run from the opening of their owner and never go back; the others say how things are at the call.
 """

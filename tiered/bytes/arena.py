@@ -94,7 +94,7 @@ class Buffer:
         """Have ``action()`` called after the ``on_dead`` of each alias that lives now, which is called twice then."""
         for alias in self._aliases:
             array = alias()
-            if array is not None:  # order: of what watches an object the last to come is called first
+            if array is not None:  # order: the last to watch an object is called first
                 weakref.finalize(array, _end, alias.__callback__, alias, action).atexit = False
 
     def __repr__(self) -> str:
@@ -187,7 +187,7 @@ class Arena:
                 self._unmap()
 
     def statistics(self) -> ArenaStatistics:
-        """Return what the arena holds now. Does not block."""
+        """Return the counts of the arena's bytes now. Does not block."""
         return ArenaStatistics(
             nbytes=self.nbytes,
             leased_nbytes=self._leased_nbytes,

@@ -1,4 +1,4 @@
-"""Memory that this process may take: what the machine has left, and what the control groups above it allow."""
+"""Memory that this process may take: the machine's available memory, within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_LIMIT = 1 << 60  # version 1 writes "none" as the largest number of pages, i
 
 
 def free_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
-    """Return the least, in bytes, of what the kernel calls available and what each control group leaves. 0: unknown."""
+    """Return the least, in bytes, of the kernel's available memory and the rest of each control group. 0: unknown."""
     found = [_number(line.split()[1]) * 1024 for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:")]
     for group in _groups(proc, groups):
         if (limit := group.limit()) is not None:

@@ -1,4 +1,4 @@
-"""Interrupts: a Ctrl-C waits until what tiered does in the main thread is whole.
+"""Interrupts: a Ctrl-C in the main thread waits for the end of the call of tiered that it strikes.
 
 Between any two lines of Python a KeyboardInterrupt may strike. No code that changes several facts can undo all of what
 it has done at each of them; so none strikes there, but at the end of the call, or where the call waits.
@@ -30,7 +30,7 @@ class Acquirable(Protocol):
 
 
 class Interrupts:
-    """``with INTERRUPTS:`` around what a KeyboardInterrupt must not leave half done. Nests; costs half a microsecond.
+    """``with INTERRUPTS:`` around code that a KeyboardInterrupt must not cut short. Nests; costs half a microsecond.
 
     In the outermost block SIGINT has an action of ours, which notes it. KeyboardInterrupt is raised by the end of that
     block, or inside of it by ``look`` and ``acquire``, where the block says that it may be. Nothing else is changed: in
@@ -82,7 +82,7 @@ class Interrupts:
         if not self.num_blocks or get_ident() != self.thread:
             return lock.acquire(timeout=timeout_s)
         try:
-            self._is_waiting = True  # order: what comes before is noted and looked for, what comes later is raised
+            self._is_waiting = True  # order: an earlier interrupt is noted and looked for, a later one is raised
             self.look()
             return lock.acquire(timeout=timeout_s)
         finally:

@@ -18,7 +18,7 @@ _SYS = Path("/sys")
 
 @dataclass(frozen=True, slots=True)
 class BlockDevice:
-    """A whole disk, or what dm, md or loop make of others. None: not readable."""
+    """A whole disk, or one that dm, md or loop make of others. None: not readable."""
 
     name: str  # nvme0n1, vda, dm-0, ...
     model: str | None

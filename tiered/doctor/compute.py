@@ -123,7 +123,7 @@ def check_process_groups() -> Finding:
         numbers = torch.ones(4, dtype=torch.float32, device="cpu")
         torch.distributed.all_reduce(numbers)
         torch.distributed.destroy_process_group()
-    except RuntimeError as error:  # what torch.distributed raises, DistError and its kin included
+    except RuntimeError as error:  # torch.distributed raises it, as DistError and its kin
         reason = str(error).partition("\n")[0][:200]
         mend = "name a network interface that works: export GLOO_SOCKET_IFNAME=lo"
         return broken(MACHINE, name, f"gloo failed: {reason}", cost=cost, mend=mend)

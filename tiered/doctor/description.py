@@ -103,12 +103,12 @@ class MachineDescription:
         ]
 
     def as_json(self) -> dict[str, object]:
-        """Return the description for programs: what ``json.dumps`` takes; null where something is not readable."""
+        """Return the description for programs, for ``json.dumps``; null where something is not readable."""
         return asdict(self)
 
 
 def machine_description(directories: Sequence[str | os.PathLike[str]] = ()) -> MachineDescription:
-    """Return what this machine and ``directories`` are.
+    """Return the description of this machine and of ``directories``.
 
     Writes and reads one block of an unnamed file in each directory, to see whether direct I/O works. Never raises,
     whatever it finds; blocks as long as the drives do.
@@ -142,7 +142,7 @@ def machine_description(directories: Sequence[str | os.PathLike[str]] = ()) -> M
 
 
 def directory_description(directory: str | os.PathLike[str]) -> DirectoryDescription:
-    """Return what ``directory`` is; as ``machine_description`` does it."""
+    """Return the description of ``directory``; as ``machine_description`` does it."""
     try:
         path = os.path.realpath(directory)
     except ValueError:  # a null character; no other call below takes it either
@@ -166,7 +166,7 @@ def directory_description(directory: str | os.PathLike[str]) -> DirectoryDescrip
 
 
 def _probe(path: str) -> tuple[DirectProbe | None, str | None]:
-    """Return what direct I/O in ``path`` is like, or why that could not be tried."""
+    """Return the result of trying direct I/O in ``path``, or why it could not be tried."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

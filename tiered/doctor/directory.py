@@ -80,7 +80,7 @@ def check_writing(directory: str) -> Finding:
 
 
 def check_file_system(directory: str) -> Finding:
-    """Look what keeps the bytes, by the name of the file system."""
+    """Look up the kind of place that keeps the bytes, by the name of the file system."""
     name = "file system"
     mount = find_mount(directory)
     if mount is None:
@@ -145,7 +145,7 @@ def check_engine(directory: str) -> Finding:
 
 
 def check_flush(directory: str) -> Finding:
-    """Time fdatasync of a block that is overwritten: what each commit waits for, several times."""
+    """Time fdatasync of an overwritten block, the wait of each commit, several times."""
     name = "flush"
     mount = find_mount(directory)
     with _unnamed(directory) as fd:
@@ -178,7 +178,7 @@ def _write_cache(mount: Mount | None) -> str | None:
 
 
 def check_profile(directory: str) -> Finding:
-    """Look for what ``tiered bench`` has measured, and when."""
+    """Look for the measurement of ``tiered bench``, and its age."""
     name, mend = "profile", f"tiered bench {shlex.quote(directory)}"
     profile, complaints = find_profile(directory)
     if complaints:
@@ -191,7 +191,7 @@ def check_profile(directory: str) -> Finding:
 
 
 def _described(profile: Profile) -> tuple[str, bool]:
-    """Return what ``profile`` says, and whether it is time to measure again."""
+    """Return the figures of ``profile``, and whether it is time to measure again."""
     when = datetime.fromisoformat(profile.measured_at)
     days = (datetime.now(UTC) - (when if when.tzinfo else when.replace(tzinfo=UTC))).days
     is_other_kernel = profile.kernel != os.uname().release

@@ -41,7 +41,7 @@ def doctor(directories: Sequence[Path], json_file: str | None = None) -> int:
 
 
 def examined(directories: Sequence[str | os.PathLike[str]], deadline_s: float = _DEADLINE_S) -> DoctorReport:
-    """Return what works on this machine and in ``directories``; blocks for little more than ``deadline_s``.
+    """Return the report on this machine and ``directories``; blocks for little more than ``deadline_s``.
 
     Leaves nothing in the directories. Starts child processes by fork, and touches neither CUDA nor a drive itself
     before they have answered.

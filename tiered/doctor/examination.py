@@ -40,7 +40,7 @@ def examine(groups: Sequence[Sequence[Check]], deadline_s: float) -> list[Findin
 
 
 def _listen(examinations: Sequence[_Examination], give_up: float) -> None:
-    """Take in what the children say until all have said everything, or the time has come."""
+    """Read the children's answers until all have answered, or the time has come."""
     poll = select.poll()
     by_fd = {examination.fd: examination for examination in examinations}
     for fd in by_fd:

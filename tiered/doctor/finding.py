@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["MACHINE", "Check", "Finding", "Outcome", "broken", "ok", "slower"]
 
 MACHINE = "machine"
-"""The subject of what concerns no directory."""
+"""The subject of findings that concern no directory."""
 
 
 class Outcome(enum.StrEnum):
@@ -60,7 +60,7 @@ class Check:
 
 
 def ok(subject: str, check: str, found: str, *, mend: str = "") -> Finding:
-    """Return the finding that nothing is lacking; ``mend`` is what might still be done."""
+    """Return the finding that nothing is lacking; ``mend`` is a step that may still be worth it."""
     return Finding(subject, check, Outcome.OK, found, mend=mend)
 
 

@@ -97,7 +97,7 @@ def _refusal(number: int | None) -> tuple[str, str]:
 
 
 def check_huge_pages() -> Finding:
-    """Touch memory of an arena and see what the kernel put under it."""
+    """Touch memory of an arena and look at the pages that the kernel gave it."""
     name = "huge pages"
     arena = Arena(_TRIAL_NBYTES)
     buffer = arena.allocate_nowait(_TRIAL_NBYTES)
@@ -179,7 +179,7 @@ def check_open_files() -> Finding:
 
 
 def check_sqlite() -> Finding:
-    """Ask the SQLite that Python was built with what the catalog asks it."""
+    """Try the SQLite that Python was built with as the catalog uses it."""
     name, version = "SQLite", sqlite3.sqlite_version
     if sqlite3.sqlite_version_info < _SQLITE:
         needed = ".".join(map(str, _SQLITE))

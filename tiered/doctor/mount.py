@@ -29,7 +29,7 @@ class Mount:
     """One line of /proc/self/mountinfo."""
 
     mount_point: str
-    root: str  # what of the file system is mounted there
+    root: str  # the part of the file system that is mounted there
     file_system: str  # ext4, xfs, tmpfs, ...
     source: str  # /dev/nvme0n1p1, server:/export, ...
     options: str  # of the mount, then of the file system

@@ -38,7 +38,7 @@ class BatchSource(Generic[Batch]):
         return iter(self._loader)
 
     def next(self, batches: Iterator[Batch]) -> Batch:
-        """Return the next batch. Logs, once, what would make a resumed epoch differ."""
+        """Return the next batch. Logs, once, a use that would make a resumed epoch differ."""
         if self._watch is None:
             return next(batches)
         batch = self._watch.next(batches)
@@ -48,7 +48,7 @@ class BatchSource(Generic[Batch]):
         return batch
 
     def resume(self, start: dict[str, Any], position: int) -> Iterator[Batch]:
-        """Return an iterator over what comes after ``position`` batches of the epoch that began at ``start``.
+        """Return an iterator over the batches after ``position`` of the epoch that began at ``start``.
 
         The process's generators are left as they were found.
         """
@@ -69,7 +69,7 @@ class BatchSource(Generic[Batch]):
                 ) from None
 
     def description(self) -> dict[str, Any]:
-        """Return what a resumed loader must agree in."""
+        """Return the facts that a resumed loader must agree in."""
         return {"type": type(self._loader).__name__, "batches": length(self._loader), "parts": self.random.names}
 
     def compare(self, committed: dict[str, Any]) -> None:

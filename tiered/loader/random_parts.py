@@ -25,7 +25,7 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 class RandomParts:
     """The process's generators and ``parts`` by name: generators, and samplers with ``state_dict``.
 
-    ``kept`` names the parts that a replay must leave alone, since it does not load what draws from them.
+    ``kept`` names the parts that a replay must leave alone, since it does not load the items that draw from them.
     """
 
     def __init__(self, parts: dict[str, Any], *, kept: frozenset[str] = frozenset()) -> None:
@@ -38,7 +38,7 @@ class RandomParts:
         return sorted(self._parts)
 
     def states(self) -> dict[str, Any]:
-        """Return copies of all states, in what a commit can carry."""
+        """Return copies of all states, of types that a commit can carry."""
         return {"process": RandomState().state_dict(), "parts": self.part_states()}
 
     def part_states(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class ResumableLoader(Generic[Batch]):
         return _Batches(self, place, batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch, position, random states and what the loader is, in what ``Store.register`` takes."""
+        """Return epoch, position, random states and the loader's facts, in types that ``Store.register`` takes."""
         if self._resumed is not None:
             return self._resumed
         place, source = self._place, self._source

@@ -71,7 +71,7 @@ class TorchSource(BatchSource[Batch]):
             self._sampler.is_empty = False
 
     def resume(self, start: dict[str, Any], position: int) -> Iterator[Batch]:
-        """Return an iterator over what comes after ``position`` batches; the process's generators stay as they were."""
+        """Return an iterator over the batches after ``position``; the process's generators stay as they were."""
         with self.random.replaying(start):
             if self._loads_again:
                 batches = self.begin()
@@ -86,7 +86,7 @@ class TorchSource(BatchSource[Batch]):
         return batches
 
     def next(self, batches: Iterator[Batch]) -> Batch:
-        """Return the next batch. Logs, once each, what would make a resumed epoch differ."""
+        """Return the next batch. Logs, once each, uses that would make a resumed epoch differ."""
         batch = super().next(batches)
         if self._worker_watch is not None and self._worker_watch.has_drawn:
             self._warn_of_workers()
@@ -106,7 +106,7 @@ class TorchSource(BatchSource[Batch]):
         )
 
     def description(self) -> dict[str, Any]:
-        """Return what decides which batches come in which order."""
+        """Return the facts that decide the batches and their order."""
         loader = self._torch_loader
         is_iterable = isinstance(loader.dataset, IterableDataset)
         return {
@@ -189,7 +189,7 @@ class _WorkerWatch:
         self._before: object = None
 
     def start_worker(self, number: int) -> None:
-        """Do what the user's function does, and look from then on."""
+        """Call the user's function, and look from then on."""
         if self._worker_init_fn is not None:
             self._worker_init_fn(number)
         self._before = self._seen()

@@ -1,4 +1,4 @@
-"""Several directories at once: a store over all of them, as a user has it, beside the sum of what each gives alone."""
+"""Several directories at once: a store over all of them, as a user has it, beside the sum of their own rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proof that reads came from the drive: what the page cache holds of the file, and what the kernel counted.
+"""Proof that reads came from the drive: the pages of the file in the page cache, and the kernel's counts.
 
 A cache inside the drive, or the one of a host below a virtual machine, cannot be seen from here, and is not ruled out.
 """
@@ -71,7 +71,7 @@ def prove_cold(
 
 
 def forget(path: str) -> None:
-    """Write what the page cache holds of the file back to the drive, and drop it; blocks. Raises OSError."""
+    """Write the file's dirty pages back to the drive, and drop its pages from the cache; blocks. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fdatasync(fd)  # order: only clean pages are dropped

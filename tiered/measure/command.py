@@ -163,7 +163,7 @@ def _keep_profile(one: DirectoryReport, report: BenchReport) -> None:
 
 
 def _plotter(request: BenchRequest) -> Callable[[BenchReport], bytes] | None:
-    """Return what draws the plot, as a PNG; UsageError now rather than after minutes when it cannot be drawn."""
+    """Return the function that draws the plot, as a PNG; UsageError now, not minutes later, when it cannot be drawn."""
     if request.plot_file is None:
         return None
     try:
@@ -175,7 +175,7 @@ def _plotter(request: BenchRequest) -> Callable[[BenchReport], bytes] | None:
 
 @contextmanager
 def _terminated() -> Iterator[None]:
-    """Let what ends a process end it as an exception does, so that everything is put back; but nothing ignored."""
+    """Let the signals that end a process raise, so that everything is put back; but none that is ignored."""
 
     def on_signal(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

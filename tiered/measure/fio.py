@@ -1,6 +1,6 @@
 """fio as the reference: the same pattern on the same file, in huge pages as ours.
 
-fio runs as a process of its own; its CPU time is what the kernel counted for its jobs, without what fio takes to start.
+fio runs as a process of its own. Its CPU time is the kernel's count for its jobs, less the cost of its start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _START_NOISE_S = 0.01  # CPU; measured: within 5 ms
 # fio's buffers come from malloc: in huge pages (glibc 2.35), and written to before they are used, as ours are, or the
 # kernel would look for those pages while it is timed.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.perturb=85"}
-_START_S = 30.0  # what fio may take beyond its run time before it is called stuck
+_START_S = 30.0  # the time that fio may take beyond its run time before it is called stuck
 
 
 class FioError(DeviceError):
@@ -43,7 +43,7 @@ class FioRound(Moved):
 
 
 class Fio:
-    """A way to call fio: its path, the engine that works here, and what a start costs per pattern."""
+    """A way to call fio: its path, the engine that works here, and the cost of a start per pattern."""
 
     def __init__(self, program: str, engine: str) -> None:
         self.engine = engine
@@ -51,13 +51,13 @@ class Fio:
         self._start_cpu_s: dict[tuple[str, int, int], float] = {}
 
     def calibrate(self, pattern: Pattern, file: str) -> None:
-        """Measure what fio's start costs in CPU for ``pattern``, and warm it up; blocks."""
+        """Measure the CPU cost of fio's start for ``pattern``, and warm it up; blocks."""
         limits = ["--number_ios=1"]
         cpu_s, _ = self._run(pattern, file, limits, wait_s=_START_S)
         self._start_cpu_s[self._key(pattern)] = cpu_s
 
     def run(self, pattern: Pattern, file: str) -> FioRound:
-        """Run ``pattern`` on ``file`` and return what fio did; blocks.
+        """Run ``pattern`` on ``file`` and return fio's figures; blocks.
 
         Raises FioError when fio fails. Interrupted, it ends fio.
         """

@@ -1,4 +1,4 @@
-"""One figure of a bench: bandwidth over block size beside fio, latency, and what else was measured.
+"""One figure of a bench: bandwidth over block size beside fio, latency, and its other measurements.
 
 Needs matplotlib, the extra ``plot``; nothing else imports this file before a plot is asked for.
 """

@@ -112,7 +112,7 @@ class TensorRow:
     gb_per_s: float
     gb_per_s_min: float
     gb_per_s_max: float
-    raw_gb_per_s: tuple[float, ...]  # of several directories: the sum of what each gave alone
+    raw_gb_per_s: tuple[float, ...]  # of several directories: the sum of their own rates
     ratio_to_raw: float
 
     @classmethod
@@ -186,7 +186,7 @@ class BenchReport:
         return {row.op: row.ratio_to_raw for row in self.together}
 
     def as_json(self) -> dict[str, object]:
-        """Return what ``json.dumps`` takes."""
+        """Return the report for ``json.dumps``."""
         by_directory: Sequence[DirectoryReport] = self.directories
         return {
             "schema": SCHEMA,

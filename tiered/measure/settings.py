@@ -15,10 +15,10 @@ __all__ = ["FULL", "NUM_TENSOR_WARM_UPS", "QUICK", "BenchSettings", "Point"]
 
 _FIO_START_S = 0.28  # wall time of a start of fio 3.33
 _SPREAD_NBYTES = 256 * MiB  # more than a processor's cache
-_FASTEST_BYTES_PER_S = 8e9  # of a drive, for what a time series may write
+_FASTEST_BYTES_PER_S = 8e9  # of a drive, for the bytes that a time series may write
 _WRITE_BLOCK_NBYTES = 4 * MiB  # a file is a multiple of these
-_TRIAL_NBYTES = 4 * MiB  # what opening a device or a commit writes is less
-_ROW_NBYTES = 2 * KiB  # what a tensor of at most 256 MiB costs in the catalog and its journal is less
+_TRIAL_NBYTES = 4 * MiB  # opening a device or a commit writes less
+_ROW_NBYTES = 2 * KiB  # a tensor of at most 256 MiB costs less in the catalog and its journal
 
 NUM_TENSOR_WARM_UPS = 2
 """A store has two sets of extents: the first write of each is no overwrite."""
@@ -106,7 +106,7 @@ class BenchSettings:
             num_rounds = 1 + self.rounds * (1 + (has_fio and point.has_fio))  # the first warms up
             share = {"read": 0, "write": 2, "mixed": 1}[point.op]
             total += share * num_rounds * self.round_nbytes // 2
-            total += bool(share) * has_fio * point.block_nbytes  # what a start of fio costs is measured
+            total += bool(share) * has_fio * point.block_nbytes  # the cost of fio's start is measured
         num_engines = len(self.engines)
         of_an_engine = self.file_nbytes + (2 * self.rounds + 1) * self.round_nbytes + max(self.blocks)
         total += num_engines * (of_an_engine + _WRITE_BLOCK_NBYTES + _TRIAL_NBYTES)

@@ -59,7 +59,7 @@ class Suite:
         self._folder: Path | None = None
 
     def run(self) -> DirectoryReport:
-        """Measure everything; blocks for minutes. Raises TieredError and what ``check`` raises; cleans up."""
+        """Measure everything; blocks for minutes. Raises TieredError and the errors of ``check``; cleans up."""
         settings, report = self._settings, self.report
         with self._open_scratch(self._engine) as scratch:
             report.engine, report.engine_reason = scratch.engine, scratch.engine_reason
@@ -81,7 +81,7 @@ class Suite:
         return report
 
     def abandon(self) -> None:
-        """Put back what outlives a process that ends at once; from a signal handler."""
+        """Put back settings that outlive a process that ends at once; from a signal handler."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

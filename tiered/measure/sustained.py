@@ -88,7 +88,7 @@ def sustain(
 
 
 def read_smart(disks: tuple[str, ...]) -> list[Smart]:
-    """Return what smartctl tells of ``disks``; nothing where it is not installed or may not look."""
+    """Return smartctl's answers for ``disks``; nothing where it is not installed or may not look."""
     program = shutil.which("smartctl")
     found = (_smart(program, disk) for disk in disks) if program else ()
     return [smart for smart in found if smart is not None]

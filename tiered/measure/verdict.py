@@ -1,6 +1,6 @@
 """From figures to advice: the best settings, how far reads and writes share the drive, one line for people.
 
-Pure arithmetic over what the other files measured.
+Pure arithmetic over the measurements of the other files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tiered.units import format_bytes
 __all__ = ["Best", "Figure", "Rates", "Swapping", "best_of", "duplex_of", "step_seconds", "verdict_of"]
 
 _READ_BYTES_PER_PARAM, _WRITE_BYTES_PER_PARAM = 14, 12  # a step of state="exact" with nothing held: README
-_AS_GOOD_AS = 0.97  # of the best: fewer bytes in flight are worth 3 %, which is about what rounds differ by
+_AS_GOOD_AS = 0.97  # of the best: fewer bytes in flight are worth 3 %, about the difference between rounds
 _THE_SAME = 0.03
 
 
@@ -143,7 +143,7 @@ def verdict_of(
 ) -> str:
     """Return one line for people about all drives; ``together`` has a put and a get of a store over all, if measured.
 
-    ``swapping`` is what each drive gives to tensors, which a step is made of; else it counts with the best rates.
+    ``swapping`` has each drive's rates for tensors, as a step moves them; else it counts with the best rates.
     ``has_fio`` says that fio is there, for bests without a ratio to it.
     """
     read = max((one.gb_per_s for one in together if one.op == "get"), default=bests[0].read_gb_per_s)

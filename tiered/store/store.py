@@ -1,6 +1,6 @@
 """Store: the public face. A mapping of tensors with leases, commit, rollback, and everything that rides along.
 
-It says what happens in which order; how it happens is in working_set.py, values.py, streaming.py and commit.py.
+It has the order of events; working_set.py, values.py, streaming.py and commit.py carry them out.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         with self._condition:
             return iter(self._records.names())
 
-    __eq__ = object.__eq__  # identity, not what a Mapping compares
+    __eq__ = object.__eq__  # identity, not the contents as of a Mapping
     __hash__ = object.__hash__
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -294,7 +294,7 @@ class Store(MutableMapping[str, torch.Tensor]):
         self._generations.guards.append(guard)
 
     def withhold_changes(self, reason: str) -> None:
-        """For a guard at "close": have what changed since the last commit dropped, and the log say so and why."""
+        """For a guard at "close": have the changes since the last commit dropped, and the log say so and why."""
         self._generations.withheld_for = reason
 
     def add_producer(self, producer: Producer) -> None:

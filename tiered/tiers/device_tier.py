@@ -18,7 +18,7 @@ __all__ = ["BufferState", "Collectives", "ComputeTier", "HostTier", "ParameterPl
 
 
 class ShardState(enum.Enum):
-    """Where a unit's shard is, and what that costs in DRAM."""
+    """The place of a unit's shard, and its cost in DRAM."""
 
     STORED = "stored"  # NVMe has it, DRAM perhaps: the working set may drop it; costs nothing
     RESIDENT = "resident"  # leased: costs the shard's bytes
@@ -106,7 +106,7 @@ class UnitBuffer:
     def gather(self, mode: str) -> None:
         """Swap the shard in, leased for ``mode``, copy it to where computing happens, and gather the whole unit.
 
-        Blocks. Raises what ``WorkingSet.lease`` raises, with nothing leased.
+        Blocks. Raises the errors of ``WorkingSet.lease``, with nothing leased.
         """
         leases: list[Lease] = []
         try:

@@ -1,7 +1,7 @@
 """The choice of the keys to swap in ahead of need, and of those to give up first: both from the trace, in bytes.
 
 The schedule only hints; the working set decides under its budget, and a wrong hint costs time, never a wrong byte.
-There is no thread, lock or clock: what happens goes in, what to read comes out, and the caller has one lock around it.
+There is no thread, lock or clock: events go in, reads come out, and the caller has one lock around it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Schedule:
         self._soon = {}
 
     def unsettle(self) -> None:
-        """Ask for what comes next again."""
+        """Ask for the next keys again."""
         self.is_settled = False
 
     def learn(self, key: str, nbytes: int, *, window_bytes: int) -> None:
@@ -144,7 +144,7 @@ class Schedule:
             self.trace.kept(key)
 
     def use_promised(self, key: str) -> dict[str, int]:
-        """Note that a key that was handed over is being used now, and return what to read after it."""
+        """Note that a key that was handed over is being used now, and return the keys to read after it."""
         self.trace.kept(key)
         return self.go_on()
 
@@ -159,7 +159,7 @@ class Schedule:
         self._is_handing_over = True
 
     def end_hand_overs(self) -> dict[str, int]:
-        """Return what to read after all that was handed over."""
+        """Return the keys to read after all that was handed over."""
         self._is_handing_over = False
         return self.advance()
 

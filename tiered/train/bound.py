@@ -32,7 +32,7 @@ class Bandwidth:
 
 
 def profiled_bandwidth(directories: Sequence[Path]) -> Bandwidth | None:
-    """Return what ``tiered bench`` measured in ``directories``, together; None unless all have a profile. Blocks.
+    """Return the bandwidth of ``directories`` together, by ``tiered bench``; None unless all have a profile. Blocks.
 
     Directories on one file system are one drive. Where no duplex factor was measured it is 0.
     """

@@ -1,4 +1,4 @@
-"""`tiered gc`: what crashes left in the directories of a run, listed, agreed to, and removed."""
+"""`tiered gc`: the leftovers of crashes in the directories of a run, listed, agreed to, and removed."""
 
 from __future__ import annotations
 

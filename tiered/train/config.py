@@ -30,7 +30,7 @@ _MIN_DRAM = 16 * MiB
 """No run is planned in less; stores open from 8 MiB on, and a model may need more."""
 
 _LARGEST = 1 << 53  # of a number in a configuration
-_LARGEST_SEED = 1 << 63  # what torch's generators take
+_LARGEST_SEED = 1 << 63  # the largest that torch's generators take
 _MAY_BE_ZERO = ("seed", "dram", "hold")
 
 

@@ -70,7 +70,7 @@ class Corpus:
 
     @property
     def outline(self) -> str:
-        """A digest of the names' last parts and the sizes of all files: what runs of format 1 know their data by."""
+        """A digest of the names' last parts and the sizes of all files, by which runs of format 1 know their data."""
         return self._outline().hexdigest()[:16]
 
     @cached_property

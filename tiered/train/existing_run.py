@@ -46,7 +46,7 @@ def holds_any_file(directories: Sequence[Path]) -> bool:
 
 
 def find_run(directories: Sequence[Path]) -> ExistingRun | None:
-    """Return what the store in ``directories`` has committed, None where it has not committed anything.
+    """Return the last commit of the store in ``directories``, None where it has not committed anything.
 
     Raises UsageError for anything but exactly one store, and while a writer has it open; CorruptionError for a damaged
     catalog.
@@ -62,7 +62,7 @@ def find_run(directories: Sequence[Path]) -> ExistingRun | None:
 
 
 def describe(directories: Sequence[Path]) -> Iterator[str]:
-    """Yield lines that say what the store in ``directories`` has committed; safe beside a live writer.
+    """Yield lines about the last commit of the store in ``directories``; safe beside a live writer.
 
     Reads the catalog in one short transaction, and no tensor's bytes. Raises UsageError where there is no store.
     """

@@ -1,4 +1,4 @@
-"""From what the command line asks for to a job that runs: everything is refused here that can be refused.
+"""From the request of the command line to a job that runs; all that can be refused is refused here.
 
 No store is written to before the plan has been said and agreed to.
 """

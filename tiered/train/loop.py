@@ -115,7 +115,7 @@ class TrainingLoop:
         return RunSummary.of(self._plan, records, store, self._write_timeline(store))
 
     def _write_timeline(self, store: tiered.Store) -> str:
-        """Write the timeline if one was asked for; return what to say of it."""
+        """Write the timeline if one was asked for; return a line about it."""
         return "" if self._timeline is None else write_timeline(self._timeline, *store.working_set.recorder.stop())
 
     def _build(self, store: tiered.Store) -> tuple[torch.nn.Module, torch.optim.Optimizer, int]:

@@ -64,7 +64,7 @@ class Shape:
 
 
 def _misses(shape: Shape, num_params: int) -> float:
-    """Return by what part of ``num_params`` the shape is larger or smaller."""
+    """Return the part of ``num_params`` by which the shape is larger or smaller."""
     return abs(shape.num_params / num_params - 1)
 
 

@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def space_nbytes(self) -> int:
-        """Bytes on the device: two sets of what a commit may replace, one where there are no commits.
+        """Bytes on the device: two sets of the bytes that a commit may replace, one where there are no commits.
 
         Files grow by an eighth at a time.
         """
@@ -142,7 +142,7 @@ class Plan:
         ]
 
     def warnings(self) -> list[str]:
-        """Return what the user should think about before going on."""
+        """Return the warnings that the user should read before going on."""
         if self.write_nbytes <= _MANY_BYTES:
             return []
         return [

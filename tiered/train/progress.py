@@ -56,7 +56,7 @@ class Display(Protocol):
     ) -> None: ...
 
     def note(self, text: str) -> None:
-        """Say what the run does now."""
+        """Show the run's present work."""
 
     def step(self, record: StepRecord) -> None:
         """Show a finished step."""

@@ -21,7 +21,7 @@ class Stopwatch:
         self._begun_s = time.perf_counter()
 
     def lap(self, step: int, loss: float, num_tokens: int) -> StepRecord:
-        """Return what the step that ends now did."""
+        """Return the record of the step that ends now."""
         now, before = self._store.statistics(), self._before
         end_s = time.perf_counter()
         waits = _differences(before.recorder.waits_of(CALLER), now.recorder.waits_of(CALLER))

@@ -33,12 +33,12 @@ class RunSummary:
     bytes_written: int
     generation: int
     stall_seconds: float
-    bandwidth: Bandwidth | None  # as measured before; None: only what this run saw is known
-    timeline: str  # what to say of it, "" without one
+    bandwidth: Bandwidth | None  # as measured before; None: only this run's own counts are known
+    timeline: str  # a line about it, "" without one
 
     @classmethod
     def of(cls, plan: Plan, records: Sequence[StepRecord], store: tiered.Store, timeline: str = "") -> RunSummary:
-        """Return what ``records`` and the store's counters say now."""
+        """Return the summary of ``records`` and the store's counters now."""
         counters = store.statistics()
         return cls(
             plan,

@@ -14,8 +14,8 @@ __all__ = ["Adaptor", "check_process", "relay"]
 class Adaptor(Device):
     """Hands everything on to ``upstream``, which it owns: closing the adaptor closes it.
 
-    Subclasses override ``submit`` and what else they change. Like every device it is refused in a forked child, before
-    any lock is taken that some thread of the parent may have held.
+    Subclasses override ``submit`` and other methods that they change. Like every device it is refused in a forked
+    child, before any lock is taken that some thread of the parent may have held.
     """
 
     def __init__(self, upstream: Device) -> None:
@@ -53,7 +53,7 @@ class Adaptor(Device):
         return self.upstream.statistics()
 
     def close(self) -> None:
-        """Wait for what is in flight, then close the upstream. Idempotent."""
+        """Wait for operations in flight, then close the upstream. Idempotent."""
         self.upstream.close()
 
     def __repr__(self) -> str:

@@ -58,7 +58,7 @@ class AiofilesDevice(FileDevice):
             raise
 
     def close(self) -> None:
-        """Complete what is queued, then end the loop and close files; see FileDevice."""
+        """Complete queued operations, then end the loop and close files; see FileDevice."""
         super().close()
         if self._pid == os.getpid():
             with self._end_lock:

@@ -80,7 +80,7 @@ class Device(ABC):
     TieredError that names the path and the offset; the OSError is its cause.
     """
 
-    name: str  # the directory, or what stands for it in messages
+    name: str  # the directory, or another name for messages
     alignment: int  # bytes; a power of two, at least 4096
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Device(ABC):
     def flush(self) -> None:
         """Make every write that completed before this call, every growth and every new file durable; blocks.
 
-        Raises DeviceError. After a failure every later flush fails too: what the device holds is then unknown.
+        Raises DeviceError. After a failure every later flush fails too: the contents of the device are unknown then.
         """
 
     @abstractmethod
@@ -124,4 +124,4 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is in flight, then release threads and descriptors. Idempotent."""
+        """Wait for operations in flight, then release threads and descriptors. Idempotent."""

@@ -41,7 +41,7 @@ class DirectProbe:
 def probe_direct(directory: int, pread: ReadInto, pwrite: WriteFrom) -> DirectProbe:
     """Try direct I/O on an unnamed file in the directory open as ``directory``; blocks for one write and one read.
 
-    Raises OSError only for what would stop buffered I/O as well.
+    Raises OSError only for errors that would stop buffered I/O as well.
     """
     try:
         fd = open_unnamed(directory, os.O_DIRECT)
@@ -82,7 +82,7 @@ def open_unnamed(directory: int, flags: int) -> int:
 
 
 def _dio_alignment(fd: int) -> tuple[int, int]:
-    """Return what statx says of (memory, offset) alignment; the minimum where it says nothing; 0 for no direct I/O."""
+    """Return statx's (memory, offset) alignment; the minimum where it has none; 0 for no direct I/O."""
     buffer = ctypes.create_string_buffer(_STATX_NBYTES)
     statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
     if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) != 0:

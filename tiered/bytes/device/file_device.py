@@ -171,7 +171,7 @@ class FileDevice(Device):
         mode = "direct" if self._is_direct else "buffered"
         return f"{type(self).__name__}({self.name}, {state}, {mode}, {self._num_in_flight} in flight)"
 
-    # Below: what an engine is
+    # Below: the part of each engine
 
     @abstractmethod
     def _make_threads(self) -> Sequence[threading.Thread]:
@@ -183,10 +183,10 @@ class FileDevice(Device):
 
     @abstractmethod
     def _running(self) -> Iterable[InFlight]:
-        """Return what the engine is busy with, from any thread, for messages."""
+        """Return the engine's present work, from any thread, for messages."""
 
     def _wait_until_ready(self) -> None:
-        """Wait until the engine's threads can serve; raises what stopped them."""
+        """Wait until the engine's threads can serve; raises the error that stopped them."""
 
     def _close_in_child(self) -> None:
         """Release the descriptors in a forked child, where there are no threads and nothing is served."""
@@ -204,7 +204,7 @@ class FileDevice(Device):
     def _fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
 
-    # Below: what engines call
+    # Below: for the engines to call
 
     def _file_of(self, flight: InFlight) -> DataFile:
         """Return the file that ``flight`` moves bytes of; raises DeviceError when it does not reach so far."""

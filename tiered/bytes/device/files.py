@@ -73,7 +73,7 @@ class DataFiles:
         self._flags = flags
         self._files: dict[int, DataFile] = {}
         self._grow_lock = threading.Lock()  # held over system calls; readers of the table do not need it
-        self._flush_lock = threading.Lock()  # a second flush must wait for what the first has taken on
+        self._flush_lock = threading.Lock()  # a second flush must wait for the dirty files of the first
         self._directory_is_dirty = False
         self._flush_error: Exception | None = None
         self._is_closed = False

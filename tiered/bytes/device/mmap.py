@@ -61,7 +61,7 @@ class MmapDevice(ThreadsDevice):
         return moved or super()._pread(fd, memory, offset)
 
     def _copy_mapped(self, fd: int, memory: memoryview, offset: int) -> int:
-        """Copy what a window over the file gives from ``offset`` on; return how many bytes, 0 where it gives none."""
+        """Copy bytes from ``offset`` on through a window over the file; return how many, 0 where it gives none."""
         skipped = offset % mmap.ALLOCATIONGRANULARITY
         nbytes = min(len(memory), _WINDOW_NBYTES, os.fstat(fd).st_size - offset)
         if nbytes <= 0:

@@ -1,4 +1,4 @@
-"""Memory held at its address while the kernel has that: what an engine gives it instead of a Python object."""
+"""Memory held at its address while the kernel has that address."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 __all__ = ["address_of", "pin"]
 
 address_of = ctypes.addressof
-"""The address of what ``pin`` returned."""
+"""The address of the result of ``pin``."""
 
 
 class _ReadOnly(ctypes.c_char):
@@ -20,7 +20,7 @@ class _ReadOnly(ctypes.c_char):
 
 
 def pin(memory: memoryview, *, is_read_only: bool = False) -> ctypes.c_char:
-    """Return what stands at the address of ``memory`` and keeps that mapped for as long as it lives.
+    """Return an object at the address of ``memory`` that keeps it mapped for as long as the object lives.
 
     Raises TypeError for read-only memory unless ``is_read_only`` says that nothing will be written to it, and
     ValueError for memory that was released or has no bytes.

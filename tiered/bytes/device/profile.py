@@ -121,7 +121,7 @@ def write_profile(directory: str | os.PathLike[str], profile: Profile) -> Path:
 
 
 def _places(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield the directory, or what exists of it, and those above it up to the mount point."""
+    """Yield the directory, or its nearest existing parent, and those above it up to the mount point."""
     path = Path(os.path.realpath(directory))
     device = None
     for place in (path, *path.parents):

@@ -79,7 +79,7 @@ class IOQueue:
         any(map(deque.extend, self._queued, batches))  # order: one call, which no signal comes in between
 
     def take(self, now: float) -> InFlight | None:
-        """Return what to start ``now``, which is then in flight; None when nothing may start."""
+        """Return the operations to start ``now``, which are then in flight; None when none may start."""
         taken = self.take_some(now, 1)
         return taken[0] if taken else None
 

@@ -41,14 +41,14 @@ _PAUSES_S = (0.005, 0.02, 0.05, 0)  # after ENOMEM: a closed ring is taken off t
 
 _PARAMS = struct.Struct("=10I 8IQ 8IQ")  # 5 words, features, wq_fd, 3 reserved; offsets in the two rings
 _SQE_NBYTES = 64
-_SQE = struct.Struct("=BBHiQQIIQ")  # its first 40 bytes; what follows stays 0
+_SQE = struct.Struct("=BBHiQQIIQ")  # its first 40 bytes; the rest stays 0
 _CQE = struct.Struct("=QiI")
 _GETEVENTS_ARG = struct.Struct("=QIIQ")
 _TIMESPEC = struct.Struct("=qq")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _system_call = _libc.syscall
-_brief_call = ctypes.PyDLL(None, use_errno=True).syscall  # keeps the interpreter's lock: for what never waits
+_brief_call = ctypes.PyDLL(None, use_errno=True).syscall  # keeps the interpreter's lock: for calls that never wait
 for _call in (_system_call, _brief_call):
     _call.argtypes = [ctypes.c_long] * 7
     _call.restype = ctypes.c_long
@@ -108,7 +108,7 @@ class Ring:
         """Write a submission for the next ``enter``; there must be room (``num_free``).
 
         ``file`` is the slot of a registered file, ``address`` that of ``nbytes`` bytes of memory, ``offset`` the place
-        in the file in bytes, ``tag`` what its completion will carry.
+        in the file in bytes, ``tag`` the one that its completion will carry.
         """
         _SQE.pack_into(
             self._sqes, (self._tail & self._mask) * _SQE_NBYTES,

@@ -37,7 +37,7 @@ _CANCEL = _NUM_SLOTS + 1
 _CHAINED_NBYTES = 32 * MiB  # from here on half a batch keeps a drive busy
 _APART_NBYTES = 128 * KiB  # from here on a request of its own is worth a system call
 _REQUEST_NBYTES = MiB  # with 4 MiB at a time a virtual drive moved 9 to 15 % less (bench/LOG.md)
-_DEPTH = 32  # requests with the kernel: what a drive has to do while a busy Python thread keeps this one waiting
+_DEPTH = 32  # requests with the kernel: work for the drive while a busy Python thread keeps this one waiting
 _PIECE_NBYTES = 16 * MiB  # of a large operation that count against its class's budget
 _MOST_NBYTES = GiB  # of a request: its length has 32 bits
 _TICK_S = 1.0  # the longest wait, after which overdue operations are looked for
@@ -224,7 +224,7 @@ class UringDevice(FileDevice):
         self._finish(flights)
 
     def _start_queued(self, ring: Ring) -> None:
-        """Prepare what the queue lets go; large operations wait for ``_start_requests``."""
+        """Prepare operations that the queue lets go; large operations wait for ``_start_requests``."""
         if not self._queue.num_queued:
             return
         with self._lock:
@@ -256,7 +256,7 @@ class UringDevice(FileDevice):
         self._finish(ended)
 
     def _start_requests(self, ring: Ring) -> None:
-        """Prepare what the kernel may have of large operations."""
+        """Prepare the parts of large operations that the kernel may have."""
         if not self._requests.can_start:
             return
         now = time.monotonic()

@@ -15,7 +15,7 @@ __all__ = ["probe_uring"]
 
 
 _abandoned: list[tuple[Ring, ctypes.c_char]] = []
-"""Lifetime: what a drive that did not answer in time still has, the memory of the trial included."""
+"""Lifetime: the ring and the memory of trials that a drive did not answer in time."""
 
 
 def probe_uring(directory: str | os.PathLike[str], *, deadline_s: float = 60.0) -> str | None:

@@ -79,7 +79,7 @@ T = TypeVar("T")
 class Catalog(ABC):
     """The durable rows of one store. Thread-safe; every method blocks until its I/O is done."""
 
-    name: str  # the file, or what stands for it in messages
+    name: str  # the file, or another name for messages
 
     @abstractmethod
     def load(self) -> tuple[Root, CommittedRows]:
@@ -172,7 +172,7 @@ class SqliteCatalog(Catalog):
         return loaded
 
     def _settle(self) -> None:
-        """Once, when it is known to be ours to write: what anybody builds on it stands after a power cut."""
+        """Once, when it is ours to write: make durable the state that later writes build on."""
         if not self._is_settled:
             settle_journal(Path(self.name))
             self._is_settled = True
@@ -260,7 +260,7 @@ class SqliteCatalog(Catalog):
                 yield self._connection
 
     def _read(self, read: Callable[[], T]) -> T:
-        """Return what ``read`` does, which is tried again where the drive may not have given a page.
+        """Return the result of ``read``, which is tried again where the drive may not have given a page.
 
         SQLite calls a file damaged that the drive answers with EIO; damage is what the drive gives and is not ours.
         """
@@ -358,7 +358,7 @@ class SqliteCatalog(Catalog):
         return None if row is None else row[0]
 
     def _abandon(self, connection: sqlite3.Connection, error: BaseException) -> None:
-        """Take the transaction back; what failed on the drive leaves the outcome unknown, and nothing may follow."""
+        """Take the transaction back; a failure on the drive leaves the outcome unknown, and nothing may follow."""
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
         try:
             if connection.in_transaction:

@@ -1,6 +1,6 @@
 """An SQLite file as a catalog needs it: opened with care, checked before use, its errors translated into ours.
 
-Nothing here knows what the tables hold.
+Nothing here knows the contents of the tables.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def connect(path: Path, mode: str, deadline_s: float) -> sqlite3.Connection:
 
 
 def make_durable(connection: sqlite3.Connection) -> None:
-    """Set what a connection that commits needs; reads the file, and so plays a journal back first."""
+    """Set up a connection that commits; reads the file, and so plays a journal back first."""
     connection.execute("PRAGMA synchronous=FULL")
     connection.execute("PRAGMA cache_size=-16384")  # 16 MiB: a commit of 20,000 rows does not spill
     mode = connection.execute("PRAGMA journal_mode=TRUNCATE").fetchone()
@@ -75,7 +75,7 @@ def make_durable(connection: sqlite3.Connection) -> None:
 
 
 def settle_journal(path: Path) -> None:
-    """Make durable that the journal of ``path`` is there and what its end is. Raises DeviceError, CapacityError.
+    """Make the existence and the end of the journal of ``path`` durable. Raises DeviceError, CapacityError.
 
     Order: after a journal was played back, which deletes it, and before anything is written that builds on what the
     file now says.
@@ -138,14 +138,14 @@ def read_through(fd: int, file: str) -> None:
 
 
 def says_drive_failed(finding: str) -> bool:
-    """Whether what SQLite's own check of its pages found is a page that the drive did not give, not a damaged one."""
+    """Whether SQLite's own check of its pages found one that the drive did not give, not a damaged one."""
     code = re.search(r"error code=(\d+)", finding)
     return code is not None and int(code[1]) & 0xFF in _DRIVE
 
 
 @contextmanager
 def translated(file: str, verb: str) -> Iterator[None]:
-    """Turn what SQLite and the file system raise into errors of ours."""
+    """Turn the errors of SQLite and the file system into errors of ours."""
     try:
         yield
     except UnicodeDecodeError as error:  # sqlite3 quotes damaged text in the message of its own error

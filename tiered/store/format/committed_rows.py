@@ -33,7 +33,7 @@ __all__ = ["EXTENTS_DTYPE", "CommittedRows"]
 EXTENTS_DTYPE = np.dtype([("device", "<u2"), ("file", "<u4"), ("offset", "<u8"), ("nbytes", "<u8")])
 """One extent as the format has it, 22 bytes."""
 
-_KEY_NBYTES = 8  # the key id, which stands before the body in what a row's digest is of
+_KEY_NBYTES = 8  # the key id, which a row's digest covers before the body
 _HEADER_END = _KEY_NBYTES + ROW_HEADER_NBYTES
 _MASK = (1 << 64) - 1
 _MAX_NUM_KINDS = 4096  # that are remembered at a time: no catalog can make the memory of them grow
@@ -62,7 +62,7 @@ class CommittedRows:
         encoded: dict[str, bytes] = {}
         extents = bytearray()
         num_rows = total = 0
-        kinds: dict[_Kind, int] = {}  # rows that were checked in full -> bytes of what follows their extents
+        kinds: dict[_Kind, int] = {}  # rows that were checked in full -> bytes behind their extents
         seed, generation_limit = row_seed(header.store_uuid), header.generation
         for key_id, body, expected in raw:
             row = key_id.to_bytes(_KEY_NBYTES, "little") + body
@@ -148,7 +148,7 @@ def _check(encoded: bytes, header: RootHeader, file: str) -> None:
 
 
 def _undecodable(encoded: bytes, file: str) -> CorruptionError:
-    """Return the error for a row that is not what its digest says, with its name where that can be read."""
+    """Return the error for a row that does not match its digest, with its name where that can be read."""
     key_id = int.from_bytes(encoded[:_KEY_NBYTES], "little")
     try:
         name = decode_row(encoded).name

@@ -144,7 +144,7 @@ def encode_root(root: Root, num_rows: int, digest_sum: int) -> tuple[bytes, byte
 
 
 def decode_root_header(body: bytes, file: str) -> RootHeader:
-    """Return what the first ``ROOT_HEADER_NBYTES`` of a root row's body say."""
+    """Return the facts of the first ``ROOT_HEADER_NBYTES`` of a root row's body."""
     if len(body) < _ROOT.size:
         raise corrupt(f"the root row has {len(body)} bytes, expected at least {_ROOT.size}", file)
     return RootHeader(*_ROOT.unpack_from(body))
@@ -226,7 +226,7 @@ def row_problem(row: Row) -> str | None:
 
 
 def place_problem(row: Row, header: RootHeader) -> str | None:
-    """Return what in ``row`` does not go with the root."""
+    """Return the contradiction between ``row`` and the root, or None."""
     if row.key_id >= header.next_key_id:
         return f"the next key id is {header.next_key_id}"
     if row.generation > header.generation:

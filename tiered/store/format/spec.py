@@ -1,4 +1,4 @@
-"""Spec: what a tensor looks like, as a caller has it and as a catalog row names it."""
+"""Spec: the looks of a tensor, as a caller has it and as a catalog row names it."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def decode(text: str) -> Any:
 
 
 class _Encoder:
-    """Turns a value into what json can write."""
+    """Turns a value into one that json can write."""
 
     def encode(self, value: object, where: str, depth: int) -> object:
         if depth > _MAX_DEPTH:

@@ -1,4 +1,4 @@
-"""Commit: seal what a generation contains, bring it to the devices, name it in the catalog; and the way back.
+"""Commit: seal the contents of a generation, bring them to the devices, name them in the catalog; and the way back.
 
 The order that makes it atomic: all writes landed and checked, every device flushed, one catalog transaction, and only
 then are the superseded extents free.
@@ -55,7 +55,7 @@ class Committer:
     def start(self, state: str, *, is_last: bool = False) -> int:
         """Seal the open generation, with ``state`` riding along, and start to flush it; return its number.
 
-        ``is_last``: the store closes. Then what a write-back failed of before does not keep the commit from happening.
+        ``is_last``: the store closes. An earlier error of a write-back then does not keep the commit from happening.
         Blocks while another commit runs. Raises LeaseError while a key is leased for writing or such a lease lingers,
         CapacityError when the devices lack space, ClosedError after the last one: then nothing is sealed.
         """
@@ -99,7 +99,7 @@ class Committer:
         return True
 
     def defer(self, seal: Callable[[], object], producer: Producer) -> int:
-        """Have ``seal``, which calls ``start``, called at the end of what ``producer`` has pending.
+        """Have ``seal``, which calls ``start``, called at the end of the pending work of ``producer``.
 
         Returns the number that the generation will have, 0 where nothing is pending. Raises LeaseError while a key that
         is not the producer's is leased for writing or such a lease lingers: then nothing will be sealed.

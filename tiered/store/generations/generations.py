@@ -157,7 +157,7 @@ class Generations:
             self.registry.drop(name)
 
     def finish(self, *, commit: bool) -> Exception | None:
-        """The store closes: ask the guards, commit what changed if that is wanted; return why it did not happen."""
+        """Close: ask the guards, commit the changes if that is wanted; return why it did not happen."""
         failure: Exception | None = None
         try:
             with self._working_set.condition:
@@ -191,7 +191,7 @@ class Generations:
             return self._working_set.keys.is_ending
 
     def report_dropped(self) -> bool:
-        """Log what changed and no commit has; whether there is any."""
+        """Log the changes that are in no commit; return whether there are any."""
         return self._records.report_dropped()
 
     def _ready(self, operation: str) -> Committer:

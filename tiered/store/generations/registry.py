@@ -28,7 +28,7 @@ class Stateful(Protocol):
 
 
 def committed_state(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the user's state and, by name, what the registered objects had, from a root's text. CorruptionError."""
+    """Return the user's state and, by name, those of registered objects, from a root's text. CorruptionError."""
     decoded = decode(text)
     parts = [decoded.get(name, {}) for name in ("state", "registered")] if isinstance(decoded, dict) else []
     if not parts or any(not isinstance(part, dict) for part in parts):
@@ -38,7 +38,7 @@ def committed_state(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @contextmanager
 def taking_apart(name: str, *, by: str) -> Iterator[None]:
-    """Raise UsageError in place of what code meets that expects another state than was committed for ``name``."""
+    """Raise UsageError in place of an error of code that expects another state than was committed for ``name``."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:

@@ -1,1 +1,1 @@
-"""From opening to the end: directories found, named and locked; what a store takes and gives back; leftovers."""
+"""From opening to the end: directories found, named and locked; resources taken and given back; leftovers."""

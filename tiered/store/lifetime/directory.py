@@ -246,7 +246,7 @@ def _check_set(paths: tuple[Path, ...], identities: dict[Path, Identity]) -> Non
 
 
 def _write_identities(paths: tuple[Path, ...]) -> bytes:
-    """Give every directory a new identity, durably; what a creation that was cut short left is removed first."""
+    """Give every directory a new identity, durably; remove the files of an interrupted creation first."""
     # The first directory's identity goes last and comes first: one without it would look like a part of another store.
     for path in sorted(paths, key=_is_first):
         for name in (*sorted(_LEFTOVERS - {LOCK_NAME, "lost+found"}), _IDENTITY):

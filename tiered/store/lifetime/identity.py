@@ -1,4 +1,4 @@
-"""The identity file: what says that a directory is a part of a store, and which.
+"""The identity file, which makes a directory a numbered part of a store.
 
 One line of JSON: format, store, index, number, and a digest, which is xxh3-64 of the other fields as JSON with sorted
 keys.
@@ -19,7 +19,7 @@ __all__ = ["Identity"]
 
 _FORMAT = 1
 _MAX_NBYTES = 4096
-_MAX_NUM_DIRECTORIES = 1 << 16  # what the catalog's extents can tell apart
+_MAX_NUM_DIRECTORIES = 1 << 16  # the catalog's extents tell no more apart
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Leftovers: what crashes leave in a store's directories, found and removed; nothing else is ever touched.
+"""Leftovers: files of crashes in a store's directories, found and removed; nothing else is ever touched.
 
-A leftover is provably ours, by its name, its kind, its owner and what lies beside it, and provably of no use, by the
+A leftover is provably ours, by its name, its kind, its owner and the files beside it, and provably of no use, by the
 catalog read under the writer's lock. Everything else in the directories is spared, under any name.
 """
 
@@ -40,7 +40,7 @@ _BRIEF_S = 60.0  # younger ones may be in their instant now
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A file or directory to remove, or a data file to cut at ``end`` bytes; ``nbytes`` is what that frees."""
+    """A file or directory to remove, or a data file to cut at ``end`` bytes; ``nbytes`` of space become free."""
 
     path: Path
     what: str
@@ -65,7 +65,7 @@ class Leftovers:
         Raises UsageError while the store is open anywhere (it names the process), CorruptionError where catalog and
         data do not belong together, DeviceError.
         """
-        self.spared: list[str] = []  # what looks like a leftover and is not provably one, and why
+        self.spared: list[str] = []  # files like leftovers that are not provably ones, and why
         self.items: tuple[Leftover, ...] = ()
         self._locks: list[Directories] = []
         try:

@@ -42,7 +42,7 @@ class Lock:
         if fd >= 0:
             try:
                 if self._pid == os.getpid():
-                    fcntl.flock(fd, fcntl.LOCK_UN)  # also what a child holds that has only just been forked
+                    fcntl.flock(fd, fcntl.LOCK_UN)  # also the lock of a child that was only just forked
             finally:
                 os.close(fd)
 
@@ -93,7 +93,7 @@ def _check_place(fd: int, directory: Path) -> None:
 
 
 def _owner(fd: int) -> str:
-    """Return the pid that holds the lock: from the kernel's list, else what the last writer left in the file."""
+    """Return the pid that holds the lock: from the kernel's list, else from the last writer's note in the file."""
     status = os.fstat(fd)
     place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     try:

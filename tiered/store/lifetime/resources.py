@@ -1,4 +1,4 @@
-"""Resources: what an open store has taken from the system, given back by ``close`` or once the store is garbage."""
+"""Resources: the system's resources in an open store, given back by ``close`` or once the store is garbage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("tiered")
 class Resources:
     """Threads, descriptors, locks and memory of one store.
 
-    They refer neither to the store nor to what a user gives one (models, registered objects, policies).
+    They refer neither to the store nor to objects of its user (models, registered objects, policies).
     """
 
     def __init__(

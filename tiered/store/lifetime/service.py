@@ -23,7 +23,7 @@ class Service:
         self.refuse_failed: Callable[[], None] = lambda: None  # raises after a commit that failed
 
     def refuse(self) -> None:
-        """Raise when no call can be served any more: ClosedError, UsageError in a fork, what a commit failed of."""
+        """Raise when no call can be served: ClosedError, UsageError in a fork, the error of a failed commit."""
         if self.pid != os.getpid():
             raise UsageError(
                 f"the store belongs to process {self.pid} and cannot be used in its fork {os.getpid()}; pass worker "
@@ -35,7 +35,7 @@ class Service:
 
 
 def too_late() -> ClosedError:
-    """Return what a call raises that comes when the process is ending."""
+    """Return the error of a call that comes when the process is ending."""
     return ClosedError(
         "the process is ending, and the threads that move a store's bytes have ended before any atexit function; close "
         "the store before: with tiered.Store(...) as store, or try and finally around the program, where threads that "

@@ -36,7 +36,7 @@ class DeferredSeal:
         *,
         deadline_s: float,
     ) -> None:
-        """``progress`` returns what changes as long as a producer comes closer to its end."""
+        """``progress`` returns a value that changes as long as a producer comes closer to its end."""
         self._records = records
         self._condition = condition
         self._progress = progress
@@ -51,7 +51,7 @@ class DeferredSeal:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the caller's thread must not change what a commit contains now."""
+        """Whether the caller's thread must not change the contents of a commit now."""
         producer = self._producer
         return producer is not None and not producer.is_this_thread()
 
@@ -82,7 +82,7 @@ class DeferredSeal:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until no seal is pending, before a change of what commits contain; not under the lock.
+        """Wait until no seal is pending, before a change of the contents of commits; not under the lock.
 
         The producer's thread does not wait. The thread that committed serves it meanwhile, and gets its error. Other
         threads cannot serve it with memory: they wait, with a deadline, and go on whether or not it failed. Raises the

@@ -1,4 +1,4 @@
-"""Entry: all facts about one key, and what its bytes in DRAM cost. Records say which generation the bytes belong to.
+"""Entry: all facts about one key, and the cost of its bytes in DRAM. Records say which generation the bytes belong to.
 
 Nothing here takes a lock or does I/O: the store's lock guards every field.
 """
@@ -85,7 +85,7 @@ class Alias:
 
 
 Granted = tuple[Alias, Spec, Residence | None]
-"""A lease, what its tensor looks like, and the claimed residence that it must copy from, if any."""
+"""A lease, the spec of its tensor, and the claimed residence that it must copy from, if any."""
 
 
 class Entry:
@@ -110,7 +110,7 @@ class Entry:
         self.is_pending = False  # sealed, and its sealed bytes have not landed
         self.residence: Residence | None = None
         self.row: Row | None = None  # the newest bytes on the device; None while only DRAM has them
-        self.committed: Row | None = None  # what the last committed generation has
+        self.committed: Row | None = None  # of the last committed generation
         self.landing: tuple[Extent, ...] | None = None  # the set that writes of the open generation go to
         self.digests: tuple[int, bytes] | None = None  # of the bytes in DRAM, where they are known, for a generation
 
@@ -124,7 +124,7 @@ class Entry:
         return not self.is_pending and self.state not in (EntryState.ARRIVING, EntryState.DEPARTING)
 
     def record(self) -> Record:
-        """Return what the public face says of this key."""
+        """Return the facts that the public face shows of this key."""
         return Record(
             name=self.name,
             dtype=self.spec.dtype_name if isinstance(self.spec, UnknownSpec) else self.spec.dtype,

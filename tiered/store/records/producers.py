@@ -16,7 +16,7 @@ __all__ = ["Producer", "Producers"]
 class Producer(Protocol):
     """One of them. Called without the store's lock; the methods that wait may serve the thread they wait for."""
 
-    nested_calls: NestedCalls  # refuses what interrupts its own calls
+    nested_calls: NestedCalls  # refuses calls that interrupt its own
 
     @property
     def is_busy(self) -> bool:
@@ -62,7 +62,7 @@ class Producers:
         return key
 
     def finish_all(self) -> None:
-        """Wait until nothing is pending. Raises what failed."""
+        """Wait until nothing is pending. Raises the error of pending work that failed."""
         for producer in self._producers:
             producer.finish_all()
 

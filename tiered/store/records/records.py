@@ -42,7 +42,7 @@ class Sealed:
         self.to_write: deque[Entry] = deque()  # the entries of ``targets`` that may need a write to be started
         self.removed: list[Entry] = []
         self.num_pending = 0
-        self.phase = 0  # counts what the commit has done, as a sign of progress
+        self.phase = 0  # counts the steps of the commit, as a sign of progress
         self.thread: threading.Thread | None = None  # that flushes it, where it has one of its own
 
 
@@ -223,7 +223,7 @@ class Records:
         return bool(self.changed or self.removed)
 
     def unsealed(self) -> Iterator[Entry]:
-        """Yield the entries that a seal or a rollback concerns: changed ones, and what took a removed one's name."""
+        """Yield the entries that a seal or a rollback concerns: changed ones, and those with a removed one's name."""
         yield from self.changed
         for removed in self.removed:
             entry = self.entries.get(removed.name)
@@ -231,7 +231,7 @@ class Records:
                 yield entry
 
     def report_dropped(self) -> bool:
-        """The store closes: log what changed and no commit has; return whether there is any."""
+        """Close: log the changes that are in no commit; return whether there are any."""
         dropped = [*self.changed, *self.removed]
         if dropped and self.durable:
             _log.warning(
@@ -250,7 +250,7 @@ class Records:
             yield entry.committed
 
     def seal(self, state: str) -> Sealed:
-        """Fix what the open generation contains and open the next; every dirty entry has its target."""
+        """Fix the contents of the open generation and open the next; every dirty entry has its target."""
         assert self.sealed is None
         sealed = Sealed(self.open_generation, state)
         for entry in self.changed:

@@ -40,7 +40,7 @@ class Keys:
         self._deadline_s = deadline_s
 
     def find(self, key: str) -> Entry:
-        """Return the entry of ``key``. KeyError; raises what went wrong in the background."""
+        """Return the entry of ``key``. KeyError; raises an error of the background."""
         self._residents.drain()
         self._room.raise_failure()
         entry = self._records.entries.get(key)

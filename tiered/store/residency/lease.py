@@ -1,6 +1,6 @@
 """Lease: the counted right to use a resident tensor, and the views that the public face hands out.
 
-Whether a lease is granted is the working set's decision; here is what a granted one looks like and how it ends.
+The working set decides whether a lease is granted; this file has a granted one's looks and its end.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Lease:
         return self._lessor.forget(self._alias)
 
     def end(self) -> Alias:
-        """Drop the lease's own reference; return what the working set knows the lease by, for it alone."""
+        """Drop the lease's own reference; return the alias by which the working set knows the lease, for it alone."""
         self._tensor = None
         return self._alias
 

@@ -44,12 +44,12 @@ def this_thread() -> int:
 
 
 def be_thread(number: int) -> None:
-    """Count what the calling thread leases as the thread's of that number, which does nothing while this one runs."""
+    """Count the calling thread's leases as those of the thread of that number, which waits while this one runs."""
     _thread.number = number
 
 
 class EvictionPolicy(Protocol):
-    """Chooses what to evict; it sees names and sizes, never bytes."""
+    """Chooses the keys to evict; it sees names and sizes, never bytes."""
 
     def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
         """Return the key to evict among ``evictable`` (name -> bytes, least recently used first).
@@ -88,7 +88,7 @@ class Residents:
         self.clean: OrderedDict[str, int] = OrderedDict()  # name -> bytes, least recently used first
         self.dirty: OrderedDict[Entry, None] = OrderedDict()  # oldest first
         self.departing: set[Entry] = set()  # being written
-        self.clean_bytes = 0  # of their buffers: what evicting them all would free
+        self.clean_bytes = 0  # of their buffers: evicting them all would free as much
         self.dirty_bytes = 0
         self.resident_bytes = 0
         self.orphans: set[Residence] = set()  # replaced or deleted under living tensors
@@ -259,7 +259,7 @@ class Residents:
                 self.settle(alias.residence)
 
     def on_end(self, alias: Alias) -> Callable[[object], object]:
-        """Return what to call when the last tensor of a lease has died. Any thread, any lock held, in a collection.
+        """Return the callback for the death of a lease's last tensor. Any thread, any lock held, in a collection.
 
         It is no line of Python: an interrupt there would be lost, and the end with it. May be called again.
         """
@@ -314,7 +314,7 @@ class Residents:
         return residence
 
     def unclaim(self, residence: Residence) -> None:
-        """End what ``claim`` began."""
+        """End a claim that ``claim`` began."""
         residence.claims -= 1
         self.num_claims -= 1
         self.settle(residence)

@@ -72,14 +72,14 @@ class Room:
 
     @contextlib.contextmanager
     def waiting_for(self, thread: threading.Thread) -> Iterator[None]:
-        """Say that the calling thread gives nothing back in the block but what reclaimers asked it for.
+        """Say that the calling thread gives back in the block only bytes that reclaimers asked it for.
 
         It waits for ``thread``, whose own calls then fail with CapacityError where they would wait for it.
         """
         number = this_thread()
         with self._condition:
             self.waits_for[number] = thread
-            self._condition.notify_all()  # it may be what the other thread waits for
+            self._condition.notify_all()  # the other thread may wait for that
         try:
             yield
         finally:
@@ -124,14 +124,14 @@ class Room:
                     self._condition.notify_all()
 
     def unreserve(self, buffer: Buffer) -> None:
-        """Give back what ``reserve`` returned; no tensor on it may be alive."""
+        """Give back a buffer of ``reserve``; no tensor on it may be alive."""
         with self._condition:
             self.drop(buffer)
 
     def make(self, nbytes: int, deadline: Deadline) -> None:
         """Take one step towards ``nbytes`` of free budget: write, wait, or reclaim. The caller then tries again.
 
-        Raises CapacityError when no step is left, DeadlineError, and what went wrong in the background.
+        Raises CapacityError when no step is left, DeadlineError, and errors of the background.
         """
         needed = self._space.round_up(nbytes)
         begun_s = time.monotonic()
@@ -163,8 +163,8 @@ class Room:
             self.write(self._residents.dirty, excess)
 
     def write(self, entries: Iterable[Entry], nbytes: int) -> None:
-        """Start writes of ``nbytes`` among ``entries``, ahead of need: what goes wrong is raised by a later call."""
-        if nbytes <= 0:  # what is held is written by commits only
+        """Start writes of ``nbytes`` among ``entries``, ahead of need: a later call raises their errors."""
+        if nbytes <= 0:  # held keys are written by commits only
             return
         with self._condition:
             transfers, shortage = self.write_back.plan(entries, nbytes)
@@ -184,7 +184,7 @@ class Room:
         start_all(transfers)
 
     def grow(self, shortage: Shortage) -> None:
-        """Grow the files; CapacityError says what a commit would free."""
+        """Grow the files; CapacityError names the bytes that a commit would free."""
         try:
             self._space.grow(shortage.nbytes, scratch=shortage.scratch)
         except CapacityError as error:
@@ -213,7 +213,7 @@ class Room:
                 return
             num_used, is_hopeless = self._residents.users.total(), not self._lingering()
         if not is_hopeless:
-            gc.collect()  # what lingers may do so in a cycle of references, such as an exception's
+            gc.collect()  # lingering tensors may be in a cycle of references, such as an exception's
         with self._condition:
             self._residents.drain()
             if is_hopeless or self._residents.users.total() == num_used:
@@ -235,7 +235,7 @@ class Room:
         until_s = time.monotonic() + _STANDING_BACK * self._deadline_s
         while self._queue[0] is not deadline:
             left_s = until_s - time.monotonic()
-            if left_s <= 0:  # what the first one waits for may wait for this caller
+            if left_s <= 0:  # the thread that the first one waits for may wait for this caller
                 return
             self._condition.wait(left_s)
             deadline.renew()
@@ -243,7 +243,7 @@ class Room:
             self.raise_failure()
 
     def drop(self, buffer: Buffer) -> None:
-        """Give back what ``reserve`` returned."""
+        """Give back a buffer of ``reserve``."""
         self.take_over(buffer)
         self._residents.give_back(buffer)
 
@@ -259,14 +259,14 @@ class Room:
         self._policy, self._residents.policy = policy, weakref.proxy(policy)
 
     def raise_failure(self) -> None:
-        """Raise when no call can be served, or what a write-back failed of since the last call."""
+        """Raise when no call can be served, or the error of a write-back since the last call."""
         self.refuse()
         error, self.write_back.error = self.write_back.error, None
         if error is not None:
             raise error
 
     def forget_failure(self) -> None:
-        """Log what a write-back failed of since the last call: its bytes are in DRAM, and are written again."""
+        """Log the error of a write-back since the last call: its bytes are in DRAM, and are written again."""
         error, self.write_back.error = self.write_back.error, None
         if error is not None:
             _log.warning("a write ahead of need failed; the tensor is in DRAM and is written again: %s", error)
@@ -339,7 +339,7 @@ class Room:
         )
 
     def _lingering(self) -> list[Residence]:
-        """Return what only tensors of released leases keep in DRAM."""
+        """Return the bytes that only tensors of released leases keep in DRAM."""
         entries = self._records.entries.used()
         resident = [entry.residence for entry in entries if entry.residence is not None]
         return [residence for residence in [*resident, *self._residents.orphans] if residence.is_lingering]

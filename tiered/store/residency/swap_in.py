@@ -33,7 +33,7 @@ class SwapIn:
     def __init__(
         self, residents: Residents, records: Records, space: Space, condition: threading.Condition, room: Room
     ) -> None:
-        self.counts = {IOClass.DEMAND: [0, 0], IOClass.PREFETCH: [0, 0]}  # bytes, number of what arrived
+        self.counts = {IOClass.DEMAND: [0, 0], IOClass.PREFETCH: [0, 0]}  # bytes, number of arrived tensors
         self._residents = residents
         self._records = records
         self._space = space

@@ -225,7 +225,7 @@ class WorkingSet:
                 self._unclaim(claim)
 
     def _await_needs(self, key: str, mode: str, deadline: Deadline) -> tuple[Entry, LeaseNeeds, Transfer | None]:
-        """Return the entry and what a lease of it lacks, once nothing in flight has a hold on it.
+        """Return the entry and its needs before a lease, once no transfer in flight uses it.
 
         Or the read of it that the caller must start first.
         """
@@ -298,7 +298,7 @@ class WorkingSet:
                 self.keys.set_held(key, held)
 
     def set_policy(self, policy: EvictionPolicy) -> None:
-        """Let ``policy`` choose what to evict from now on."""
+        """Let ``policy`` choose the keys to evict from now on."""
         with self.condition:
             self.room.set_policy(policy)
 
@@ -340,7 +340,7 @@ class WorkingSet:
 
     @uninterrupted
     def unreserve(self, buffer: Buffer) -> None:
-        """Give back what ``reserve`` returned; no tensor on it may be alive. Works after close as well."""
+        """Give back a buffer of ``reserve``; no tensor on it may be alive. Works after close as well."""
         self.room.unreserve(buffer)
 
     @uninterrupted

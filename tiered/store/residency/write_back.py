@@ -1,4 +1,4 @@
-"""Write-back: which dirty entries are written when, and what a finished write means.
+"""Write-back: which dirty entries are written when, and the meaning of a finished write.
 
 ``plan`` decides under the store's lock and returns transfers; the caller starts them without it.
 """
@@ -60,7 +60,7 @@ class WriteBack:
     def plan(self, entries: Iterable[Entry], nbytes: int) -> tuple[list[Transfer], Shortage | None]:
         """Choose among ``entries`` until ``nbytes`` are on their way out.
 
-        Returns the transfers to start, and what device space is missing for more. Entries that would need a third set
+        Returns the transfers to start, and the device space missing for more. Entries that would need a third set
         of extents are passed over. Inline ones need no I/O: they are clean at once. One that comes twice counts once.
         """
         chosen: dict[Entry, Extents] = {}

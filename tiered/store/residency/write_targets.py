@@ -17,7 +17,7 @@ _RUNNING = {functional.batch_norm: 1, functional.instance_norm: 1}  # where the 
 
 
 def write_targets(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return what ``func(*args, **kwargs)``, as ``__torch_function__`` is given it, would write to."""
+    """Return the tensors that ``func(*args, **kwargs)``, as ``__torch_function__`` is given it, would write to."""
     name = name_of(func)
     targets = flat_values((kwargs.get("out"),))
     targets += _by_schema(func, args, kwargs) + _running_statistics(func, args, kwargs)
@@ -44,12 +44,12 @@ def flat_values(values: Any) -> list[Any]:
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """Return what messages call ``func``."""
+    """Return the name of ``func`` for messages."""
     return getattr(func, "__name__", repr(func))
 
 
 def _by_schema(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return what an operator of ``torch.ops`` declares that it writes to."""
+    """Return the arguments that an operator of ``torch.ops`` declares that it writes to."""
     if isinstance(func, torch._ops.OpOverloadPacket):
         func = getattr(func, func.overloads()[0])  # type: ignore[no-untyped-call]
     if not isinstance(func, torch._ops.OpOverload):

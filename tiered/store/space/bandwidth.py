@@ -18,7 +18,7 @@ from tiered.units import MiB
 
 __all__ = ["BandwidthMeter", "profiled_weights"]
 
-_NEWEST = 0.3  # what a new sample counts for
+_NEWEST = 0.3  # the weight of a new sample
 _LEAST = 1 / 32  # of the fastest: a device that seems slower still gets enough to be measured again
 _NOTICEABLE = 0.02
 
@@ -90,7 +90,7 @@ class BandwidthMeter:
 
 
 class _MeteredDevice(Adaptor):
-    """Counts on a meter what passes through."""
+    """Counts the passing operations on a meter."""
 
     def __init__(self, upstream: Device, meter: BandwidthMeter, index: int) -> None:
         super().__init__(upstream)
@@ -163,7 +163,7 @@ class _Gauge:
 def profiled_weights(directories: Sequence[str]) -> list[float] | None:
     """Return the bandwidths that ``tiered bench`` measured in ``directories``; None unless all have a profile. Blocks.
 
-    A weight is what moving a byte in and out again takes: the harmonic mean of both bandwidths, in bytes per second.
+    A weight is the cost of moving a byte in and out again: the harmonic mean of both bandwidths, in bytes per second.
     """
     profiles: list[Profile] = []
     for directory in directories:

@@ -75,7 +75,7 @@ class Dealer:
         return shares
 
     def _wanted(self, nbytes: int) -> list[int]:
-        """Return what each device would have of ``nbytes`` to come out in proportion, times the sum of the weights."""
+        """Return each device's share of ``nbytes`` that restores the proportion, times the sum of the weights."""
         return [due + weight * nbytes for due, weight in zip(self._due, self._weights, strict=True)]
 
 

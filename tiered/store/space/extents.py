@@ -268,7 +268,7 @@ def _append(extents: list[Extent], extent: Extent) -> None:
 
 
 def _fit(short: Sequence[int], missing: int, room: Sequence[int]) -> list[int]:
-    """Return ``short`` cut to ``room``, and what then is missing laid on the devices with the most room left."""
+    """Return ``short`` cut to ``room``, with the missing bytes laid on the devices with the most room left."""
     if sum(room) < missing:
         raise CapacityError(
             f"{format_bytes(missing)} more are needed on the devices, which have room for {format_bytes(sum(room))}: "

@@ -245,7 +245,7 @@ class Space:
 
     @uninterrupted
     def reserve(self, nbytes: int, *, scratch: bool) -> None:
-        """Grow files until ``nbytes`` can be written on top of what earlier calls promised. Raises CapacityError."""
+        """Grow files until ``nbytes`` can be written on top of earlier promises. Raises CapacityError."""
         with self._condition:
             used, free = self._used_and_free(scratch)
             promised, base = self._promises.get(scratch, (0, used))
@@ -267,6 +267,6 @@ class Space:
         return allocator.used_nbytes, allocator.free_nbytes
 
     def explain(self, error: CapacityError, rows: Iterable[Row | None]) -> CapacityError:
-        """Return ``error`` with what a commit would free: the extents of ``rows``."""
+        """Return ``error`` with the bytes that a commit would free: the extents of ``rows``."""
         freed = sum(extent.nbytes for row in rows if row is not None for extent in row.extents)
         return CapacityError(f"{error}; a commit would free {format_bytes(freed)}")

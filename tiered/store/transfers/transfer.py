@@ -1,6 +1,6 @@
 """Transfer: some blocks of one record moved between a buffer and the devices, each under its digest.
 
-It knows neither residency nor generations; what a finished transfer means is its owner's decision.
+It knows neither residency nor generations; its owner knows the meaning of a finished transfer.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class Transfer:
             self._on_done(self)
 
     def check(self) -> None:
-        """Check what arrived, if the device's thread has not: for an owner that waited for it. Sets ``error``."""
+        """Check the bytes read, if the device's thread has not: for an owner that waited for it. Sets ``error``."""
         if not self._is_unchecked:
             return
         self._is_unchecked = False
@@ -273,7 +273,7 @@ class Transfer:
         return self._corruption(piece, f"block {block} does not match its digest: the device holds other bytes")
 
     def _translate(self, piece: Extent, error: Exception) -> Exception:
-        """Return what a failed operation means: a file that has lost its end is damage, all else is the device's."""
+        """Return the error of a failed operation: a file that has lost its end is damage, all else is the device's."""
         if self.is_write or type(error) is not DeviceError:
             return error
         device = self._devices[piece.device]
@@ -312,7 +312,7 @@ def start_all(transfers: Iterable[Transfer]) -> None:
 
 
 def submit_all(devices: Sequence[Device], operations: Sequence[tuple[int, Operation]]) -> None:
-    """Submit operations, each with the number of its device; what cannot be submitted ends with an error.
+    """Submit operations, each with the number of its device; one that cannot be submitted ends with an error.
 
     Those of one device are submitted together, in their order. An interrupt is raised: what a device was handed by then
     may be in flight, and is its own to end; the rest ends with an error.

@@ -208,7 +208,7 @@ class _PutBatch:
 
 
 def _cut(extents: tuple[Extent, ...], start: int, nbytes: int) -> tuple[Extent, ...]:
-    """Return what holds the bytes [start, start + nbytes) of ``extents``."""
+    """Return the extents that hold the bytes [start, start + nbytes) of ``extents``."""
     if len(extents) > 1:
         return tuple(pieces(extents, start, nbytes))
     device, file, offset, _ = extents[0]

@@ -1,4 +1,4 @@
-"""Values: whole tensors in and out of the store, by copy. Checks what a caller may put and what ``out`` may be."""
+"""Values: whole tensors in and out of the store, by copy. Checks the values of put, and ``out``."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class Values:
         return found
 
     def _begin(self, row: Row, out: torch.Tensor | None, target: torch.device) -> tuple[torch.Tensor, DirectGet | None]:
-        """Return the tensor that the bytes of ``row`` go to, and what to wait for; None where they are there.
+        """Return the tensor for the bytes of ``row``, and the transfer to wait for; None where they are there.
 
         A stream was begun on the row.
         """
@@ -268,7 +268,7 @@ def _copy_and_digest(buffer: Buffer, tensor: torch.Tensor, store_uuid: bytes, ke
 
 
 def _plain(key: str, value: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` detached, resolved and contiguous. Raises TypeError for what a store cannot keep, UsageError."""
+    """Return ``value`` detached, resolved and contiguous. Raises TypeError for other tensors, UsageError."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"put of {key!r}: expected a torch.Tensor, got {type(value).__name__}; torch.as_tensor(value) makes one of"
@@ -323,7 +323,7 @@ def _result(spec: Spec, key: str, out: torch.Tensor | None, device: torch.device
     if out.requires_grad:
         raise UsageError(f"get({key!r}): out requires grad; pass out.detach()")
     if not out.is_inference():  # which has no version
-        # Invariant: what autograd saved of it is known to be overwritten; torch sees none of the ways bytes come by.
+        # Invariant: graphs that saved it know that it is overwritten; torch sees none of the ways bytes come by.
         torch.autograd.graph.increment_version(out)
     return out
 

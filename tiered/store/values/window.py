@@ -40,7 +40,7 @@ class WindowJob(Protocol):
     nbytes: int  # of the buffer it needs
 
     def begin(self, buffer: Buffer, on_done: Callable[[Any], None]) -> Movement:
-        """Fill the buffer, where that is needed, and return what to start."""
+        """Fill the buffer, where that is needed, and return the movement to start."""
 
     def finish(self, movement: Any, buffer: Buffer) -> None:
         """Use the moved bytes. Raising ends the window."""

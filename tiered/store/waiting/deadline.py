@@ -27,7 +27,7 @@ class Deadline:
     __slots__ = ("_limit_s", "_operation", "_progress", "_start_s", "_warned")
 
     def __init__(self, operation: str, limit_s: float) -> None:
-        """``operation`` says what waits for what, with its key: ``"lease of 'a'"``."""
+        """``operation`` names the wait for messages, with its key: ``"lease of 'a'"``."""
         self._operation = operation
         self._limit_s = limit_s
         self._start_s = time.monotonic()

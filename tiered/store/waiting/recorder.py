@@ -21,7 +21,7 @@ __all__ = ["CALLER", "Interval", "Recorder", "Wait"]
 CALLER = "caller"
 """Every thread that is not one of tiered's own: in training, the thread that runs the model."""
 
-_OWN = "tiered-"  # what the names of our threads begin with
+_OWN = "tiered-"  # our threads' names begin so
 _SAME_WAIT_S = 1e-4  # a wait that goes on so soon after it was woken is the same one
 
 
@@ -66,7 +66,7 @@ class Recorder:
     # Below: always
 
     def classify(self, prefix: str, name: str) -> None:
-        """Count what moves of keys that begin with ``prefix`` as ``name``; of other keys it is "other"."""
+        """Count moves of keys that begin with ``prefix`` as ``name``; other keys count as "other"."""
         with CRITICAL_SECTION.lock, self._lock:
             self._classes[prefix] = name
 
