@@ -86,7 +86,7 @@ class Side:
             self.optimizer.step()
             self.optimizer.zero_grad()
         if self._engine is not None:
-            self._engine.finish_updates()
+            self._engine.updates.finish_all()
         return (time.perf_counter() - begun_s) / num_steps, (time.process_time() - begun_cpu_s) / num_steps
 
 

@@ -112,7 +112,7 @@ def measure(store: tiered.Store, width: int) -> tuple[list[str], list[str]]:
     def step() -> None:
         model(rows).square().mean().backward()
         optimizer.step()
-        engine.finish_updates()
+        engine.updates.finish_all()
 
     fault_in, update = FaultIn(), BucketUpdate()
     step()

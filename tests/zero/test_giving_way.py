@@ -48,7 +48,7 @@ class Trainer:
         return [isinstance(layer.weight.grad, StandIn) for layer in self.model]
 
     def finish(self) -> None:
-        self.model[0].weight.segment.unit.engine.finish_updates()  # type: ignore[union-attr]
+        self.model[0].weight.segment.unit.engine.updates.finish_all()  # type: ignore[union-attr]
 
     @property
     def num_demands(self) -> int:

@@ -258,9 +258,9 @@ def test_units_are_opened_once_for_all(tmp_path: Path) -> None:
             session = start(Case(quiet, batch_of_tokens), Recipe(num_micro_steps=num, num_steps=1), store)
             engine = next(session.model.parameters()).segment.unit.engine  # type: ignore[attr-defined]
             losses = tiered.micro_batches(session.model, [batch_of_tokens(index) for index in range(num)])
-            forward = engine.residency.num_swaps
+            forward = engine.open_units.num_swaps
             torch.stack(losses).mean().backward()
-            num_opened.append((forward, engine.residency.num_swaps - forward))
+            num_opened.append((forward, engine.open_units.num_swaps - forward))
             del losses
     assert num_opened == [(5, 4)] * 3  # the root unit stays open
 

@@ -19,7 +19,7 @@ from tests.zero.training import Session, assert_same, debug_store, reference, sm
 from tiered.bytes.device.base import Device, Operation
 from tiered.errors import CapacityError, DeviceError, StepAbandonedError, UsageError
 from tiered.units import MiB
-from tiered.zero.optimizer.update_worker import UpdateWorker
+from tiered.zero.optimizer.update_thread import UpdateThread
 
 CASE = CASES["gpt"]
 ROOMY_NBYTES = 8 * MiB
@@ -41,7 +41,7 @@ class Rig:
         self.store = simulated_store(disk, budget_nbytes=ROOMY_NBYTES, wrap=wrap)
         self.session = start(CASE, recipe or Recipe(), self.store, update, hold=0, seed=seed)
         parameter = next(self.session.model.parameters())
-        self.worker: UpdateWorker = parameter.segment.unit.engine.worker  # type: ignore[attr-defined]
+        self.worker: UpdateThread = parameter.segment.unit.engine.updates  # type: ignore[attr-defined]
 
     def reads_of(self, unit: str) -> Callable[[Operation], bool]:
         """Return whether an operation reads state of ``unit``; all of it is driven out of DRAM now."""
@@ -180,13 +180,13 @@ def test_at_most_one_update_is_pending_under_the_smallest_budget(
 ) -> None:
     case = CASES[name]
     nbytes = smallest_budget(case, Recipe(), "backward", tmp_path / "probe")
-    submit, found = UpdateWorker.submit, []
+    submit, found = UpdateThread.submit, []
 
-    def watched(self: UpdateWorker, update: object, **options: bool) -> None:
+    def watched(self: UpdateThread, update: object, **options: bool) -> None:
         found.append(self.is_busy)
         submit(self, update, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(UpdateWorker, "submit", watched)
+    monkeypatch.setattr(UpdateThread, "submit", watched)
     with debug_store(tmp_path / "store", nbytes, durable=False) as store:
         assert_same(start(case, Recipe(), store, "backward").run(), reference(case, Recipe()))
     assert found

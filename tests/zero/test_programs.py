@@ -107,7 +107,7 @@ def test_a_method_is_no_forward(tmp_path: Path) -> None:
         engine = model.head.weight.segment.unit.engine
         for method in (model.num_params, model.matrices, model.groups):
             method()
-            assert not engine.is_between and engine.activations.swapping is None
+            assert not engine.phase.is_between and engine.activations.swapping is None
         with pytest.raises(UsageError, match="outside a forward"):
             model.matrices()[0].sum()
 

@@ -211,7 +211,7 @@ def test_no_gradient_is_written_again_by_clipping_or_by_the_step(
             nn.utils.clip_grad_norm_(t.model.parameters(), 0.01)
             assert not writes
             scaler.step(t.optimizer)
-            t.parameters[0].segment.unit.engine.finish_updates()
+            t.parameters[0].segment.unit.engine.updates.finish_all()
         assert writes and not stored & writes.keys()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import tiered
 from tests.models import CASES
 from tests.reference import Recipe
-from tests.zero.training import SEED, Session, debug_store, start
+from tests.zero.training import SEED, Session, assert_same, debug_store, reference, start
 from tiered.errors import UsageError
 
 CASE = CASES["gpt"]
@@ -163,3 +163,67 @@ def test_autograd_grad_is_refused_or_true(tmp_path: Path) -> None:
         except UsageError:
             return
         assert torch.equal(found[0], expected[0])
+
+
+class _Refusal:
+    """What is asked for at the wrong time, between a backward that has updated and its step."""
+
+    def forward(self, session: Session) -> None:
+        loss_of(session)
+
+    def backward(self, session: Session) -> None:
+        self.second.backward()
+
+    def zero_grad(self, session: Session) -> None:
+        session.optimizer.zero_grad()
+
+    def commit(self, session: Session) -> None:
+        session.store.commit({"step": 1})
+
+    def state_dict(self, session: Session) -> None:
+        session.model.state_dict()
+
+    def touch(self, session: Session) -> None:
+        session.model.get_parameter(NAME).sum()
+
+    second: Tensor
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "zero_grad", "commit", "state_dict", "touch"])
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_refusal_under_update_backward_costs_nothing(name: str, durable: bool, tmp_path: Path) -> None:
+    """The step that is due can be concluded, and the run goes on with the bits of one that asked for nothing."""
+    with debug_store(tmp_path, durable=durable) as store:
+        session = start(CASE, Recipe(num_steps=3), store, "backward")
+        session.run_step(0)
+        refusal = _Refusal()
+        with torch.random.fork_rng():
+            refusal.second = loss_of(session)
+        loss = CASE.loss(session.model, CASE.batch(1))
+        loss.backward()
+        session.trained.losses.append(loss.detach().clone())
+        with torch.random.fork_rng(), pytest.raises(UsageError):
+            getattr(refusal, name)(session)
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+        session.run_step(2)
+        assert_same(session.collect(), reference(CASE, Recipe(num_steps=3)))
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_an_evaluation_between_backward_and_step_sees_what_is_updated(durable: bool, tmp_path: Path) -> None:
+    recipe = Recipe(num_steps=2)
+    with debug_store(tmp_path, durable=durable) as store:
+        session = start(CASE, recipe, store, "backward")
+        for step in range(2):
+            loss = CASE.loss(session.model, CASE.batch(step))
+            loss.backward()
+            session.trained.losses.append(loss.detach().clone())
+            with torch.no_grad(), torch.random.fork_rng():
+                before = CASE.loss(session.model.eval(), CASE.batch(5))
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+            with torch.no_grad(), torch.random.fork_rng():
+                assert torch.equal(CASE.loss(session.model, CASE.batch(5)), before)
+            session.model.train()
+        assert_same(session.collect(), reference(CASE, recipe))

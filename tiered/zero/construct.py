@@ -34,11 +34,11 @@ _numbers = itertools.count()
 class ConstructedParameter:
     """One parameter between its constructor and ``shard``: a scratch key of its own, leased while it is used.
 
-    Stands where a sharded parameter has its unit and engine.
+    Stands where a sharded parameter has its unit and its owner.
     """
 
     def __init__(self, construction: _Construction, segment: Segment) -> None:
-        self.engine = construction
+        self.owner = construction
         self.key = f"construct/{next(_numbers)}"
         self.segment = segment
         self.lease: Lease | None = None
@@ -48,13 +48,13 @@ class ConstructedParameter:
 
     def describe(self) -> str:
         """Return the state in words, for messages."""
-        return "under construction" if self.engine.is_open else "constructed, not sharded"
+        return "under construction" if self.owner.is_open else "constructed, not sharded"
 
     def show(self) -> None:
         """Lease the bytes and make the parameter a view of them."""
         if self.lease is None:
-            self.lease = self.engine.store.working_set.lease(self.key, "rw")
-            self.engine.shown[self] = None
+            self.lease = self.owner.store.working_set.lease(self.key, "rw")
+            self.owner.shown[self] = None
             with without_dispatch():
                 self.segment.parameter.data = self.segment.view(self.lease.tensor)
 
@@ -62,7 +62,7 @@ class ConstructedParameter:
         """Give the lease back; what still looks at the bytes keeps them."""
         if self.lease is not None:
             lease, self.lease = self.lease, None
-            self.engine.shown.pop(self, None)
+            self.owner.shown.pop(self, None)
             with without_dispatch():
                 self.segment.parameter.data = placeholder(self.segment.shape, self.segment.dtype)
             lease.release()

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-
-if TYPE_CHECKING:
-    from tiered.zero.parameters.unit import Segment
 
 __all__ = ["Export"]
 
@@ -21,7 +16,7 @@ class Export:
     __slots__ = ("_copies", "_num_calls")
 
     def __init__(self) -> None:
-        self._copies: dict[Segment, torch.Tensor] = {}
+        self._copies: dict[object, torch.Tensor] = {}
         self._num_calls = 0
 
     def __bool__(self) -> bool:
@@ -42,7 +37,7 @@ class Export:
         self._num_calls = 0
         self._copies.clear()
 
-    def copy(self, segment: Segment, values: torch.Tensor) -> torch.Tensor:
+    def copy(self, segment: object, values: torch.Tensor) -> torch.Tensor:
         """Return a copy of a parameter's ``values``: as in torch, the names of a tied one share their memory."""
         if segment not in self._copies:
             self._copies[segment] = values.clone()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +18,10 @@ from tiered.bytes.free_memory import free_memory
 from tiered.errors import CapacityError, UsageError
 from tiered.store.store import Store
 from tiered.units import format_bytes
+from tiered.zero.engine import Engine
 from tiered.zero.frames import num_on_stack
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Unit
-
-if TYPE_CHECKING:
-    from tiered.zero.engine import Engine
 
 __all__ = ["ModelState", "RandomState", "check_added", "hook_state_dicts", "refuse_missing"]
 
@@ -209,16 +207,16 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
     """Make ``state_dict`` copy and ``load_state_dict`` write parameters, of the model and of each of its modules."""
 
     def begin_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if engine.export and num_on_stack(nn.Module.state_dict.__code__) == 1:
-            engine.export.end()  # one before this failed in the middle, in a hook of the caller's say
-        if not engine.export:
+        if engine.phase.export and num_on_stack(nn.Module.state_dict.__code__) == 1:
+            engine.phase.export.end()  # one before this failed in the middle, in a hook of the caller's say
+        if not engine.phase.export:
             _check_room(module, engine)
-        engine.export.enter()
+        engine.phase.export.enter()
 
     def end_export(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-        engine.export.leave()
-        if not engine.export:
-            engine.residency.park_all()
+        engine.phase.export.leave()
+        if not engine.phase.export:
+            engine.open_units.park_all()
 
     def begin_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
@@ -232,13 +230,13 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
             )
         if not prefix:  # the module that it was called on; one before this may have failed in the middle
             engine.check_idle("load_state_dict()")
-            engine.num_loading = 0
-        engine.num_loading += 1
+            engine.phase.num_loading = 0
+        engine.phase.num_loading += 1
 
     def end_load(module: nn.Module, incompatible: Any) -> None:
-        engine.num_loading -= 1
-        if engine.num_loading == 0:
-            engine.residency.park_all()
+        engine.phase.num_loading -= 1
+        if engine.phase.num_loading == 0:
+            engine.open_units.park_all()
 
     for module in model.modules():
         module.register_state_dict_pre_hook(begin_export)  # type: ignore[no-untyped-call]

@@ -35,6 +35,7 @@ from tiered.zero.parameters.methods import running
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.placeholder import placeholder
 from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.store_events import prepare_for
 from tiered.zero.weights import Weights
 
 __all__ = ["shard"]
@@ -91,7 +92,7 @@ def shard(
     shares = _shares_of(units, store.working_set.budget_bytes, hold, swaps="swap" in words.values())
     _fill(store, units, source, adopt=committed is not None)
     engine = Engine(store, model, units, shares=shares)
-    engine.must_resume = engine.layouts.is_stale = engine.layouts.drops_frozen = committed is not None
+    engine.phase.must_resume = engine.layouts.is_stale = engine.layouts.drops_frozen = committed is not None
     engine.activations.swapped.share_bytes = shares.activations
     engine.activations.words = {unit: words[unit.name] for unit in units}
     _hook(model, modules, units, engine)
@@ -116,8 +117,8 @@ def _adopt(store: Store, model: nn.Module, units: Sequence[Unit], committed: dic
 
 
 def _register(store: Store, model: nn.Module, engine: Engine) -> None:
-    """Make the model part of what ``store`` commits, and known to what it reports."""
-    store.add_guard(engine.guard)
+    """Have ``store`` tell ``engine`` of its calls, and commit what rides along with the keys."""
+    store.add_guard(functools.partial(prepare_for, engine))
     for prefix, name in _CLASSES.items():
         store.working_set.recorder.classify(f"model/{prefix}/", name)
     if store.durable:
@@ -303,15 +304,15 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
 @uninterrupted
 def _enter(engine: Engine, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
     if engine.calls and module is engine.model():
-        engine.leave_abandoned(module)
+        engine.forward.leave_abandoned(module)
     changed = with_repeated_arguments(args, kwargs) if is_recomputing() else None
-    engine.enter(module, unit)
+    engine.forward.enter(module, unit)
     return changed
 
 
 @uninterrupted
 def _exit(engine: Engine, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    return engine.exit(module, output)
+    return engine.forward.exit(module, output)
 
 
 def _wrap_methods(module: nn.Module, engine: Engine, unit: Unit | None) -> None:

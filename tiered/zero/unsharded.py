@@ -37,7 +37,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
             f"unsharded({type(module).__name__}) needs {format_bytes(nbytes)} of DRAM, the budget is"
             f" {format_bytes(budget)}; expected a smaller module: use it on one unit at a time"
         )
-    shielded = engine.residency.shielded
+    shielded = engine.open_units.shielded
     added = [unit for unit in units if unit not in shielded]
     shielded |= set(added)
     digests: dict[Segment, int] = {}
@@ -64,12 +64,12 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     For ``update="backward"``; under ``update="step"`` every backward only adds, and the block changes nothing.
     """
     engine = _engine_of(_units_of(model))
-    engine.num_accumulating += 1
+    engine.phase.num_accumulating += 1
     try:
         yield
     finally:
         engine.backward.settle()
-        engine.num_accumulating = max(0, engine.num_accumulating - 1)  # a rollback has ended all
+        engine.phase.num_accumulating = max(0, engine.phase.num_accumulating - 1)  # a rollback has ended all
 
 
 def _units_of(module: nn.Module) -> list[Unit]:
@@ -78,7 +78,7 @@ def _units_of(module: nn.Module) -> list[Unit]:
     units = dict.fromkeys(p.segment.unit for p in parameters if isinstance(p, TieredParameter))
     if not parameters:
         raise UsageError(f"{type(module).__name__} has no parameters; expected a sharded module")
-    if not units or not all(isinstance(unit.engine, Engine) for unit in units):
+    if not units or not all(isinstance(unit, Unit) for unit in units):
         raise UsageError(f"{type(module).__name__} is not sharded; expected a model that tiered.shard returned")
     return list(units)
 

@@ -47,7 +47,8 @@ class Residence:
     """An entry's bytes in DRAM and their users. ``entry`` is None once they were replaced under living tensors."""
 
     __slots__ = (
-        "aliases", "buffer", "claims", "entry", "is_leaving", "name", "open_readers", "open_writers", "writers"
+        "aliases", "buffer", "claims", "entry", "is_leaving", "name", "open_readers", "open_writers",
+        "pinned_nbytes", "writers",
     )  # fmt: skip
 
     def __init__(self, buffer: Buffer, entry: Entry) -> None:
@@ -58,6 +59,7 @@ class Residence:
         self.writers = 0  # those of the leases that may write
         self.open_readers = 0  # leases that were not released
         self.open_writers = 0
+        self.pinned_nbytes = 0  # what the leases count in a share of the budget
         self.claims = 0  # callers that wait for these bytes, or copy them
         self.is_leaving = False  # swap_out was asked for: first candidate for eviction once clean
 

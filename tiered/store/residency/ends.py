@@ -40,7 +40,10 @@ class Ends:
         """Take the ends out of the queue, under the lock; a notification is left to the thread that waits for one."""
         was_notified = False
         while not self.queue.empty():
-            alias = self.queue.get_nowait()
+            try:
+                alias = self.queue.get_nowait()
+            except queue.Empty:  # the thread that waits has it in hand, and puts it back before it goes on
+                break
             if alias is not None:
                 yield alias
             was_notified |= alias is None

@@ -70,10 +70,9 @@ class Keys:
     def replace(self, old: Entry | None, key: str, spec: Spec, *, scratch: bool, key_id: int | None = None) -> Entry:
         """Return a new UNDEFINED entry for ``key`` in the place of ``old``, which is settled."""
         if old is not None:
-            self._records.remove(old)
-            self._residents.drop(old)
+            self._remove(old)
         entry = self._records.add(key, spec, scratch=scratch, key_id=key_id)
-        entry.held = old is not None and old.held
+        self._hold(entry, old is not None and old.held)
         return entry
 
     def remove(self, key: str) -> bool:
@@ -81,16 +80,27 @@ class Keys:
         entry = self.settled(key, "deletion")
         if entry is None:
             return False
-        self._records.remove(entry)
-        self._residents.drop(entry)
+        self._remove(entry)
         return True
 
     def set_held(self, key: str, held: bool) -> None:
         """Keep ``key`` in DRAM for good, or no more. KeyError."""
         entry = self.find(key)
         self._residents.withdraw(entry)
-        entry.held = held
+        self._hold(entry, held)
         self._residents.offer(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        self._records.remove(entry)
+        self._residents.drop(entry)
+        if entry.held:  # the entry of before a replacement says that it was
+            self._residents.share.held_bytes -= self._space.round_up(entry.nbytes)
+
+    def _hold(self, entry: Entry, held: bool) -> None:
+        if entry.held != held:
+            nbytes = self._space.round_up(entry.nbytes)
+            self._residents.share.held_bytes += nbytes if held else -nbytes
+        entry.held = held
 
     def wait_for(self, entry: Entry, deadline: Deadline) -> None:
         """Wait for a change of ``entry``; its bytes in DRAM are not evicted meanwhile."""

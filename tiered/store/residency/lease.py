@@ -16,7 +16,7 @@ from tiered.bytes.arena import Buffer
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import LeaseError, UsageError
 from tiered.store.format.spec import Spec
-from tiered.store.records.entry import Alias
+from tiered.store.records.entry import Alias, Residence
 from tiered.store.residency.write_targets import flat_values, name_of, write_targets
 
 __all__ = ["EndedView", "Lease", "LeaseBlock", "Lessor", "Mode", "ReadOnlyView", "plain_of", "tensor_over"]
@@ -71,6 +71,11 @@ class Lease:
     def buffer(self) -> Buffer:
         """The buffer that has the bytes; for the holder of the lease."""
         return self._alias.residence.buffer
+
+    @property
+    def residence(self) -> Residence:
+        """The key's bytes in DRAM; for the working set."""
+        return self._alias.residence
 
     def release(self, *, is_written: bool = False) -> bool:
         """Drop the lease's own reference; return whether the lease has ended (no other tensor is alive). Idempotent.

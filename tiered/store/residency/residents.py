@@ -19,6 +19,7 @@ from tiered.bytes.condition import Condition
 from tiered.store.records.entry import Alias, Entry, EntryState, Residence
 from tiered.store.records.table import Table
 from tiered.store.residency.ends import Ends
+from tiered.store.residency.share import Share
 
 __all__ = ["EvictionPolicy", "LeastRecentlyUsed", "Residents", "be_thread", "this_thread"]
 
@@ -92,6 +93,7 @@ class Residents:
         self.dirty_bytes = 0
         self.resident_bytes = 0
         self.orphans: set[Residence] = set()  # replaced or deleted under living tensors
+        self.share = Share(arena.nbytes)
         self.num_evictions = 0
         self.num_arriving = 0  # swap ins in flight
         self.num_claims = 0  # callers that are about to use, or copy, bytes in DRAM
@@ -113,8 +115,13 @@ class Residents:
         """Bytes that were replaced or deleted under living tensors."""
         return sum(residence.buffer.nbytes for residence in self.orphans)
 
-    def take_nowait(self, nbytes: int) -> Buffer | None:
-        """Lease a buffer, evicting clean entries as needed; None when the rest is in use, or worth to be kept."""
+    def take_nowait(self, nbytes: int, *, is_held: bool = False) -> Buffer | None:
+        """Lease a buffer, evicting clean entries as needed; None when the rest is in use, or worth to be kept.
+
+        And where it would be from a share of the budget that is another caller's; one of a held key never is.
+        """
+        if not is_held and not self.share.admits(nbytes):
+            return None
         while True:
             buffer = self.arena.allocate_nowait(nbytes)
             if buffer is not None:
@@ -237,6 +244,8 @@ class Residents:
         assert residence is not None
         if is_writer or entry.state is EntryState.CLEAN:  # a dirty one may be written while it is read
             self.withdraw(entry)
+        if not residence.aliases:
+            self.share.pin(residence, is_held=entry.held)
         residence.aliases += 1
         residence.writers += is_writer
         residence.open_writers += is_writer
@@ -296,6 +305,8 @@ class Residents:
             self.forget_user(alias.thread)
             residence = alias.residence
             residence.aliases -= 1
+            if not residence.aliases:
+                self.share.unpin(residence)
             residence.writers -= alias.is_writer
             self.settle(residence)
 

@@ -110,6 +110,7 @@ class Room:
             self._residents.drain()
             buffer = self._residents.take_nowait(self._space.round_up(nbytes))
             if buffer is not None:
+                self._residents.share.reserve(buffer)
                 self._reservations[buffer] = None if is_lasting else this_thread()
                 if not is_lasting:
                     self._residents.users[this_thread()] += 1
@@ -128,7 +129,7 @@ class Room:
         with self._condition:
             self.drop(buffer)
 
-    def make(self, nbytes: int, deadline: Deadline) -> None:
+    def make(self, nbytes: int, deadline: Deadline, *, is_held: bool = False) -> None:
         """Take one step towards ``nbytes`` of free budget: write, wait, or reclaim. The caller then tries again.
 
         Raises CapacityError when no step is left, DeadlineError, and errors of the background.
@@ -140,7 +141,7 @@ class Room:
                 self._queue.append(deadline)
             self._residents.drain()
             self.raise_failure()
-            if self._has_room(needed) and not self._residents.is_worth_waiting():
+            if self._has_room(needed, is_held=is_held) and not self._residents.is_worth_waiting():
                 return
             reason = Wait.COMMIT if self._is_waiting_for_commit() else Wait.WRITE
             leased = self._residents.arena.leased_nbytes - self._residents.clean_bytes
@@ -153,7 +154,7 @@ class Room:
         if shortage is not None:
             self.grow(shortage)
         elif not transfers and not is_waiting:
-            self._reclaim(needed, deadline)
+            self._reclaim(needed, deadline, is_held=is_held)
         self.recorder.waited(reason, "", begun_s)
 
     def pump(self) -> None:
@@ -191,7 +192,7 @@ class Room:
             with self._condition:
                 raise self._space.explain(error, self._records.superseded()) from error
 
-    def _reclaim(self, needed: int, deadline: Deadline) -> None:
+    def _reclaim(self, needed: int, deadline: Deadline, *, is_held: bool) -> None:
         """Nothing is in flight: ask the reclaimers, then wait for other threads' leases, then collect, then give up."""
         with self._condition:
             self._check_patience(needed, deadline)
@@ -205,10 +206,12 @@ class Room:
                 self.num_waiting -= 1
         with self._condition:
             self._residents.drain()
-            if self._has_room(needed) or self._is_moving() or self._residents.dirty:
+            is_admitted = is_held or self._residents.share.admits(needed)
+            if self._has_room(needed, is_held=is_held) or self._is_moving() or (is_admitted and self._residents.dirty):
                 return
             me, my_number = threading.current_thread(), this_thread()
-            if any(user != my_number and self.waits_for.get(user) is not me for user in self._residents.users):
+            others = (user for user in self._residents.users if user != my_number)
+            if not is_admitted or any(self.waits_for.get(user) is not me for user in others):
                 self._wait(deadline)
                 return
             num_used, is_hopeless = self._residents.users.total(), not self._lingering()
@@ -228,7 +231,7 @@ class Room:
 
     def stand_back(self, deadline: Deadline) -> None:
         """Let callers that came earlier go first, before the one with ``deadline`` takes or pins memory."""
-        if not self._queue or not self._has_nothing():
+        if not self._queue or not self._has_nothing() or self._residents.share.is_callers:
             return
         if deadline not in self._queue:
             self._queue.append(deadline)
@@ -250,6 +253,7 @@ class Room:
     def take_over(self, buffer: Buffer) -> None:
         """Let the bytes that ``reserve`` returned become a key's."""
         thread = self._reservations.pop(buffer)
+        self._residents.share.unreserve(buffer)
         if thread is not None:
             self._residents.forget_user(thread)
 
@@ -287,8 +291,10 @@ class Room:
                 found += nbytes if gives_way else 0
         return max(0, found)
 
-    def _has_room(self, needed: int) -> bool:
+    def _has_room(self, needed: int, *, is_held: bool) -> bool:
         """Whether evicting all clean entries would be enough."""
+        if not is_held and not self._residents.share.admits(needed):
+            return False
         return self._residents.arena.leased_nbytes - self._residents.clean_bytes + needed <= self.budget_bytes
 
     def _is_moving(self) -> bool:

@@ -207,7 +207,7 @@ class WorkingSet:
                     if needs is LeaseNeeds.SWAP_IN and reading is not None and reading.error is not None:
                         raise reading.error
                     nbytes = self.space.round_up(entry.nbytes)
-                    buffer = None if urgent is not None else self.residents.take_nowait(nbytes)
+                    buffer = None if urgent is not None else self.residents.take_nowait(nbytes, is_held=entry.held)
                     if buffer is not None and needs is LeaseNeeds.BUFFER:
                         return self._grant(entry, mode, buffer, is_brief)
                     if buffer is not None:
@@ -216,7 +216,7 @@ class WorkingSet:
                 if urgent is not None:
                     urgent.start()
                 elif buffer is None:
-                    self.room.make(nbytes, deadline)
+                    self.room.make(nbytes, deadline, is_held=entry.held)
                 elif reading is not None:
                     reading.start()
         finally:
@@ -296,6 +296,22 @@ class WorkingSet:
         with self.condition:
             for key in names:
                 self.keys.set_held(key, held)
+
+    def set_aside(self, nbytes: int, is_for: Callable[[], bool]) -> None:
+        """Leave ``nbytes`` of the budget to the leases of the thread in which ``is_for()`` holds; 0 ends that.
+
+        Others then wait, or give back, as if the budget were so much smaller; what may be evicted is no hindrance.
+        """
+        with self.condition:
+            self.residents.share.set_aside(nbytes, is_for)
+            self.condition.notify_all()
+
+    def change_share(self, lease: Lease) -> None:
+        """Count the bytes of ``lease``, which another thread has taken, in what is set aside."""
+        with self.condition:
+            residence = lease.residence
+            if residence.aliases:
+                self.residents.share.change(residence)
 
     def set_policy(self, policy: EvictionPolicy) -> None:
         """Let ``policy`` choose the keys to evict from now on."""

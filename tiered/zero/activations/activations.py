@@ -26,10 +26,10 @@ from tiered.zero.activations.freed_objects import FreedObjects
 from tiered.zero.activations.recompute import Recompute, RecomputedForward
 from tiered.zero.activations.saved import Kept, own_pair_in_force
 from tiered.zero.activations.swapped import SwappedActivations, SwappedTensor
-from tiered.zero.gradients.backward import in_graph_task
+from tiered.zero.step import in_graph_task
 
 if TYPE_CHECKING:
-    from tiered.zero.engine import Engine
+    from tiered.zero.parameters.conductor import Conductor
     from tiered.zero.parameters.unit import Unit
 
 __all__ = ["WORDS", "ActivationRule", "Activations", "choose_swapped", "words_of"]
@@ -108,7 +108,7 @@ class Activations:
     weights.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Conductor) -> None:
         self.swapped = SwappedActivations(engine)
         self.words: dict[Unit, str] = {}  # those missing keep
         self.swapping: set[Unit] | None = None  # the "auto" units that swap, once measured

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.zero.activations.saved import SavedPair
+from tiered.zero.step import Event
 
 if TYPE_CHECKING:
-    from tiered.zero.engine import Engine
     from tiered.zero.parameters.unit import ReferenceToken, Unit
 
 __all__ = ["Recompute", "RecomputedForward"]
@@ -41,7 +41,7 @@ class RecomputedForward:
         self.modules = list(module.modules())
         self._copies: dict[int, torch.Tensor] = {}  # of buffers as they were last: constant ones are copied once
 
-    def __call__(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward; autograd keeps its tensor inputs and nothing else. Raises UsageError if it wrote one."""
         arguments = _Arguments(args, kwargs)
         recompute = Recompute(self, engine, (args, kwargs), arguments)
@@ -73,7 +73,7 @@ class Recompute:
     def __init__(
         self,
         recomputed: RecomputedForward,
-        engine: Engine,
+        engine: Any,
         given: tuple[tuple[Any, ...], dict[str, Any]],
         arguments: _Arguments,
     ) -> None:
@@ -99,7 +99,7 @@ class Recompute:
         unit = self._recomputed.unit
         versions = [_version_of(tensor) for tensor in tensors]
         self.touch(unit)
-        pair = SavedPair(self._engine, is_outermost=False, recomputed=unit.name)
+        pair = SavedPair(self._engine, self._engine.activations.pack, is_outermost=False, recomputed=unit.name)
         with self._engine.activations.recomputing(self), pair:
             output = self._recomputed.forward(*args, **kwargs)
         for tensor, version, place in zip(tensors, versions, self._arguments.places, strict=True):
@@ -113,7 +113,7 @@ class Recompute:
     def _run_again(self, tensors: Sequence[torch.Tensor]) -> Any:
         engine, recomputed = self._engine, self._recomputed
         name = recomputed.unit.name
-        engine.check_usable(f"recompute of unit {name!r}")
+        engine.phase.check(Event.BACKWARD, f"recompute of unit {name!r}:")
         for unit, version in self._versions.items():
             if unit.version != version:
                 raise UsageError(
@@ -121,7 +121,7 @@ class Recompute:
                     ' forward; expected one backward per forward and step: use update="step" for several'
                 )
         args, kwargs = self._arguments.build(tensors)
-        engine.enter(recomputed.module, recomputed.unit)
+        engine.forward.enter(recomputed.module, recomputed.unit)
         try:
             with engine.activations.running_again(), self._as_it_was():
                 return recomputed.forward(*args, **kwargs)
@@ -129,7 +129,7 @@ class Recompute:
             error.add_note(f"in the recompute of unit {name!r}, which activations={{{name!r}: 'keep'}} does without")
             raise
         finally:
-            engine.exit(recomputed.module, None)
+            engine.forward.exit(recomputed.module, None)
             self._tokens.clear()  # Lifetime: what was recomputed lies in the units' buffers and keeps them itself
 
     @contextmanager

@@ -15,16 +15,17 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from tiered.errors import UsageError
-from tiered.zero.gradients.backward import in_graph_task
 from tiered.zero.parameters.parameter import without_dispatch
+from tiered.zero.step import in_graph_task
 
 if TYPE_CHECKING:
-    from tiered.zero.engine import Engine
+    from tiered.zero.parameters.conductor import Conductor
     from tiered.zero.parameters.unit import ReferenceToken, Unit
 
 __all__ = [
     "Kept",
     "SavedPair",
+    "SavedPairs",
     "SavedReference",
     "check_unmodified",
     "is_recomputing",
@@ -152,8 +153,17 @@ class SavedPair:
     ``recomputed``: the name of the unit whose forward runs, where a checkpoint of ours is below.
     """
 
-    def __init__(self, engine: Engine, *, is_outermost: bool = True, recomputed: str = "") -> None:
+    def __init__(
+        self,
+        engine: Conductor,
+        pack: Callable[[torch.Tensor], _Packed],
+        *,
+        is_outermost: bool = True,
+        recomputed: str = "",
+    ) -> None:
+        """``pack`` takes what is no unit's where no other pair does."""
         self._engine = engine
+        self._pack_other = pack
         self._outer: _Pair | None = None
         self._is_outermost = is_outermost
         self._is_in_checkpoint = False
@@ -165,7 +175,7 @@ class SavedPair:
         """Whether a unit under this pair may run again on its own: no checkpoint or pair of the caller's is between."""
         return self._is_outermost and not self._is_in_checkpoint
 
-    def is_of(self, engine: Engine) -> bool:
+    def is_of(self, engine: Conductor) -> bool:
         """Return whether this pair knows the units of ``engine``."""
         return self._engine is engine
 
@@ -198,11 +208,11 @@ class SavedPair:
         self.exit()
 
     def _pack(self, tensor: torch.Tensor) -> _Packed:
-        place = self._engine.residency.place_of(tensor)
+        place = self._engine.open_units.place_of(tensor)
         outer = self._outer
         if place is None:
             if outer is None:
-                return self._engine.activations.pack(tensor)
+                return self._pack_other(tensor)
             handed_on = _HandedOn(outer[1], outer[0](tensor), self._recomputed)
             if self._is_in_checkpoint and (called := self._engine.calls.innermost_unit()) is not None:
                 handed_on.token = called.token()
@@ -212,8 +222,25 @@ class SavedPair:
         return _HandedOnWeight(outer[1], tree_map_only(torch.Tensor, self._as_reference, outer[0](tensor)))
 
     def _as_reference(self, tensor: torch.Tensor) -> torch.Tensor | SavedReference:
-        place = self._engine.residency.place_of(tensor)
+        place = self._engine.open_units.place_of(tensor)
         return tensor if place is None else SavedReference(*place, tensor)
+
+
+class SavedPairs:
+    """The pairs of hooks of one model. ``pack`` takes what is no unit's where no other pair does."""
+
+    def __init__(self, engine: Conductor, pack: Callable[[torch.Tensor], _Packed]) -> None:
+        self._engine = engine
+        self._pack = pack
+
+    def make(self, *, is_outermost: bool) -> SavedPair:
+        """Return a new pair, not in force yet."""
+        return SavedPair(self._engine, self._pack, is_outermost=is_outermost)
+
+    def is_on_top(self) -> bool:
+        """Return whether the innermost pair in force is one of these."""
+        pair = own_pair_in_force()
+        return pair is not None and pair.is_of(self._engine)
 
 
 class _HandedOn:

@@ -24,7 +24,7 @@ from tiered.zero.activations.freed_objects import FreedObjects
 from tiered.zero.activations.saved import check_unmodified
 
 if TYPE_CHECKING:
-    from tiered.zero.engine import Engine
+    from tiered.zero.parameters.conductor import Conductor
 
 __all__ = ["SMALLEST_NBYTES", "SwappedActivations", "SwappedTensor"]
 
@@ -86,7 +86,7 @@ class SwappedActivations:
     again, in the order of a step, so that the trace knows them. Thread-safe.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Conductor) -> None:
         self.share_bytes = 0
         self.num_swapped = 0  # storages so far
         self.num_left = 0  # that found no room in the budget and stayed in ordinary memory

@@ -7,7 +7,7 @@ Autograd tells of each accumulated gradient and of the end of each graph task; a
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -16,41 +16,38 @@ from torch.autograd.graph import _engine_run_backward
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.zero.frames import num_on_stack
+from tiered.zero.parameters.calls import Calls
 from tiered.zero.parameters.parameter import without_dispatch
+from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.step import Event, Phase, in_graph_task
 
-if TYPE_CHECKING:
-    from tiered.zero.engine import Engine
-    from tiered.zero.parameters.unit import Segment, Unit
-
-__all__ = ["Backward", "in_graph_task"]
-
-
-def in_graph_task() -> bool:
-    """Return whether this thread runs inside an autograd backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
+__all__ = ["Backward"]
 
 
 class Backward:
-    """What is known of the backward that runs now.
+    """What is known of the backward that runs now. ``submit(unit)`` hands the update of a unit over that is due."""
 
-    ``done`` are the units updated in it; ``has_updated`` says that a backward has updated and ``step()`` is due.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        phase: Phase,
+        calls: Calls,
+        gradients_came: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
+        """``gradients_came()``: the last gradient has come, and what is due is updated next; ``ended()``: all is."""
+        self.submit: Callable[[Unit], None] = _submit_nothing
+        self._units = units
+        self._phase = phase
+        self._calls = calls
+        self._gradients_came = gradients_came
+        self._report_end = ended
         self._tasks: set[int] = set()
         self._is_running = False
-        self._has_begun = False  # an update has begun in this step
+        self._is_harmful = False  # this backward has accumulated or updated something
         self._waiting: dict[Unit, None] = {}  # accumulated, but not known to be final
         self._watched: set[Segment] = set()
         self._has_graphs = False  # of gradients, which none can keep that lies in a buffer
-        self.done: set[Unit] = set()
-        self.has_updated = False
-
-    @property
-    def is_half_done(self) -> bool:
-        """Whether some units may be updated and the step is not concluded."""
-        return self._has_begun or self.has_updated
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Follow the gradient of a tiered parameter that requires one."""
@@ -75,7 +72,7 @@ class Backward:
         Of micro-batches that take turns, each has a graph task inside the one that counts.
         """
         task = torch._C._current_graph_task_id()
-        if task == -1 or task in self._tasks or self._engine.lanes is not None:
+        if task == -1 or task in self._tasks or self._calls.turns.are_taken:
             return
         self._tasks.add(task)
         self._is_running = True
@@ -83,89 +80,68 @@ class Backward:
 
     @uninterrupted
     def settle(self) -> None:
-        """Notice a backward that failed: its end was never reported."""
+        """Notice a backward that failed: its end was never reported. One that was refused has harmed nothing."""
         if not self._is_running or in_graph_task():
             return
-        engine = self._engine
         self._tasks.clear()
+        self._waiting.clear()
+        is_harmful, self._is_harmful = self._is_harmful and self._is_updating(), False
         self._is_running = self._has_graphs = False
-        engine.is_between = False
+        self._phase.is_between = False
         self._clear_accumulated()
-        if self._is_updating() and (self._has_begun or engine.has_gradients()):
-            engine.abandon("a backward failed after parameters were updated or gradients accumulated")
-
-    def update(self, unit: Unit) -> None:
-        """Hand the update of ``unit`` over, and its gradients with it. Blocks while too much is pending."""
-        updater = self._engine.updater
-        assert updater is not None
-        if not self._has_begun:
-            self._has_begun = True
-            updater.begin()
-        self._waiting.pop(unit, None)
-        if updater.in_backward:
-            unit.gradients.reconcile()  # order: what an earlier backward left may have been dropped or replaced since
-        unit.park()
-        updater.update(unit)
-        unit.version += 1
-        self.done.add(unit)
-
-    def check_not_skipped(self) -> None:
-        """Raise UsageError where ``zero_grad()`` comes when gradients have been used and the step is due."""
-        if self.has_updated:
-            self._show_used()
-            raise UsageError(
-                'optimizer.zero_grad() between backward and optimizer.step() under update="backward", which has used'
-                ' the gradients: the step cannot be skipped any more; expected step() next, or update="step"'
-            )
+        if is_harmful:
+            self._phase.abandon("a backward failed after parameters were updated or gradients accumulated")
 
     def check_used(self) -> None:
         """Raise UsageError, once, for gradients put or dropped since this has used them; they show that again."""
         try:
-            for unit in self._engine.units:
+            for unit in self._units:
                 unit.gradients.check_used()
         except UsageError:
-            self._show_used()
+            self.show_used()
             raise
 
-    def _show_used(self) -> None:
-        for unit in self._engine.units:
+    def show_used(self) -> None:
+        """Let each gradient say again that the backward has used it."""
+        for unit in self._units:
             unit.gradients.show_used()
-
-    def conclude(self) -> None:
-        """The step is over."""
-        self.done.clear()
-        self.has_updated = self._has_begun = False
 
     def reset(self) -> None:
         """Forget everything."""
-        self.conclude()
         self._tasks.clear()
         self._waiting.clear()
-        self._is_running = self._has_graphs = False
+        self._is_running = self._has_graphs = self._is_harmful = False
         self._clear_accumulated()
 
+    def forget_touches(self) -> None:
+        """Forget which parameters were touched how often: a new step begins."""
+        for unit in self._units:
+            for segment in unit.segments:
+                segment.num_grad_touches = segment.num_no_grad_touches = 0
+
     def _is_updating(self) -> bool:
-        updater = self._engine.updater
-        is_due = updater is not None and updater.in_backward and not self._engine.num_accumulating
-        return is_due and not self._has_graphs
+        phase = self._phase
+        return phase.updates_in_backward and not phase.num_accumulating and not self._has_graphs
+
+    def _update(self, unit: Unit) -> None:
+        self._waiting.pop(unit, None)
+        unit.gradients.reconcile()  # order: what an earlier backward left may have been dropped or replaced since
+        self._phase.done.add(unit)
+        self.submit(unit)
 
     @uninterrupted
     def _accumulating(self, segment: Segment) -> None:
         """Autograd is about to accumulate the gradient of ``segment``."""
         self.seen()
-        if self.has_updated:
-            raise UsageError(
-                f'parameter {segment.name}: a second backward before optimizer.step() under update="backward"; expected'
-                ' one backward a step, `with tiered.accumulate(model):` around the others, or update="step"'
-            )
-        if segment.unit in self.done:
+        self._phase.check(Event.BACKWARD, f"parameter {segment.name}:")
+        if segment.unit in self._phase.done:
             raise UsageError(
                 f"parameter {segment.name}: a gradient after its unit was updated in this backward; expected all of it"
                 ' before: use update="step"'
             )
-        if self._engine.lanes is not None:
-            self._engine.lanes.about_to_accumulate(segment)
+        self._calls.turns.about_to_accumulate(segment)
         segment.unit.gradients.recall(segment)
+        self._is_harmful = True
 
     @uninterrupted
     def _accumulated(self, segment: Segment) -> None:
@@ -177,14 +153,13 @@ class Backward:
         del gradient
         unit.gradients.adopt(segment)
         segment.accumulated = True
-        if self._engine.lanes is not None:
-            self._engine.lanes.accumulated(segment)
+        self._calls.turns.accumulated(segment)
         if not self._is_updating():
             return
         self._waiting[unit] = None
         for candidate in list(self._waiting):
             if self._is_final(candidate):
-                self.update(candidate)
+                self._update(candidate)
 
     def _is_final(self, unit: Unit) -> bool:
         """Return whether no more gradient can come for ``unit`` and nobody needs its present bytes any more.
@@ -192,12 +167,10 @@ class Backward:
         A parameter accumulates once per graph task. One that a reentrant checkpoint will recompute more than once (it
         was touched without gradients in the forward) accumulates in several, and is final only at the end.
         """
-        if unit.has_references() or unit.num_ops or unit in self._engine.calls.units():
+        if unit.has_references() or unit.num_ops or unit in self._calls.units():
             return False
         for segment in unit.trainable_segments():
-            if not segment.accumulated:
-                return False
-            if self._engine.lanes is not None and not self._engine.lanes.is_done_with(segment):
+            if not segment.accumulated or not self._calls.turns.is_done_with(segment):
                 return False
             touches = segment.num_no_grad_touches
             if touches > 1 or (touches and segment.num_grad_touches):
@@ -209,31 +182,29 @@ class Backward:
         """A graph task of this backward is over."""
         if num_on_stack(_engine_run_backward.__code__) > 1:
             return  # a reentrant checkpoint's: the outermost reports too
-        engine = self._engine
         self._tasks.clear()
-        self._is_running = False
-        if engine.calls.are_in_forward or not self._clear_accumulated():
+        self._is_running = self._is_harmful = False
+        if self._calls.are_in_forward or not self._clear_accumulated():
             return  # autograd.grad: nothing was accumulated
-        engine.leave_methods()
-        engine.activations.decide()
-        engine.is_between = False
+        self._gradients_came()
+        self._phase.is_between = False
         if self._has_graphs:
             self._refuse_graphs()
         if self._is_updating():
-            for unit in engine.units:
+            for unit in self._units:
                 if unit.gradients.key:
-                    self.update(unit)
-            self.has_updated = True
-            self.done.clear()
+                    self._update(unit)
+            self._phase.has_updated = True
+            self._phase.done.clear()
         self._waiting.clear()
-        engine.forget_touches()
-        engine.residency.park_all()
+        self.forget_touches()
+        self._report_end()
 
     def _refuse_graphs(self) -> None:
         """Raise UsageError, at the end: autograd frees nothing of a backward with graphs that fails in the middle."""
         self._waiting.clear()
         self._has_graphs = False
-        for unit in self._engine.units:
+        for unit in self._units:
             unit.gradients.drop()
         raise UsageError(
             "backward(create_graph=True) of a sharded model, whose gradients have no graphs; expected"
@@ -244,9 +215,13 @@ class Backward:
     def _clear_accumulated(self) -> bool:
         """Clear the marks of this backward; return whether there were any."""
         found = False
-        for unit in self._engine.units:
+        for unit in self._units:
             unit.gradients.num_accumulating = 0
             for segment in unit.segments:
                 found = found or segment.accumulated
                 segment.accumulated = False
         return found
+
+
+def _submit_nothing(unit: Unit) -> None:
+    """There is no optimizer yet."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 
 from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
 from tiered.store.residency.working_set import Lease
+from tiered.zero.gradients.open_gradients import OpenGradients
 from tiered.zero.gradients.stand_in import Change, StandIn
 from tiered.zero.gradients.stored_gradient import StoredGradient, UsedGradient, with_pending
 from tiered.zero.gradients.taken_gradients import TakenGradients
@@ -29,19 +29,6 @@ _BETWEEN_CLIP_AND_STEP = (
 )
 
 
-class OpenGradients(Protocol):
-    """Whoever knows which gradients are in DRAM."""
-
-    def gradients_opened(self, gradients: UnitGradients) -> None:
-        """``gradients`` are in DRAM and shown."""
-
-    def gradients_closed(self, gradients: UnitGradients) -> None:
-        """``gradients`` are the working set's, or gone."""
-
-    def discard(self, key: str, lease: Lease | None) -> None:
-        """Delete a scratch key with its lease, later where a caller still sees its bytes."""
-
-
 class UnitGradients:
     """The gradients of one unit in one buffer, laid out as the unit's trainable spans are, for good.
 
@@ -55,17 +42,17 @@ class UnitGradients:
     """
 
     __slots__ = (
-        "__weakref__", "_clipped_version", "_is_changed", "_lay_out_anew", "_num_leases", "_residency", "_units",
+        "__weakref__", "_clipped_version", "_is_changed", "_lay_out_anew", "_num_leases", "_open_gradients", "_units",
         "factors", "key", "lease", "num_accumulating", "room", "sources", "unit", "working_set",
     )  # fmt: skip
 
     def __init__(
-        self, unit: Unit, units: Sequence[Unit], residency: OpenGradients, lay_out_anew: Callable[[Unit], None]
+        self, unit: Unit, units: Sequence[Unit], open_gradients: OpenGradients, lay_out_anew: Callable[[Unit], None]
     ) -> None:
         """``units``: all of the model, in the order in which gradients are read."""
         self.unit = unit
         self._units = units
-        self._residency = residency
+        self._open_gradients = open_gradients
         self._lay_out_anew = lay_out_anew
         self.working_set = unit.working_set
         self.lease: Lease | None = None
@@ -88,6 +75,8 @@ class UnitGradients:
         """Lease the buffer and return it: (nbytes,) uint8; what is stored is swapped in and shown as ``.grad``."""
         if self.lease is not None:
             return self.lease.tensor
+        self._open_gradients.end_lent()
+        self._open_gradients.make_room(self.nbytes)
         if self.key:
             self.lease = self.working_set.lease(self.key, "rw")
         else:
@@ -102,7 +91,7 @@ class UnitGradients:
                 self.working_set.delete([key])
                 raise
             self.key = key
-        self._residency.gradients_opened(self)
+        self._open_gradients.opened(self)
         with without_dispatch():
             for segment in self.unit.segments:
                 source = self.sources.get(segment)
@@ -126,13 +115,10 @@ class UnitGradients:
         self._read_ahead()
         source = self.sources.get(segment)
         pending = source.pending if isinstance(source, StoredGradient) else []
-        lease = self.working_set.lease(self.key, "r")
-        try:
-            with with_pending(self.working_set, segment.gradient_view(lease.tensor), pending) as values:
-                yield values
-                del values  # lifetime: the bytes are lent
-        finally:
-            lease.release()
+        lease = self._open_gradients.lend(self)
+        with with_pending(self.working_set, segment.gradient_view(lease.tensor), pending) as values:
+            yield values
+            del values  # lifetime: the bytes are lent
 
     def _read_ahead(self) -> None:
         """Ask for this unit's gradients and those of the next units, which are read next by whoever reads all."""
@@ -226,6 +212,7 @@ class UnitGradients:
 
     def move(self, lay_out_anew: Callable[[], None]) -> None:
         """Have ``lay_out_anew`` lay the unit out anew, and the gradients with it."""
+        self._open_gradients.end_lent()
         key, offsets = self.key, {s: s.grad_offset for s in self.unit.segments if s.has_gradient}
         if key:
             self.open()  # order: what is pending is applied where it belongs
@@ -241,7 +228,7 @@ class UnitGradients:
             for segment, offset in offsets.items():
                 segment.gradient_flat(buffer).copy_(lease.tensor[offset : offset + segment.nbytes].view(segment.dtype))
             self.note_clipped()
-            self._residency.discard(key, lease)
+            self._open_gradients.discard(key, lease)
 
     def _is_in_place(self, segment: Segment, gradient: torch.Tensor) -> bool:
         """Return whether ``gradient`` is the view of the leased buffer that belongs to ``segment``."""
@@ -339,13 +326,14 @@ class UnitGradients:
                     source = self.sources.setdefault(segment, StoredGradient(segment.name, self))
                     segment.parameter.grad = _stand_in(segment, source)
         lease, self.lease = self.lease, None
-        self._residency.gradients_closed(self)
+        self._open_gradients.closed(self)
         lease.release()
         self.working_set.swap_out([self.key])
         return True
 
     def take(self, *, used: bool) -> TakenGradients:
         """Hand the gradients over to an update; there are none here afterwards (see ``drop`` for ``.grad``)."""
+        self._open_gradients.end_lent()
         assert self.key
         pending = {s: source.take_pending() for s, source in self.sources.items() if s.has_gradient}
         taken = TakenGradients(
@@ -353,7 +341,7 @@ class UnitGradients:
             pending={segment: changes for segment, changes in pending.items() if changes},
         )  # fmt: skip
         if self.lease is not None:
-            self._residency.gradients_closed(self)
+            self._open_gradients.closed(self)
         self.key, self.lease = "", None
         self.drop(used=used)
         return taken
@@ -364,6 +352,7 @@ class UnitGradients:
 
         ``.grad`` of each becomes None, or with ``used`` a stand-in that says so.
         """
+        self._open_gradients.end_lent()
         self.sources = {s: UsedGradient(s.name) for s in self.unit.segments if used and s.has_gradient}
         with without_dispatch():
             for segment in self.unit.segments:
@@ -377,9 +366,9 @@ class UnitGradients:
         self._is_changed = False
         lease, self.lease = self.lease, None
         if lease is not None:
-            self._residency.gradients_closed(self)
+            self._open_gradients.closed(self)
         if self.key:
-            self._residency.discard(self.key, lease)
+            self._open_gradients.discard(self.key, lease)
         self.key = ""
 
     def zero(self) -> None:

@@ -6,6 +6,7 @@ UnitLayouts does so for all units of a model when the engine asks; the arithmeti
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,10 +14,12 @@ from tiered.errors import UsageError
 from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
-from tiered.zero.formats.budget import share_out_again
+from tiered.zero.formats.budget import share_out_again, work_sizes
 from tiered.zero.formats.codec import Bucket
+from tiered.zero.gradients.open_gradients import OpenGradients
 from tiered.zero.layout import Shares, Span, UnitLayout, whole_pages
 from tiered.zero.parameters.parameter import without_dispatch
+from tiered.zero.parameters.shared_schedule import SharedSchedule
 from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["Relayout", "UnitLayouts", "layout_for_now"]
@@ -129,12 +132,19 @@ def _contents(layout: UnitLayout) -> dict[str, list[tuple[int, int]]]:
     return contents
 
 
+class Moves(NamedTuple):
+    """What happens around the move of a unit's bytes."""
+
+    before: Callable[[Unit], None]  # waits for what is pending of the unit
+    after: Callable[[], None]  # there are other keys now
+    abandon: Callable[[str], None]  # a step is lost, for this reason
+
+
 class UnitLayouts:
     """How the units of one model are laid out now, the shares of the budget that follow, and which keys are held.
 
     ``nbytes`` has the size of each key that moves, for the schedule; ``rooms_nbytes`` that of each unit's gradients.
-    ``is_stale``: ``requires_grad`` was set since the units were laid out. ``before_move`` waits for what is pending of
-    a unit, ``after_move`` hears of other keys, ``abandon`` says that a step is lost.
+    ``is_stale``: ``requires_grad`` was set since the units were laid out.
     """
 
     def __init__(
@@ -142,14 +152,12 @@ class UnitLayouts:
         store: Store,
         units: Sequence[Unit],
         shares: Shares,
-        *,
-        before_move: Callable[[Unit], None],
-        after_move: Callable[[], None],
-        abandon: Callable[[str], None],
+        moves: Moves,
     ) -> None:
         self.shares = shares
         self.nbytes: dict[str, int] = {}
         self.rooms_nbytes: dict[str, int] = {}
+        self.gradient_bytes = 0  # of DRAM, for gradients that wait for a step
         self.are_held = False  # all keys, the optimizer's among them
         self.is_stale = False
         self.drops_frozen = False  # the next time, what was frozen since moves, too: after a resume
@@ -158,9 +166,7 @@ class UnitLayouts:
         self._buckets: Mapping[Unit, Sequence[Bucket[Segment]]] | None = None  # None: there is no optimizer yet
         self._updates_in_backward = False
         self._held: list[str] = []
-        self._before_move = before_move
-        self._after_move = after_move
-        self._abandon = abandon
+        self._moves = moves
 
     def __repr__(self) -> str:
         return f"UnitLayouts({len(self._units)} units, {len(self.nbytes)} keys, {len(self._held)} held)"
@@ -184,7 +190,25 @@ class UnitLayouts:
         working_set.release_hold([key for key in self._held if working_set.has(key)])
         working_set.hold(chosen)
         self._held = chosen
+        held_bytes = sum((parameters | state)[key] for key in chosen)
+        shares = self.shares
+        self.gradient_bytes = shares.gradients + shares.spare - shares.window + max(0, shares.held - held_bytes)
         self.are_held = self._buckets is not None and len(chosen) == len(parameters) + len(state)
+
+    def expect_steps(self, open_gradients: OpenGradients) -> SharedSchedule:
+        """Hold what is to be held of the keys that there are now; return the schedule of a step's uses."""
+        self.hold()
+        open_gradients.share_bytes = self.gradient_bytes
+        scratch = work_sizes([unit.layout for unit in self._units]).scratch
+        open_gradients.update_bytes = self.shares.update - scratch
+        return SharedSchedule(
+            self._store.working_set,
+            self.order(),
+            self.nbytes,
+            window_bytes=self.shares.read_ahead,
+            rooms=open_gradients,
+            rooms_nbytes=self.rooms_nbytes if self.are_held else None,
+        )
 
     def order(self) -> list[str]:
         """Return the order in which a step is expected to use the keys and rooms."""
@@ -220,7 +244,7 @@ class UnitLayouts:
             return
         layouts = [layout if each is unit else each.layout for each in self._units]
         shares = share_out_again(layouts, self._store.working_set.budget_bytes, self.shares)
-        self._before_move(unit)
+        self._moves.before(unit)
         if not unit.park():
             raise UsageError(
                 f"unit {unit.name!r}: a parameter was unfrozen while an operation uses its unit; expected before or"
@@ -228,14 +252,14 @@ class UnitLayouts:
             )
         unit.gradients.move(lambda: self._move(Relayout(unit, layout, self._store)))
         self.shares = shares
-        self._after_move()
+        self._moves.after()
 
     def _move(self, relayout: Relayout) -> None:
         relayout.copy()
         try:
             relayout.put()
         except BaseException as error:
-            self._abandon(f"{relayout!r} failed: {error}")
+            self._moves.abandon(f"{relayout!r} failed: {error}")
             raise
         finally:
             relayout.end()

@@ -37,15 +37,16 @@ class TakenGradients:
         self.factors = factors
         self.pending = pending
 
-    def open(self) -> None:
-        """Lease the bytes; what is stored is swapped in, and what is pending applied. Blocks."""
+    def open(self) -> Lease:
+        """Return the lease of the bytes; what is stored is swapped in, and what is pending applied. Blocks."""
         if self.lease is not None:
-            return
+            return self.lease
         self.lease = self._working_set.lease(self.key, "rw" if self.pending else "r")
         pending, self.pending = self.pending, {}
         for segment, changes in pending.items():
             for change in changes:
                 change(self.flat(segment))
+        return self.lease
 
     def flat(self, segment: Segment) -> torch.Tensor:
         """Return the (numel,) gradient of ``segment`` in memory order; the bytes must be leased."""

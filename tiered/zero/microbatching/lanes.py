@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.store.residency.residents import be_thread, this_thread
 from tiered.zero.microbatching.thread_state import Settings, ThreadState
-from tiered.zero.parameters.calls import CallStack
+from tiered.zero.parameters.calls import NO_TURNS, CallStack
+from tiered.zero.step import Running
 
 if TYPE_CHECKING:
-    from tiered.zero.engine import Engine
     from tiered.zero.microbatching.state_watch import InterruptionWatch
+    from tiered.zero.parameters.conductor import Conductor
     from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["Lane", "Lanes", "Streams", "Touches"]
@@ -146,7 +147,7 @@ class Lanes:
     before the next is opened, in order, wherever they use the same units. Where they do not, only more is swapped in.
     """
 
-    def __init__(self, engine: Engine, lanes: Sequence[Lane], streams: Streams, watch: InterruptionWatch) -> None:
+    def __init__(self, engine: Conductor, lanes: Sequence[Lane], streams: Streams, watch: InterruptionWatch) -> None:
         self._engine = engine
         self._lanes = list(lanes)
         self._streams = streams
@@ -166,7 +167,7 @@ class Lanes:
         """
         engine, settings = self._engine, Settings()
         own = engine.calls.stack
-        engine.lanes = self
+        engine.calls.turns = self
         engine.calls.others = [lane.stack for lane in self._lanes]
         try:
             while (lane := self._next()) is not None:
@@ -175,13 +176,13 @@ class Lanes:
             self._stop()
             raise
         finally:
-            engine.lanes = None
+            engine.calls.turns = NO_TURNS
             engine.calls.stack = own
             engine.calls.others = []
             settings.restore()
             self._join()
-            if not engine.abandoned:
-                engine.residency.park_idle(engine.calls.units())
+            if not engine.phase.abandoned:
+                engine.open_units.park_idle(engine.calls.units())
 
     @property
     def are_under_way(self) -> bool:
@@ -193,10 +194,18 @@ class Lanes:
         lane = self._running
         return lane if lane is not None and lane.thread is threading.current_thread() else None
 
+    are_taken = True
+
+    def touched(self, segment: Segment, *, with_grad: bool) -> None:
+        """The forward of the lane that asks uses ``segment``."""
+        lane = self.lane_here()
+        if lane is not None:
+            (lane.touches.with_grad if with_grad else lane.touches.without_grad).add(segment)
+
     def about_to_open(self, unit: Unit) -> None:
         """Pause the lane that asks, until it is its turn to open ``unit`` (or another lane has)."""
         lane = self.lane_here()
-        if lane is None or self._engine.activations.is_running_again:
+        if lane is None or self._engine.phase.running is Running.RECOMPUTE:
             return
         lane.check()
         if self._alone is not lane and self._streams.must_go_on(lane.index):

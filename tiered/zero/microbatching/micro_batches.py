@@ -6,6 +6,7 @@ Here is the door: what a micro-batch is, its loss, and the one node of the graph
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,16 +14,19 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
-from tiered.zero.engine import Engine
-from tiered.zero.gradients.backward import in_graph_task
 from tiered.zero.microbatching.lanes import Lane, Lanes, Touches
 from tiered.zero.microbatching.state_watch import InterruptionWatch, StateWatch
-from tiered.zero.microbatching.streams import BackwardStreams, ForwardStreams
+from tiered.zero.microbatching.streams import BackwardStreams, Foresight, ForwardStreams
+from tiered.zero.parameters.conductor import Conductor
 from tiered.zero.parameters.functorch import check_no_transform
 from tiered.zero.parameters.outputs import tensors
 from tiered.zero.parameters.parameter import TieredParameter
+from tiered.zero.parameters.unit import Unit
+from tiered.zero.step import Event, in_graph_task
 
 __all__ = ["micro_batches"]
+
+_foresights: weakref.WeakKeyDictionary[nn.Module, Foresight] = weakref.WeakKeyDictionary()
 
 
 def micro_batches(
@@ -92,7 +96,7 @@ class _Micro:
 class _Micros:
     """The micro-batches of one call."""
 
-    def __init__(self, engine: Engine | None, model: nn.Module, micros: list[_Micro]) -> None:
+    def __init__(self, engine: Conductor | None, model: nn.Module, micros: list[_Micro]) -> None:
         self.micros = micros
         self._engine = engine
         self._model = model
@@ -170,12 +174,14 @@ class _Turns:
         return self._streams.must_go_on(index)
 
 
-def _forward(engine: Engine, model: nn.Module, calls: Sequence[functools.partial[Any]]) -> list[_Micro]:
+def _forward(engine: Conductor, model: nn.Module, calls: Sequence[functools.partial[Any]]) -> list[_Micro]:
     """Run all forwards in turns, and those again that began with the wrong random numbers."""
     _check(engine)
     watch = StateWatch(model, len(calls))
     streams = ForwardStreams(
-        engine.foresight, [_kind(model, call) for call in calls], draws_nothing=not _may_draw(model)
+        _foresights.setdefault(model, Foresight()),
+        [_kind(model, call) for call in calls],
+        draws_nothing=not _may_draw(model),
     )
     turns = _Turns(streams, watch)
 
@@ -193,28 +199,26 @@ def _forward(engine: Engine, model: nn.Module, calls: Sequence[functools.partial
     return [_Micro(lane.index, lane.result, lane.touches) for lane in lanes]
 
 
-def _check(engine: Engine) -> None:
+def _check(engine: Conductor) -> None:
     """Raise UsageError or StepAbandonedError where no forward of several micro-batches can begin."""
     check_no_transform("tiered.micro_batches")
-    engine.leave_abandoned()
-    engine.leave_methods()
-    if engine.lanes is not None or engine.calls or in_graph_task():
+    engine.settle_calls()
+    if engine.calls.turns.are_taken or engine.calls or in_graph_task():
         raise UsageError("tiered.micro_batches inside a forward or backward of the model; expected outside")
-    engine.backward.settle()
-    engine.check_usable("tiered.micro_batches")
+    engine.phase.check(Event.FORWARD, "tiered.micro_batches")
 
 
-def _engine_of(model: nn.Module) -> Engine | None:
+def _engine_of(model: nn.Module) -> Conductor | None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"tiered.micro_batches({type(model).__name__}, ...); expected a Module")
-    found = {p.segment.unit.engine for p in model.parameters() if isinstance(p, TieredParameter)}
-    if not found:
+    units = [p.segment.unit for p in model.parameters() if isinstance(p, TieredParameter)]
+    if not units:
         return None
-    engine = found.pop()
-    if found or not isinstance(engine, Engine):
+    if not all(isinstance(unit, Unit) for unit in units) or len({unit.engine for unit in units}) > 1:
         raise UsageError(
             "tiered.micro_batches of a model not sharded, or sharded in parts; expected tiered.shard(model, store)"
         )
+    engine: Conductor = units[0].engine
     return engine
 
 

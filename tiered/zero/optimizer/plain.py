@@ -55,5 +55,18 @@ class PlainUnit:
             segment.unit = self  # type: ignore[assignment]
             self.segments.append(segment)
 
+    def trained(self) -> list[PlainSegment]:
+        """Return the segments whose parameters have a gradient now."""
+        return [segment for segment in self.segments if segment.parameter.grad is not None]
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Drop all gradients, or zero those that there are."""
+        for segment in self.segments:
+            gradient = segment.parameter.grad
+            if set_to_none or gradient is None:
+                segment.parameter.grad = None
+            else:
+                gradient.detach_().zero_()
+
     def __repr__(self) -> str:
         return f"PlainUnit({len(self.segments)} parameters)"

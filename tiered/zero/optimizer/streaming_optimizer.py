@@ -19,7 +19,8 @@ from tiered.store.store import Store
 from tiered.zero.engine import Engine
 from tiered.zero.formats.layout import FORMATS, Layouts
 from tiered.zero.formats.rules import Rule
-from tiered.zero.layout import bucket_numel_for, tile_numel_for
+from tiered.zero.gradients.updates import NO_UPDATES
+from tiered.zero.layout import bucket_numel_for, tile_numel_for, whole_pages
 from tiered.zero.model_state import check_added
 from tiered.zero.optimizer.committed_optimizer import (
     RegisteredOptimizer,
@@ -35,6 +36,7 @@ from tiered.zero.optimizer.optimizer_state import OptimizerState, StateUnit
 from tiered.zero.optimizer.plain import PlainUnit
 from tiered.zero.optimizer.unit_update import UnitUpdate
 from tiered.zero.optimizer.update import PlainSupply, Source, UpdatePipeline
+from tiered.zero.optimizer.update_thread import UpdateThread
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
 
@@ -50,8 +52,7 @@ class StreamingOptimizer(Optimizer):
     ``store``. ``defaults``: the hyperparameters of groups that do not name them. ``update="step"`` hands all
     updates over in ``step()``, to run behind the next forward; ``update="backward"`` each as soon as its gradients are
     final, and ``step()`` only concludes. "auto" is "step", which is right for every loop: an optimizer cannot know
-    whether the loop will clip or accumulate.
-    ``state`` is the word for the format that state is kept in.
+    whether the loop will clip or accumulate. ``state`` is the word for the format that state is kept in.
 
     A store that already holds this optimizer's state is adopted: call ``store.resume()``. Not thread-safe. Raises
     UsageError for unknown words or a store that holds another optimizer, CapacityError when the device has no room for
@@ -77,8 +78,10 @@ class StreamingOptimizer(Optimizer):
         self._known: set[Segment] = set()
         self._hypers: dict[Segment, dict[str, Any]] = {}
         self._engines: list[Engine] = []
+        self._threads: dict[Engine, UpdateThread] = {}
         self._plain: PlainUnit | None = None
         self._is_attached = False
+        self._frozen: list[dict[str, Any]] | None = None  # the hyperparameters of the step that has begun
         self._pipeline: UpdatePipeline
         self._state: OptimizerState
         super().__init__(params, defaults)
@@ -90,14 +93,11 @@ class StreamingOptimizer(Optimizer):
 
     @property
     def _title(self) -> str:
-        """Return the optimizer's public name, for messages."""
-        return f"tiered.{self.rule.name}"
+        return f"tiered.{self.rule.name}"  # for messages
 
     def _one_of(self, name: str, value: str, known: tuple[str, ...]) -> None:
         if value not in known:
             raise UsageError(f"{self._title}({name}={value!r}); expected one of {', '.join(map(repr, known))}")
-
-    # -- the parts ------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's optimizers do; only while the optimizer is being made."""
@@ -110,11 +110,10 @@ class StreamingOptimizer(Optimizer):
         stores: list[Store] = [] if store is None else [store]
         for parameter in self._parameters():
             if isinstance(parameter, TieredParameter):
-                engine = parameter.segment.unit.engine
+                engine = parameter.segment.unit.engine if isinstance(parameter.segment.unit, Unit) else None
                 if not isinstance(engine, Engine):
-                    raise UsageError(
-                        f"{self._title} on parameters made by construct; expected tiered.shard(model, ...) first"
-                    )
+                    what = f"{self._title} on parameters made by construct"
+                    raise UsageError(f"{what}; expected tiered.shard(model, ...) first")
                 if engine not in self._engines:
                     self._engines.append(engine)
                     stores.append(engine.store)
@@ -122,7 +121,7 @@ class StreamingOptimizer(Optimizer):
             raise UsageError(f"{self._title} on plain parameters; expected store= to keep the optimizer state in")
         if any(other is not stores[0] for other in stores):
             raise UsageError(f"{self._title} over several stores; expected one: make one optimizer per store")
-        if len(self._engines) > 1 or any(engine.updater is not None for engine in self._engines):
+        if len(self._engines) > 1 or any(engine.updates is not NO_UPDATES for engine in self._engines):
             raise UsageError(
                 f"a second {self._title} for one sharded model; expected one optimizer with several param groups"
             )
@@ -150,16 +149,12 @@ class StreamingOptimizer(Optimizer):
         if plain:
             self._plain = PlainUnit([(named.get(id(p), f"plain.{i}"), p) for i, p in enumerate(plain)])
             self._segments |= {segment.parameter: segment for segment in self._plain.segments}
-        for parameter in self._parameters():
-            if isinstance(parameter, TieredParameter):
-                self._segments[parameter] = parameter.segment
+        self._segments |= {p: p.segment for p in self._parameters() if isinstance(p, TieredParameter)}
         self._known = set(self._segments.values())
         committed = self._store.registered_state("tiered.optimizer") if self._store.durable else None
         units: list[StateUnit] = [unit for engine in self._engines for unit in engine.units]
         units += [self._plain] if self._plain is not None else []
-        managed: list[Collection[Segment]] = [
-            {segment for parameter, segment in self._segments.items() if _requires_grad(parameter)}
-        ]
+        managed: list[Collection[Segment]] = [{s for p, s in self._segments.items() if p.requires_grad}]
         numel = bucket_numel_for(sum(s.numel for s in unit.segments if s in managed[0]) for unit in units)
         if committed is not None:
             with taking_apart("tiered.optimizer", by=self._title):
@@ -183,13 +178,16 @@ class StreamingOptimizer(Optimizer):
         self._store.register("tiered.optimizer", RegisteredOptimizer(self))
         self._is_attached = True
         for engine in self._engines:
-            engine.updater = self
-            engine.write_listeners.append(self._state.set_master)
-            engine.set_state_keys(
-                {unit: self._state.buckets[unit] for unit in engine.units}, in_backward=self.in_backward
-            )
+            self._drive(engine)
 
-    # -- stepping -------------------------------------------------------------------------------------------------
+    def _drive(self, engine: Engine) -> None:
+        """Have the units of ``engine`` updated from now on, in a thread of their own."""
+        largest = max((bucket.nbytes for unit in engine.units for bucket in self._state.buckets[unit]), default=0)
+        thread = self._threads[engine] = UpdateThread(engine, buckets_bytes=3 * whole_pages(largest))
+        self._store.add_producer(thread)
+        engine.phase.updates_in_backward = self.in_backward
+        engine.write_listeners.append(self._state.set_master)
+        engine.attach(thread, self.submit, {unit: self._state.buckets[unit] for unit in engine.units})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do one optimizer step; returns what ``closure`` returned.
@@ -206,31 +204,37 @@ class StreamingOptimizer(Optimizer):
             if self.in_backward:
                 self._check_unchanged()
             if self._plain is not None:
-                trained = [s for s in self._plain.segments if s.parameter.grad is not None]
-                late = [s for s in trained if s not in self._state.steps]
+                late = [s for s in self._plain.trained() if s not in self._state.steps]
                 self._add_state(self._plain, late) if late else None
             for engine in self._engines:
-                engine.step()
+                self._step(engine)
             if self._plain is not None:
                 self._step_plain(self._plain)
         self._frozen = None
         return loss
+
+    def _step(self, engine: Engine) -> None:
+        due = engine.step()
+        for unit in due:  # order: what is refused leaves the gradients, and nothing half done
+            self._check(unit)
+        try:
+            with engine.schedule.hand_overs():
+                for unit in due:
+                    self.submit(unit)
+        except BaseException as error:
+            engine.phase.abandon(f"optimizer.step() failed: {error}")
+            raise
+        engine.step_ended()
 
     @uninterrupted
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or zero those that there are: after ``step`` there are none of sharded parameters."""
         for engine in self._engines:
             engine.zero_grad(set_to_none=set_to_none)
-        for segment in self._plain.segments if self._plain is not None else ():
-            gradient = segment.parameter.grad
-            if set_to_none or gradient is None:
-                segment.parameter.grad = None
-            else:
-                gradient.detach_().zero_()
+        if self._plain is not None:
+            self._plain.zero_grad(set_to_none=set_to_none)
 
-    _frozen: list[dict[str, Any]] | None = None
-
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Freeze the hyperparameters of the step that begins now."""
         self._frozen = [self.rule.freeze(group) for group in self.param_groups]
         self._hypers = {
@@ -246,7 +250,7 @@ class StreamingOptimizer(Optimizer):
                 ' ones; expected changes after step(), or update="step"'
             )
 
-    def check(self, unit: Unit) -> None:
+    def _check(self, unit: Unit) -> None:
         """Give state to each parameter of ``unit`` that has a gradient and none yet. Raises CapacityError."""
         late = [s for s in unit.segments if s.has_gradient and s in self._known and s not in self._state.steps]
         if late:
@@ -258,19 +262,28 @@ class StreamingOptimizer(Optimizer):
         for engine in self._engines:
             engine.expect_steps()
 
-    def update(self, unit: Unit) -> None:
+    def submit(self, unit: Unit) -> None:
         """Hand over the update of those parameters of ``unit`` that have a gradient, and the gradients.
 
         Hyperparameters and step counts are those of now. Blocks in a backward while too much is pending.
         """
+        engine = self._engines[0]  # there is one
+        if not engine.phase.has_begun:
+            engine.phase.has_begun = True
+            self._begin()
+        unit.park()
+        self._hand_over(engine, unit)
+        unit.version += 1
+
+    def _hand_over(self, engine: Engine, unit: Unit) -> None:
         gradients = unit.gradients
         managed = [s for s in unit.segments if s.has_gradient and s in self._known]
-        self.check(unit)
+        self._check(unit)
         if not managed:
             gradients.drop(used=self.in_backward)
             return
-        engine = self._engines[0]  # there is one
-        limit = engine.pending_bytes if self.in_backward else None
+        thread = self._threads[engine]
+        limit = engine.layouts.shares.spare // 2 if self.in_backward else None
         buckets = [b for b in self._state.buckets[unit] if not {p.segment for p in b.pieces}.isdisjoint(managed)]
         parameter_keys = unit.keys_of(managed).values()
         state_keys = [bucket.key for bucket in buckets]  # order: promised before the wait, or they would be evicted
@@ -279,33 +292,26 @@ class StreamingOptimizer(Optimizer):
         else:
             engine.schedule.hand_over([*parameter_keys, gradients.key, *state_keys])
         try:
-            engine.worker.make_room(unit, 2 * gradients.nbytes, limit)
-            engine.check_updates()
+            thread.make_room(unit, 2 * gradients.nbytes, limit)
+            thread.raise_failure()
         except BaseException:
             engine.schedule.take_back([*parameter_keys, gradients.key, *state_keys])
             raise
         hypers = {segment: self._state.count(segment, self._hypers[segment]) for segment in managed}
         taken = gradients.take(used=self.in_backward)
         update = UnitUpdate(unit, buckets, hypers, taken, self._pipeline, engine.schedule)
-        engine.worker.submit(update, is_settled=engine.schedule.is_settled)
+        thread.submit(update, is_settled=engine.schedule.is_settled)
 
     def _step_plain(self, unit: PlainUnit) -> None:
         for engine in self._engines:
-            engine.finish_updates()  # order: the pipeline serves one thread at a time
-        self.begin()
+            engine.updates.finish_all()  # order: the pipeline serves one thread at a time
+        self._begin()
         sources: dict[Segment, Source] = {
-            segment: Source(
-                segment.memory(), segment.gradient(), None, self._state.count(segment, self._hypers[segment])
-            )
-            for segment in unit.segments
-            if segment.parameter.grad is not None
+            s: Source(s.memory(), s.gradient(), None, self._state.count(s, self._hypers[s])) for s in unit.trained()
         }
         due = [b for b in self._state.buckets[unit] if any(piece.segment in sources for piece in b.pieces)]
-        # Autograd sees neither what kernels write nor torch's fused updates.
-        torch.autograd.graph.increment_version([segment.parameter for segment in sources])
+        torch.autograd.graph.increment_version([s.parameter for s in sources])  # autograd sees no fused update
         self._pipeline.run(due, PlainSupply(self._store.working_set, sources), lambda _: None)
-
-    # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch's own has it, plus ``master`` for bf16 parameters; the caller's memory.
@@ -353,8 +359,6 @@ class StreamingOptimizer(Optimizer):
         for engine in self._engines:
             engine.check_idle(what)
 
-    # -- what is committed ----------------------------------------------------------------------------------------
-
     def _guard(self, word: str) -> None:
         if word == "close":
             self._pipeline.close()
@@ -393,8 +397,3 @@ class StreamingOptimizer(Optimizer):
         self._state.begun = {s for s, n in self._state.steps.items() if n and s.name not in bare}
         for mine, group in zip(self.param_groups, groups, strict=True):
             mine.update(group)
-
-
-def _requires_grad(parameter: torch.Tensor) -> bool:
-    with without_dispatch():
-        return parameter.requires_grad

@@ -1,6 +1,6 @@
 """UnitUpdate: the update of one unit from its hand-over to its end: its keys, its leases, its gradients.
 
-Which thread runs it, and when, is update_worker.py's business; what is computed update.py's.
+Which thread runs it, and when, is update_thread.py's business; what is computed update.py's.
 """
 
 from __future__ import annotations
@@ -65,15 +65,11 @@ class UnitUpdate:
     def open(self, key: str) -> Lease:
         """Lease the bucket ``key``, the parameters and the gradients; blocks."""
         working_set = self.unit.working_set
-        while True:
-            if not self._sources:
-                self._lease_parameters()
-                self.gradients.open()
-                self._schedule.take_back([*self._parameter_keys.values(), self.gradients.key])
-            bucket = working_set.lease(key, "rw")
-            if len(self._leases) == len(self._parameter_keys) and self.gradients.lease is not None:
-                return bucket
-            bucket.release()  # the others were given up while it waited for this one
+        if not self._sources:
+            self._lease_parameters()
+            working_set.change_share(self.gradients.open())
+            self._schedule.take_back([*self._parameter_keys.values(), self.gradients.key])
+        return working_set.lease(key, "rw")
 
     def _lease_parameters(self) -> None:
         for span, key in self._parameter_keys.items():
@@ -93,24 +89,13 @@ class UnitUpdate:
             self._sources[segment] = source
         return source
 
-    @property
-    def has_leases(self) -> bool:
-        """Whether there is something that ``give_up_leases`` would give."""
-        return bool(self._leases) or self.gradients.lease is not None
-
-    def give_up_leases(self) -> bool:
-        """Let go of parameters and gradients while a bucket is waited for; return whether there were any."""
-        has_leases = self._release_parameters()
-        return self.gradients.store_away() or has_leases
-
-    def _release_parameters(self) -> bool:
+    def _release_parameters(self) -> None:
         self._sources.clear()  # lifetime: before the leases that they are views of
         leases, self._leases = self._leases, {}
         for lease in leases.values():
             lease.release(is_written=True)
         if leases:
             self.unit.working_set.swap_out([lease.key for lease in leases.values()])
-        return bool(leases)
 
     def end(self) -> str:
         """Give everything back; return the gradients' key if a caller still sees its bytes, else ""."""

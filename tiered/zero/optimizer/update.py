@@ -1,7 +1,7 @@
 """The streaming update: bucket by bucket, state read ahead | updated in place | written behind.
 
 The pipeline moves keys and calls the kernel; which parameters, with which hyperparameters, is the optimizer's say, and
-in which thread it runs update_worker.py's.
+in which thread it runs update_thread.py's.
 """
 
 from __future__ import annotations

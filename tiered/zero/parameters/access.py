@@ -1,23 +1,24 @@
-"""Who may touch which parameter when: every operation on a sharded parameter asks here first."""
+"""Access: who may touch which parameter when; every operation on a sharded parameter asks here first."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from tiered.errors import UsageError
 from tiered.zero.frames import num_on_stack, stack
-from tiered.zero.gradients.backward import in_graph_task
+from tiered.zero.parameters.conductor import Conductor
 from tiered.zero.parameters.methods import touched_by_method
+from tiered.zero.parameters.parameter import is_write, name_of
+from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.step import Event, in_graph_task
 
-if TYPE_CHECKING:
-    from tiered.zero.engine import Engine
-    from tiered.zero.parameters.unit import Segment
-
-__all__ = ["check_access", "check_forward"]
+__all__ = ["Access", "check_forward"]
 
 _NOT_NOW = (
     "expected inside a forward or backward of the model, or between the two, as for a term of the loss: use "
@@ -25,43 +26,106 @@ _NOT_NOW = (
 )
 
 
-def check_access(engine: Engine, segment: Segment, name: str, *, is_write: bool) -> None:
-    """Raise UsageError unless the operation ``name`` may read, or write, ``segment``'s parameter now."""
-    what = f"parameter {segment.name}: {name}"
-    if os.getpid() != engine.pid:
+class Access:
+    """What the parameters of a sharded model ask for each operation: the right to it, and their values."""
+
+    def __init__(self, conductor: Conductor, touch: Callable[[Unit], None]) -> None:
+        """``touch(unit)`` hears of each use of a parameter of ``unit``."""
+        self._conductor = conductor
+        self._touch = touch
+
+    @contextmanager
+    def access(self, segment: Segment, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Show ``segment``'s parameter for one operation ``func``; raises UsageError at the wrong time."""
+        conductor = self._conductor
+        write = is_write(func, args, kwargs)
+        self._check(segment, name_of(func), is_write=write)
+        if not in_graph_task():
+            conductor.calls.touched(segment)
+        unit = segment.unit
+        unit.show("rw" if write else "r")
+        self._touch(unit)  # order: to show it may finish an update of it
+        unit.num_ops += 1
+        try:
+            with conductor.calls.pair_for_operation():
+                yield
+        finally:
+            unit.num_ops -= 1
+        if write and conductor.phase.num_loading:
+            conductor.written(segment, args[1] if len(args) > 1 else None)
+
+    def is_unsharded(self, segment: Segment) -> bool:
+        """Return whether a ``tiered.unsharded`` block keeps the values of ``segment`` where they are."""
+        return segment.unit in self._conductor.open_units.shielded
+
+    def assign(self, segment: Segment, value: torch.Tensor) -> None:
+        """``parameter.data = value`` while it is shown for writing: the values are copied. Raises UsageError."""
+        if value.shape != segment.shape or value.dtype != segment.dtype:
+            raise UsageError(
+                f"parameter {segment.name}: .data = {tuple(value.shape)} {value.dtype}; expected the {segment.shape}"
+                f" {segment.dtype} that it was sharded with"
+            )
+        with torch.no_grad():
+            segment.parameter.copy_(value)
+
+    def detached(self, segment: Segment, result: torch.Tensor) -> torch.Tensor:
+        """``parameter.detach()``: inside state_dict() the caller's own."""
+        export = self._conductor.phase.export
+        return export.copy(segment, result) if export else result
+
+    def set(self, segment: Segment, source: torch.Tensor) -> None:
+        """``parameter.set_(source)``: raises UsageError."""
+        segment.parameter._refuse()  # type: ignore[attr-defined]
+
+    def copy(self, segment: Segment) -> nn.Parameter:
+        """``copy.deepcopy`` of a parameter: raises UsageError."""
         raise UsageError(
-            f"{what} in a forked process; expected in the process that opened the store: pass the worker plain tensors"
+            f"parameter {segment.name}: refused deepcopy of a sharded parameter; copy model.state_dict() into a model"
+            " built afresh"
         )
-    engine.check_usable(what)
-    _end_interrupted(engine)
-    is_unsharded = engine.is_unsharded(segment)
-    if is_write:
-        if is_unsharded or engine.num_loading:
+
+    def require_gradient(self, parameter: nn.Parameter) -> None:
+        """A parameter's ``requires_grad`` was set: follow its gradient."""
+        self._conductor.watch(parameter)
+
+    def _check(self, segment: Segment, name: str, *, is_write: bool) -> None:
+        """Raise UsageError unless the operation ``name`` may read, or write, ``segment``'s parameter now."""
+        conductor, phase = self._conductor, self._conductor.phase
+        what = f"parameter {segment.name}: {name}"
+        if os.getpid() != phase.pid:
+            raise UsageError(
+                f"{what} in a forked process; expected in the process that opened the store: pass the worker plain"
+                " tensors"
+            )
+        in_task = in_graph_task()
+        is_evaluation = bool(conductor.calls) and not torch.is_grad_enabled()
+        phase.check(Event.BACKWARD if in_task else Event.EVALUATION if is_evaluation else Event.TOUCH, what)
+        _end_interrupted(conductor)
+        is_unsharded = self.is_unsharded(segment)
+        if is_write:
+            if is_unsharded or phase.num_loading:
+                return
+            _refuse_strangers(what)
+            raise UsageError(
+                f"{what} writes a sharded parameter; expected inside `with tiered.unsharded(module):` between steps,"
+                " or by the optimizer; a new shape or dtype before tiered.shard"
+            )
+        if is_unsharded or phase.export or phase.num_loading:
             return
-        _refuse_strangers(what)
-        raise UsageError(
-            f"{what} writes a sharded parameter; expected inside `with tiered.unsharded(module):` between steps,"
-            " or by the optimizer; a new shape or dtype before tiered.shard"
-        )
-    if is_unsharded or engine.export or engine.num_loading:
-        return
-    in_task = in_graph_task()
-    if in_task:
-        engine.backward.seen()
-    if segment.unit in engine.backward.done:
-        raise UsageError(f'{what} after its unit was updated in this backward; expected before: use update="step"')
-    if engine.backward.has_updated:
-        raise UsageError(f"{what} between backward and optimizer.step(); {_NOT_NOW}")
-    if engine.calls.stack.methods and not in_task:
-        touched_by_method(engine)
-    if not (engine.calls or in_task or engine.is_between):
-        _refuse_strangers(what)
-        raise UsageError(f"{what} outside a forward or backward; {_hint(name)}{_NOT_NOW}")
+        if in_task:
+            conductor.backward.seen()
+        if segment.unit in phase.done:
+            raise UsageError(f'{what} after its unit was updated in this backward; expected before: use update="step"')
+        if conductor.calls.stack.methods and not in_task:
+            touched_by_method(conductor)
+        if not (conductor.calls or in_task or phase.is_between):
+            _refuse_strangers(what)
+            raise UsageError(f"{what} outside a forward or backward; {_hint(name)}{_NOT_NOW}")
 
 
-def check_forward(engine: Engine, name: str) -> None:
+def check_forward(conductor: Conductor, name: str) -> None:
     """Raise UsageError where no forward of the module ``name`` can run."""
-    if os.getpid() != engine.pid:
+    if os.getpid() != conductor.phase.pid:
         raise UsageError(f"forward of {name} in a forked process; expected in the one that opened the store")
     if torch._C._get_tracing_state() is not None:
         raise UsageError(
@@ -70,12 +134,13 @@ def check_forward(engine: Engine, name: str) -> None:
         )
 
 
-def _end_interrupted(engine: Engine) -> None:
+def _end_interrupted(conductor: Conductor) -> None:
     """End a state_dict() or load_state_dict() that an exception left in the middle: torch calls no hook for it."""
-    if engine.export and not num_on_stack(nn.Module.state_dict.__code__):
-        engine.export.end()
-    if engine.num_loading and not num_on_stack(nn.Module.load_state_dict.__code__):
-        engine.num_loading = 0
+    phase = conductor.phase
+    if phase.export and not num_on_stack(nn.Module.state_dict.__code__):
+        phase.export.end()
+    if phase.num_loading and not num_on_stack(nn.Module.load_state_dict.__code__):
+        phase.num_loading = 0
 
 
 def _refuse_strangers(what: str) -> None:

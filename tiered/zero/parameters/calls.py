@@ -6,21 +6,88 @@ What a call may do, and what becomes of its unit, is the engine's say.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from tiered.zero.activations.saved import SavedPair, own_pair_in_force
 from tiered.zero.frames import stack
+from tiered.zero.parameters.unit import Segment, Unit
 
-if TYPE_CHECKING:
-    from tiered.zero.engine import Engine
-    from tiered.zero.parameters.unit import Segment, Unit
+__all__ = ["NO_TURNS", "Call", "CallStack", "Calls", "HookPair", "Method", "Turns"]
 
-__all__ = ["Call", "CallStack", "Calls", "Method"]
+
+class HookPair(Protocol):
+    """A pair of saved-tensor hooks."""
+
+    def enter(self) -> None:
+        """Put the pair in force."""
+
+    def exit(self) -> None:
+        """Take the pair out of force."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class HookPairs(Protocol):
+    """The pairs of hooks of one model."""
+
+    def make(self, *, is_outermost: bool) -> HookPair:
+        """Return a new pair, not in force yet."""
+
+    def is_on_top(self) -> bool:
+        """Return whether the innermost pair in force is one of these."""
+
+
+class Turns(Protocol):
+    """The turns that micro-batches of one forward or backward take; ``NO_TURNS`` where none do."""
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether several micro-batches take turns now."""
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether a forward other than that of the first micro-batch may have begun before this one."""
+
+    def about_to_open(self, unit: Unit) -> None:
+        """Wait until it is the caller's turn to open ``unit``."""
+
+    def about_to_accumulate(self, segment: Segment) -> None:
+        """Wait until the micro-batches before the caller's have added their gradients of ``segment``."""
+
+    def accumulated(self, segment: Segment) -> None:
+        """The caller's micro-batch has added its gradient of ``segment``."""
+
+    def is_done_with(self, segment: Segment) -> bool:
+        """Return whether no micro-batch will add to the gradient of ``segment`` any more."""
+
+    def touched(self, segment: Segment, *, with_grad: bool) -> None:
+        """The caller's micro-batch uses ``segment`` in its forward."""
+
+
+class _NoTurns:
+    """Everything runs in the caller's own thread, at once."""
+
+    are_taken = are_under_way = False
+
+    def about_to_open(self, unit: Unit) -> None: ...
+
+    def about_to_accumulate(self, segment: Segment) -> None: ...
+
+    def accumulated(self, segment: Segment) -> None: ...
+
+    def is_done_with(self, segment: Segment) -> bool:
+        return True
+
+    def touched(self, segment: Segment, *, with_grad: bool) -> None: ...
+
+
+NO_TURNS: Turns = _NoTurns()
 
 
 class Call:
@@ -32,7 +99,7 @@ class Call:
         self.module = module
         self.unit = unit
         self.is_method = is_method
-        self.pair: SavedPair | None = None
+        self.pair: HookPair | None = None
 
 
 class Method:
@@ -44,7 +111,7 @@ class Method:
 
     __slots__ = ("call", "has_called", "module", "pair", "unit")
 
-    def __init__(self, module: nn.Module, unit: Unit | None, pair: SavedPair | None) -> None:
+    def __init__(self, module: nn.Module, unit: Unit | None, pair: HookPair | None) -> None:
         self.module = module
         self.unit = unit
         self.pair = pair
@@ -75,10 +142,11 @@ class Calls:
     only; see ``SavedPair`` for what it hands on.)
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, pairs: HookPairs) -> None:
         self.stack = CallStack()
         self.others: list[CallStack] = []
+        self.turns: Turns = NO_TURNS
+        self._pairs = pairs
 
     def __len__(self) -> int:
         return len(self.stack.calls)
@@ -100,9 +168,7 @@ class Calls:
             segment.num_grad_touches += 1
         elif self.stack.calls:
             segment.num_no_grad_touches += 1
-        lane = self._engine.lanes.lane_here() if self._engine.lanes is not None else None
-        if lane is not None:
-            (lane.touches.with_grad if with_grad else lane.touches.without_grad).add(segment)
+        self.turns.touched(segment, with_grad=with_grad)
 
     def innermost_unit(self) -> Unit | None:
         """Return the unit that is being called, if one is."""
@@ -175,13 +241,13 @@ class Calls:
             return None
         return methods[-1]
 
-    def leave_methods(self) -> Iterator[Call]:
-        """End and yield the calls that methods have become, if there are no others."""
+    def leave_methods(self, leave: Callable[[Unit | None], None]) -> None:
+        """End the calls that methods have become, if there are no others, and ``leave`` the unit of each."""
         while self.stack.calls and self.stack.calls[-1].is_method:
-            yield self._pop()
+            leave(self._pop().unit)
 
-    def abandoned(self, beginning: nn.Module | None = None) -> Iterator[Call]:
-        """End and yield the calls that are over without having ended, innermost first.
+    def leave_abandoned(self, leave: Callable[[Unit | None], None], beginning: nn.Module | None) -> None:
+        """End the calls that are over without having ended, innermost first, and ``leave`` the unit of each.
 
         torch runs no hook for an exception that is no Exception, such as Ctrl-C. Whether the outermost call (but for
         methods, which always end) is still under way the thread's frames tell; the innermost one of ``beginning`` is
@@ -192,7 +258,8 @@ class Calls:
             return
         outermost = next(call.module for call in stack.calls if not call.is_method)
         if _num_under_way(outermost) == (outermost is beginning):
-            yield from self.end(outermost)
+            for call in self.end(outermost):
+                leave(call.unit)
 
     def clear(self) -> None:
         """Leave all calls: an interrupt left them that no hook saw, or methods go on without them."""
@@ -207,14 +274,11 @@ class Calls:
         """Return the pair of hooks for an operation outside any call; inside one they are in force already."""
         return self._pair() if self._needs_pair() else nullcontext()
 
-    def _pair(self) -> SavedPair:
-        return SavedPair(self._engine, is_outermost=self.stack.num_pairs == 0)
+    def _pair(self) -> HookPair:
+        return self._pairs.make(is_outermost=self.stack.num_pairs == 0)
 
     def _needs_pair(self) -> bool:
-        if not torch.is_grad_enabled():
-            return False
-        pair = own_pair_in_force()
-        return pair is None or not pair.is_of(self._engine)
+        return torch.is_grad_enabled() and not self._pairs.is_on_top()
 
 
 def _num_under_way(module: nn.Module) -> int:

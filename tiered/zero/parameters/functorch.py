@@ -63,7 +63,7 @@ def _guarded(wrap: Callable[..., Any]) -> Callable[..., Any]:
 def _check(parameter: TieredParameter) -> None:
     """Raise UsageError unless the parameter's bytes stay where they are for as long as a block lasts."""
     segment = parameter.segment
-    if not segment.unit.engine.is_unsharded(segment):
+    if not segment.unit.owner.is_unsharded(segment):
         raise UsageError(
             f"parameter {segment.name}: refused torch.func (vmap, grad, vjp, jvp, jacrev, jacfwd, hessian, linearize,"
             " functionalize) over a sharded parameter, whose values it would take past the store; expected inside"

@@ -7,62 +7,60 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from tiered.bytes.interrupt import uninterrupted_block
-from tiered.zero.gradients.backward import in_graph_task
+from tiered.zero.parameters.calls import Method
+from tiered.zero.parameters.conductor import Conductor
 from tiered.zero.parameters.outputs import any_was_computed, own
-
-if TYPE_CHECKING:
-    from tiered.zero.engine import Engine
-    from tiered.zero.parameters.calls import Method
-    from tiered.zero.parameters.unit import Unit
+from tiered.zero.parameters.unit import Unit
+from tiered.zero.step import in_graph_task
 
 __all__ = ["running", "touched_by_method"]
 
 
 @uninterrupted_block
-def running(engine: Engine, module: nn.Module, unit: Unit | None) -> Iterator[Callable[[Any], Any]]:
+def running(conductor: Conductor, module: nn.Module, unit: Unit | None) -> Iterator[Callable[[Any], Any]]:
     """A method of ``module`` runs; what it returns goes through the function that this gives.
 
     In a forward or backward it is a call from its beginning.
     """
-    calls = engine.calls
-    if calls and module is engine.model():
-        engine.leave_abandoned()
+    calls = conductor.calls
+    if calls and module is conductor.model():
+        conductor.forward.leave_abandoned()
     if calls.are_in_forward or in_graph_task():
-        engine.enter(module, unit)
+        conductor.forward.enter(module, unit)
         try:
             yield lambda output: output
         finally:
             for call in calls.end(module):
-                engine.leave(call.unit)
+                conductor.forward.leave(call.unit)
         return
     method = calls.begin_method(module, unit)
     try:
-        yield functools.partial(_hand_out, engine, method)
+        yield functools.partial(_hand_out, conductor, method)
     finally:
         for call in calls.end_method(method):
-            engine.leave(call.unit)
+            conductor.forward.leave(call.unit)
         if not calls.stack.methods:
-            engine.activations.decide()
+            conductor.forward.method_ended()
 
 
-def touched_by_method(engine: Engine) -> None:
+def touched_by_method(conductor: Conductor) -> None:
     """A parameter is about to be touched outside a forward or backward: a method that does that becomes a call."""
-    calls = engine.calls
+    calls = conductor.calls
     method = calls.touching_method()
     if method is not None:
         method.call = calls.begin(method.module, method.unit, is_method=True)
         if len(calls) == 1:
-            engine.enter_outermost(method.module)
+            conductor.forward.enter_outermost(method.module)
 
 
-def _hand_out(engine: Engine, method: Method, output: Any) -> Any:
+def _hand_out(conductor: Conductor, method: Method, output: Any) -> Any:
     """Return the ``output`` of ``method`` with nothing of it in a unit's buffer."""
-    if method.call in engine.calls.stack.calls and torch.is_grad_enabled() and any_was_computed(output):
-        engine.forward_ended()
-    return own(output, engine.residency.address_of)
+    if method.call in conductor.calls.stack.calls and torch.is_grad_enabled() and any_was_computed(output):
+        conductor.forward.ended()
+    return own(output, conductor.open_units.address_of)

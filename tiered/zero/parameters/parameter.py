@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +20,6 @@ from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
 from tiered.zero.parameters.metadata import LAYOUT, METADATA, name_of, without_dispatch
 from tiered.zero.parameters.placeholder import ordinary_tensors
-
-if TYPE_CHECKING:
-    from tiered.zero.parameters.unit import Segment
 
 __all__ = [
     "TieredParameter",
@@ -57,7 +54,7 @@ class TieredParameter(nn.Parameter):
     touching the values raises UsageError.
     """
 
-    segment: Segment
+    segment: Any  # its Segment
 
     @classmethod
     def __torch_function__(
@@ -68,7 +65,7 @@ class TieredParameter(nn.Parameter):
             with without_dispatch():
                 result = func(*args, **kwargs)
             if func in _REQUIRES_GRAD:
-                args[0].segment.unit.engine.require_gradient(args[0])
+                args[0].segment.unit.owner.require_gradient(args[0])
             return result
         parameters = _find(args)
         if kwargs:
@@ -91,23 +88,23 @@ class TieredParameter(nn.Parameter):
             return _ViewWithoutValues.of(first, refusal)
         with INTERRUPTS, ExitStack() as stack:
             for parameter in parameters:
-                stack.enter_context(parameter.segment.unit.engine.access(parameter.segment, func, args, kwargs))
+                stack.enter_context(parameter.segment.unit.owner.access(parameter.segment, func, args, kwargs))
             with without_dispatch():
                 if func == _GET_DATA:  # shares the version counter, so that a write through it is noticed
                     return args[0].detach()
                 if func == _SET_DATA:  # the bytes stay the store's own
-                    return first.segment.unit.engine.assign(first.segment, args[1])
+                    return first.segment.unit.owner.assign(first.segment, args[1])
                 if func in _AS_STRIDED:
                     args, kwargs = _in_buffer(_AS_STRIDED[func], args, kwargs)
                 result = func(*args, **kwargs)
-                return first.segment.unit.engine.detached(first.segment, result) if func is _DETACH else result
+                return first.segment.unit.owner.detached(first.segment, result) if func is _DETACH else result
 
     def __repr__(self) -> str:  # type: ignore[override]
         return _describe(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = self.segment.unit.engine.copy(self.segment)
+            memo[id(self)] = self.segment.unit.owner.copy(self.segment)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -125,7 +122,7 @@ class TieredParameter(nn.Parameter):
         if len(args) != 1 or not isinstance(args[0], torch.Tensor) or kwargs:
             self._refuse()
         if args[0] is not self:
-            self.segment.unit.engine.set(self.segment, args[0])
+            self.segment.unit.owner.set(self.segment, args[0])
         return self
 
     map_ = map2_ = as_subclass = _refuse
@@ -167,9 +164,9 @@ class _ViewWithoutValues(torch.Tensor):
 
 def _refusal_of_values(parameter: TieredParameter) -> str:
     """Return why the values of ``parameter`` may not be read now; "" where they may."""
-    engine = parameter.segment.unit.engine
+    owner = parameter.segment.unit.owner
     try:
-        with engine.access(parameter.segment, torch.Tensor.view_as, (parameter, parameter), {}):
+        with owner.access(parameter.segment, torch.Tensor.view_as, (parameter, parameter), {}):
             return ""
     except UsageError as error:
         return str(error)

@@ -23,7 +23,7 @@ from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
 from tiered.zero.parameters.metadata import without_dispatch
 from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder, unrecorded
 
-__all__ = ["Segment", "Unit", "UnitOwner", "dense_strides"]
+__all__ = ["ParameterOwner", "Segment", "Unit", "UnitOwner", "dense_strides"]
 
 _HOST, _ALONE = HostTier(), NullComm()
 
@@ -110,7 +110,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class UnitOwner(Protocol):
-    """What a unit and its parameters tell and ask: the engine of their model."""
+    """What a unit tells and asks: the engine of its model."""
 
     def before_open(self, unit: Unit) -> str:
         """Wait until ``unit`` may be leased; return what for ("forward", ...), or "" where it is open by then."""
@@ -123,6 +123,16 @@ class UnitOwner(Protocol):
 
     def give_up(self, reason: str) -> str:
         """Leave the step half done, for ``reason``; return what is to be done next."""
+
+    def check_readable(self, unit: Unit) -> None:
+        """Raise unless saved references to ``unit`` may be read now; a backward does."""
+
+    def check_unused(self, what: str) -> None:
+        """Raise UsageError where gradients are used as they come, before ``what`` could see them."""
+
+
+class ParameterOwner(Protocol):
+    """What the parameters of a unit ask at each operation."""
 
     def access(
         self, segment: Segment, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -147,12 +157,6 @@ class UnitOwner(Protocol):
     def is_unsharded(self, segment: Segment) -> bool:
         """Return whether the values of ``segment`` stay where they are for as long as a block lasts."""
 
-    def check_readable(self, unit: Unit) -> None:
-        """Raise unless saved references to ``unit`` may be read now; a backward does."""
-
-    def check_unused(self, what: str) -> None:
-        """Raise UsageError where gradients are used as they come, before ``what`` could see them."""
-
 
 class Unit:
     """Parameters that move together: swapped in, shown, updated and swapped out as one.
@@ -164,11 +168,13 @@ class Unit:
 
     __slots__ = (
         "__weakref__", "_opened_s", "_parameters", "_token", "_word", "buffer", "engine", "gradients", "key", "keys",
-        "layout", "name", "nbytes", "num_ops", "segments", "trainable_keys", "version", "versions", "working_set",
+        "layout", "name", "nbytes", "num_ops", "owner", "segments", "trainable_keys", "version", "versions",
+        "working_set",
     )  # fmt: skip
 
     buffer: UnitBuffer
     engine: UnitOwner
+    owner: ParameterOwner
     gradients: Any  # UnitGradients, of a room that stands above this one
     layout: UnitLayout
 

@@ -1,7 +1,7 @@
-"""The update worker: a thread that owns the update of the units handed to it, while the main thread goes on.
+"""The update thread: it owns the update of the units handed to it, while the training thread goes on.
 
-A hand-over carries all that an update needs. The worker touches nothing of the engine's, and the main thread touches
-nothing of a unit that it handed over before it has waited for it. To the store the worker is a producer.
+A hand-over carries all that an update needs. The update thread touches nothing of the engine's, and the training thread
+touches nothing of a unit that it handed over before it has waited for it. To the store it is a producer.
 """
 
 from __future__ import annotations
@@ -28,39 +28,43 @@ from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.placeholder import is_in_mode
 
 if TYPE_CHECKING:
+    from tiered.zero.engine import Engine
     from tiered.zero.optimizer.unit_update import UnitUpdate
     from tiered.zero.parameters.unit import Unit
 
-__all__ = ["UpdateWorker"]
+__all__ = ["UpdateThread"]
 
 _log = logging.getLogger("tiered")
-_LOOK_AGAIN_S = 0.01  # short against any swap, long against the price of looking
-_STAND_BACK_S = 0.1  # long enough for somebody who waits for memory to take what was given up
+_LINGER_S = 0.25  # longer than a forward takes that has nothing to update; the thread holds the store meanwhile
 
 
 class _CancelledError(Exception):
     """Ends an update that nobody wants any more, between two buckets or while it waits for memory."""
 
 
-class UpdateWorker:
+class UpdateThread:
     """Runs unit updates in the order in which they were handed over, but those that are waited for first.
 
     The invariant: *a unit's update is queued, running, or not pending*; a failure ends all of them and is kept in
-    ``failure``. The thread "tiered-update" lives as long as there is something to do. The last of that may be a
-    conclusion, the seal of a commit: *no update is handed over before it*, and none that it waits for is dropped.
+    ``failure``. The thread "tiered-update" lives as long as there is something to do, and a moment longer: a new one
+    for each unit of a backward would cost more than small updates do. The last of what it does may be a conclusion, the
+    seal of a commit: *no update is handed over before it*, and none that it waits for is dropped.
 
-    While the worker waits for memory that only the main thread can give back, it shows its need: whoever waits for the
-    worker serves it (``give``), and whoever waits for memory waits for the worker first, or makes it yield.
+    An update has a share of the DRAM budget of its own: parameters and gradient of its unit, three buckets, scratch.
+    So it waits for nothing that the training thread keeps, but where a tensor of the caller's keeps the bytes that it
+    is about to replace: then it asks the training thread, once that waits for it, to give something back.
     """
 
-    def __init__(self, working_set: WorkingSet) -> None:
+    def __init__(self, engine: Engine, *, buckets_bytes: int) -> None:
+        """``buckets_bytes``: of the buckets that an update has in DRAM at one time."""
         self.failure: BaseException | None = None
-        self.abandon: Callable[[str], None] = lambda reason: None  # what to do with the reason for a failure
-        self.give: Callable[[int], bool] = lambda nbytes: False  # the main thread's way to give memory back
-        self.on_use: Callable[[str], None] = lambda key: None
-        self._working_set = working_set
+        self.on_use: Callable[[str], None] = lambda key: engine.schedule.use_promised(key)
+        self._abandon = engine.phase.abandon
+        self._give = engine.reclaimer.give_back  # the training thread's way to give memory back
+        self._working_set: WorkingSet = engine.working_set
+        self._buckets_bytes = buckets_bytes
         self.forget()
-        at_exit(self, UpdateWorker.cancel)
+        at_exit(self, UpdateThread.cancel)
 
     def forget(self) -> None:
         """Forget everything: also for a forked child, where none of the parent's threads run."""
@@ -73,14 +77,13 @@ class UpdateWorker:
         self._thread: threading.Thread | None = None  # None once it has seen that nothing is left to do
         self._last_thread: threading.Thread | None = None
         self._leftovers: list[str] = []
-        self._need = 0  # bytes that the running update waits for
-        self._is_refused = False  # the main thread waits for it and has nothing to give
-        self._must_yield = False
+        self._is_last = False  # somebody waits for the thread's end
         self._is_cancelled = False
+        self._is_asking = self._has_given = False  # memory that only the training thread can give
         self._waiting: set[int] = set()  # threads that wait for an update
 
     def __repr__(self) -> str:
-        return f"UpdateWorker({self._running!r}, {len(self._queue)} queued)"
+        return f"UpdateThread({self._running!r}, {len(self._queue)} queued)"
 
     @property
     def is_busy(self) -> bool:
@@ -92,8 +95,16 @@ class UpdateWorker:
         return bool(self._queue) or self._running is not None  # order: an update runs before it leaves the queue
 
     def is_this_thread(self) -> bool:
-        """Whether the caller is the worker's thread."""
+        """Whether the caller is the update thread."""
         return self._last_thread is threading.current_thread()
+
+
+    def pending_gradient_bytes(self) -> int:
+        """Return the bytes of gradients in DRAM that wait for their update; the running one has a share of its own."""
+        if not self._queue:
+            return 0
+        with self._condition:
+            return sum(update.gradients.nbytes for update in self._queue.values() if update.gradients.lease is not None)
 
     def make_room(self, unit: Unit, nbytes: int, limit_bytes: int | None) -> None:
         """Wait until ``nbytes`` more may be pending: the sum is within the limit, if any, or nothing is pending.
@@ -122,7 +133,13 @@ class UpdateWorker:
                 if self._thread is None:
                     self._start_thread(update)  # order: nothing is queued that no thread will take
                 self._queue[update.unit] = update
+                self._set_aside()
+                self._is_last = False
+                self._condition.notify_all()
         except BaseException:
+            with self._condition:
+                self._queue.pop(update.unit, None)
+                self._set_aside()
             self._drop([update])
             raise
 
@@ -154,8 +171,12 @@ class UpdateWorker:
         """Wait until nothing is pending and the thread has ended. Ends early after a failure."""
         self._wait(lambda: not self._is_updating, "")
         self._wait(lambda: not self.is_busy, "", Wait.COMMIT)
-        if self._last_thread is not None and not self.is_busy:
-            self._last_thread.join()  # it has nothing left to do
+        with self._condition:
+            thread = self._thread
+            self._is_last = True
+            self._condition.notify_all()
+        if thread is not None and not self.is_busy:
+            thread.join()  # it has nothing left to do
 
     def finish(self, key: str) -> None:
         """A caller is about to use ``key`` through the store: wait for all, if it may be one of a pending update."""
@@ -171,7 +192,7 @@ class UpdateWorker:
         """Raise what has failed since the last call, if anything; the step is abandoned."""
         error, self.failure = self.failure, None
         if error is not None:
-            self.abandon(f"{self._what_failed}: {error}")
+            self._abandon(f"{self._what_failed}: {error}")
             raise error
 
     def pending_keys(self) -> Set[str]:
@@ -180,7 +201,7 @@ class UpdateWorker:
             return {key for update in self._pending() for key in update.keys}
 
     def when_done(self, conclude: Callable[[BaseException | None], None]) -> bool:
-        """Have the worker's thread call ``conclude`` when no update is pending any more, with what one failed of."""
+        """Have the update thread call ``conclude`` when no update is pending any more, with what one failed of."""
         with self._condition:
             if not self._is_updating:
                 return False
@@ -199,19 +220,16 @@ class UpdateWorker:
                 with self._condition:
                     dropped = [self._queue.popitem()[1]] if self._queue else []
                 self._drop(dropped)
+            with self._condition:
+                self._set_aside()
             self.failure = None
             self._wait(lambda: self._running is None, "")
             self.wait_for_all()
         except BaseException:  # an interrupt: updates go on being dropped, so no step may begin
-            self.abandon("what was pending was being dropped, and that was interrupted")
+            self._abandon("what was pending was being dropped, and that was interrupted")
             raise
         self.failure = None
         self._is_cancelled = False
-
-    def serve(self) -> None:
-        """Give the worker the memory that it waits for, if it does."""
-        if need := self._need:
-            self.give(need)
 
     def take_leftovers(self) -> list[str]:
         """Return the gradients' keys that are to be deleted once nobody sees their bytes."""
@@ -242,74 +260,47 @@ class UpdateWorker:
                     pass
         finally:
             self._waiting.discard(me)
+            self._answer(has_given=False)  # order: nobody is left to give something
             self._working_set.recorder.waited(reason, subject, begun_s)
 
     def _wait_once(self, is_over: Callable[[], bool]) -> bool:
-        """Wait for a change, while the worker gets what memory there is to give; return whether to wait on."""
+        """Wait for a change; give memory back where the update asks for it. Return whether to wait on."""
         with self._condition:
             if is_over() or self.failure is not None:
                 return False
-            need = self._need
-            waiter = None if need and not self._is_refused else self._condition.waiter()
+            waiter = None if self._is_asking else self._condition.waiter()
         if waiter is not None:
-            INTERRUPTS.acquire(waiter, _LOOK_AGAIN_S if need else None)
-            return True
-        has_given = self.give(need)  # order: without the lock, it takes the store's and starts writes
-        with self._condition:
-            self._is_refused = not has_given and bool(self._need)
-        self._notify()
+            INTERRUPTS.acquire(waiter)
+        else:
+            self._answer(has_given=self._give())  # order: without the lock, it takes the store's and starts writes
         return True
 
-    def wait_for_progress(self) -> bool:
-        """For a caller that waits for memory: wait a moment for the running update to free some; False: none runs."""
+    def _answer(self, *, has_given: bool) -> None:
         with self._condition:
-            if not self._is_updating or self._need:
-                return False
-            waiter = self._condition.waiter()
-        INTERRUPTS.acquire(waiter, _LOOK_AGAIN_S)
-        return True
+            if self._is_asking:
+                self._is_asking, self._has_given = False, has_given
+                self._condition.notify_all()
 
-    def make_yield(self) -> bool:
-        """For a caller that waits for memory and has none to give: let the running update give up its leases.
+    def ask(self) -> bool:
+        """In the update thread, where there is no memory: ask a thread that waits for it to give something back.
 
-        Returns False when it has none.
+        Returns whether it did. False at once where none waits: what that thread uses it will give back by itself.
         """
         with self._condition:
-            if self._running is None or not self._need or not self._running.has_leases:
+            if not self._waiting:
                 return False
-            self._must_yield = True
+            self._is_asking, self._has_given = True, False
             self._condition.notify_all()
-            waiter = self._condition.waiter()
-        INTERRUPTS.acquire(waiter, _LOOK_AGAIN_S)
-        return True
+            self._condition.wait_for(lambda: not self._is_asking or self._is_cancelled)
+            self._is_asking = False
+            if self._is_cancelled:
+                raise _CancelledError
+            return self._has_given
 
     def release_gradients(self) -> bool:
         """Give the working set the gradients of the last queued update that still leases them."""
-        with self._condition:  # order: the worker must not take the update up meanwhile
+        with self._condition:  # order: the update must not be taken up meanwhile
             return any(update.gradients.store_away() for update in reversed(self._queue.values()))
-
-    def starve(self, nbytes: int) -> bool:
-        """In the worker's thread, when there is no room: show the need, and look again soon."""
-        if self.release_gradients():
-            return True
-        with self._condition:
-            self._need = nbytes
-            self._is_refused = False
-            self._condition.notify_all()
-            self._condition.wait_for(
-                lambda: self._must_yield or self._is_refused or self._is_cancelled, timeout=_LOOK_AGAIN_S
-            )
-            is_refused, must_yield, self._must_yield = self._is_refused, self._must_yield, False
-            running = self._running
-        if must_yield and running is not None:
-            running.give_up_leases()
-            with self._condition:  # who asked for them takes the memory before the update looks again
-                self._condition.notify_all()
-                self._condition.wait_for(lambda: bool(self._waiting) or self._is_cancelled, timeout=_STAND_BACK_S)
-        self._need = 0
-        if self._is_cancelled:
-            raise _CancelledError
-        return not is_refused
 
     def _run(self) -> None:
         with self._condition:
@@ -319,13 +310,18 @@ class UpdateWorker:
                 self._done(job())
 
     def _next(self) -> Callable[[], BaseException | None] | None:
+        has_lingered = False
         with self._condition:
-            if self._queue:
-                self._running = next(iter(self._queue.values()))
-                self._queue.popitem(last=False)
-                return functools.partial(self._update, self._running)
-            if self._conclusion is not None:
-                return functools.partial(self._conclude, self._conclusion)
+            while True:
+                if self._queue:
+                    self._running = next(iter(self._queue.values()))
+                    self._queue.popitem(last=False)
+                    return functools.partial(self._update, self._running)
+                if self._conclusion is not None:
+                    return functools.partial(self._conclude, self._conclusion)
+                if self._is_last or (has_lingered and not self._is_updating):
+                    break  # order: under the lock, so that whoever queues something sees that there is no thread
+                has_lingered = not self._condition.wait(_LINGER_S)
             self._thread = None
             self._condition.notify_all()
             return None
@@ -369,7 +365,6 @@ class UpdateWorker:
         with self._condition:
             conclusion, is_update = self._conclusion, self._running is not None
             self._running = None
-            self._must_yield = False
             if error is not None:
                 dropped = list(self._queue.values())
                 self._queue.clear()
@@ -379,8 +374,14 @@ class UpdateWorker:
                 self.failure = error
             if error is not None or not is_update:
                 self._conclusion = None
+            self._set_aside()
             self._condition.notify_all()
         self._drop(dropped)
+
+    def _set_aside(self) -> None:
+        """Leave room for the largest update that is pending: its parameters, its gradients and its buckets."""
+        largest = max((update.nbytes for update in self._pending()), default=0)
+        self._working_set.set_aside(largest + self._buckets_bytes if largest else 0, self.is_this_thread)
 
     def _drop(self, updates: Iterable[UnitUpdate]) -> None:
         """End updates that will not run. One whose gradients cannot be deleted now leaves them for later."""

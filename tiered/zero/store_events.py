@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tiered.errors import StepAbandonedError, UsageError
-from tiered.zero.gradients.backward import in_graph_task
+from tiered.zero.engine import Engine
+from tiered.zero.step import in_graph_task
 
-if TYPE_CHECKING:
-    from tiered.zero.engine import Engine
-
-__all__ = ["obey"]
+__all__ = ["prepare_for"]
 
 
-def obey(engine: Engine, word: str) -> None:
+def prepare_for(engine: Engine, word: str) -> None:
     """Get ``engine`` ready for what the store is about to do: "commit", "rollback", "resume" or "close".
 
-    Pending updates are finished before a close and dropped before the others; a commit asks the worker itself. A step
+    Pending updates are finished before a close and dropped before the others; a commit asks for them itself. A step
     that was left half done is not committed by a close: it is rolled back. Raises UsageError at the wrong time, and
     what an update failed of.
     """
@@ -25,12 +21,12 @@ def obey(engine: Engine, word: str) -> None:
         return
     if in_graph_task():
         raise UsageError(f"{word} inside a backward; expected between steps")
-    is_half_done = bool(engine.abandoned) or engine.backward.is_half_done
+    is_half_done = engine.phase.is_half_done
     failure: Exception | None = None
     is_committing = word == "close" and engine.store.durable
     if is_committing and not is_half_done:
         try:
-            engine.finish_updates()
+            engine.updates.finish_all()
         except Exception as error:  # whatever it is, the step is half done
             failure, is_half_done = error, True
     _forget_step(engine)
@@ -51,19 +47,17 @@ def _drop_half_done(engine: Engine, failure: Exception | None) -> None:
 
 def _forget_step(engine: Engine) -> None:
     """Forget the step under way; what the store holds is the truth."""
-    engine.worker.cancel()
+    engine.updates.cancel()
     engine.calls.clear()
     engine.backward.reset()
     engine.activations.reset()
-    engine.abandoned = ""
-    engine.must_resume = engine.is_between = False
-    engine.residency.shielded.clear()
-    engine.num_accumulating = 0
+    engine.phase.reset()
+    engine.open_units.shielded.clear()
     for unit in engine.units:
         unit.num_ops = 0
         unit.version += 1
-    engine.residency.park_all()
+    engine.open_units.park_all()
     for unit in engine.units:
         unit.gradients.drop()
-    engine.forget_touches()
+    engine.backward.forget_touches()
     engine.schedule.forget()

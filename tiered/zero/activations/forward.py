@@ -1,0 +1,98 @@
+"""One forward, as the units see it: which module calls are under way, and what happens as each begins and ends.
+
+Module hooks and wrapped methods report here. The calls themselves are listed in calls.py; backward.py is the other half
+of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered.zero.activations.activations import Activations
+from tiered.zero.gradients.backward import Backward
+from tiered.zero.parameters.access import check_forward
+from tiered.zero.parameters.conductor import Conductor
+from tiered.zero.parameters.outputs import any_requires_grad, own
+from tiered.zero.parameters.unit import Unit
+from tiered.zero.step import Event, in_graph_task
+
+__all__ = ["Forward"]
+
+
+class Forward:
+    """The module calls of one model. Units are shown where their call begins, and parked where it ends."""
+
+    def __init__(
+        self, conductor: Conductor, backward: Backward, activations: Activations, begin: Callable[[bool], None]
+    ) -> None:
+        """``begin(is_first)`` is called as an outermost forward begins, the first one of a step or not."""
+        self._conductor = conductor
+        self._phase = conductor.phase
+        self._calls = conductor.calls
+        self._open_units = conductor.open_units
+        self._backward = backward
+        self._activations = activations
+        self._begin = begin
+
+    def enter(self, module: nn.Module, unit: Unit | None) -> None:
+        """A module call begins."""
+        call = self._calls.begin(module, unit)
+        if len(self._calls) == 1:
+            self.enter_outermost(module)
+        self._calls.enter_pair(call)
+        if unit is not None:
+            unit.show()
+
+    def exit(self, module: nn.Module, output: Any) -> Any:
+        """A module call ends, also by an exception; return the output with nothing of it in a unit's buffer."""
+        for call in self._calls.end(module):
+            self.leave(call.unit)
+        if self._calls.are_in_forward:
+            return output
+        if torch.is_grad_enabled() and not in_graph_task() and any_requires_grad(output):
+            self.ended()
+        return own(output, self._open_units.address_of)
+
+    def enter_outermost(self, module: nn.Module) -> None:
+        """The outermost call begins, of ``module``. Raises UsageError where none may, and changes nothing then."""
+        name = type(module).__name__
+        check_forward(self._conductor, name)
+        if in_graph_task():
+            self._backward.seen()
+            return
+        self._backward.settle()
+        phase = self._phase
+        phase.check(Event.FORWARD if torch.is_grad_enabled() else Event.EVALUATION, f"forward of {name}")
+        goes_on = self._calls.goes_on_with(module) or self._calls.turns.are_under_way
+        is_first = not (goes_on or phase.is_between or phase.has_updated or phase.has_gradients())
+        self._activations.begin_forward(is_first=is_first)
+        self._begin(is_first)
+
+    def leave(self, unit: Unit | None) -> None:
+        """A call of the module of ``unit``, if it is one's, is over: park it unless it is used on."""
+        if unit is None or self._phase.abandoned or unit in self._open_units.shielded or unit in self._calls.units():
+            return
+        if not self._calls.turns.are_taken:  # else other micro-batches come by: it is parked as another one is opened
+            unit.park()
+
+    def leave_abandoned(self, beginning: nn.Module | None = None) -> None:
+        """Leave calls that an interrupt has ended and no hook has seen; ``beginning`` is whose call begins now."""
+        if not in_graph_task():
+            self._calls.leave_abandoned(self.leave, beginning)
+
+    def leave_methods(self) -> None:
+        """What belongs between steps comes: methods that are calls, with no forward inside, are none any more."""
+        self._calls.leave_methods(self.leave)
+
+    def ended(self) -> None:
+        """An outermost forward with gradients has ended."""
+        self._phase.is_between = True
+        self._activations.end_forward(may_go_on=bool(self._calls.stack.methods))
+
+    def method_ended(self) -> None:
+        """The outermost method has ended."""
+        self._activations.decide()

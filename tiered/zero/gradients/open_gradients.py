@@ -1,0 +1,194 @@
+"""OpenGradients: the gradients of one model that are in DRAM, within the share of the budget that is theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from tiered.store.residency.lease import Lease
+from tiered.store.residency.working_set import WorkingSet
+from tiered.zero.gradients.updates import Updates
+from tiered.zero.parameters.open_units import OpenUnits
+from tiered.zero.parameters.unit import Unit
+
+__all__ = ["OpenGradients"]
+
+
+class _Gradients(Protocol):
+    """The gradients of one unit, as ``UnitGradients`` has them."""
+
+    unit: Unit
+    lease: Lease | None
+    key: str
+    room: str
+    num_accumulating: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def store_away(self) -> bool: ...
+
+    def are_there(self) -> bool: ...
+
+    def drop(self) -> None: ...
+
+    def zero(self) -> None: ...
+
+    def reconcile(self) -> None: ...
+
+
+class OpenGradients:
+    """The open gradients of one model, and what becomes of them where their share of DRAM is full.
+
+    Invariant: before a unit's gradients are leased, those that nobody adds to are stored away until all that are open
+    find room in ``share_bytes``, and ``update_bytes`` beside it while no update is pending. Gradients that were handed
+    over to an update and wait for it count as open.
+    """
+
+    def __init__(
+        self,
+        open_units: OpenUnits,
+        *,
+        distance: Callable[[str], int],
+        updates: Callable[[], Updates],
+    ) -> None:
+        """``distance(key)``: after how many uses the schedule expects a key; ``updates()``: those of the model."""
+        self.share_bytes = 0
+        self.update_bytes = 0  # of the update's share
+        self.opening: Unit | None = None  # in a backward, and will lease gradients
+        self._shielded = open_units.shielded
+        self._updates = updates
+        self._working_set: WorkingSet = open_units.root.working_set
+        self._root = open_units.root
+        self._distance = distance
+        self._open: dict[_Gradients, None] = {}
+        self._lent: tuple[_Gradients, Lease] | None = None
+        self._rooms: dict[str, _Gradients] = {}
+        self._to_delete: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"OpenGradients({len(self._open)} of {self.share_bytes} B)"
+
+    def are_there(self) -> bool:
+        """Return whether some unit has gradients that no step has used and nobody has dropped."""
+        return any(gradients.are_there() for gradients in self._rooms.values())
+
+    def drop_all(self) -> None:
+        """Forget all gradients; see ``UnitGradients.drop``."""
+        for gradients in self._rooms.values():
+            gradients.drop()
+
+    def zero_all(self) -> None:
+        """Fill all gradients with zeros and keep them."""
+        for gradients in self._rooms.values():
+            gradients.zero()
+
+    def reconcile_all(self) -> list[Unit]:
+        """Take note of what the caller did to ``.grad`` by hand; return the units that have gradients."""
+        for gradients in self._rooms.values():
+            gradients.reconcile()
+        return [gradients.unit for gradients in self._rooms.values() if gradients.key]
+
+    def lend(self, gradients: _Gradients) -> Lease:
+        """Lease stored ``gradients`` for reading; the lease is kept for the next read of them, until ``end_lent``."""
+        if self._lent is None or self._lent[0] is not gradients:
+            self.end_lent()
+            self._lent = gradients, self._working_set.lease(gradients.key, "r")
+        return self._lent[1]
+
+    def end_lent(self) -> bool:
+        """Give back what was leased for reading; return whether something was."""
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            lent[1].release()
+        return lent is not None
+
+    def make_room(self, nbytes: int) -> None:
+        """Store idle gradients away until ``nbytes`` more find room in the share; takes what there is else."""
+        updates = self._updates()
+        self._shrink(self.share_bytes + (0 if updates.is_busy else self.update_bytes) - nbytes, updates)
+
+    def make_room_for_updates(self) -> None:
+        """Store idle gradients away until updates find their share, with the gradients of the one that runs in it."""
+        self.end_lent()
+        largest = max((gradients.nbytes for gradients in self._open), default=0)
+        self._shrink(self.share_bytes + largest, self._updates())
+
+    def _shrink(self, most_bytes: int, updates: Updates) -> None:
+        excess = sum(gradients.nbytes for gradients in self._open) + updates.pending_gradient_bytes() - most_bytes
+        if excess <= 0:
+            return
+        idle = self._idle()
+        while idle and excess > 0:
+            gradients = idle.pop()
+            excess -= gradients.nbytes
+            gradients.store_away()
+
+    def opened(self, gradients: _Gradients) -> None:
+        """A unit's gradients are in DRAM and shown."""
+        self._open[gradients] = None
+
+    def closed(self, gradients: _Gradients) -> None:
+        """A unit's gradients are the working set's, or gone."""
+        self._open.pop(gradients, None)
+
+    def store_away_one(self, *, in_use: bool = False) -> bool:
+        """Store the idle gradients away that are used last, or with ``in_use`` any; return whether there were any."""
+        if self.end_lent() or any(gradients.store_away() for gradients in reversed(self._idle())):
+            return True
+        if not in_use:
+            return False
+        last_of_all = sorted(self._open, key=lambda gradients: gradients.num_accumulating)
+        return any(gradients.store_away() for gradients in last_of_all)
+
+    def _idle(self) -> list[_Gradients]:
+        """Return the open gradients that are not being added to, the one that is used last at the end.
+
+        The root's are not among them: a backward adds to them at its beginning and at its end.
+        """
+        used = {self._root, self.opening, *self._shielded}
+        open_ = [each for each in self._open if not each.num_accumulating and not each.unit.is_in_backward]
+        idle = [each for each in open_ if each.unit not in used]
+        return sorted(idle, key=lambda gradients: self._distance(gradients.key))
+
+    def discard(self, key: str, lease: Lease | None) -> None:
+        """Delete a scratch key now, with its lease, or at the next ``sweep`` when a caller still sees its bytes."""
+        if lease is None:
+            self._working_set.delete([key])
+        elif not self._working_set.discard(lease):
+            self._to_delete.append(key)
+
+    def sweep(self, others: list[str]) -> None:
+        """Delete the keys whose last views were alive when they were discarded, and ``others``."""
+        keys, self._to_delete = self._to_delete + others, []
+        self._working_set.delete(keys)
+
+    def forget(self) -> None:
+        """In a forked child: nothing of the parent's memory is there."""
+        self._open.clear()
+        self._lent = None
+
+    # -- what will be leased, for the schedule --------------------------------------------------------------------
+
+    def add_room(self, gradients: _Gradients) -> None:
+        """Know the name under which ``gradients`` will be leased."""
+        self._rooms[gradients.room] = gradients
+
+    def due(self) -> int:
+        """Return the bytes that the unit being opened in a backward has yet to lease. Any thread."""
+        unit = self.opening
+        return unit.gradients.nbytes if unit is not None and not unit.gradients.key else 0
+
+    def of(self, name: str) -> int | None:
+        """Return the bytes of gradients that will be leased under ``name``; None where it is no such name."""
+        gradients = self._rooms.get(name)
+        if gradients is None:
+            return None
+        return 0 if gradients.key or self._working_set.has(name) else gradients.nbytes
+
+    def given_back(self, name: str) -> int | None:
+        """Return the bytes of gradients that are the working set's, or an update's, under ``name``; else None."""
+        gradients = self._rooms.get(name)
+        if gradients is None or gradients.lease is not None or not self._working_set.has(name):
+            return None
+        return gradients.nbytes

@@ -1,0 +1,46 @@
+"""Reclaimer: what a model gives back to a caller that waits for memory beyond the shares of the budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from tiered.zero.gradients.open_gradients import OpenGradients
+from tiered.zero.gradients.updates import Updates
+from tiered.zero.parameters.open_units import OpenUnits
+
+__all__ = ["Reclaimer"]
+
+
+class Reclaimer:
+    """Gives back what one model has in DRAM and can do without for now.
+
+    Shares make it rare: it helps where tensors of the user's keep bytes that are in no share, or where the forward of
+    one unit calls another's. ``updates()`` returns the present updates.
+    """
+
+    def __init__(self, open_units: OpenUnits, open_gradients: OpenGradients, updates: Callable[[], Updates]) -> None:
+        self._open_units = open_units
+        self._open_gradients = open_gradients
+        self._updates = updates
+        self._pid = os.getpid()
+
+    def reclaim(self, nbytes: int) -> bool:
+        """Help the caller; return whether something was given back. The update thread asks the training thread."""
+        if os.getpid() != self._pid:
+            return False
+        updates = self._updates()
+        return updates.ask() if updates.is_this_thread() else self.give_back()
+
+    def give_back(self) -> bool:
+        """In the training thread: give the working set something back; return whether there was anything.
+
+        An idle unit first, then gradients; of units, the one in a backward is about to be used, and the root will be.
+        """
+        return (
+            self._open_units.park_one(root=False, in_backward=False)
+            or self._open_gradients.store_away_one()
+            or self._open_units.park_one(root=True, in_backward=True)
+            or self._updates().release_gradients()
+            or self._open_gradients.store_away_one(in_use=True)
+        )

@@ -1,0 +1,86 @@
+"""Updates: what the rooms below the optimizer see of the updates that it has handed over."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tiered.zero.parameters.unit import Unit
+
+__all__ = ["NO_UPDATES", "Updates"]
+
+
+class Updates(Protocol):
+    """The pending updates of one model's units; ``NO_UPDATES`` without an optimizer."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an update, or the seal of a commit behind it, is pending."""
+
+    def is_this_thread(self) -> bool:
+        """Whether the caller is the update thread."""
+
+    def pending_gradient_bytes(self) -> int:
+        """Return the bytes of gradients in DRAM that wait for their update."""
+
+    def wait_for(self, unit: Unit) -> None:
+        """Wait for the update of ``unit``, if one is pending; it goes first. Ends at once after a failure."""
+
+    def wait_for_all(self) -> None:
+        """Wait until nothing is pending. Ends early after a failure."""
+
+    def finish_all(self) -> None:
+        """Wait until nothing is pending, and raise what it failed of."""
+
+    def raise_failure(self) -> None:
+        """Raise what has failed since the last call, if anything; the step is abandoned."""
+
+    def cancel(self) -> None:
+        """Finish what a commit waits for, drop the rest, forget a failure."""
+
+    def release_gradients(self) -> bool:
+        """Give the working set gradients that wait for their update; return whether there were any in DRAM."""
+
+    def ask(self) -> bool:
+        """In the update thread: ask the training thread, if it waits for an update, to give memory back."""
+
+    def take_leftovers(self) -> list[str]:
+        """Return the gradients' keys that are to be deleted once nobody sees their bytes."""
+
+    def forget(self) -> None:
+        """In a forked child: the parent's threads do not run."""
+
+
+class _NoUpdates:
+    """Nothing is ever pending."""
+
+    is_busy = False
+
+    def is_this_thread(self) -> bool:
+        return False
+
+    def pending_gradient_bytes(self) -> int:
+        return 0
+
+    def wait_for(self, unit: Unit) -> None: ...
+
+    def wait_for_all(self) -> None: ...
+
+    def finish_all(self) -> None: ...
+
+    def raise_failure(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+    def release_gradients(self) -> bool:
+        return False
+
+    def ask(self) -> bool:
+        return False
+
+    def take_leftovers(self) -> list[str]:
+        return []
+
+    def forget(self) -> None: ...
+
+
+NO_UPDATES: Updates = _NoUpdates()

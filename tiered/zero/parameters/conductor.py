@@ -1,0 +1,80 @@
+"""Conductor: what the rooms of zero/ see of the engine that drives one sharded model."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tiered.store.residency.working_set import WorkingSet
+from tiered.store.store import Store
+from tiered.zero.parameters.calls import Calls
+from tiered.zero.parameters.open_units import OpenUnits
+from tiered.zero.parameters.shared_schedule import SharedSchedule
+from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.step import Phase
+
+__all__ = ["Conductor", "ForwardCalls"]
+
+
+class _Backward(Protocol):
+    def seen(self) -> None:
+        """Something of the model's runs in a backward, whose end must be heard of."""
+
+
+class ForwardCalls(Protocol):
+    """What methods and recomputations of a model tell: their calls begin and end as module calls do."""
+
+    def enter(self, module: nn.Module, unit: Unit | None) -> None:
+        """A call of ``module`` begins."""
+
+    def enter_outermost(self, module: nn.Module) -> None:
+        """The outermost call begins, of ``module``."""
+
+    def exit(self, module: nn.Module, output: Any) -> Any:
+        """A call of ``module`` ends; return the output with nothing of it in a unit's buffer."""
+
+    def leave(self, unit: Unit | None) -> None:
+        """A call of the module of ``unit``, if it is one's, is over."""
+
+    def leave_abandoned(self, beginning: nn.Module | None = None) -> None:
+        """Leave calls that an interrupt has ended and no hook has seen."""
+
+    def ended(self) -> None:
+        """An outermost forward with gradients has ended."""
+
+    def method_ended(self) -> None:
+        """The outermost method has ended."""
+
+
+class Conductor(Protocol):
+    """One sharded model: its parts, and the moves that more than one of them is needed for."""
+
+    store: Store
+    working_set: WorkingSet
+    units: list[Unit]  # the root unit first
+    phase: Phase
+    calls: Calls
+    schedule: SharedSchedule
+    open_units: OpenUnits
+
+    @property
+    def backward(self) -> _Backward:
+        """What is known of the backward that runs."""
+
+    @property
+    def forward(self) -> ForwardCalls:
+        """The module calls that are under way."""
+
+    def model(self) -> nn.Module | None:
+        """Return the module that was sharded, as long as it lives."""
+
+    def settle_calls(self) -> None:
+        """What belongs between steps comes: end the calls and the backward that have ended without saying so."""
+
+    def written(self, segment: Segment, source: torch.Tensor | None) -> None:
+        """The values of ``segment`` were replaced, by ``source`` where it is known."""
+
+    def watch(self, parameter: nn.Parameter) -> None:
+        """Follow the gradient of ``parameter`` if it requires one."""

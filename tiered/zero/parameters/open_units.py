@@ -1,0 +1,106 @@
+"""OpenUnits: which units of one model are leased now, by age and by address.
+
+Mechanism only: what is opened and when is the engine's say, what becomes of parked bytes the working set's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tiered.errors import UsageError
+from tiered.store.residency.working_set import Lease
+from tiered.zero.parameters.unit import Unit
+
+__all__ = ["OpenUnits"]
+
+
+class OpenUnits:
+    """The open leases of one model's units, oldest first.
+
+    Invariant: a unit is listed exactly while it has a lease. ``shielded`` units are never parked here (``unsharded``).
+    """
+
+    def __init__(self, root: Unit) -> None:
+        self.num_swaps = 0  # leases of units so far, for reports and tests
+        self.shielded: set[Unit] = set()
+        self.root = root
+        self._units: dict[Unit, None] = {}
+        self._addresses: dict[int, tuple[Unit, int, Lease]] = {}  # of each span: its unit, its number, its lease
+
+    def __repr__(self) -> str:
+        return f"OpenUnits({len(self._units)} units)"
+
+    def opened(self, unit: Unit) -> None:
+        """A unit has leased its bytes."""
+        self.num_swaps += 1
+        for span, lease in enumerate(unit.buffer.leases):
+            self._addresses[lease.tensor.untyped_storage().data_ptr()] = (unit, span, lease)
+        self._units[unit] = None
+
+    def parked(self, unit: Unit) -> None:
+        """A unit has given its lease back."""
+        self._units.pop(unit, None)
+
+    def in_backward(self) -> list[Unit]:
+        """Return the units that were opened in the backward that runs. Any thread."""
+        return [unit for unit in list(self._units) if unit.is_in_backward]
+
+    def park_idle(self, active: set[Unit | None]) -> None:
+        """Give the leases of all units back but the root's and those in ``active``."""
+        for unit in list(self._units):
+            if unit is not self.root and unit not in active and unit not in self.shielded:
+                unit.park()
+
+    def park_all(self) -> None:
+        """Give every lease of a unit back."""
+        for unit in list(self._units):
+            if unit not in self.shielded:
+                unit.park()
+
+    def park_one(self, *, root: bool, in_backward: bool) -> bool:
+        """Give the oldest idle unit back; return whether there was one.
+
+        The root only where ``root``, those that were opened in a backward, and will be used again, where
+        ``in_backward``.
+        """
+        for unit in list(self._units):
+            if (unit is self.root and not root) or (unit.is_in_backward and not in_backward):
+                continue
+            if unit.is_open and unit.num_ops == 0 and unit not in self.shielded and unit.park():
+                return True
+        return False
+
+    def address_of(self, tensor: torch.Tensor) -> Unit | None:
+        """Return the unit in whose living buffer ``tensor`` lies. Raises UsageError for what torch.func wraps."""
+        found = self.place_of(tensor)
+        return None if found is None else found[0]
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
+        """Return the unit and span number in whose living bytes ``tensor`` lies; raises as ``address_of`` does."""
+        if (
+            tensor.layout is not torch.strided
+            or tensor.device.type != "cpu"
+            or not tensor.numel()
+            or tensor._is_zerotensor()
+        ):
+            return None
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError as error:  # a wrapper has none
+            raise UsageError(
+                "torch.func (vmap, grad, jvp, ...) over a forward of a sharded model; expected over a model in memory:"
+                " one built afresh with model.state_dict() loaded"
+            ) from error
+        found = self._addresses.get(storage.data_ptr())
+        if found is None:
+            return None
+        unit, span, lease = found
+        if lease not in unit.buffer.leases and lease.release():  # an address of the past
+            return None
+        return unit, span
+
+    def forget(self) -> None:
+        """In a forked child: nothing of the parent's memory is there."""
+        for unit in list(self._units):
+            unit.forget()
+        self._units.clear()

@@ -1,0 +1,208 @@
+"""Phase: where in a step one sharded model is, what may come next, and the refusals that follow from it.
+
+A settled state, and the calls that run on top of it. Whether a graph is alive is told by the units' saved references,
+not by the phase: two forwards and then two backwards are as legal as one after the other.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Callable
+
+import torch
+
+from tiered.errors import StepAbandonedError, StoreLostError, UsageError
+from tiered.zero.export import Export
+
+__all__ = ["Event", "Phase", "Running", "Settled", "in_graph_task"]
+
+
+class Settled(enum.Enum):
+    """What a model holds between its calls; each member says what may be touched and what the state costs."""
+
+    CLEAN = "clean"  # no gradient waits: everything may begin; DRAM keeps what is held and what was read ahead
+    PENDING = "pending"  # gradients wait for a step: no commit; they take their share of DRAM, and NVMe beyond it
+    USED = "used"  # a backward has updated its units: only evaluation, then step(); no gradient takes memory
+    ABANDONED = "abandoned"  # a step was left half done: only rollback(), resume() and close()
+    MUST_RESUME = "must resume"  # the store holds a run that was not resumed: only resume() and close()
+
+
+class Running(enum.Enum):
+    """What runs now, the innermost; each member says what may be touched and what it costs."""
+
+    NOTHING = "nothing"  # no parameter may be touched, but between a forward and its backward
+    FORWARD = "forward"  # parameters may be read; the units in use and the root take the share of gathered bytes
+    BACKWARD = "backward"  # the same, and one gradient for each of these units
+    RECOMPUTE = "recompute"  # a forward inside a backward: its unit was gathered by the backward already
+
+
+class Event(enum.Enum):
+    """What a caller may ask for."""
+
+    FORWARD = "a forward with gradients"
+    EVALUATION = "a forward without gradients"
+    TOUCH = "an operation on a parameter"
+    BACKWARD = "a backward"
+    STEP = "optimizer.step()"
+    ZERO_GRAD = "optimizer.zero_grad()"
+    BETWEEN_STEPS = "commit, state_dict(), unsharded and what else expects a whole model"
+
+
+_PENDING = (
+    "with gradients pending; expected after optimizer.step(), or after optimizer.zero_grad(), which drops them"
+)
+
+_REFUSED: dict[Settled, dict[Event, str]] = {
+    Settled.CLEAN: {},
+    Settled.PENDING: {Event.BETWEEN_STEPS: _PENDING},
+    Settled.USED: {
+        Event.FORWARD: 'after a backward that has updated parameters (update="backward"); expected optimizer.step()'
+        " first: an evaluation under torch.no_grad() may run before it",
+        Event.TOUCH: "between backward and optimizer.step(); expected inside a forward or backward of the model, or"
+        " between the two, as for a term of the loss",
+        Event.BACKWARD: 'a second backward before optimizer.step() under update="backward"; expected one backward a'
+        ' step, `with tiered.accumulate(model):` around the others, or update="step"',
+        Event.ZERO_GRAD: 'between backward and optimizer.step() under update="backward", which has used the gradients:'
+        ' the step cannot be skipped any more; expected step() next, or update="step"',
+        Event.BETWEEN_STEPS: _PENDING,
+    },
+    Settled.ABANDONED: dict.fromkeys(
+        Event, "the step was abandoned ({reason}); expected store.rollback(), store.resume() or store.close() next"
+    ),
+    Settled.MUST_RESUME: dict.fromkeys(
+        Event,
+        "the store holds a run at generation {generation}; expected store.resume() first (after the optimizer and"
+        " everything else is registered), or a store in an empty directory",
+    ),
+}
+"""The one table of what is illegal: settled state -> event -> what the refusal says after the caller's words.
+
+All else is legal. A refusal changes nothing: the state after it is the state before it.
+"""
+
+
+def in_graph_task() -> bool:
+    """Return whether this thread runs inside an autograd backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Phase:
+    """The facts about the step of one model; one thread changes them.
+
+    Invariant: outside a call of the model, a backward, the time between a forward and its backward (``is_between``),
+    and ``unsharded``, no parameter's values can be reached. ``abandoned`` is the reason once a step was left half done.
+    ``has_begun`` holds from the first update of a step to its end, ``has_updated`` from the end of a backward that has
+    updated to the step that concludes it.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_durable: bool,
+        generation: Callable[[], int],
+        has_gradients: Callable[[], bool],
+        is_calling: Callable[[], bool],
+        is_recomputing: Callable[[], bool],
+        raise_failure: Callable[[], None],
+    ) -> None:
+        """``raise_failure`` raises what an update on another thread has failed of since it was asked last."""
+        self.is_durable = is_durable
+        self.abandoned = ""
+        self.must_resume = False
+        self.is_between = False
+        self.has_begun = False
+        self.has_updated = False
+        self.done: set[object] = set()  # the units that were updated in the backward that runs
+        self.export = Export()  # inside state_dict(): detach() copies
+        self.num_loading = 0  # inside load_state_dict(): copy_() writes
+        self.num_accumulating = 0  # inside tiered.accumulate
+        self.updates_in_backward = False  # update="backward"
+        self.pid = os.getpid()
+        self._generation = generation
+        self.has_gradients = has_gradients
+        self._is_calling = is_calling
+        self._is_recomputing = is_recomputing
+        self._raise_failure = raise_failure
+
+    def __repr__(self) -> str:
+        return f"Phase({self.settled.value}, {self.running.value})"
+
+    @property
+    def settled(self) -> Settled:
+        """The settled state."""
+        if self.abandoned:
+            return Settled.ABANDONED
+        if self.must_resume:
+            return Settled.MUST_RESUME
+        if self.has_updated:
+            return Settled.USED
+        return Settled.PENDING if self.has_gradients() else Settled.CLEAN
+
+    @property
+    def running(self) -> Running:
+        """What runs now in this thread."""
+        if in_graph_task():
+            return Running.RECOMPUTE if self._is_recomputing() else Running.BACKWARD
+        return Running.FORWARD if self._is_calling() else Running.NOTHING
+
+    @property
+    def is_half_done(self) -> bool:
+        """Whether some units may be updated and the step is not concluded, or was abandoned."""
+        return bool(self.abandoned) or self.has_begun or self.has_updated
+
+    def check(self, event: Event, what: str) -> None:
+        """Raise where ``event``, which messages call ``what``, is illegal now; nothing is changed.
+
+        Raises what an update has failed of, StepAbandonedError or StoreLostError after that, UsageError.
+        """
+        self._raise_failure()
+        if not (self.abandoned or self.must_resume or self.has_updated) and event is not Event.BETWEEN_STEPS:
+            return  # CLEAN and PENDING refuse nothing else: gradients are not looked through for it
+        settled = self.settled
+        refusal = _REFUSED[settled].get(event)
+        if refusal is None:
+            return
+        if settled is Settled.ABANDONED and not self.is_durable:
+            raise StoreLostError(
+                f"{what}: {self.abandoned}; a store with durable=False cannot roll back: start again in a new one"
+            )
+        if settled is Settled.ABANDONED:
+            raise StepAbandonedError(f"{what}: {refusal.format(reason=self.abandoned)}")
+        if settled is Settled.MUST_RESUME:
+            raise UsageError(f"{what}: {refusal.format(generation=self._generation())}")
+        raise UsageError(f"{what} {refusal}")
+
+    def check_not_running(self, what: str) -> None:
+        """Raise UsageError inside a forward or backward."""
+        if self.running is not Running.NOTHING:
+            raise UsageError(f"{what} inside a forward or backward; expected between steps")
+
+    def check_unused(self, what: str) -> None:
+        """Raise UsageError where the optimizer uses gradients as they come, before ``what`` could see them."""
+        if self.updates_in_backward:
+            raise UsageError(
+                f'{what} under update="backward", where gradients are used up as they become final; expected'
+                ' tiered.AdamW(..., update="step")'
+            )
+
+    def give_up(self, reason: str) -> str:
+        """Mark the step as left half done, and return what the caller can do next."""
+        self.abandon(reason)
+        return "store.rollback() to go on" if self.is_durable else "start again in a new store"
+
+    def abandon(self, reason: str) -> None:
+        """Mark the step as left half done; the first reason stays."""
+        self.abandoned = self.abandoned or reason
+
+    def conclude(self) -> None:
+        """The step is over."""
+        self.has_begun = self.has_updated = False
+        self.done.clear()
+
+    def reset(self) -> None:
+        """Forget the step: what the store holds is the truth."""
+        self.conclude()
+        self.abandoned = ""
+        self.must_resume = self.is_between = False
+        self.num_accumulating = 0
