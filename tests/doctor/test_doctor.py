@@ -128,7 +128,7 @@ class TestCommandLine:
         assert main(["doctor", "/nowhere/at/all", "--json", "/dev/full"]) == 2
         said = capsys.readouterr()
         assert "1 thing is broken here: writing in /nowhere/at/all" in said.out
-        assert said.err == "tiered: cannot write /dev/full: No space left on device; all else is done\n"
+        assert said.err == "tiered: cannot write /dev/full: No space left on device; everything else is done\n"
 
     def test_the_default_is_here_and_a_directory_given_twice_counts_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -99,7 +99,7 @@ def test_a_store_without_commits_leaves_nothing(tmp_path: Path) -> None:
 def test_the_default_budget_is_half_of_what_is_free_and_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"), Store(engine="memory") as store:
         assert store.working_set.budget_bytes >= 8 * MiB
-    assert "half of what is free" in caplog.text
+    assert "half of free memory" in caplog.text
 
 
 def test_space_can_be_reserved_before_it_is_needed(tmp_path: Path) -> None:

@@ -43,4 +43,4 @@ def write_report(file: Path, content: str | bytes) -> None:
     try:
         file.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        raise UsageError(f"cannot write {file}: {error.strerror}; all else is done") from error
+        raise UsageError(f"cannot write {file}: {error.strerror}; everything else is done") from error

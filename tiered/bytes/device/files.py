@@ -134,7 +134,7 @@ class DataFiles:
             self._check_open()
             if self._flush_error is not None:
                 raise DeviceError(
-                    f"an earlier flush of {self._directory} failed, so what it holds is unknown; reopen the store"
+                    f"an earlier flush of {self._directory} failed, so its contents are unknown; reopen the store"
                 ) from self._flush_error
             what = self._directory
             try:

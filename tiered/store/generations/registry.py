@@ -114,14 +114,14 @@ class Registry:
         unclaimed = [name for name in committed if name not in self._objects]
         if missing:
             raise UsageError(
-                f"generation {generation} was committed without what is registered now: missing "
+                f"generation {generation} was committed without some objects that are registered now: missing "
                 f"{', '.join(map(repr, missing))}; committed but not registered: "
                 f"{', '.join(map(repr, unclaimed)) or 'nothing'}; register the same names as the run that committed it,"
                 " and what is new after resume()"
             )
         if unclaimed:
             _log.warning(
-                "generation %d holds the state of %s, which nobody has registered: it is not loaded, and commits keep "
+                "generation %d holds the state of %s, which is not registered: it is not loaded, and commits keep "
                 "it as it is; store.drop_state(name) ends that",
                 generation,
                 ", ".join(map(repr, unclaimed)),

@@ -75,7 +75,7 @@ def dram_budget(dram: int | str | None) -> int:
     """Return the DRAM budget in bytes; by default half of free memory, which is logged. Raises CapacityError."""
     if dram is None:
         budget = free_memory() // 2 // MiB * MiB
-        _log.info("dram= not given: the budget is %s, half of what is free", format_bytes(budget))
+        _log.info("dram= not given: the budget is %s, half of free memory", format_bytes(budget))
     else:
         budget = parse_bytes(dram)
     if budget < MIN_DRAM_NBYTES:

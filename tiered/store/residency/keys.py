@@ -121,4 +121,4 @@ class Keys:
     def refuse_late(self) -> None:
         """Raise ClosedError once close() has fixed the bytes that it commits."""
         if self.is_ending:
-            raise ClosedError("the store is being closed: what it holds is committed, and nothing more can be written")
+            raise ClosedError("the store is being closed: its contents are committed, and nothing more can be written")

@@ -163,8 +163,8 @@ class LeaseBlock:
         state = "has its old bytes again" if self._lease.forget() else "has the new bytes, and so will a commit"
         self._lease.release()
         problem = (
-            f"the view of {self._key!r} through a lease for reading was written, by what torch tells nobody of"
-            f' (TorchScript, vmap, torch.Tensor(view)); the key {state}. Lease it with mode="rw", or clone() the view'
+            f"the view of {self._key!r} through a lease for reading was written, which torch did not report "
+            f'(TorchScript, vmap, torch.Tensor(view)); the key {state}. Lease it with mode="rw", or clone() the view'
         )
         if error is None:
             raise UsageError(problem)

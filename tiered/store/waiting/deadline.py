@@ -56,8 +56,8 @@ class Deadline:
         waited_s = now - self._start_s
         if waited_s >= self._limit_s:
             raise DeadlineError(
-                f"{self._operation} did not happen within {self._limit_s:g} s; what is in flight keeps its buffers and "
-                "extents until it completes: check the drive, or close the store"
+                f"{self._operation} did not happen within {self._limit_s:g} s; transfers in flight keep their buffers "
+                "and extents until they complete: check the drive, or close the store"
             )
         if waited_s >= self._limit_s / 2 and not self._warned:
             self._warned = True
