@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The DRAM budget swept from small to all: what a step reads and writes, beside section 8's formula.
+"""The DRAM budget swept from small to all: the bytes that a step reads and writes, beside their formula.
 
 Usage: python bench/budget_sweep.py [--budgets smallest,640MiB,1GiB,2GiB,4GiB,8GiB --rounds 1 --no-durable --store DIR]
 

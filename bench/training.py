@@ -84,7 +84,7 @@ class Settings:
 
     @property
     def formula(self) -> tuple[float, float]:
-        """Bytes per parameter that must be read and written with nothing held, gradients in DRAM (section 8)."""
+        """Bytes per parameter that must be read and written with nothing held, gradients in DRAM."""
         p = 2 if self.dtype == "bf16" else 4
         persistent = {"exact": 12, "compact": 5.1 if p == 2 else 6.1}[self.state]
         return p + persistent, persistent

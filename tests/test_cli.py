@@ -186,7 +186,7 @@ class TestConfiguration:
 
 
 class TestPlan:
-    """The arithmetic of section 8."""
+    """The arithmetic of the bytes that a step moves."""
 
     def test_bytes_of_the_default(self) -> None:
         default = plan()

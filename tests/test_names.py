@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +79,9 @@ FILES_SO_CALLED = {"report", "settings"}  # in a room that says of what
 
 EXCEPTIONS = {("resumable.py", "epoch")}  # where it is the word of torch's users for a pass through the data
 
+TIRING = re.compile(r"(?:^|[.:;] )(What|Who|Whose|Whoever|Whatever|Nobody|Somebody) |\bof (which|whom)\b|\blest\b")
+"""Sentences of docstrings and comments that begin so, or hang on such a word: say subject, verb, noun."""
+
 FORBIDDEN = {
     r"\bpickle\b(?! of)": "no pickle",
     r"\btorch\.(load|save)\b": "torch.load and torch.save pickle",
@@ -101,6 +106,16 @@ def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
 def words(name: str) -> list[str]:
     """Return the words of ``swap_in``, ``SwapIn`` or ``SWAP_IN``, in lower case."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+
+
+def prose(source: str) -> Iterator[tuple[str, int]]:
+    """Yield the docstrings and the comments of ``source``, with the lines that they begin in."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield " ".join(node.value.value.split()), node.lineno
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string.lstrip("# "), token.start[0]
 
 
 def code(source: str) -> str:
@@ -152,6 +167,23 @@ def test_names_need_no_legend(file: Path) -> None:
         if word in IN_ZERO_ALONE
     ]
     assert not found
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if "zero" not in file.parts], ids=lambda file: file.stem)
+def test_sentences_have_a_subject(file: Path) -> None:
+    found = [
+        f"{file.name}:{line}: ...{text[max(0, match.start() - 20) : match.end() + 40]}..."
+        for text, line in prose(file.read_text())
+        if (match := TIRING.search(text))
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "text", ["# Who waits", '"""Read. What is there stays."""', "# keys, of which one", "# lest it"]
+)
+def test_tiring_sentences_are_seen(text: str) -> None:
+    assert [text for text, _ in prose(text) if TIRING.search(text)]
 
 
 def test_a_class_has_a_name_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""The bound is section 8's formula, and the verdict says in one line what it means."""
+"""The bound is the formula of the bytes that a step moves, and the verdict explains it in one line."""
 
 from __future__ import annotations
 

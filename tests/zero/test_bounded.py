@@ -64,7 +64,7 @@ def layers_case(*shapes: tuple[int, int]) -> Case:
 
 
 def formula(shapes: list[tuple[int, int]], param_dtype: torch.dtype | None) -> int:
-    """Return section 2's smallest budget of ``Layers``: root + 2 largest units + 3 buckets + one tile of the update.
+    """Return ``Layers``'s smallest budget: root + 2 largest units + 3 buckets + one tile of the update.
 
     Buckets hold an eighth of the largest unit, rounded up to 1,024 elements, but 16 Ki at least where a unit has as
     many; a tile needs three fp32 copies, or six of at most 128 Ki elements and nine of 4,096, which a format that

@@ -1,4 +1,4 @@
-"""Training through the tiers gives the bits of plain PyTorch in memory (design.md, promise 1 and section 9).
+"""Training through the tiers gives the bits of plain PyTorch in memory.
 
 Every run has an arena that poisons what is released and never leases an address twice.
 """
@@ -184,7 +184,7 @@ def test_inference_mode_has_the_bits_of_torch_and_leaves_nothing_behind(tmp_path
         model(x).sum().backward()
 
 
-# -- the tie of section 9 ------------------------------------------------------------------------------------------
+# -- the tie -------------------------------------------------------------------------------------------------------
 
 TIE_BITS = 0x8000
 

@@ -1,4 +1,4 @@
-"""The training loop of design.md's section 5 through tiered, for comparison with ``tests/reference.py``."""
+"""The README's training loop through tiered, for comparison with ``tests/reference.py``."""
 
 import contextlib
 import re

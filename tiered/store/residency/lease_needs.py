@@ -1,4 +1,4 @@
-"""LeaseNeeds: what an entry lacks before it can be leased, decided without a lock or I/O."""
+"""LeaseNeeds: the step that an entry needs before it can be leased, decided without a lock or I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LeaseNeeds"]
 
 
 class LeaseNeeds(enum.Enum):
-    """What an entry lacks before a lease of it can be granted."""
+    """The step that an entry needs before a lease of it can be granted."""
 
     NOTHING = enum.auto()
     BUFFER = enum.auto()  # memory to write to

@@ -18,7 +18,7 @@ from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.condition import Condition
 from tiered.store.records.entry import Alias, Entry, EntryState, Residence
 from tiered.store.records.table import Table
-from tiered.store.residency.ends import Ends
+from tiered.store.residency.ended_leases import EndedLeases
 from tiered.store.residency.share import Share
 
 __all__ = ["EvictionPolicy", "LeastRecentlyUsed", "Residents", "be_thread", "this_thread"]
@@ -100,7 +100,7 @@ class Residents:
         self.users: Counter[int] = Counter()  # thread -> living leases and reservations it asked for
         self._condition = condition
         self._entries = Table()
-        self.ends = Ends(condition)
+        self.ended_leases = EndedLeases(condition)
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -272,11 +272,11 @@ class Residents:
 
         It is no line of Python: an interrupt there would be lost, and the end with it. May be called again.
         """
-        return functools.partial(self.ends.queue.put, alias)  # a queue's put takes, and ignores, a second argument
+        return functools.partial(self.ended_leases.queue.put, alias)  # put ignores a second argument
 
     def report_end(self, alias: Alias) -> None:
         """A lease ends that has no tensor (any more)."""
-        self.ends.queue.put(alias)
+        self.ended_leases.queue.put(alias)
         if self._is_closed:
             self.reap()
 
@@ -295,9 +295,9 @@ class Residents:
 
     def drain(self) -> None:
         """Note the leases that have ended since the last call."""
-        if self.ends.queue.empty():
+        if self.ended_leases.queue.empty():
             return
-        for alias in self.ends.take():
+        for alias in self.ended_leases.take():
             if alias.has_ended:
                 continue
             self.release(alias)
@@ -354,7 +354,7 @@ class Residents:
         # that a collection interrupted; it, or the next end, finds the queue.
         if self._pid != os.getpid() or self._condition.is_held_here():
             return
-        while not self.ends.queue.empty() and self._condition.acquire(blocking=False):
+        while not self.ended_leases.queue.empty() and self._condition.acquire(blocking=False):
             try:
                 self.drain()
             finally:

@@ -322,7 +322,7 @@ class Room:
         self.num_waiting += 1
         try:
             progress = (self._records.commit_progress(), self._space.progress.num_blocks)
-            deadline.wait(self._residents.ends, progress)
+            deadline.wait(self._residents.ended_leases, progress)
         finally:
             self.num_waiting -= 1
 

@@ -1,4 +1,4 @@
-"""Ends: how the deaths of leased tensors are told, and waited for."""
+"""EndedLeases: the queue of leases whose last tensor has died, and a way to wait for it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from tiered.bytes.condition import Condition
 from tiered.store.records.entry import Alias
 
-__all__ = ["Ends"]
+__all__ = ["EndedLeases"]
 
 
-class Ends:
-    """The ends of leases, as finalizers report them, and a way to wait for them: a waiter of the store's condition.
+class EndedLeases:
+    """The leases that finalizers report as ended, in a queue that is a waiter of the store's condition.
 
     A finalizer must not take the store's lock to notify. So one thread at a time waits for the queue instead, which a
     notification reaches as well, by None. The items that it finds stay in the queue.
@@ -37,7 +37,7 @@ class Ends:
             self._condition.notify_all()  # another waiting thread takes this one's place
 
     def take(self) -> Iterator[Alias]:
-        """Take the ends out of the queue, under the lock; a notification is left to the thread that waits for one."""
+        """Take the leases out of the queue, under the lock; leave a notification to the thread that waits for one."""
         was_notified = False
         while not self.queue.empty():
             try:
@@ -51,7 +51,7 @@ class Ends:
             self.queue.put(None)
 
     def release(self) -> None:
-        """The condition was notified."""
+        """Note that the condition was notified."""
         self.queue.put(None)
 
     def acquire(self, *, timeout: float = -1) -> bool:
