@@ -59,7 +59,7 @@ class Residence:
         self.writers = 0  # those of the leases that may write
         self.open_readers = 0  # leases that were not released
         self.open_writers = 0
-        self.pinned_nbytes = 0  # what the leases count in a share of the budget
+        self.pinned_nbytes = 0  # the bytes that its leases count in a share of the budget
         self.claims = 0  # callers that wait for these bytes, or copy them
         self.is_leaving = False  # swap_out was asked for: first candidate for eviction once clean
 

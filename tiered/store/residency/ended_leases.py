@@ -42,7 +42,7 @@ class EndedLeases:
         while not self.queue.empty():
             try:
                 alias = self.queue.get_nowait()
-            except queue.Empty:  # the thread that waits has it in hand, and puts it back before it goes on
+            except queue.Empty:  # the waiting thread has it in hand, and puts it back before it goes on
                 break
             if alias is not None:
                 yield alias

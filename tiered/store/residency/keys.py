@@ -93,7 +93,7 @@ class Keys:
     def _remove(self, entry: Entry) -> None:
         self._records.remove(entry)
         self._residents.drop(entry)
-        if entry.held:  # the entry of before a replacement says that it was
+        if entry.held:  # a replaced entry says that it was
             self._residents.share.held_bytes -= self._space.round_up(entry.nbytes)
 
     def _hold(self, entry: Entry, held: bool) -> None:

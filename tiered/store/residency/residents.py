@@ -118,7 +118,7 @@ class Residents:
     def take_nowait(self, nbytes: int, *, is_held: bool = False) -> Buffer | None:
         """Lease a buffer, evicting clean entries as needed; None when the rest is in use, or worth to be kept.
 
-        And where it would be from a share of the budget that is another caller's; one of a held key never is.
+        Also None where the bytes are set aside for another caller; those of a held key never are.
         """
         if not is_held and not self.share.admits(nbytes):
             return None

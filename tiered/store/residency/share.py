@@ -11,11 +11,11 @@ __all__ = ["Share"]
 
 
 class Share:
-    """What may not be evicted, counted, and what of the budget others leave to the caller that ``is_for`` tells.
+    """``nbytes`` of the budget that other callers leave to the one for which ``is_for()`` holds, and their use.
 
-    Invariant: what others lease or reserve, held keys apart, is at most the budget less what is held and ``nbytes``. So
-    that caller's leases wait for transfers, and never for what others keep. Bytes change between the two without being
-    moved. Buffers that may be evicted belong to nobody.
+    The invariant: *the leases and reservations of others, without held keys, are at most the budget less the held bytes
+    and* ``nbytes``. So that caller's leases wait for transfers, and never for bytes that others keep. Bytes change
+    between the two without being moved. Buffers that may be evicted count for no caller.
     """
 
     __slots__ = ("_budget_bytes", "_is_for", "_own", "held_bytes", "nbytes", "pinned_bytes", "used_bytes")
@@ -23,8 +23,8 @@ class Share:
     def __init__(self, budget_bytes: int) -> None:
         self.nbytes = 0
         self.held_bytes = 0  # of keys that stay in DRAM for good
-        self.pinned_bytes = 0  # leased or reserved, by whomever
-        self.used_bytes = 0  # of these, by the caller that the share is for
+        self.pinned_bytes = 0  # leased or reserved, by all callers
+        self.used_bytes = 0  # leased by the caller that the share is for
         self._budget_bytes = budget_bytes
         self._is_for: Callable[[], bool] = _nobody
         self._own: set[Residence] = set()
@@ -49,7 +49,7 @@ class Share:
         return others_bytes + nbytes <= self._budget_bytes - self.held_bytes - self.nbytes
 
     def pin(self, residence: Residence, *, is_held: bool) -> None:
-        """The first lease of ``residence``; held bytes have their own part of the budget."""
+        """Count the first lease of ``residence``; held bytes have their own part of the budget."""
         if is_held:
             return
         residence.pinned_nbytes = residence.buffer.nbytes
@@ -58,12 +58,12 @@ class Share:
             self._take(residence)
 
     def change(self, residence: Residence) -> None:
-        """What somebody has leased is used for the caller of the share from now on."""
+        """Count the leased bytes of ``residence`` as the share's from now on."""
         if residence.pinned_nbytes and residence not in self._own:
             self._take(residence)
 
     def unpin(self, residence: Residence) -> None:
-        """The last lease of ``residence`` has ended."""
+        """Count the end of the last lease of ``residence``."""
         self.pinned_bytes -= residence.pinned_nbytes
         if residence in self._own:
             self._own.remove(residence)
@@ -71,11 +71,11 @@ class Share:
         residence.pinned_nbytes = 0
 
     def reserve(self, buffer: Buffer) -> None:
-        """``buffer`` is reserved."""
+        """Count ``buffer`` as reserved."""
         self.pinned_bytes += buffer.nbytes
 
     def unreserve(self, buffer: Buffer) -> None:
-        """``buffer`` is not reserved any more."""
+        """Count ``buffer`` as reserved no more."""
         self.pinned_bytes -= buffer.nbytes
 
     def _take(self, residence: Residence) -> None:

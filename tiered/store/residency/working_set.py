@@ -300,14 +300,14 @@ class WorkingSet:
     def set_aside(self, nbytes: int, is_for: Callable[[], bool]) -> None:
         """Leave ``nbytes`` of the budget to the leases of the thread in which ``is_for()`` holds; 0 ends that.
 
-        Others then wait, or give back, as if the budget were so much smaller; what may be evicted is no hindrance.
+        Others then wait, or give back, as if the budget were so much smaller; evictable bytes are no hindrance.
         """
         with self.condition:
             self.residents.share.set_aside(nbytes, is_for)
             self.condition.notify_all()
 
     def change_share(self, lease: Lease) -> None:
-        """Count the bytes of ``lease``, which another thread has taken, in what is set aside."""
+        """Count the bytes of ``lease``, which another thread has taken, in the bytes set aside."""
         with self.condition:
             residence = lease.residence
             if residence.aliases:
