@@ -63,7 +63,7 @@ class Rooms(Protocol):
 
 
 class NoRooms:
-    """Nothing is leased that was not read."""
+    """The rooms of a schedule that reads everything it leases: none."""
 
     def due(self) -> int:
         """Return 0."""
@@ -155,7 +155,7 @@ class Schedule:
         return -1 < self.trace.next_use(key) < self._near_until or self.trace.is_promised(key)
 
     def begin_hand_overs(self) -> None:
-        """Several hand-overs belong together: ask for nothing until ``end_hand_overs``."""
+        """Begin hand-overs that belong together: ask for nothing until ``end_hand_overs``."""
         self._is_handing_over = True
 
     def end_hand_overs(self) -> dict[str, int]:

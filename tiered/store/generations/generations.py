@@ -48,7 +48,7 @@ class Generations:
 
     @property
     def root(self) -> Root:
-        """The last committed one."""
+        """The root of the last committed generation."""
         return self._root if self._committer is None else self._committer.root
 
     @property

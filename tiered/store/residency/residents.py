@@ -222,12 +222,12 @@ class Residents:
         self._condition.notify_all()  # a caller may wait for memory
 
     def renew(self, entry: Entry) -> None:
-        """The entry will be used soon: last candidate for eviction."""
+        """Make the entry the last candidate for eviction: it will be used soon."""
         if entry.name in self.clean:
             self.clean.move_to_end(entry.name)
 
     def demote(self, entry: Entry) -> None:
-        """The entry is done with for now: first candidate for eviction, once it is clean."""
+        """Make the entry the first candidate for eviction, once it is clean: it is not needed for now."""
         if entry.residence is not None:
             entry.residence.is_leaving = True
         if entry.name in self.clean:
@@ -257,7 +257,7 @@ class Residents:
         return alias
 
     def release(self, alias: Alias, *, is_written: bool = False) -> None:
-        """The lease was released; it lingers until its last tensor has died, as a reader if it ``is_written``."""
+        """Note a released lease. It lingers until its last tensor has died, as a reader if it ``is_written``."""
         if not alias.is_released:
             alias.is_released = True
             alias.residence.open_writers -= alias.is_writer
@@ -275,7 +275,7 @@ class Residents:
         return functools.partial(self.ended_leases.queue.put, alias)  # put ignores a second argument
 
     def report_end(self, alias: Alias) -> None:
-        """A lease ends that has no tensor (any more)."""
+        """Note the end of a lease that has no tensor (any more)."""
         self.ended_leases.queue.put(alias)
         if self._is_closed:
             self.reap()
@@ -311,7 +311,7 @@ class Residents:
             self.settle(residence)
 
     def settle(self, residence: Residence) -> None:
-        """A use of ``residence`` has ended: offer its entry, or give an orphan back."""
+        """Note the end of a use of ``residence``: offer its entry, or give an orphan back."""
         if residence.entry is not None:
             self.offer(residence.entry)
         elif residence.is_idle:
@@ -332,7 +332,7 @@ class Residents:
         self._condition.notify_all()
 
     def forget_user(self, thread: int) -> None:
-        """One lease or reservation of ``thread`` has ended."""
+        """Note the end of a lease or reservation of ``thread``."""
         self.users[thread] -= 1
         if self.users[thread] <= 0:
             del self.users[thread]

@@ -30,7 +30,7 @@ __all__ = ["Room"]
 
 _log = logging.getLogger("tiered")
 
-_STANDING_BACK = 1 / 4  # of its deadline: so long a caller lets others go first at most
+_STANDING_BACK = 1 / 4  # of its deadline: the longest time for which a caller lets others go first
 
 
 class Room:
@@ -193,7 +193,7 @@ class Room:
                 raise self._space.explain(error, self._records.superseded()) from error
 
     def _reclaim(self, needed: int, deadline: Deadline, *, is_held: bool) -> None:
-        """Nothing is in flight: ask the reclaimers, then wait for other threads' leases, then collect, then give up."""
+        """With nothing in flight: ask the reclaimers, wait for other threads' leases, collect garbage, give up."""
         with self._condition:
             self._check_patience(needed, deadline)
             self.num_waiting += 1

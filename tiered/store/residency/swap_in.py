@@ -124,7 +124,7 @@ class SwapIn:
                 self._is_starting = False
 
     def _moved(self, transfer: Transfer) -> None:
-        """The drive is done with a read, which may still wait for checks: time for the next one."""
+        """Note that the drive is done with a read, which may still wait for checks: start the next one."""
         if transfer.io_class is IOClass.PREFETCH:
             with self._condition:
                 self._ahead_nbytes -= transfer.row.nbytes

@@ -269,7 +269,7 @@ class WorkingSet:
 
     @uninterrupted
     def swap_out(self, keys: Iterable[str]) -> None:
-        """Done with ``keys`` for now: start to write dirty ones, make clean ones the first candidates for eviction.
+        """Start to write the dirty ones of ``keys``; make the clean ones the first candidates for eviction.
 
         Held keys and keys that are leased for writing are passed over. Does not wait for the writes.
         """

@@ -314,8 +314,8 @@ def start_all(transfers: Iterable[Transfer]) -> None:
 def submit_all(devices: Sequence[Device], operations: Sequence[tuple[int, Operation]]) -> None:
     """Submit operations, each with the number of its device; one that cannot be submitted ends with an error.
 
-    Those of one device are submitted together, in their order. An interrupt is raised: what a device was handed by then
-    may be in flight, and is its own to end; the rest ends with an error.
+    Those of one device are submitted together, in their order. An interrupt is raised: operations handed to a device by
+    then may be in flight, and end by themselves; the rest ends with an error.
     """
     by_device: dict[int, list[Operation]] = {}
     handed: set[int] = set()  # devices
