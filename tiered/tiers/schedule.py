@@ -101,7 +101,6 @@ class Schedule:
         self.is_settled = False
         self._nbytes = nbytes
         self._rooms = rooms or NoRooms()
-        self._soon: dict[str, int] = {}
         self._near_until = 0  # position up to which expected keys are near
         self._learnt: set[str] = set()
         self._learnt_window_bytes = 0
@@ -113,7 +112,6 @@ class Schedule:
     def settle(self) -> None:
         """Ask for nothing any more: all keys are in DRAM for good. Until ``unsettle``, or a key is learnt."""
         self.is_settled = not self._learnt
-        self._soon = {}
 
     def unsettle(self) -> None:
         """Ask for the next keys again."""
@@ -173,10 +171,6 @@ class Schedule:
         self.trace.end_step()
         return self.advance()
 
-    def soon(self) -> dict[str, int]:
-        """Return the keys and rooms of the next use -> bytes: there should be memory for them by then."""
-        return self._soon
-
     def granted(self, nbytes: int) -> None:
         """Note that ``nbytes`` of the keys asked for last are there or on their way.
 
@@ -194,7 +188,6 @@ class Schedule:
         if self._is_handing_over or self.is_settled:
             return {}
         wanted: dict[str, int] = {}  # key -> bytes to leave beside it
-        soon: dict[str, int] = {}
         looked_at: list[str] = []
         rooms, trace, sizes, learnt = self._rooms.due(), self.trace, self._nbytes, self._learnt
         left, left_learnt = self.window_bytes, self._learnt_window_bytes
@@ -205,8 +198,6 @@ class Schedule:
             if nbytes is None:
                 given_back = self._rooms.given_back(key)
                 room = self._rooms.of(key) or 0
-                if left >= 0:
-                    soon[key] = room if given_back is None else given_back
                 if given_back is None:
                     rooms += room
                 elif left >= 0:
@@ -216,8 +207,6 @@ class Schedule:
                 if left_learnt >= 0 and key not in wanted:
                     wanted[key] = rooms
             else:
-                if left >= 0:
-                    soon[key] = nbytes
                 left -= max(nbytes, least_nbytes)
                 if left < -self.window_bytes:
                     self._near_until = self._end_of(looked_at)
@@ -225,7 +214,6 @@ class Schedule:
                 if left >= 0:
                     wanted[key] = rooms
             looked_at.append(key)
-        self._soon = soon
         self._num_lasting = 0
         self._num_asked = len(wanted)
         self._asked_bytes = sum([sizes.get(key, 0) for key in wanted])

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
+from tiered.store.residency.modes import is_in_transform
 from tiered.store.store import Store
 from tiered.zero.activations.activations import Activations
 from tiered.zero.activations.forward import Forward
@@ -60,7 +61,7 @@ class Engine:
             has_gradients=lambda: self.open_gradients.are_there(),
             is_calling=lambda: bool(self.calls),
             is_recomputing=lambda: self.activations.is_running_again,
-            raise_failure=lambda: self.updates.raise_failure(),
+            raise_failure=lambda: self.updates.raise_failure() if self.updates.failure is not None else None,
         )
         self.activations = Activations(self)  # order: asked before the units to give bytes back
         self.open_units = OpenUnits(self.units[0])
@@ -107,7 +108,8 @@ class Engine:
 
     def before_open(self, unit: Unit) -> str:
         """A unit is about to be leased: its update must be through. Return what for; "" where it is open by then."""
-        check_no_transform(f"unit {unit.name!r}: swap in")
+        if is_in_transform():
+            check_no_transform(f"unit {unit.name!r}: swap in")
         self.calls.turns.about_to_open(unit)
         if unit.is_open:  # a micro-batch that took its turn has opened it
             return ""
@@ -120,7 +122,8 @@ class Engine:
         """Wait for the update of ``unit``, if one is pending; raise what an update failed of."""
         if self.updates.is_busy:
             self.updates.wait_for(unit)
-        self.updates.raise_failure()
+        if self.updates.failure is not None:
+            self.updates.raise_failure()
 
     def opened(self, unit: Unit) -> None:
         """A unit has leased its bytes: park what is idle, ask for what comes next."""
@@ -233,8 +236,6 @@ class Engine:
         """Hold what is to be held of the keys that there are now, and expect their uses in the order of a step."""
         self.layouts.is_stale = True  # the next forward looks once whether the units fit what is trained
         self.schedule = self.layouts.expect_steps(self.open_gradients)
-
-    # -- forks ---------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """The process is about to fork: no update may be pending. What one fails of is raised by the next call."""

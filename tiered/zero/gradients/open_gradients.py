@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from tiered.store.residency.lease import Lease
@@ -54,6 +54,7 @@ class OpenGradients:
     ) -> None:
         """``distance(key)``: after how many uses the schedule expects a key; ``updates()``: those of the model."""
         self.share_bytes = 0
+        self.rooms_nbytes: Mapping[str, int] = {}  # what each unit's gradients take, by the room's name
         self.update_bytes = 0  # of the update's share
         self.opening: Unit | None = None  # in a backward, and will lease gradients
         self._shielded = open_units.shielded
@@ -177,18 +178,18 @@ class OpenGradients:
     def due(self) -> int:
         """Return the bytes that the unit being opened in a backward has yet to lease. Any thread."""
         unit = self.opening
-        return unit.gradients.nbytes if unit is not None and not unit.gradients.key else 0
+        return self.rooms_nbytes[unit.gradients.room] if unit is not None and not unit.gradients.key else 0
 
     def of(self, name: str) -> int | None:
         """Return the bytes of gradients that will be leased under ``name``; None where it is no such name."""
         gradients = self._rooms.get(name)
         if gradients is None:
             return None
-        return 0 if gradients.key or self._working_set.has(name) else gradients.nbytes
+        return 0 if gradients.key or self._working_set.has(name) else self.rooms_nbytes[name]
 
     def given_back(self, name: str) -> int | None:
         """Return the bytes of gradients that are the working set's, or an update's, under ``name``; else None."""
         gradients = self._rooms.get(name)
         if gradients is None or gradients.lease is not None or not self._working_set.has(name):
             return None
-        return gradients.nbytes
+        return self.rooms_nbytes[name]

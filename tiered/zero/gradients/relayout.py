@@ -199,6 +199,7 @@ class UnitLayouts:
         """Hold what is to be held of the keys that there are now; return the schedule of a step's uses."""
         self.hold()
         open_gradients.share_bytes = self.gradient_bytes
+        open_gradients.rooms_nbytes = self.rooms_nbytes
         scratch = work_sizes([unit.layout for unit in self._units]).scratch
         open_gradients.update_bytes = self.shares.update - scratch
         return SharedSchedule(

@@ -12,9 +12,8 @@ __all__ = ["NO_UPDATES", "Updates"]
 class Updates(Protocol):
     """The pending updates of one model's units; ``NO_UPDATES`` without an optimizer."""
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether an update, or the seal of a commit behind it, is pending."""
+    is_busy: bool  # an update, or the seal of a commit behind it, is pending
+    failure: BaseException | None  # what has failed and was not raised yet
 
     def is_this_thread(self) -> bool:
         """Whether the caller is the update thread."""
@@ -54,6 +53,7 @@ class _NoUpdates:
     """Nothing is ever pending."""
 
     is_busy = False
+    failure: BaseException | None = None
 
     def is_this_thread(self) -> bool:
         return False

@@ -73,6 +73,7 @@ class UpdateThread:
         self._queue: OrderedDict[Unit, UnitUpdate] = OrderedDict()
         self._running: UnitUpdate | None = None
         self._conclusion: Callable[[BaseException | None], None] | None = None
+        self.is_busy = False  # an update or a conclusion is pending; read without the lock
         self._what_failed = ""
         self._thread: threading.Thread | None = None  # None once it has seen that nothing is left to do
         self._last_thread: threading.Thread | None = None
@@ -84,11 +85,6 @@ class UpdateThread:
 
     def __repr__(self) -> str:
         return f"UpdateThread({self._running!r}, {len(self._queue)} queued)"
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether an update or a conclusion is pending."""
-        return self._is_updating or self._conclusion is not None  # order: a conclusion is the last to go
 
     @property
     def _is_updating(self) -> bool:
@@ -133,13 +129,13 @@ class UpdateThread:
                 if self._thread is None:
                     self._start_thread(update)  # order: nothing is queued that no thread will take
                 self._queue[update.unit] = update
-                self._set_aside()
+                self._note_pending()
                 self._is_last = False
                 self._condition.notify_all()
         except BaseException:
             with self._condition:
                 self._queue.pop(update.unit, None)
-                self._set_aside()
+                self._note_pending()
             self._drop([update])
             raise
 
@@ -207,6 +203,7 @@ class UpdateThread:
                 return False
             assert self._conclusion is None
             self._conclusion = conclude
+            self._note_pending()
             return True
 
     def cancel(self) -> None:
@@ -221,7 +218,7 @@ class UpdateThread:
                     dropped = [self._queue.popitem()[1]] if self._queue else []
                 self._drop(dropped)
             with self._condition:
-                self._set_aside()
+                self._note_pending()
             self.failure = None
             self._wait(lambda: self._running is None, "")
             self.wait_for_all()
@@ -374,12 +371,13 @@ class UpdateThread:
                 self.failure = error
             if error is not None or not is_update:
                 self._conclusion = None
-            self._set_aside()
+            self._note_pending()
             self._condition.notify_all()
         self._drop(dropped)
 
-    def _set_aside(self) -> None:
-        """Leave room for the largest update that is pending: its parameters, its gradients and its buckets."""
+    def _note_pending(self) -> None:
+        """Under the lock, after each change: leave room for the largest update that is pending, with its buckets."""
+        self.is_busy = self._is_updating or self._conclusion is not None
         largest = max((update.nbytes for update in self._pending()), default=0)
         self._working_set.set_aside(largest + self._buckets_bytes if largest else 0, self.is_this_thread)
 

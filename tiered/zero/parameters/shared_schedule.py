@@ -117,10 +117,6 @@ class SharedSchedule:
             self._schedule.unsettle()
             self.trace.rewind()
 
-    def soon(self) -> Mapping[str, int]:
-        """Return what will be asked for at the next use, key or room -> bytes: there should be room for it by then."""
-        return self._schedule.soon()
-
     def distance(self, key: str) -> int:
         """Return after how many uses ``key`` is expected again."""
         with self._lock:
