@@ -11,10 +11,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
 from tiered.bytes.device.base import IOClass
+from tiered.stats import SwapStatistics
 from tiered.store.records.entry import Entry, EntryState, Residence
 from tiered.store.records.records import Records
 from tiered.store.residency.residents import Residents
 from tiered.store.residency.room import Room
+from tiered.store.residency.write_back import WriteBack
 from tiered.store.space.space import Space
 from tiered.store.transfers.transfer import Transfer
 from tiered.units import MiB
@@ -146,3 +148,17 @@ class SwapIn:
                 entry.state = EntryState.STORED
                 self._residents.drop(entry)
             self._condition.notify_all()
+
+    def statistics(self, write_back: WriteBack, streamed_in_bytes: int, streamed_out_bytes: int) -> SwapStatistics:
+        """Return the counts of all swaps, under the lock; streams count by themselves."""
+        demand, prefetch = self.counts[IOClass.DEMAND], self.counts[IOClass.PREFETCH]
+        return SwapStatistics(
+            demand_bytes=demand[0],
+            num_demands=demand[1],
+            prefetch_bytes=prefetch[0],
+            num_prefetches=prefetch[1],
+            swap_out_bytes=write_back.swap_out_bytes,
+            num_swap_outs=write_back.num_swap_outs,
+            streamed_in_bytes=streamed_in_bytes,
+            streamed_out_bytes=streamed_out_bytes,
+        )

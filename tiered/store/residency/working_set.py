@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from tiered.bytes.arena import Buffer
-from tiered.bytes.device.base import IOClass
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
-from tiered.stats import SwapStatistics, WorkingSetStatistics
+from tiered.stats import WorkingSetStatistics
 from tiered.store.format.row import MAX_NUM_DIMS
 from tiered.store.format.spec import Spec, is_kept
 from tiered.store.records.deferred_seal import DeferredSeal
@@ -282,16 +281,13 @@ class WorkingSet:
                 self.residents.demote(entry)
         self.room.write(entries, sum(entry.nbytes for entry in entries))
 
-    def hold(self, keys: Iterable[str]) -> None:
-        """Keep ``keys`` resident for good once they are; they are written by commits only. KeyError."""
-        self._set_held(keys, True)
-
     def release_hold(self, keys: Iterable[str]) -> None:
         """Make ``keys`` ordinary again. KeyError."""
-        self._set_held(keys, False)
+        self.hold(keys, held=False)
 
     @uninterrupted
-    def _set_held(self, keys: Iterable[str], held: bool) -> None:
+    def hold(self, keys: Iterable[str], *, held: bool = True) -> None:
+        """Keep ``keys`` resident for good once they are; they are written by commits only. KeyError."""
         names = list(keys)
         with self.condition:
             for key in names:
@@ -309,9 +305,7 @@ class WorkingSet:
     def change_share(self, lease: Lease) -> None:
         """Count the bytes of ``lease``, which another thread has taken, in the bytes set aside."""
         with self.condition:
-            residence = lease.residence
-            if residence.aliases:
-                self.residents.share.change(residence)
+            self.residents.share.change(lease.residence)
 
     def set_policy(self, policy: EvictionPolicy) -> None:
         """Let ``policy`` choose the keys to evict from now on."""
@@ -365,7 +359,6 @@ class WorkingSet:
         with self.condition:
             self.residents.drain()
             residents, write_back = self.residents, self.room.write_back
-            demand, prefetch = self.swap_in.counts[IOClass.DEMAND], self.swap_in.counts[IOClass.PREFETCH]
             return WorkingSetStatistics(
                 budget_bytes=self.budget_bytes,
                 arena_bytes=residents.arena.leased_nbytes,
@@ -377,16 +370,7 @@ class WorkingSet:
                 orphan_bytes=residents.orphan_bytes,
                 num_evictions=residents.num_evictions,
                 num_leases=self._num_leases,
-                swaps=SwapStatistics(
-                    demand_bytes=demand[0],
-                    num_demands=demand[1],
-                    prefetch_bytes=prefetch[0],
-                    num_prefetches=prefetch[1],
-                    swap_out_bytes=write_back.swap_out_bytes,
-                    num_swap_outs=write_back.num_swap_outs,
-                    streamed_in_bytes=self.streamed_in_bytes,
-                    streamed_out_bytes=self.streamed_out_bytes,
-                ),
+                swaps=self.swap_in.statistics(write_back, self.streamed_in_bytes, self.streamed_out_bytes),
             )
 
     # Below: for the rest of the store
