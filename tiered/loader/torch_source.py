@@ -182,7 +182,7 @@ class _WorkerWatch:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.has_drawn = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
+        self.has_drawn = torch.zeros(1, dtype=torch.bool, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
         self._collate_fn = loader.collate_fn
         self._worker_init_fn = loader.worker_init_fn
         self._generators = generators(loader.dataset)
