@@ -1,6 +1,6 @@
-"""How a model is divided into units: which modules move together.
+"""The division of a model into units, the modules that move together.
 
-Policy only: looks at the module tree and at sizes, touches no values.
+This is policy only: the division looks at the module tree and at sizes, and touches no values.
 """
 
 from __future__ import annotations

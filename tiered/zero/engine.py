@@ -1,7 +1,7 @@
 """Engine: the conductor of one sharded model. Module hooks report here; units are opened and parked from here.
 
-It owns no bytes (the working set does), does no arithmetic on them (the optimizer does) and decides nothing about what
-is legal (the phase does). It is the one object that knows all the parts of a model.
+The engine owns no bytes (the working set does), does no arithmetic on them (the optimizer does) and does not decide
+which calls are legal (the phase does). The engine is the one object that knows all the parts of a model.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ class Engine:
         self.layouts.is_stale = True
 
     def written(self, segment: Segment, source: torch.Tensor | None) -> None:
-        """A parameter's values were replaced, by ``source`` where it is known; who keeps masters must hear of it."""
+        """The values of a parameter were replaced, by ``source`` where it is known; the optimizer hears of it."""
         for listener in self.write_listeners:
             listener(segment, source)
 
     # -- units ---------------------------------------------------------------------------------------------------
 
     def before_open(self, unit: Unit) -> str:
-        """A unit is about to be leased: its update must be through. Return what for; "" where it is open by then."""
+        """A unit is about to be leased: finish its update. Return what the lease is for; "" where the unit is open."""
         if is_in_transform():
             check_no_transform(f"unit {unit.name!r}: swap in")
         self.calls.turns.about_to_open(unit)
@@ -119,14 +119,14 @@ class Engine:
         return "backward" if in_backward else "forward" if self.calls else "open"
 
     def finish_update(self, unit: Unit) -> None:
-        """Wait for the update of ``unit``, if one is pending; raise what an update failed of."""
+        """Wait for the update of ``unit``, if one is pending; raise the error of an update that failed."""
         if self.updates.is_busy:
             self.updates.wait_for(unit)
         if self.updates.failure is not None:
             self.updates.raise_failure()
 
     def opened(self, unit: Unit) -> None:
-        """A unit has leased its bytes: park what is idle, ask for what comes next."""
+        """A unit has leased its bytes: park the idle units, and ask for the keys that come next."""
         self.open_gradients.opening = None
         self.open_units.opened(unit)
         self.open_units.park_idle(self.calls.units() | {unit})
@@ -141,7 +141,7 @@ class Engine:
         self.open_units.parked(unit)
 
     def give_up(self, reason: str) -> str:
-        """Mark the step as left half done, and return what the caller can do next."""
+        """Mark the step as left half done, and return the caller's next move in words."""
         return self.phase.give_up(reason)
 
     def check_readable(self, unit: Unit) -> None:
@@ -167,7 +167,7 @@ class Engine:
         self.activations.decide()
 
     def settle_calls(self) -> None:
-        """What belongs between steps comes: end the calls and the backward that have ended without saying so."""
+        """An event between steps comes: end the calls and the backward that have ended without a report."""
         self.forward.leave_abandoned()
         self.forward.leave_methods()
         self.backward.settle()
@@ -175,12 +175,12 @@ class Engine:
     def check_between_steps(self, what: str) -> None:
         """Raise UsageError unless no forward, backward or step is under way; updates may be pending."""
         self.settle_calls()
-        self.phase.check(Event.EVALUATION, what)  # order: an abandoned step is told of first
+        self.phase.check(Event.EVALUATION, what)  # order: an abandoned step is reported first
         self.phase.check_not_running(what)
         self.phase.check(Event.BETWEEN_STEPS, what)
 
     def check_idle(self, what: str) -> None:
-        """Finish what is pending; raise UsageError unless no forward, backward or step is under way."""
+        """Finish the pending updates; raise UsageError unless no forward, backward or step is under way."""
         self.check_between_steps(what)
         self.updates.finish_all()
 
@@ -226,24 +226,24 @@ class Engine:
     def attach(
         self, updates: Updates, submit: Callable[[Unit], None], buckets: Mapping[Unit, Sequence[Bucket[Segment]]]
     ) -> None:
-        """An optimizer is there: ``submit`` hands over the update of a unit, ``buckets`` are those of its state."""
+        """An optimizer was made: ``submit`` hands over the update of a unit, ``buckets`` hold the optimizer's state."""
         self.updates = updates
         self.backward.submit = submit
         self.layouts.set_state(buckets, updates_in_backward=self.phase.updates_in_backward)
         self.expect_steps()
 
     def expect_steps(self) -> None:
-        """Hold what is to be held of the keys that there are now, and expect their uses in the order of a step."""
+        """Hold the keys that placement chooses of the present ones, and expect their uses in the order of a step."""
         self.layouts.is_stale = True  # the next forward looks once whether the units fit what is trained
         self.schedule = self.layouts.expect_steps(self.open_gradients)
 
     def settle(self) -> None:
-        """The process is about to fork: no update may be pending. What one fails of is raised by the next call."""
+        """The process is about to fork: wait for all updates. The next call raises the error of one that fails."""
         if os.getpid() == self.phase.pid:
             self.updates.wait_for_all()
 
     def forget(self) -> None:
-        """In a forked child: nothing of the parent's memory is there."""
+        """In a forked child: forget all that is open, for the bytes are the parent's."""
         self.updates.forget()
         self.open_units.forget()
         self.open_gradients.forget()

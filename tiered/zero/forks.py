@@ -1,4 +1,4 @@
-"""Forked children: none of the parent's leases are theirs, so every engine there forgets what it has open.
+"""Forked children own none of the parent's leases, so every engine in a child forgets its open units.
 
 Before the fork the parent finishes its updates: a child must not find a lock that a thread of the parent's holds.
 """

@@ -1,4 +1,4 @@
-"""What this thread is inside of, told by its frames: for what torch does not report."""
+"""The frames of this thread tell which calls it is in, where torch does not report them."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def stack() -> Iterator[FrameType]:
 
 
 def num_on_stack(code: CodeType) -> int:
-    """Return how many calls of the function with ``code`` this thread is inside of."""
+    """Return how many calls of the function with ``code`` this thread is in."""
     return sum(frame.f_code is code for frame in stack())

@@ -1,7 +1,7 @@
-"""Phase: where in a step one sharded model is, what may come next, and the refusals that follow from it.
+"""Phase: where in a step one sharded model is, which events may come next, and the refusals that follow from it.
 
-A settled state, and the calls that run on top of it. Whether a graph is alive is told by the units' saved references,
-not by the phase: two forwards and then two backwards are as legal as one after the other.
+A phase is a settled state, and the calls that run on top of it. The units' saved references tell whether a graph is
+alive; the phase does not: two forwards and then two backwards are as legal as one after the other.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["Event", "Phase", "Running", "Settled", "in_graph_task"]
 
 
 class Settled(enum.Enum):
-    """What a model holds between its calls; each member says what may be touched and what the state costs."""
+    """The state of a model between its calls; each member says which calls may come and what the state costs."""
 
-    CLEAN = "clean"  # no gradient waits: everything may begin; DRAM keeps what is held and what was read ahead
+    CLEAN = "clean"  # no gradient waits: every call may begin; DRAM keeps held keys and those read ahead
     PENDING = "pending"  # gradients wait for a step: no commit; they take their share of DRAM, and NVMe beyond it
     USED = "used"  # a backward has updated its units: only evaluation, then step(); no gradient takes memory
     ABANDONED = "abandoned"  # a step was left half done: only rollback(), resume() and close()
@@ -29,7 +29,7 @@ class Settled(enum.Enum):
 
 
 class Running(enum.Enum):
-    """What runs now, the innermost; each member says what may be touched and what it costs."""
+    """The innermost call that runs now; each member says what may be touched and what the call costs."""
 
     NOTHING = "nothing"  # no parameter may be touched, but between a forward and its backward
     FORWARD = "forward"  # parameters may be read; the units in use and the root take the share of gathered bytes
@@ -38,7 +38,7 @@ class Running(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What a caller may ask for."""
+    """The requests that a caller may make of a model."""
 
     FORWARD = "a forward with gradients"
     EVALUATION = "a forward without gradients"
@@ -106,7 +106,7 @@ class Phase:
         is_recomputing: Callable[[], bool],
         raise_failure: Callable[[], None],
     ) -> None:
-        """``raise_failure`` raises what an update on another thread has failed of since it was asked last."""
+        """``raise_failure`` raises the error of an update on another thread, if one has failed since the last call."""
         self.is_durable = is_durable
         self.abandoned = ""
         self.must_resume = False
@@ -141,7 +141,7 @@ class Phase:
 
     @property
     def running(self) -> Running:
-        """What runs now in this thread."""
+        """The innermost call that runs now in this thread."""
         if in_graph_task():
             return Running.RECOMPUTE if self._is_recomputing() else Running.BACKWARD
         return Running.FORWARD if self._is_calling() else Running.NOTHING
@@ -154,7 +154,7 @@ class Phase:
     def check(self, event: Event, what: str) -> None:
         """Raise where ``event``, which messages call ``what``, is illegal now; nothing is changed.
 
-        Raises what an update has failed of, StepAbandonedError or StoreLostError after that, UsageError.
+        Raises the error of a failed update; then StepAbandonedError or StoreLostError; then UsageError.
         """
         self._raise_failure()
         if not (self.abandoned or self.must_resume or self.has_updated) and event is not Event.BETWEEN_STEPS:
@@ -201,7 +201,7 @@ class Phase:
         self.done.clear()
 
     def reset(self) -> None:
-        """Forget the step: what the store holds is the truth."""
+        """Forget the step: the bytes in the store are the truth."""
         self.conclude()
         self.abandoned = ""
         self.must_resume = self.is_between = False

@@ -1,1 +1,1 @@
-"""What autograd saves between a forward and its backward: kept, recomputed, or swapped out and in again."""
+"""Activations: the tensors autograd saves for a backward are kept, recomputed, or swapped out and in again."""

@@ -1,4 +1,4 @@
-"""What becomes of the tensors that autograd saves in each unit's forward: they are kept, recomputed, or swapped.
+"""Activations: the tensors that autograd saves in each unit's forward are kept, recomputed, or swapped.
 
 The words of ``shard(activations=...)`` and the rule of "auto" are here; recompute.py and swapped.py do the rest.
 """
@@ -42,7 +42,7 @@ _log = logging.getLogger("tiered")
 
 
 def choose_swapped(saved: Mapping[str, int], room_bytes: int) -> set[str]:
-    """Return the units that swap what they save, so that what the others save fits ``room_bytes``.
+    """Return the units that swap their saved tensors, so that those of the others fit ``room_bytes``.
 
     ``saved``: bytes by unit, in the order of use. The first units swap: a backward needs their bytes last.
     """
@@ -93,31 +93,31 @@ def words_of(rule: ActivationRule, modules: Mapping[str, nn.Module]) -> dict[str
 
 
 class _Local(threading.local):
-    """What each thread is inside of."""
+    """The forwards that each thread is in."""
 
     recompute: Recompute | None = None
     is_again = False  # a second forward, with the modules as they were
 
 
 class Activations:
-    """What autograd saves in the forwards of one model.
+    """The tensors that autograd saves in the forwards of one model.
 
-    With "auto" a unit keeps as long as all that is kept fits into ``room_bytes`` of ordinary memory. The first forward
-    with gradients measures what each unit saves, and ``choose_swapped`` decides from then on; what would exceed the
-    room even so is swapped as it comes. A unit that runs under autocast recomputes: its saved casts are as large as its
-    weights.
+    With "auto" a unit keeps as long as all kept tensors fit into ``room_bytes`` of ordinary memory. The first forward
+    with gradients measures the bytes that each unit saves, and ``choose_swapped`` decides from then on; tensors that
+    would exceed the room even so are swapped as they come. A unit that runs under autocast recomputes: its saved casts
+    are as large as its weights.
     """
 
     def __init__(self, engine: Conductor) -> None:
         self.swapped = SwappedActivations(engine)
         self.words: dict[Unit, str] = {}  # those missing keep
         self.swapping: set[Unit] | None = None  # the "auto" units that swap, once measured
-        self.room_bytes: int | None = None  # what "auto" may keep; measured before the first forward
+        self.room_bytes: int | None = None  # that "auto" may keep; measured before the first forward
         self._engine = engine
         self._local = _Local()
         self._kept: dict[int, weakref.ref[_KeptStorage]] = {}  # by the address of torch's StorageImpl
         self._kept_bytes = 0
-        self._freed: FreedObjects[tuple[int, int]] = FreedObjects()  # address and bytes of what is not kept any more
+        self._freed: FreedObjects[tuple[int, int]] = FreedObjects()  # address and bytes of storages not kept any more
         self._saved: collections.Counter[Unit] = collections.Counter()  # bytes, in the forward that is measured
         self._has_measured = False
         self._has_warned = False
@@ -189,16 +189,17 @@ class Activations:
             self.swapped.sweep()
 
     def end_forward(self, *, may_go_on: bool) -> None:
-        """An outermost forward with gradients has ended: the first one decides what "auto" means.
+        """An outermost forward with gradients has ended: the first one decides which units "auto" swaps.
 
-        ``may_go_on``: it is one of several in a method, which decide together, when that ends or their backward does.
+        ``may_go_on``: the forward is one of several in a method. They decide together, when the method or their
+        backward ends.
         """
         self._has_measured = True
         if not may_go_on:
             self.decide()
 
     def decide(self) -> None:
-        """Decide what "auto" means, once a forward was measured. Idempotent."""
+        """Decide which units "auto" swaps, once a forward was measured. Idempotent."""
         if not self._has_measured or self.swapping is not None or self.room_bytes is None:
             return
         root, *others = self._engine.units
@@ -215,12 +216,12 @@ class Activations:
             )
 
     def reset(self) -> None:
-        """The step was dropped: what it swapped is gone."""
+        """The step was dropped: its swapped tensors are gone."""
         self.swapped.reset()
 
     def _warn_of_casts(self, unit: Unit) -> None:
         if unit is self._engine.units[0]:
-            return  # what the root unit saves can only be kept or swapped
+            return  # saved tensors of the root unit can only be kept or swapped
         self._has_warned = True
         nbytes = sum(2 * segment.numel for unit in self._engine.units for segment in unit.segments)
         _log.warning(
@@ -233,7 +234,7 @@ class Activations:
     # -- saved tensors -------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Kept | SwappedTensor:
-        """Return what autograd is to hold for ``tensor``, which is no part of a unit."""
+        """Return the object that autograd is to hold for ``tensor``, which is no part of a unit."""
         unit = self._engine.calls.innermost_unit() or self._engine.units[0]
         word = self.words.get(unit, "keep")
         if word == "auto":
@@ -266,7 +267,7 @@ class Activations:
         return CountedKept(tensor, counted)
 
     def _forget_ended(self) -> None:
-        """Take what is not kept any more out of the count."""
+        """Take the storages that are not kept any more out of the count."""
         if not self._freed:  # costs less than a block that waits for interrupts
             return
         with INTERRUPTS:

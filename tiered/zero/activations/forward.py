@@ -1,4 +1,4 @@
-"""One forward, as the units see it: which module calls are under way, and what happens as each begins and ends.
+"""One forward, as the units see it: the module calls that are under way, and the actions as each begins and ends.
 
 Module hooks and wrapped methods report here. The calls themselves are listed in calls.py; backward.py is the other half
 of a step.
@@ -80,12 +80,12 @@ class Forward:
             unit.park()
 
     def leave_abandoned(self, beginning: nn.Module | None = None) -> None:
-        """Leave calls that an interrupt has ended and no hook has seen; ``beginning`` is whose call begins now."""
+        """Leave calls that an interrupt has ended and no hook has seen; a call of ``beginning`` begins now."""
         if not in_graph_task():
             self._calls.leave_abandoned(self.leave, beginning)
 
     def leave_methods(self) -> None:
-        """What belongs between steps comes: methods that are calls, with no forward inside, are none any more."""
+        """An event between steps comes: methods that are calls, with no forward inside, stop being calls."""
         self._calls.leave_methods(self.leave)
 
     def ended(self) -> None:

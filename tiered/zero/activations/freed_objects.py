@@ -1,4 +1,4 @@
-"""Facts about objects that are to be known when the objects have been freed."""
+"""FreedObjects: facts about objects, to be read once the objects have been freed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """recompute: a unit's forward that keeps its inputs only and runs again in backward, to the same bits.
 
-torch's non-reentrant checkpoint does it, with torch's random numbers and autocast as they were. Here is what it leaves
-out: buffers and modes as they were, tensors that functional_call puts in the place of parameters, and units that are
-updated meanwhile.
+torch's non-reentrant checkpoint runs it again, with torch's random numbers and autocast as they were. This file adds
+the rest: buffers and modes as they were, tensors that functional_call puts in the place of parameters, and units that
+are updated meanwhile.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Recompute:
             raise
         finally:
             engine.forward.exit(recomputed.module, None)
-            self._tokens.clear()  # Lifetime: what was recomputed lies in the units' buffers and keeps them itself
+            self._tokens.clear()  # Lifetime: recomputed tensors lie in the units' buffers and keep them alive
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
@@ -151,14 +151,14 @@ class Recompute:
 
 
 class _ModuleState(NamedTuple):
-    """What a forward finds in its module."""
+    """The state of a module that a forward finds."""
 
     parameters: dict[str, Any]  # in functional_call, tensors of the caller's
     buffers: dict[str, torch.Tensor | None]
     training: bool
 
     def put(self, module: nn.Module) -> None:
-        """Give it to ``module``."""
+        """Give this state to ``module``."""
         vars(module).update(_parameters=self.parameters, _buffers=self.buffers, training=self.training)
 
 
@@ -167,7 +167,7 @@ class _Number(int):
 
 
 class _Arguments:
-    """The arguments of one call: each tensor once, for autograd to keep, and what to put together again around them.
+    """The arguments of one call: each tensor once, for autograd to keep, and the containers to rebuild around them.
 
     Containers are made afresh; everything else, parameters included, stands for itself.
     """

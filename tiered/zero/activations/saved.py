@@ -1,4 +1,4 @@
-"""What autograd saves for backward: references into units instead of the units' bytes.
+"""Saved tensors that lie in units: autograd holds references into the units instead of their bytes.
 
 A saved tensor that lies in a unit's buffer becomes (unit, offset, shape, strides) and swaps the unit in when it is
 asked for. Other tensors go to the pair of hooks that was in force before, or to activations.py.
@@ -79,7 +79,7 @@ def with_repeated_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 class SavedReference:
-    """A saved tensor that lies in a unit: where, not what. Keeps the unit's token alive as long as it lives."""
+    """The place of a saved tensor that lies in a unit. Keeps the unit's token alive as long as it lives."""
 
     __slots__ = ("dtype", "layout", "offset", "shape", "span", "strides", "token", "unit", "version")
 
@@ -115,8 +115,8 @@ class SavedReference:
 class Kept:
     """A saved tensor that stays in ordinary memory, the caller's own.
 
-    torch checks no version behind hooks, so this does. Of a tensor with a gradient it holds a detached one: the saved
-    one may be an output of the very node that saves it, and the two would keep each other alive.
+    torch checks no version behind hooks, so this class does. It holds a detached tensor in the place of one with a
+    gradient: the saved tensor may be an output of the very node that saves it, and the two would keep each other alive.
     """
 
     __slots__ = ("tensor", "version")
@@ -145,10 +145,10 @@ class SavedPair:
     """One pair of saved-tensor hooks of ours, in force around the outermost call and inside it above every other pair.
 
     A weight becomes a reference; other tensors are handed on to the pair below (``_outer``). A checkpoint's pair is
-    never told of weights: its recomputation would keep every unit of the region in memory. It knows saved tensors by
-    their number. Invariant: in a checkpoint's forward and in its recomputation pairs of ours stand above its own in the
-    same places. A caller's pair is told of weights if it was entered inside the outermost call, and what it hands back
-    of a unit becomes a reference.
+    never told of weights: its recomputation would keep every unit of its forward in memory. A checkpoint knows saved
+    tensors by their number. Invariant: in a checkpoint's forward and in its recomputation pairs of ours stand above its
+    own in the same places. A caller's pair is told of weights if it was entered inside the outermost call; a tensor in
+    a unit that it hands back becomes a reference.
 
     ``recomputed``: the name of the unit whose forward runs, where a checkpoint of ours is below.
     """
@@ -161,7 +161,7 @@ class SavedPair:
         is_outermost: bool = True,
         recomputed: str = "",
     ) -> None:
-        """``pack`` takes what is no unit's where no other pair does."""
+        """``pack`` takes the tensors that lie in no unit, where no other pair takes them."""
         self._engine = engine
         self._pack_other = pack
         self._outer: _Pair | None = None
@@ -227,7 +227,7 @@ class SavedPair:
 
 
 class SavedPairs:
-    """The pairs of hooks of one model. ``pack`` takes what is no unit's where no other pair does."""
+    """The pairs of hooks of one model. ``pack`` takes the tensors in no unit, where no other pair takes them."""
 
     def __init__(self, engine: Conductor, pack: Callable[[torch.Tensor], _Packed]) -> None:
         self._engine = engine
@@ -244,7 +244,7 @@ class SavedPairs:
 
 
 class _HandedOn:
-    """What the pair below made of a tensor, and how to undo it.
+    """The object that the pair below made of a tensor; that pair turns it back.
 
     ``token`` keeps the unit that is to run again from being updated before.
     """
@@ -258,7 +258,7 @@ class _HandedOn:
         self.token: ReferenceToken | None = None
 
     def restore(self) -> torch.Tensor:
-        """Return what the pair below makes of it. Raises UsageError where a unit's second forward is another one."""
+        """Return the tensor that the pair below makes. Raises UsageError where a unit's second forward differs."""
         try:
             tensor: torch.Tensor = self.unpack(self.packed)
         except CheckpointError as error:
@@ -273,12 +273,12 @@ class _HandedOn:
 
 
 class _HandedOnWeight(_HandedOn):
-    """What the pair below made of a tensor in a unit, with references to what of it lies there still."""
+    """The object that the pair below made of a tensor in a unit, with references to its parts that lie there still."""
 
     __slots__ = ()
 
     def restore(self) -> torch.Tensor:
-        """Return what the pair below makes of it, with the unit swapped in."""
+        """Return the tensor that the pair below makes, with the unit swapped in."""
         tensor: torch.Tensor = self.unpack(tree_map_only(SavedReference, SavedReference.restore, self.packed))
         return tensor
 

@@ -1,6 +1,6 @@
 """swapped: saved activations whose bytes are scratch keys of the store: in DRAM first, on NVMe when over budget.
 
-What is saved is a tensor's whole storage, once for all that autograd saves of it. It goes when the graph lets go of it.
+A storage is saved whole, once for all tensors on it that autograd saves. It goes when the graph lets go of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["SMALLEST_NBYTES", "SwappedActivations", "SwappedTensor"]
 SMALLEST_NBYTES = 64 * KiB
 """A smaller storage stays in memory: moving it costs more than it takes."""
 
-_MOST_TIMES_LARGER = 8  # a storage that is larger than this many of the saved tensor is somebody else's: a data set
+_MOST_TIMES_LARGER = 8  # a storage that is larger than this many of the saved tensor is another's: a data set
 _ALIGNMENT = 64  # bytes; kernels give other bits off the alignment that a tensor had
 _PREFIX = "model/activation/"
 
@@ -39,7 +39,7 @@ _log = logging.getLogger("tiered")
 
 
 class SwappedStorage:
-    """One storage's bytes in the store, alive as long as something that autograd saved of it is."""
+    """One storage's bytes in the store, alive as long as a tensor that autograd saved of it is."""
 
     __slots__ = ("__weakref__", "digest", "key", "nbytes", "serial", "shift", "source", "version")
 
@@ -53,7 +53,7 @@ class SwappedStorage:
 
 
 class SwappedTensor:
-    """A saved tensor whose bytes are in the store: which part of a storage, and what it looked like."""
+    """A saved tensor whose bytes are in the store: its part of a storage, and its looks."""
 
     __slots__ = ("dtype", "offset", "owner", "saved", "shape", "storage", "strides", "version")
 
@@ -65,7 +65,7 @@ class SwappedTensor:
         self.strides = tensor.stride()
         self.offset = tensor.storage_offset()
         self.version = tensor._version
-        self.saved = weakref.ref(tensor)  # somebody may modify it yet, which is an error as in memory
+        self.saved = weakref.ref(tensor)  # a caller may modify it yet, which is an error as in memory
 
     def restore(self) -> torch.Tensor:
         """Return the tensor, in the arena's own bytes. Blocks on a swap in."""
@@ -81,8 +81,8 @@ class SwappedTensor:
 class SwappedActivations:
     """The swapped activations of one model.
 
-    The newest ``share_bytes`` are held in DRAM, for they are needed first; older ones are the working set's to write
-    and evict. Invariant: a key exists until all that refers to it is dead and a later call has seen so; names are used
+    The newest ``share_bytes`` are held in DRAM, for they are needed first; the working set may write and evict older
+    ones. Invariant: a key exists until all references to it are dead and a later call has seen so; names are used
     again, in the order of a step, so that the trace knows them. Thread-safe.
     """
 
@@ -95,7 +95,7 @@ class SwappedActivations:
         self._num_in_step = 0
         self._serial = 0
         self._storages: dict[int, weakref.ref[SwappedStorage]] = {}  # by the address of torch's StorageImpl
-        self._keys: dict[str, tuple[int, int]] = {}  # key -> serial number and bytes of what is in the store
+        self._keys: dict[str, tuple[int, int]] = {}  # key -> serial number and bytes, of those in the store
         self._held: OrderedDict[str, int] = OrderedDict()  # oldest first
         self._freed: FreedObjects[tuple[str, int, int]] = (
             FreedObjects()
@@ -118,9 +118,9 @@ class SwappedActivations:
 
     @uninterrupted
     def pack(self, tensor: torch.Tensor) -> SwappedTensor | None:
-        """Put the bytes under ``tensor`` into the store and return what refers to them; None if they stay in memory.
+        """Put the bytes under ``tensor`` into the store and return a reference; None if they stay in memory.
 
-        Blocks while room is made. Raises what the store raises, except CapacityError.
+        Blocks while room is made. Raises the store's errors, except CapacityError.
         """
         if not _is_plain(tensor):
             return None
@@ -154,7 +154,7 @@ class SwappedActivations:
                 raise UsageError(
                     "backward through activations from before store.rollback() or resume(); expected a new forward"
                 )
-        # What is read ahead must find room beside what is held: with half of the share some were read twice.
+        # Keys read ahead must find room beside the held ones: with half of the share some were read twice.
         engine.schedule.learn(storage.key, storage.nbytes, window_bytes=self.share_bytes // 4)
         engine.schedule.use(storage.key)
         try:
@@ -185,7 +185,7 @@ class SwappedActivations:
 
     @uninterrupted
     def reset(self) -> None:
-        """Forget everything: the store was rolled back, or closes. What refers to it raises from now on."""
+        """Forget everything: the store was rolled back, or closes. References raise from now on."""
         with self._lock:
             for key in self._keys:
                 with contextlib.suppress(KeyError):
@@ -196,7 +196,7 @@ class SwappedActivations:
             self._num_in_step = 0
 
     def _find(self, storage: torch.UntypedStorage, version: int, digest: int) -> SwappedStorage | None:
-        """Return what was made of the same storage with the same content, also where torch counts no version."""
+        """Return the earlier object for the same storage and content, also where torch counts no version."""
         with self._lock:
             reference = self._storages.get(storage._cdata)
             found = None if reference is None else reference()
@@ -241,7 +241,7 @@ class SwappedActivations:
         return self._keys.get(key, (-1, 0))[0] == serial
 
     def _hold(self, key: str, nbytes: int) -> None:
-        """Keep the newest in DRAM: the oldest are needed last, and begin to be written."""
+        """Keep the newest keys in DRAM: the oldest are needed last, and begin to be written."""
         working_set = self._engine.working_set
         if nbytes > self.share_bytes:
             return
@@ -258,7 +258,7 @@ class SwappedActivations:
 
     @uninterrupted
     def _reclaim(self, nbytes: int) -> bool:
-        """Give the working set something back: the oldest that is held begins to be written. See ``add_reclaimer``."""
+        """Give the working set a key back: the oldest held one begins to be written. See ``add_reclaimer``."""
         with self._lock:
             if not self._held:
                 return False
@@ -266,7 +266,7 @@ class SwappedActivations:
             return True
 
     def _delete(self, key: str, serial: int, address: int) -> bool:
-        """Delete ``key``; return False while a write of it is in flight, which nobody should wait for."""
+        """Delete ``key``; return False while a write of it is in flight, for no caller should wait for that."""
         with self._lock:
             if not self._has(key, serial):
                 return True

@@ -1,1 +1,1 @@
-"""Gradients: where a unit's lie, when they are final, and what is done to all of them at once."""
+"""Gradients: the place of a unit's gradients, the moment they are final, and the operations on all of them at once."""

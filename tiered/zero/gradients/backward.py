@@ -1,7 +1,7 @@
 """One backward, as the units see it: which gradients have come, which are final, when it is over.
 
-Autograd tells of each accumulated gradient and of the end of each graph task; a failed backward tells nothing, which
-``settle`` notices. Reentrant checkpoints nest backwards: only the end of the outermost one counts.
+Autograd reports each accumulated gradient and the end of each graph task. A failed backward reports nothing; ``settle``
+notices it. Reentrant checkpoints nest backwards: only the end of the outermost one counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Backward"]
 
 
 class Backward:
-    """What is known of the backward that runs now. ``submit(unit)`` hands the update of a unit over that is due."""
+    """The facts about the backward that runs now. ``submit(unit)`` hands over the update of a unit that is due."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Backward:
         gradients_came: Callable[[], None],
         ended: Callable[[], None],
     ) -> None:
-        """``gradients_came()``: the last gradient has come, and what is due is updated next; ``ended()``: all is."""
+        """``gradients_came()``: the last gradient has come, due updates follow; ``ended()``: the backward is over."""
         self.submit: Callable[[Unit], None] = _submit_nothing
         self._units = units
         self._phase = phase
@@ -47,7 +47,7 @@ class Backward:
         self._is_harmful = False  # this backward has accumulated or updated something
         self._waiting: dict[Unit, None] = {}  # accumulated, but not known to be final
         self._watched: set[Segment] = set()
-        self._has_graphs = False  # of gradients, which none can keep that lies in a buffer
+        self._has_graphs = False  # of gradients; a gradient that lies in a buffer can keep none
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Follow the gradient of a tiered parameter that requires one."""
@@ -57,7 +57,7 @@ class Backward:
                 return
             self._watched.add(segment)
             # Lifetime: the parameter leads to both. A hook that did too would keep them and the store for ever: the
-            # collector does not look into what autograd's nodes hold.
+            # collector does not look into the objects that autograd's nodes hold.
             own, its = weakref.ref(self), weakref.ref(segment)
             parameter.register_hook(  # type: ignore[no-untyped-call]
                 lambda _: own()._accumulating(its())  # type: ignore[union-attr,arg-type]  # both live
@@ -67,9 +67,9 @@ class Backward:
             )
 
     def seen(self) -> None:
-        """Something of ours runs in a backward: make sure that we hear of its end.
+        """A part of the model runs in a backward: have autograd report the end of that backward.
 
-        Of micro-batches that take turns, each has a graph task inside the one that counts.
+        Each micro-batch that takes turns has a graph task of its own, inside the one that counts.
         """
         task = torch._C._current_graph_task_id()
         if task == -1 or task in self._tasks or self._calls.turns.are_taken:
@@ -80,7 +80,7 @@ class Backward:
 
     @uninterrupted
     def settle(self) -> None:
-        """Notice a backward that failed: its end was never reported. One that was refused has harmed nothing."""
+        """Notice a backward that failed: its end was never reported. A refused backward has harmed nothing."""
         if not self._is_running or in_graph_task():
             return
         self._tasks.clear()
@@ -93,7 +93,10 @@ class Backward:
             self._phase.abandon("a backward failed after parameters were updated or gradients accumulated")
 
     def check_used(self) -> None:
-        """Raise UsageError, once, for gradients put or dropped since this has used them; they show that again."""
+        """Raise UsageError, once, for gradients that were put or dropped since the backward has used them.
+
+        Each gradient then says again that it was used.
+        """
         try:
             for unit in self._units:
                 unit.gradients.check_used()
@@ -125,7 +128,7 @@ class Backward:
 
     def _update(self, unit: Unit) -> None:
         self._waiting.pop(unit, None)
-        unit.gradients.reconcile()  # order: what an earlier backward left may have been dropped or replaced since
+        unit.gradients.reconcile()  # order: gradients of an earlier backward may have been dropped or replaced since
         self._phase.done.add(unit)
         self.submit(unit)
 
@@ -162,10 +165,10 @@ class Backward:
                 self._update(candidate)
 
     def _is_final(self, unit: Unit) -> bool:
-        """Return whether no more gradient can come for ``unit`` and nobody needs its present bytes any more.
+        """Return whether no more gradient can come for ``unit`` and no saved tensor needs its present bytes any more.
 
-        A parameter accumulates once per graph task. One that a reentrant checkpoint will recompute more than once (it
-        was touched without gradients in the forward) accumulates in several, and is final only at the end.
+        A parameter accumulates once per graph task. A reentrant checkpoint may recompute a parameter more than once, if
+        the forward touched it without gradients: it accumulates in several tasks, and is final only at the end.
         """
         if unit.has_references() or unit.num_ops or unit in self._calls.units():
             return False

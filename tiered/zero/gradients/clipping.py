@@ -1,4 +1,4 @@
-"""Clipping by the global norm of gradients, of which some are on NVMe: they are read one unit after the other."""
+"""Clipping by the global norm of gradients, in DRAM or on NVMe: they are read one unit after the other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def clip_grad_norm_(
     The bits are those of ``torch.nn.utils.clip_grad_norm_`` over the fp32 gradients in the order of
     ``model.parameters()``: a norm per whole parameter, then the norm of the norms, then
     ``max_norm / (norm + 1e-6)`` clamped to 1. The factor is applied in fp32 by the next ``optimizer.step()``; the
-    gradients themselves are left as they are, and one that is clipped twice is multiplied with the product of both
+    gradients themselves are left as they are. A gradient that is clipped twice is multiplied with the product of both
     factors. Streams gradients that are on NVMe; ``foreach`` is torch's and changes nothing. Blocks. Raises
     RuntimeError for a non-finite norm when ``error_if_nonfinite``, UsageError under ``update="backward"``.
     Where fp64 gradients are among others, torch adds the norms up in an order of its own: last bits may differ.

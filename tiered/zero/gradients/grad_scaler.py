@@ -1,4 +1,4 @@
-"""GradScaler: torch's loss scaling, which refuses what it cannot do to a sharded model's gradients in time."""
+"""GradScaler: torch's loss scaling, which refuses a call that comes too late for a sharded model's gradients."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class GradScaler(TorchGradScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> _Found:
-        """Refuse what comes too late, then do as torch does (its own hook)."""
+        """Refuse a call that comes too late, then do as torch does (its own hook)."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for unit in {p.segment.unit: None for p in parameters if isinstance(p, TieredParameter)}:
-            _check(unit)  # order: what is refused has changed nothing
+            _check(unit)  # order: a refusal changes nothing
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
 

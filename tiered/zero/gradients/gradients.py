@@ -33,12 +33,12 @@ class UnitGradients:
     """The gradients of one unit in one buffer, laid out as the unit's trainable spans are, for good.
 
     Invariant: ``.grad`` of a parameter with a gradient is a view of the leased buffer, or a stand-in when the bytes are
-    the working set's. ``sources`` are what stand-ins stand for, with the changes that the stored bytes lack;
+    the working set's. ``sources`` are the gradients of stand-ins, with the changes that the stored bytes lack;
     ``factors`` are the clip factors that the next update multiplies with, in fp32.
 
-    ``room`` is the name under which the schedule knows that the buffer will be leased, and the buffer's key but where
-    an earlier one still has it. While ``num_accumulating`` autograd adds to what ``.grad`` shows, after hooks of the
-    caller's that may use other units: until then it is not given back.
+    ``room`` is the name under which the schedule knows that the buffer will be leased. The room is also the buffer's
+    key, unless an earlier buffer still has that key. While ``num_accumulating`` autograd adds to the buffer, after
+    hooks of the caller's that may use other units: until then the buffer is not given back.
     """
 
     __slots__ = (
@@ -72,7 +72,7 @@ class UnitGradients:
 
     @uninterrupted
     def open(self) -> torch.Tensor:
-        """Lease the buffer and return it: (nbytes,) uint8; what is stored is swapped in and shown as ``.grad``."""
+        """Lease the buffer and return it: (nbytes,) uint8; stored gradients are swapped in and shown as ``.grad``."""
         if self.lease is not None:
             return self.lease.tensor
         self._open_gradients.end_lent()
@@ -81,7 +81,7 @@ class UnitGradients:
             self.lease = self.working_set.lease(self.key, "rw")
         else:
             key = self.room
-            if self.working_set.has(key):  # somebody still sees the bytes of an earlier lease, or they are being moved
+            if self.working_set.has(key):  # a caller still sees the bytes of an earlier lease, or they are being moved
                 self._num_leases += 1
                 key = f"model/gradient/.{self._num_leases}.{self.unit.name}"  # no unit's name begins with a dot
             self.working_set.create(key, self.nbytes, scratch=True)
@@ -97,7 +97,7 @@ class UnitGradients:
                 source = self.sources.get(segment)
                 for change in source.take_pending() if source is not None else ():
                     change(segment.gradient_view(self.lease.tensor))
-                # What is no stand-in of ours is the caller's: reconcile takes note of it.
+                # A tensor that is no stand-in of ours is the caller's: reconcile takes note of it.
                 if segment.has_gradient and self._is_ours(segment, segment.parameter.grad):
                     segment.parameter.grad = segment.gradient_view(self.lease.tensor)
         self._clipped_version = self.lease.tensor._version
@@ -105,9 +105,9 @@ class UnitGradients:
 
     @uninterrupted_block
     def lent(self, segment: Segment) -> Iterator[torch.Tensor]:
-        """Lend the gradient of ``segment`` for reading; what is stored is swapped in for as long, and stays stored.
+        """Lend the gradient of ``segment`` for reading; a stored one is swapped in for as long, and stays stored.
 
-        Where changes are pending this lends a copy, within the budget, to which they are applied.
+        Where changes are pending, the caller gets a copy with the changes, within the budget.
         """
         if self.lease is not None:
             yield segment.gradient_view(self.lease.tensor)
@@ -121,18 +121,18 @@ class UnitGradients:
             del values  # lifetime: the bytes are lent
 
     def _read_ahead(self) -> None:
-        """Ask for this unit's gradients and those of the next units, which are read next by whoever reads all."""
+        """Ask for this unit's gradients and those of the next units: a caller that reads all reads these next."""
         units = self._units
         index = units.index(self.unit)
         coming = [unit.gradients for unit in units[index : index + 1 + _NUM_UNITS_AHEAD]]
         self.working_set.prefetch([gradients.key for gradients in coming if gradients.key and gradients.lease is None])
 
     def read(self, source: StoredGradient) -> AbstractContextManager[torch.Tensor]:
-        """Lend the gradient that ``source`` is. UsageError where it is gone."""
+        """Lend the gradient of ``source``. Raises UsageError where it is gone."""
         return self.lent(self._segment_of(source))
 
     def change(self, source: StoredGradient, change: Change) -> None:
-        """Apply ``change`` to the gradient that ``source`` is, or have it pending. UsageError where it is gone."""
+        """Apply ``change`` to the gradient of ``source``, or have it pending. Raises UsageError where it is gone."""
         segment = self._segment_of(source)
         if self.factors:
             raise UsageError(f"parameter {segment.name}: its gradient changed in place {_BETWEEN_CLIP_AND_STEP}")
@@ -148,11 +148,11 @@ class UnitGradients:
         raise source.gone()
 
     def _is_ours(self, segment: Segment, gradient: torch.Tensor | None) -> bool:
-        """Return whether ``gradient`` is a stand-in for what ``segment`` has here."""
+        """Return whether ``gradient`` is a stand-in for the gradient that ``segment`` has here."""
         return isinstance(gradient, StandIn) and gradient.source is self.sources.get(segment)
 
     def are_there(self) -> bool:
-        """Return whether there are any; where the caller has dropped all, as model.zero_grad() does, the bytes go."""
+        """Return whether there are gradients; the bytes go where the caller has dropped all, as model.zero_grad()."""
         if not self.key or self.num_accumulating:
             return bool(self.key)
         with without_dispatch():
@@ -162,9 +162,9 @@ class UnitGradients:
         return False
 
     def recall(self, segment: Segment) -> None:
-        """Before autograd adds to the gradient of ``segment``: bring back what is stored, refuse what is clipped."""
+        """Autograd will add to the gradient of ``segment``: swap stored gradients in, refuse clipped ones."""
         if self.factors:
-            self._changed_by_hand()  # what the caller has dropped is not clipped any more
+            self._changed_by_hand()  # a gradient that the caller has dropped is not clipped any more
         if self.factors:
             raise UsageError(
                 f"unit {self.unit.name!r}: backward after tiered.clip_grad_norm_ and before optimizer.step(); expected"
@@ -176,10 +176,10 @@ class UnitGradients:
             with without_dispatch():
                 gradient = segment.parameter.grad
             if gradient is not None and not self._is_in_place(segment, gradient):
-                self.reconcile()  # order: before it is added to, it must not lie where another's gradient will
+                self.reconcile()  # order: before autograd adds, it must not lie where another's gradient will
 
     def adopt(self, segment: Segment) -> None:
-        """Take over what autograd has accumulated in ``.grad``: move it into the buffer unless it is there."""
+        """Take over the gradient that autograd has accumulated in ``.grad``: it moves into the buffer if need be."""
         self.num_accumulating = max(0, self.num_accumulating - 1)
         with without_dispatch():
             gradient = segment.parameter.grad
@@ -215,7 +215,7 @@ class UnitGradients:
         self._open_gradients.end_lent()
         key, offsets = self.key, {s: s.grad_offset for s in self.unit.segments if s.has_gradient}
         if key:
-            self.open()  # order: what is pending is applied where it belongs
+            self.open()  # order: pending changes are applied where they belong
             self.store_away()
         self.key = ""
         try:
@@ -238,7 +238,7 @@ class UnitGradients:
 
     @uninterrupted
     def reconcile(self) -> None:
-        """Take note of what the caller did to ``.grad`` by hand: another tensor is taken over, None drops it.
+        """Take note of the caller's own changes to ``.grad``: another tensor is taken over, None drops the gradient.
 
         Raises UsageError where gradients were clipped and then written in place.
         """
@@ -254,7 +254,7 @@ class UnitGradients:
         self.note_clipped()
 
     def check_used(self) -> None:
-        """Raise UsageError where the caller has put or dropped a gradient, which no backward can heed any more."""
+        """Raise UsageError where the caller has put or dropped a gradient that the backward has used already."""
         with without_dispatch():
             dropped = next((segment for segment in self.sources if segment.parameter.grad is None), None)
         if dropped is not None:
@@ -270,7 +270,7 @@ class UnitGradients:
             )
 
     def show_used(self) -> None:
-        """Let each ``.grad`` say again that the backward has used it; what the caller has put there goes."""
+        """Let each ``.grad`` say again that the backward has used it; tensors that the caller has put there go."""
         with without_dispatch():
             for segment in self.unit.segments:
                 source = self.sources.get(segment)
@@ -286,7 +286,7 @@ class UnitGradients:
             self._is_changed = True
 
     def _changed_by_hand(self) -> list[tuple[Segment, torch.Tensor]]:
-        """Drop what the caller has dropped; return the tensors that the caller has put into ``.grad``.
+        """Drop the gradients that the caller has dropped; return the tensors that the caller has put into ``.grad``.
 
         None of them lies in the buffer: one gradient may have been put in the place of another.
         """

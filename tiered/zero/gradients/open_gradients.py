@@ -1,4 +1,4 @@
-"""OpenGradients: the gradients of one model that are in DRAM, within the share of the budget that is theirs."""
+"""OpenGradients: the gradients of one model that are in DRAM, within their share of the budget."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class _Gradients(Protocol):
 class OpenGradients:
     """The open gradients of one model, and what becomes of them where their share of DRAM is full.
 
-    Invariant: before a unit's gradients are leased, those that nobody adds to are stored away until all that are open
-    find room in ``share_bytes``, and ``update_bytes`` beside it while no update is pending. Gradients that were handed
-    over to an update and wait for it count as open.
+    Invariant: before a unit's gradients are leased, idle ones are stored away until all open gradients find room in
+    ``share_bytes``, and in ``update_bytes`` beside it while no update is pending. Gradients that were handed over to an
+    update and wait for it count as open.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OpenGradients:
     ) -> None:
         """``distance(key)``: after how many uses the schedule expects a key; ``updates()``: those of the model."""
         self.share_bytes = 0
-        self.rooms_nbytes: Mapping[str, int] = {}  # what each unit's gradients take, by the room's name
+        self.rooms_nbytes: Mapping[str, int] = {}  # of each unit's gradients, by the room's name
         self.update_bytes = 0  # of the update's share
         self.opening: Unit | None = None  # in a backward, and will lease gradients
         self._shielded = open_units.shielded
@@ -71,7 +71,7 @@ class OpenGradients:
         return f"OpenGradients({len(self._open)} of {self.share_bytes} B)"
 
     def are_there(self) -> bool:
-        """Return whether some unit has gradients that no step has used and nobody has dropped."""
+        """Return whether some unit has gradients that no step has used and no caller has dropped."""
         return any(gradients.are_there() for gradients in self._rooms.values())
 
     def drop_all(self) -> None:
@@ -85,7 +85,7 @@ class OpenGradients:
             gradients.zero()
 
     def reconcile_all(self) -> list[Unit]:
-        """Take note of what the caller did to ``.grad`` by hand; return the units that have gradients."""
+        """Take note of the caller's own changes to ``.grad``; return the units that have gradients."""
         for gradients in self._rooms.values():
             gradients.reconcile()
         return [gradients.unit for gradients in self._rooms.values() if gradients.key]
@@ -98,19 +98,19 @@ class OpenGradients:
         return self._lent[1]
 
     def end_lent(self) -> bool:
-        """Give back what was leased for reading; return whether something was."""
+        """Give the gradients back that were leased for reading; return whether there were any."""
         lent, self._lent = self._lent, None
         if lent is not None:
             lent[1].release()
         return lent is not None
 
     def make_room(self, nbytes: int) -> None:
-        """Store idle gradients away until ``nbytes`` more find room in the share; takes what there is else."""
+        """Store idle gradients away until ``nbytes`` more find room in the share, or no idle ones are left."""
         updates = self._updates()
         self._shrink(self.share_bytes + (0 if updates.is_busy else self.update_bytes) - nbytes, updates)
 
     def make_room_for_updates(self) -> None:
-        """Store idle gradients away until updates find their share, with the gradients of the one that runs in it."""
+        """Store idle gradients away until an update finds its share, with the gradients of its unit in it."""
         self.end_lent()
         largest = max((gradients.nbytes for gradients in self._open), default=0)
         self._shrink(self.share_bytes + largest, self._updates())
@@ -165,14 +165,14 @@ class OpenGradients:
         self._working_set.delete(keys)
 
     def forget(self) -> None:
-        """In a forked child: nothing of the parent's memory is there."""
+        """In a forked child: forget all leases, for the bytes are the parent's."""
         self._open.clear()
         self._lent = None
 
-    # -- what will be leased, for the schedule --------------------------------------------------------------------
+    # -- the next leases, for the schedule ------------------------------------------------------------------------
 
     def add_room(self, gradients: _Gradients) -> None:
-        """Know the name under which ``gradients`` will be leased."""
+        """Note the name under which ``gradients`` will be leased."""
         self._rooms[gradients.room] = gradients
 
     def due(self) -> int:
@@ -181,7 +181,7 @@ class OpenGradients:
         return self.rooms_nbytes[unit.gradients.room] if unit is not None and not unit.gradients.key else 0
 
     def of(self, name: str) -> int | None:
-        """Return the bytes of gradients that will be leased under ``name``; None where it is no such name."""
+        """Return the bytes of gradients that will be leased under ``name``; None for the name of no gradients."""
         gradients = self._rooms.get(name)
         if gradients is None:
             return None

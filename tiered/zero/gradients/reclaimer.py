@@ -1,4 +1,4 @@
-"""Reclaimer: what a model gives back to a caller that waits for memory beyond the shares of the budget."""
+"""Reclaimer: a model gives memory back to a caller that waits for bytes beyond the shares of the budget."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Reclaimer"]
 
 
 class Reclaimer:
-    """Gives back what one model has in DRAM and can do without for now.
+    """Gives back leases of one model that the model can do without for now.
 
-    Shares make it rare: it helps where tensors of the user's keep bytes that are in no share, or where the forward of
-    one unit calls another's. ``updates()`` returns the present updates.
+    Shares make that rare. The reclaimer helps where tensors of the user's keep bytes that are in no share, or where
+    the forward of one unit calls another's. ``updates()`` returns the present updates.
     """
 
     def __init__(self, open_units: OpenUnits, open_gradients: OpenGradients, updates: Callable[[], Updates]) -> None:
@@ -26,16 +26,17 @@ class Reclaimer:
         self._pid = os.getpid()
 
     def reclaim(self, nbytes: int) -> bool:
-        """Help the caller; return whether something was given back. The update thread asks the training thread."""
+        """Help the caller; return whether a lease was given back. The update thread asks the training thread."""
         if os.getpid() != self._pid:
             return False
         updates = self._updates()
         return updates.ask() if updates.is_this_thread() else self.give_back()
 
     def give_back(self) -> bool:
-        """In the training thread: give the working set something back; return whether there was anything.
+        """In the training thread: give the working set a lease back; return whether there was one.
 
-        An idle unit first, then gradients; of units, the one in a backward is about to be used, and the root will be.
+        Idle units go first, then gradients. Units of a backward come late, for they are about to be used, and so does
+        the root.
         """
         return (
             self._open_units.park_one(root=False, in_backward=False)

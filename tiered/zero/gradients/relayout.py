@@ -1,6 +1,6 @@
-"""Relayout: one unit laid out anew where what is trained of it has changed: one read and one write of what moves.
+"""Relayout: one unit laid out anew where its trained parameters have changed: one read and one write of moved spans.
 
-UnitLayouts does so for all units of a model when the engine asks; the arithmetic is that of layout.py.
+UnitLayouts does that for all units of a model when the engine asks; the arithmetic is in layout.py.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PARAMETERS = "model/parameters/"
 
 
 def layout_for_now(unit: Unit, *, drops_frozen: bool) -> UnitLayout:
-    """Return the layout that fits what is trained of ``unit`` now; the one it has where that fits.
+    """Return the layout that fits the trained parameters of ``unit`` now; the present layout where that fits.
 
-    What was frozen since keeps its place among what is trained, but with ``drops_frozen``. A gradient that somebody
-    has put into ``.grad`` makes a parameter trained.
+    Parameters that were frozen since keep their places among the trained ones, except with ``drops_frozen``. A gradient
+    that the caller has put into ``.grad`` makes a parameter trained.
     """
     with without_dispatch():
         names = [
@@ -49,7 +49,7 @@ def layout_for_now(unit: Unit, *, drops_frozen: bool) -> UnitLayout:
 class Relayout:
     """The move of ``unit``'s bytes to where ``layout`` says. The unit must be parked and no update of it pending.
 
-    ``copy`` harms nothing where it fails; after ``put`` has failed, only what is committed is whole.
+    ``copy`` harms nothing where it fails; after ``put`` has failed, only the committed bytes are whole.
     """
 
     def __init__(self, unit: Unit, layout: UnitLayout, store: Store) -> None:
@@ -71,7 +71,7 @@ class Relayout:
         return sum(span.nbytes for span in self._made)
 
     def copy(self) -> None:
-        """Copy what moves to scratch keys of the new looks; blocks. Raises CapacityError for a lack of space."""
+        """Copy the moved spans to scratch keys of the new looks; blocks. Raises CapacityError for a lack of space."""
         second_set = sum(span.nbytes for span in self._made if span.trainable) if self._store.durable else 0
         self._store.reserve_space(self.nbytes + second_set)
         try:
@@ -125,7 +125,7 @@ class Relayout:
 
 
 def _contents(layout: UnitLayout) -> dict[str, list[tuple[int, int]]]:
-    """Return, by key, which segments lie there and at which offsets."""
+    """Return, by key, the segments that lie there and their offsets."""
     contents: dict[str, list[tuple[int, int]]] = {span.key: [] for span in layout.spans}
     for number, place in enumerate(layout.places):
         contents[layout.spans[place.span].key].append((number, place.offset))
@@ -133,9 +133,9 @@ def _contents(layout: UnitLayout) -> dict[str, list[tuple[int, int]]]:
 
 
 class Moves(NamedTuple):
-    """What happens around the move of a unit's bytes."""
+    """The calls around the move of a unit's bytes."""
 
-    before: Callable[[Unit], None]  # waits for what is pending of the unit
+    before: Callable[[Unit], None]  # waits for the pending update of the unit
     after: Callable[[], None]  # there are other keys now
     abandon: Callable[[str], None]  # a step is lost, for this reason
 
@@ -160,7 +160,7 @@ class UnitLayouts:
         self.gradient_bytes = 0  # of DRAM, for gradients that wait for a step
         self.are_held = False  # all keys, the optimizer's among them
         self.is_stale = False
-        self.drops_frozen = False  # the next time, what was frozen since moves, too: after a resume
+        self.drops_frozen = False  # the next time, parameters frozen since move, too: after a resume
         self._store = store
         self._units = units
         self._buckets: Mapping[Unit, Sequence[Bucket[Segment]]] | None = None  # None: there is no optimizer yet
@@ -196,7 +196,7 @@ class UnitLayouts:
         self.are_held = self._buckets is not None and len(chosen) == len(parameters) + len(state)
 
     def expect_steps(self, open_gradients: OpenGradients) -> SharedSchedule:
-        """Hold what is to be held of the keys that there are now; return the schedule of a step's uses."""
+        """Hold the keys that placement chooses of the present ones; return the schedule of a step's uses."""
         self.hold()
         open_gradients.share_bytes = self.gradient_bytes
         open_gradients.rooms_nbytes = self.rooms_nbytes
@@ -228,7 +228,7 @@ class UnitLayouts:
         return order + handed_over
 
     def renew(self, shielded: Collection[Unit]) -> None:
-        """Lay out anew each unit of which a frozen parameter was unfrozen; those that are ``shielded`` wait."""
+        """Lay out anew each unit with a parameter that was unfrozen; units that are ``shielded`` wait."""
         for unit in self._units:
             if unit not in shielded:
                 self.lay_out_anew(unit)
@@ -236,9 +236,9 @@ class UnitLayouts:
         self.drops_frozen = False
 
     def lay_out_anew(self, unit: Unit) -> None:
-        """Lay ``unit`` out for what is trained of it now, its gradients with it. Blocks.
+        """Lay ``unit`` out for its trained parameters of now, and its gradients with it. Blocks.
 
-        Raises CapacityError where budget or space are too small for that, with nothing changed.
+        Raises CapacityError where budget or space are too small, with nothing changed.
         """
         layout = layout_for_now(unit, drops_frozen=self.drops_frozen)
         if layout is unit.layout:

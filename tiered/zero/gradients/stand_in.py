@@ -1,8 +1,8 @@
-"""StandIn: what ``parameter.grad`` is while the gradient's bytes are elsewhere, on NVMe or used up.
+"""StandIn: ``parameter.grad`` is one while the gradient's bytes are elsewhere, on NVMe or used up.
 
 A stand-in has the gradient's shape, strides and dtype and no memory. Norms, finite checks and changes in place by
-numbers are answered with torch's bits in the gradient's dtype; every other read is a UsageError. Where the values are,
-and when a change is applied to them, is the business of the stand-in's source.
+numbers are answered with torch's bits in the gradient's dtype; every other read is a UsageError. The source of a
+stand-in knows where the values are, and when a change is applied to them.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class GradientSource(Protocol):
         """
 
     def change(self, change: Change) -> None:
-        """Have ``change`` applied to the values before anybody reads them again. Does not block."""
+        """Have ``change`` applied to the values before the next read of them. Does not block."""
 
 
 class StandIn(torch.Tensor):
     """A gradient without memory; ``source`` says where its values are.
 
-    All stand-ins of one source are one gradient, as tensors that share memory are: those that ``detach`` and ``.data``
-    return, and one that was kept while ``parameter.grad`` became an ordinary tensor again.
+    All stand-ins of one source are one gradient, as tensors that share memory are. ``detach`` and ``.data`` return such
+    stand-ins; another is one that was kept while ``parameter.grad`` became an ordinary tensor again.
     """
 
     source: GradientSource
@@ -70,7 +70,7 @@ class StandIn(torch.Tensor):
         )
         stand_in.source = source
         with without_dispatch():
-            close(stand_in, _MESSAGE)  # for what asks neither of the two below: DLPack, `tensor.data = stand_in`
+            close(stand_in, _MESSAGE)  # for code that asks neither of the two below: DLPack, `.data = stand_in`
         return stand_in
 
     @classmethod
@@ -86,7 +86,7 @@ class StandIn(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch types the one that is switched off
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer, or refuse, what has come past ``__torch_function__``: autograd, collectives, C++ extensions."""
+        """Answer, or refuse, calls that came past ``__torch_function__``: autograd, collectives, C++ extensions."""
         result = _answer(func, args, kwargs or {})
         if isinstance(result, tuple):  # norms: an operator returns lists
             return list(result)
@@ -103,8 +103,8 @@ class StandIn(torch.Tensor):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise _refusal("set_(), map_(), as_subclass() or swap_tensors()", self)
 
-    set_ = map_ = map2_ = as_subclass = _refuse  # torch tells nobody of these
-    _use_count = _refuse  # all that torch.utils.swap_tensors asks before it swaps
+    set_ = map_ = map2_ = as_subclass = _refuse  # torch reports none of these
+    _use_count = _refuse  # torch.utils.swap_tensors asks for nothing else before it swaps
 
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,7 +173,7 @@ def _changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def each(tensor: torch.Tensor, *own: Any, **options: Any) -> None:
         func([tensor], *own, **options)
 
-    changes: list[tuple[torch.Tensor, Change]] = []  # order: what is refused has changed nothing
+    changes: list[tuple[torch.Tensor, Change]] = []  # order: a refusal changes nothing
     for index, tensor in enumerate(tensors):
         own = tuple([other[index]] if isinstance(other, list | tuple) else other for other in others)
         changes.append((tensor, _frozen(each, tensor, own, kwargs, func=func)))
@@ -190,7 +190,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, found_inf, inv_scale = args
 
     def unscale(tensor: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        func([tensor], torch.zeros_like(found_inf), inv_scale)  # what is found was found when it was asked for
+        func([tensor], torch.zeros_like(found_inf), inv_scale)  # a non-finite value was found when the caller asked
 
     if ordinary := [tensor for tensor in tensors if not isinstance(tensor, StandIn)]:
         func(ordinary, found_inf, inv_scale)  # order: reading the others may have these given back
@@ -203,7 +203,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_finite(stand_in: StandIn) -> bool:
-    """Return whether all values are: exactly then the largest magnitude is."""
+    """Return whether all values are finite: exactly then the largest magnitude is."""
     if not stand_in.numel():
         return True
     return math.isfinite(_norm(torch.linalg.vector_norm, (stand_in, math.inf), {}).item())
@@ -212,7 +212,7 @@ def _is_finite(stand_in: StandIn) -> bool:
 def _frozen(
     apply: Callable[..., Any], target: torch.Tensor, others: tuple[Any, ...], kwargs: dict[str, Any], func: Any = None
 ) -> Change:
-    """Return ``apply`` with the other arguments as they are now; raises what torch says against them."""
+    """Return ``apply`` with the other arguments as they are now; raises torch's error where torch refuses them."""
     _check_only_numbers(func or apply, (others, kwargs), target)
     others, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (others, kwargs))
 
@@ -233,7 +233,7 @@ def _itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn
     return _only_stand_in(func, args, kwargs)
 
 
-# -- what may be asked -----------------------------------------------------------------------------------------------
+# -- legal questions -------------------------------------------------------------------------------------------------
 
 
 def _only_stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:

@@ -1,4 +1,4 @@
-"""StoredGradient and UsedGradient: the sources of stand-ins, for gradients on NVMe and for those that are no more."""
+"""StoredGradient and UsedGradient: the sources of stand-ins, for gradients on NVMe and for used ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["StoredGradient", "UsedGradient", "with_pending"]
 
 
 class GradientOwner(Protocol):
-    """Who has the bytes of gradients."""
+    """The owner of the bytes of gradients."""
 
     def read(self, source: StoredGradient) -> AbstractContextManager[torch.Tensor]:
         """Lend the values of ``source`` as ``GradientSource.read`` does."""
@@ -57,12 +57,12 @@ class StoredGradient:
         self._owner_there().change(self, change)
 
     def take_pending(self) -> list[Change]:
-        """Return the changes that the stored bytes lack; whoever takes them applies them."""
+        """Return the changes that the stored bytes lack; the caller applies them."""
         pending, self.pending = self.pending, []
         return pending
 
     def gone(self) -> UsageError:
-        """Return what to raise once the owner knows this no more."""
+        """Return the error to raise once the owner has forgotten this gradient."""
         return UsageError(
             f"parameter {self.name}: the gradient that this stood for is gone: optimizer.step() has used it, or it was"
             " dropped or replaced; expected parameter.grad as it is now"
@@ -76,7 +76,7 @@ class StoredGradient:
 
 
 class UsedGradient:
-    """What ``parameter.grad`` stands for from the update in a backward to the step that concludes it: nothing."""
+    """A gradient that an update in a backward has used, until the step concludes; it has no values."""
 
     __slots__ = ("name",)
 
@@ -113,7 +113,7 @@ def with_pending(working_set: WorkingSet, stored: torch.Tensor, pending: Sequenc
     try:
         flat = torch.frombuffer(buffer.memory, dtype=stored.dtype, count=stored.numel())
         copy = flat.as_strided(stored.shape, stored.stride()).copy_(stored)
-        del flat, stored  # lifetime: of the copy only the caller knows
+        del flat, stored  # lifetime: only the caller refers to the copy
         for change in pending:
             change(copy)
         yield copy

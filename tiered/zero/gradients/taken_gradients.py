@@ -38,7 +38,7 @@ class TakenGradients:
         self.pending = pending
 
     def open(self) -> Lease:
-        """Return the lease of the bytes; what is stored is swapped in, and what is pending applied. Blocks."""
+        """Return the lease of the bytes; stored bytes are swapped in, and pending changes applied. Blocks."""
         if self.lease is not None:
             return self.lease
         self.lease = self._working_set.lease(self.key, "rw" if self.pending else "r")
@@ -66,6 +66,6 @@ class TakenGradients:
         lease, self.lease = self.lease, None
         if lease is None:
             self._working_set.delete([self.key])
-        elif not self._working_set.discard(lease):  # order: released first, they would be written for nothing
+        elif not self._working_set.discard(lease):  # order: bytes released first would be written for nothing
             return self.key
         return ""

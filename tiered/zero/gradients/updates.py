@@ -1,4 +1,4 @@
-"""Updates: what the rooms below the optimizer see of the updates that it has handed over."""
+"""Updates: the rooms below the optimizer see the updates that it has handed over through this."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Updates(Protocol):
     """The pending updates of one model's units; ``NO_UPDATES`` without an optimizer."""
 
     is_busy: bool  # an update, or the seal of a commit behind it, is pending
-    failure: BaseException | None  # what has failed and was not raised yet
+    failure: BaseException | None  # the error of an update, not raised yet
 
     def is_this_thread(self) -> bool:
         """Whether the caller is the update thread."""
@@ -28,13 +28,13 @@ class Updates(Protocol):
         """Wait until nothing is pending. Ends early after a failure."""
 
     def finish_all(self) -> None:
-        """Wait until nothing is pending, and raise what it failed of."""
+        """Wait until nothing is pending, and raise the error of an update that failed."""
 
     def raise_failure(self) -> None:
-        """Raise what has failed since the last call, if anything; the step is abandoned."""
+        """Raise the error of an update that has failed since the last call, if any; the step is abandoned."""
 
     def cancel(self) -> None:
-        """Finish what a commit waits for, drop the rest, forget a failure."""
+        """Finish the updates that a commit waits for, drop the rest, forget a failure."""
 
     def release_gradients(self) -> bool:
         """Give the working set gradients that wait for their update; return whether there were any in DRAM."""
@@ -43,7 +43,7 @@ class Updates(Protocol):
         """In the update thread: ask the training thread, if it waits for an update, to give memory back."""
 
     def take_leftovers(self) -> list[str]:
-        """Return the gradients' keys that are to be deleted once nobody sees their bytes."""
+        """Return the gradients' keys that are to be deleted once no caller sees their bytes."""
 
     def forget(self) -> None:
         """In a forked child: the parent's threads do not run."""

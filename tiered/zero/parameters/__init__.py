@@ -1,1 +1,1 @@
-"""Parameters that fault in: units, who may touch which of their bytes when, and what they are when nobody may."""
+"""Parameters that fault in: units, the right to touch their bytes, and the stand-ins while no call has that right."""

@@ -1,4 +1,4 @@
-"""Access: who may touch which parameter when; every operation on a sharded parameter asks here first."""
+"""Access: the right to touch a parameter; every operation on a sharded parameter asks here first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOT_NOW = (
 
 
 class Access:
-    """What the parameters of a sharded model ask for each operation: the right to it, and their values."""
+    """The parameters of a sharded model ask this object for the right to each operation, and for their values."""
 
     def __init__(self, conductor: Conductor, touch: Callable[[Unit], None]) -> None:
         """``touch(unit)`` hears of each use of a parameter of ``unit``."""
@@ -44,7 +44,7 @@ class Access:
             conductor.calls.touched(segment)
         unit = segment.unit
         unit.show("rw" if write else "r")
-        self._touch(unit)  # order: to show it may finish an update of it
+        self._touch(unit)  # order: showing the unit may finish an update of it
         unit.num_ops += 1
         try:
             with conductor.calls.pair_for_operation():

@@ -1,6 +1,6 @@
 """Calls: the module calls of a sharded model that are under way, and the one pair of saved-tensor hooks around them.
 
-What a call may do, and what becomes of its unit, is the engine's say.
+The engine decides what a call may do, and what becomes of its unit.
 """
 
 from __future__ import annotations
@@ -103,10 +103,11 @@ class Call:
 
 
 class Method:
-    """A method of the user's that runs outside any forward: what it calls is what it would be without the method.
+    """A method of the user's that runs outside any forward: the calls in it are as they would be without the method.
 
-    It becomes a call, ``call``, with the first parameter that it touches itself, until it ends or something comes that
-    belongs between steps. Its pair of hooks is in force all the while: such pairs nest as blocks do.
+    The method becomes a call, ``call``, with the first parameter that it touches itself. The call lasts until the
+    method ends or an event between steps comes. The method's pair of hooks is in force all the while: such pairs nest
+    as blocks do.
     """
 
     __slots__ = ("call", "has_called", "module", "pair", "unit")
@@ -139,7 +140,7 @@ class Calls:
 
     Invariant: a pair of hooks of ours is entered by the outermost call or method with gradients, and by each call and
     operation that finds another pair above ours: a caller's own, or a checkpoint's. (torch uses the innermost pair
-    only; see ``SavedPair`` for what it hands on.)
+    only; ``SavedPair`` says which tensors it hands on.)
     """
 
     def __init__(self, pairs: HookPairs) -> None:
@@ -162,7 +163,7 @@ class Calls:
         return {call.unit for stack in (self.stack, *self.others) for call in stack.calls}
 
     def touched(self, segment: Segment) -> None:
-        """Count a use of ``segment``'s parameter in a forward, and whose it is."""
+        """Count a use of ``segment``'s parameter in a forward, and note the call that uses it."""
         with_grad = torch.is_grad_enabled()
         if self.stack.calls and with_grad:
             segment.num_grad_touches += 1
@@ -227,7 +228,7 @@ class Calls:
         return ended
 
     def goes_on_with(self, module: nn.Module) -> bool:
-        """Return whether the forward of ``module`` goes on with what a method began without gradients."""
+        """Return whether the forward of ``module`` continues a method that began without gradients."""
         if not self.stack.methods or torch.is_grad_enabled():
             return False
         outermost = self.stack.methods[0]
@@ -235,7 +236,7 @@ class Calls:
         return has_begun and module is not outermost.module
 
     def touching_method(self) -> Method | None:
-        """Return the innermost method if what is touched now is touched by it, and it is no call yet."""
+        """Return the innermost method if that method itself touches a parameter now, and is no call yet."""
         methods = self.stack.methods
         if not methods or self.are_in_forward or methods[-1].call in self.stack.calls:
             return None
@@ -249,9 +250,9 @@ class Calls:
     def leave_abandoned(self, leave: Callable[[Unit | None], None], beginning: nn.Module | None) -> None:
         """End the calls that are over without having ended, innermost first, and ``leave`` the unit of each.
 
-        torch runs no hook for an exception that is no Exception, such as Ctrl-C. Whether the outermost call (but for
-        methods, which always end) is still under way the thread's frames tell; the innermost one of ``beginning`` is
-        that of a call that begins now.
+        torch runs no hook for an exception that is no Exception, such as Ctrl-C. The thread's frames tell whether the
+        outermost call is still under way; methods always end. The innermost frame of ``beginning`` belongs to a call
+        that begins now.
         """
         stack = self.stack
         if not self.are_in_forward or stack.thread != threading.get_ident():
@@ -282,6 +283,6 @@ class Calls:
 
 
 def _num_under_way(module: nn.Module) -> int:
-    """Return how many calls of ``module`` this thread is inside of."""
+    """Return how many calls of ``module`` this thread is in."""
     code = nn.Module._call_impl.__code__
     return sum(frame.f_code is code and frame.f_locals.get("self") is module for frame in stack())

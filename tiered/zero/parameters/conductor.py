@@ -1,4 +1,4 @@
-"""Conductor: what the rooms of zero/ see of the engine that drives one sharded model."""
+"""Conductor: the part of the engine of one sharded model that the rooms of zero/ see."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["Conductor", "ForwardCalls"]
 
 class _Backward(Protocol):
     def seen(self) -> None:
-        """Something of the model's runs in a backward, whose end must be heard of."""
+        """A part of the model runs in a backward: the engine must hear of the end of that backward."""
 
 
 class ForwardCalls(Protocol):
-    """What methods and recomputations of a model tell: their calls begin and end as module calls do."""
+    """Methods and recomputations of a model report here: their calls begin and end as module calls do."""
 
     def enter(self, module: nn.Module, unit: Unit | None) -> None:
         """A call of ``module`` begins."""
@@ -49,7 +49,7 @@ class ForwardCalls(Protocol):
 
 
 class Conductor(Protocol):
-    """One sharded model: its parts, and the moves that more than one of them is needed for."""
+    """One sharded model: its parts, and the moves that need more than one part."""
 
     store: Store
     working_set: WorkingSet
@@ -61,7 +61,7 @@ class Conductor(Protocol):
 
     @property
     def backward(self) -> _Backward:
-        """What is known of the backward that runs."""
+        """The facts about the backward that runs."""
 
     @property
     def forward(self) -> ForwardCalls:
@@ -71,7 +71,7 @@ class Conductor(Protocol):
         """Return the module that was sharded, as long as it lives."""
 
     def settle_calls(self) -> None:
-        """What belongs between steps comes: end the calls and the backward that have ended without saying so."""
+        """An event between steps comes: end the calls and the backward that have ended without a report."""
 
     def written(self, segment: Segment, source: torch.Tensor | None) -> None:
         """The values of ``segment`` were replaced, by ``source`` where it is known."""

@@ -1,7 +1,7 @@
 """torch.compile and sharded models: calls of their modules, their methods and operations on their parameters run as is.
 
-A graph would take the parameters past tiered, and what moves them in and out cannot be traced. So the compiler leaves
-all of it alone, and compiles what is around it.
+A graph would take the parameters past tiered, and the code that moves them in and out cannot be traced. So the compiler
+leaves all of the model alone, and compiles the code around it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stay_eager(module: nn.Module) -> None:
-    """Have torch.compile leave calls of ``module`` as they are; who asks for it by ``compile()`` is warned."""
+    """Have torch.compile leave calls of ``module`` as they are; ``module.compile()`` warns the user of that."""
     if module._compiled_call_impl is not None:
         _warn(module)
     vars(module)["_compiled_call_impl"] = eager(module._call_impl)
@@ -47,7 +47,7 @@ def stay_eager(module: nn.Module) -> None:
 
 @functools.cache
 def _skip_own_functions() -> None:
-    """Have torch.compile trace no function that runs a model, such as those autograd calls for what is saved.
+    """Have torch.compile trace no function that runs a model, such as those autograd calls for saved tensors.
 
     The guard of torch.func is traced: it stands before transforms of ordinary tensors as well.
     """

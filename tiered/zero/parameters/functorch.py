@@ -1,9 +1,9 @@
 """The guard at torch.func's door: vmap, grad, vjp, jvp, jacrev, jacfwd, hessian, linearize and functionalize.
 
-They wrap their arguments in C++ without asking ``__torch_function__``; operations on the wrapped parameter then pass
-tiered by, with nobody to lease its unit. So the three functions that wrap are replaced, in the two torch modules that
-call them, by ones that first look for a TieredParameter. Nothing changes for other tensors, and nothing before
-the first ``construct`` or ``shard``.
+These transforms wrap their arguments in C++ without asking ``__torch_function__``; operations on the wrapped parameter
+then pass tiered by, and its unit is never leased. So the three functions that wrap are replaced, in the two torch
+modules that call them, by ones that first look for a TieredParameter. Nothing changes for other tensors, and nothing
+before the first ``construct`` or ``shard``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tiered.zero.parameters.parameter import TieredParameter
 __all__ = ["check_no_transform", "guard_functorch"]
 
 _DOORS: tuple[tuple[Any, str], ...] = (
-    (torch._functorch.vmap, "_add_batch_dim"),  # vmap, and what is built on it
-    (torch._functorch.eager_transforms, "_wrap_for_grad"),  # grad, vjp, jvp, and what is built on them
+    (torch._functorch.vmap, "_add_batch_dim"),  # vmap, and the transforms built on it
+    (torch._functorch.eager_transforms, "_wrap_for_grad"),  # grad, vjp, jvp, and the transforms built on them
     (torch._functorch.eager_transforms, "_wrap_functional_tensor"),  # functionalize
 )
 _lock = threading.Lock()

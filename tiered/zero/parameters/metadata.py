@@ -1,6 +1,6 @@
-"""Which of torch's functions look at no value of a tensor, and what messages call a function.
+"""The functions of torch that look at no value of a tensor, and the names that messages give to functions.
 
-For the classes of tensors here that may lack their values.
+The classes of tensors that may lack their values ask here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LAYOUT = _functions("stride is_contiguous storage_offset dim_order is_non_overla
 
 
 def name_of(func: Any) -> str:
-    """Return what a message calls ``func``: the getter and the setter of ``data`` are ".data"."""
+    """Return the name of ``func`` in messages: the getter and the setter of ``data`` are ".data"."""
     name: str = getattr(func, "__name__", str(func))
     if name not in {"__get__", "__set__", "__delete__"}:
         return name

@@ -1,6 +1,6 @@
-"""Methods of a sharded model beside ``forward``: what they do is what it would be without them.
+"""Methods of a sharded model beside ``forward``: a method changes nothing about the calls that it makes.
 
-But they may touch parameters as a forward may: with the first one that a method touches itself it becomes a call.
+But methods may touch parameters as a forward may: a method becomes a call with the first parameter it touches itself.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["running", "touched_by_method"]
 
 @uninterrupted_block
 def running(conductor: Conductor, module: nn.Module, unit: Unit | None) -> Iterator[Callable[[Any], Any]]:
-    """A method of ``module`` runs; what it returns goes through the function that this gives.
+    """A method of ``module`` runs; its output goes through the function that this block gives.
 
-    In a forward or backward it is a call from its beginning.
+    In a forward or backward the method is a call from its beginning.
     """
     calls = conductor.calls
     if calls and module is conductor.model():
@@ -50,7 +50,7 @@ def running(conductor: Conductor, module: nn.Module, unit: Unit | None) -> Itera
 
 
 def touched_by_method(conductor: Conductor) -> None:
-    """A parameter is about to be touched outside a forward or backward: a method that does that becomes a call."""
+    """A parameter is about to be touched outside a forward or backward: the method that touches it becomes a call."""
     calls = conductor.calls
     method = calls.touching_method()
     if method is not None:

@@ -1,6 +1,6 @@
-"""OpenUnits: which units of one model are leased now, by age and by address.
+"""OpenUnits: the units of one model that are leased now, by age and by address.
 
-Mechanism only: what is opened and when is the engine's say, what becomes of parked bytes the working set's.
+This is mechanism only: the engine decides which unit is opened and when, the working set what becomes of parked bytes.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class OpenUnits:
     def park_one(self, *, root: bool, in_backward: bool) -> bool:
         """Give the oldest idle unit back; return whether there was one.
 
-        The root only where ``root``, those that were opened in a backward, and will be used again, where
-        ``in_backward``.
+        The root is given back only with ``root``. Units opened in a backward will be used again, and are given back
+        only with ``in_backward``.
         """
         for unit in list(self._units):
             if (unit is self.root and not root) or (unit.is_in_backward and not in_backward):
@@ -71,7 +71,7 @@ class OpenUnits:
         return False
 
     def address_of(self, tensor: torch.Tensor) -> Unit | None:
-        """Return the unit in whose living buffer ``tensor`` lies. Raises UsageError for what torch.func wraps."""
+        """Return the unit in whose living buffer ``tensor`` lies. Raises UsageError for a wrapper of torch.func."""
         found = self.place_of(tensor)
         return None if found is None else found[0]
 
@@ -100,7 +100,7 @@ class OpenUnits:
         return unit, span
 
     def forget(self) -> None:
-        """In a forked child: nothing of the parent's memory is there."""
+        """In a forked child: forget all leases, for the bytes are the parent's."""
         for unit in list(self._units):
             unit.forget()
         self._units.clear()

@@ -1,4 +1,4 @@
-"""What a forward returns: looking into it, and cloning what lies in a unit's buffer before the lease returns."""
+"""The outputs of a forward: finding their tensors, and cloning those that lie in a unit's buffer."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def _is_opaque(output: Any) -> bool:
 def own(output: Any, address_of: Callable[[torch.Tensor], object]) -> Any:
     """Return ``output`` with each tensor for which ``address_of`` is not None cloned; the same object if there is none.
 
-    Containers keep their types; the ones that hold nothing of ours are returned as they are. A sharded parameter is
-    what it is, bytes or none, and stays itself.
+    Containers keep their types; the ones that hold nothing of ours are returned as they are. A sharded parameter stays
+    itself, with or without bytes.
     """
     if not any(_must_be_cloned(tensor, address_of) for tensor in tensors(output)):
         return output

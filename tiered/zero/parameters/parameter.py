@@ -126,7 +126,7 @@ class TieredParameter(nn.Parameter):
         return self
 
     map_ = map2_ = as_subclass = _refuse
-    _use_count = _refuse  # all that torch.utils.swap_tensors asks before it swaps
+    _use_count = _refuse  # torch.utils.swap_tensors asks for nothing else before it swaps
 
 
 _BACKWARDS = {torch.autograd.backward, torch.autograd.grad}
@@ -137,9 +137,9 @@ _MAYBE_NO_OPS = {_SET_DATA, torch.Tensor.cpu, torch.Tensor.to, *_CASTS}
 
 
 class _ViewWithoutValues(torch.Tensor):
-    """What ``parameter.view_as(parameter)`` is where its values may not be read: its place in the graph, and an error.
+    """A ``parameter.view_as(parameter)`` whose values may not be read: it has a place in the graph, and an error.
 
-    torch makes one of each parameter that it hooks together with others, only to ask for its ``grad_fn``.
+    torch makes such a view of each parameter that it hooks together with others, only to ask for its ``grad_fn``.
     """
 
     refusal: str
@@ -206,8 +206,8 @@ def _find(values: Iterable[Any]) -> list[TieredParameter]:
 def _in_buffer(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of an as_strided with a ``storage_offset`` from the start of the unit's buffer.
 
-    The caller counts from the start of the parameter, which is where its own storage would begin. ``place`` is that of
-    the offset among the arguments; left out it is the tensor's own already.
+    The caller counts from the start of the parameter, where its own storage would begin. ``place`` is the position of
+    the offset among the arguments; an offset that is left out is the tensor's own already.
     """
     target = args[0] if args else kwargs.get("input")
     if not isinstance(target, TieredParameter):
@@ -232,7 +232,8 @@ def _is_about_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _run_from_edges(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a backward that was given parameters with their places in the graph instead.
 
-    The parameters would be in use, and their units leased, as long as it runs; and what it recomputes needs dispatch.
+    Otherwise the parameters would be in use, and their units leased, as long as the backward runs; and its
+    recomputations need dispatch.
     """
 
     def edges(values: Any) -> Any:

@@ -1,8 +1,9 @@
-"""A tensor of true shape and dtype without bytes: what a TieredParameter points at while its values are swapped out.
+"""A tensor of true shape and dtype without bytes: a TieredParameter points at one while its values are swapped out.
 
-It is the backstop for whatever reaches a parameter past ``__torch_function__`` (TorchScript, collectives, autograd in
-C++): a read or a write of it is an error that torch's own storage raises, never a number. torch has the flag for this
-in every build but its setter only in those with CUDA, so here the flag is found by measuring and tried before use.
+The placeholder is the backstop for code that reaches a parameter past ``__torch_function__`` (TorchScript, collectives,
+autograd in C++): torch's own storage raises an error for a read or a write, and never gives a number. torch has the
+flag for this in every build, but its setter only in builds with CUDA. So the flag is found by measuring and tried
+before use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""SharedSchedule: the schedule of one model for all of its threads, and the only one who moves what it asks for.
+"""SharedSchedule: the schedule of one model for all of its threads, and the only mover of the keys it asks for.
 
-What happens is told to the schedule under the store's lock, under which the store asks it what to evict, too; what it
-asks for is read without the lock.
+The schedule hears of each use under the store's lock. The store asks it under the same lock which key to evict. The
+keys that the schedule asks for are read without the lock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SharedSchedule:
     ) -> None:
         """``nbytes``: bytes of each key that may be read ahead.
 
-        ``rooms_nbytes``: where all of them stay in DRAM once they are there, the bytes of all that is leased beside.
+        ``rooms_nbytes``: the bytes of all leases beside the keys, where all keys stay in DRAM once they are there.
         """
         self.trace = Trace(tuple(order))
         self.window_bytes = window_bytes
@@ -44,7 +44,7 @@ class SharedSchedule:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all is in DRAM for good, and nothing has to be read or to make room any more."""
+        """Whether all keys are in DRAM for good, and none has to be read or to make room any more."""
         return self._schedule.is_settled
 
     def learn(self, key: str, nbytes: int, *, window_bytes: int) -> None:
@@ -53,7 +53,7 @@ class SharedSchedule:
             self._schedule.learn(key, nbytes, window_bytes=window_bytes)
 
     def use(self, *keys: str) -> None:
-        """Note that ``keys``, of which the last may be a room, are used now, and begin to read what comes next."""
+        """Note that ``keys`` are used now, and begin to read the next ones. The last of ``keys`` may be a room."""
         with self._lock:
             wanted = self._schedule.use(*keys)
         if wanted:
@@ -72,7 +72,7 @@ class SharedSchedule:
             self._schedule.take_back(keys)
 
     def use_promised(self, key: str) -> None:
-        """Note that a key that was handed over is being used now, and begin to read what comes after it."""
+        """Note that a key that was handed over is being used now, and begin to read the keys after it."""
         with self._lock:
             wanted = self._schedule.use_promised(key)
         if wanted:
@@ -80,7 +80,7 @@ class SharedSchedule:
 
     @contextmanager
     def hand_overs(self) -> Iterator[None]:
-        """Several hand-overs belong together: what comes next is asked for once, when the block ends."""
+        """Several hand-overs belong together: the next keys are asked for once, when the block ends."""
         with self._lock:
             self._schedule.begin_hand_overs()
         try:
@@ -91,7 +91,7 @@ class SharedSchedule:
             self._read(wanted)
 
     def go_on(self) -> None:
-        """Begin to read what comes next, once some of what is on its way has been used."""
+        """Begin to read the next keys, once some of the keys on their way have been used."""
         with self._lock:
             wanted = self._schedule.go_on()
         if wanted:
@@ -112,7 +112,7 @@ class SharedSchedule:
             self._settle()
 
     def forget(self) -> None:
-        """Say that the step is dropped, and that what is in DRAM will be elsewhere. Reads nothing."""
+        """Say that the step is dropped, and that the keys in DRAM will be elsewhere. Reads nothing."""
         with self._lock:
             self._schedule.unsettle()
             self.trace.rewind()
@@ -127,7 +127,7 @@ class SharedSchedule:
             self._schedule.granted(self._working_set.prefetch(wanted, wanted))
 
     def _settle(self) -> None:
-        """Settle once all of the model is in DRAM, and there is room for all that a step leases beside it."""
+        """Settle once all of the model is in DRAM, and the other leases of a step find room beside it."""
         if self._working_set.shortage({**self._nbytes, **(self._rooms_nbytes or {})}):
             return
         if self._working_set.prefetch(self._nbytes) == sum(self._nbytes.values()):

@@ -29,7 +29,7 @@ _HOST, _ALONE = HostTier(), NullComm()
 
 
 class Segment:
-    """One parameter in its unit: what it looks like, and its place, ``offset`` and ``nbytes`` in bytes of its span.
+    """One parameter in its unit: its looks and its place, ``offset`` and ``nbytes`` in bytes of its span.
 
     Strides are the parameter's own when it is dense, else those of a contiguous tensor. The values of a dense tensor,
     in the order they lie in memory, are ``numel`` consecutive elements from ``offset``. Its gradient lies at
@@ -67,7 +67,7 @@ class Segment:
 
     @property
     def spec(self) -> SegmentSpec:
-        """What its unit is laid out for."""
+        """The description of this parameter that its unit is laid out for."""
         return SegmentSpec(self.name, self.shape, self.strides, self.dtype, self.trainable)
 
     def flat(self, span: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Segment:
         return self._layout
 
     def descriptor(self) -> dict[str, object]:
-        """Return what a store must agree on to hold this parameter."""
+        """Return the description that a store must agree on to hold this parameter."""
         return {"name": self.name, "shape": list(self.shape), "strides": list(self.strides), "dtype": str(self.dtype)}
 
 
@@ -110,10 +110,10 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class UnitOwner(Protocol):
-    """What a unit tells and asks: the engine of its model."""
+    """A unit reports to its owner and asks it: the engine of its model."""
 
     def before_open(self, unit: Unit) -> str:
-        """Wait until ``unit`` may be leased; return what for ("forward", ...), or "" where it is open by then."""
+        """Wait until ``unit`` may be leased; return the use ("forward", ...), or "" where it is open by then."""
 
     def opened(self, unit: Unit) -> None:
         """``unit`` has leased its bytes."""
@@ -122,7 +122,7 @@ class UnitOwner(Protocol):
         """``unit`` is about to give its bytes back."""
 
     def give_up(self, reason: str) -> str:
-        """Leave the step half done, for ``reason``; return what is to be done next."""
+        """Leave the step half done, for ``reason``; return the caller's next move in words."""
 
     def check_readable(self, unit: Unit) -> None:
         """Raise unless saved references to ``unit`` may be read now; a backward does."""
@@ -132,7 +132,7 @@ class UnitOwner(Protocol):
 
 
 class ParameterOwner(Protocol):
-    """What the parameters of a unit ask at each operation."""
+    """The parameters of a unit ask their owner at each operation."""
 
     def access(
         self, segment: Segment, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -162,8 +162,8 @@ class Unit:
     """Parameters that move together: swapped in, shown, updated and swapped out as one.
 
     Invariant: the parameters point at the buffer or at placeholders, never at bytes the unit does not lease. ``keys``
-    are those of its spans, in order, of which an update writes the first few, ``trainable_keys``. ``version`` counts
-    the updates; a saved reference of an older version is refused rather than read wrongly.
+    are those of its spans, in order. An update writes the first few, ``trainable_keys``. ``version`` counts the
+    updates; a saved reference of an older version is refused rather than read wrongly.
     """
 
     __slots__ = (
@@ -188,7 +188,7 @@ class Unit:
         self._parameters = [segment.parameter for segment in self.segments]
         self._token: weakref.ref[ReferenceToken] | None = None
         self._opened_s = 0.0
-        self._word = ""  # what it was opened for, for the recorder
+        self._word = ""  # the use it was opened for, for the recorder
         for segment in self.segments:
             segment.unit = self
         self.place(lay_out(name, [segment.spec for segment in self.segments]))
@@ -246,7 +246,7 @@ class Unit:
                 buffer.gather(mode)
             self._word = word
             self.engine.opened(self)
-            # Order: once others are parked, so that what one thread does with one unit ends before the next begins.
+            # Order: once others are parked, so that a thread has ended its work on one unit before the next begins.
             self._opened_s = time.monotonic()
         return buffer.tensors
 
