@@ -34,7 +34,7 @@ _numbers = itertools.count()
 class ConstructedParameter:
     """One parameter between its constructor and ``shard``: a scratch key of its own, leased while it is used.
 
-    Stands where a sharded parameter has its unit and its owner.
+    This object takes the place of the unit and the owner that a sharded parameter has.
     """
 
     def __init__(self, construction: _Construction, segment: Segment) -> None:
@@ -59,7 +59,7 @@ class ConstructedParameter:
                 self.segment.parameter.data = self.segment.view(self.lease.tensor)
 
     def park(self) -> None:
-        """Give the lease back; what still looks at the bytes keeps them."""
+        """Give the lease back; tensors that still look at the bytes keep them."""
         if self.lease is not None:
             lease, self.lease = self.lease, None
             self.owner.shown.pop(self, None)
@@ -85,7 +85,7 @@ class _Construction:
             or parameter.device.type != "cpu"
             or parameter.layout is not torch.strided
         ):
-            return None  # tied (ours already), on meta, or somebody else's subclass
+            return None  # tied (ours already), on meta, or another subclass
         self._place(f"{type(module).__name__}.{name}", parameter)
         parameter.__class__ = TieredParameter
         return None

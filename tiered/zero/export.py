@@ -1,4 +1,4 @@
-"""Export: a ``state_dict()`` of a sharded model that is under way, and the copies of parameters that it has made."""
+"""Export: a ``state_dict()`` of a sharded model that is under way, and its copies of parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layout: pure arithmetic of where a model's parameters lie: units, spans, segments, cut points, shards, shares.
+"""Layout: pure arithmetic of the places of a model's parameters: units, spans, segments, cut points, shards, shares.
 
 A unit is one or more spans; a span is one key of the store and has one dtype and one trainability. This file touches no
 bytes and knows no store: its readers are shard, the plan of a run, the optimizer's buckets and the ranks.
@@ -39,7 +39,7 @@ __all__ = [
 CUT_NUMEL = 128
 """Elements: each segment starts at a multiple of it in its span, and a parameter is cut at multiples of it alone.
 
-The vectorised kernels so meet the same lanes and tails as on the whole parameter (they differ below 8 elements), and
+So the vectorised kernels meet the same lanes and tails as on the whole parameter (they differ below 8 elements), and
 128 elements share one scale in the compact format.
 """
 
@@ -81,7 +81,7 @@ class SegmentSpec(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where one segment lies: its span, and bytes from the start of the span and of its unit's gradients."""
+    """The place of one segment: its span, and bytes from the start of the span and of its unit's gradients."""
 
     span: int
     offset: int
@@ -91,7 +91,7 @@ class Place(NamedTuple):
 class Span(NamedTuple):
     """Segments of one dtype and one trainability: one key, one flat buffer of ``nbytes``, padding included.
 
-    ``grad_offset``: where its gradients begin among those of the unit, in bytes; -1 for a frozen span.
+    ``grad_offset``: the start of its gradients among those of the unit, in bytes; -1 for a frozen span.
     """
 
     key: str
@@ -135,7 +135,7 @@ class UnitLayout:
         return lay_out(self.name, specs, world)
 
     def moved(self, old: UnitLayout, span: int, offset: int) -> tuple[int, int]:
-        """Return the span and the byte where now lies what lay at byte ``offset`` of ``span`` when ``old`` held."""
+        """Return the new span and byte of the value that lay at byte ``offset`` of ``span`` in the layout ``old``."""
         number = max(
             (place.offset, spec.numel > 0, number)
             for number, (spec, place) in enumerate(zip(old.specs, old.places, strict=True))
@@ -255,14 +255,14 @@ class WorkSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How a DRAM budget is divided, in bytes; the sum is the budget.
+    """The division of a DRAM budget, in bytes; the sum is the budget.
 
-    ``held``: kept for good. ``window``: read ahead of need, beside what other shares leave unused. ``gathered``: the
+    ``held``: kept for good. ``window``: read ahead of need, beside the unused bytes of other shares. ``gathered``: the
     root and the unit that computes. ``gradients``: theirs. ``update``: one unit more, its gradient, 3 buckets and the
-    tile scratch. ``activations``: of what autograd saved. ``in_flight``: writes. ``caller``: the store's own traffic.
+    tile scratch. ``activations``: saved by autograd. ``in_flight``: writes. ``caller``: the store's own traffic.
 
-    ``read_ahead`` is no share: it is how far ahead of need the schedule may read, the window and what of the update's
-    share is idle then.
+    ``read_ahead`` is no share: the schedule may read so many bytes ahead of need, the window and the idle part of the
+    update's share.
     """
 
     held: int
@@ -282,16 +282,16 @@ class Shares:
 
     @property
     def spare(self) -> int:
-        """What is neither held nor part of the smallest budget."""
+        """The bytes that are neither held nor part of the smallest budget."""
         return self.window + self.activations + self.in_flight + self.caller
 
 
 def share_out(units: Sequence[UnitLayout], sizes: WorkSizes, budget_bytes: int, *, held: int | None = None) -> Shares:
     """Divide ``budget_bytes`` for ``units``, the root unit first; ``held`` overrides how much is held for good.
 
-    Reading ahead wants the next unit's parameters and 3 buckets; what is being written must find room beside it, or
-    bytes that were read ahead are evicted before their use and read twice. All else is held. Below the smallest
-    budget the shares of what is held or read ahead are negative or 0: the caller compares ``smallest``.
+    Reading ahead wants the next unit's parameters and 3 buckets. Writes in flight must find room beside them, or bytes
+    that were read ahead are evicted before their use and read twice. All else is held. Below the smallest budget the
+    held and read-ahead shares are negative or 0: the caller compares ``smallest``.
     """
     root, *others = units
     both = sorted(others, key=lambda unit: unit.nbytes + unit.gradient_nbytes, reverse=True)

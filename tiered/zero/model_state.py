@@ -1,4 +1,4 @@
-"""What of a sharded model rides along with a commit, and state_dict / load_state_dict of the model.
+"""The small state of a sharded model that rides along with a commit, and the model's state_dict / load_state_dict.
 
 The parameters themselves are keys of the store; here are the buffers, the description that a resumed store must agree
 with, and the random number generators.
@@ -26,16 +26,16 @@ from tiered.zero.parameters.unit import Unit
 __all__ = ["ModelState", "RandomState", "check_added", "hook_state_dicts", "refuse_missing"]
 
 MAX_ADDED_NBYTES = 64 << 20
-"""What parameters added after ``shard`` may take: they are part of each commit's text, 4/3 of them, and of memory."""
+"""Most bytes of parameters added after ``shard``: each commit's text holds 4/3 of them, and memory holds them."""
 
 
 class ModelState:
-    """The description of a model's units, and what of it lies in ordinary memory, by name.
+    """The description of a model's units, and the model's tensors in ordinary memory, by name.
 
-    That is the buffers, by the names they had at ``shard``, and what was added to the model since, such as adapters:
+    These are the buffers, by the names they had at ``shard``, and additions to the model since, such as adapters:
     parameters that are not sharded, and their buffers.
 
-    ``laid_out`` is told when ``load_state_dict`` has found the units laid out otherwise.
+    ``laid_out`` is called when ``load_state_dict`` has found the units laid out otherwise.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], laid_out: Callable[[], None] = lambda: None) -> None:
@@ -49,7 +49,7 @@ class ModelState:
             self._places[full] = (model.get_submodule(prefix), name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the description and copies of what is in ordinary memory, buffers persistent or not.
+        """Return the description and copies of the tensors in ordinary memory, buffers persistent or not.
 
         Raises CapacityError for more added parameters than a commit carries.
         """
@@ -87,7 +87,7 @@ class ModelState:
     def compare(self, state: Any, *, with_added: bool = False) -> None:
         """Raise UsageError with the differences between the committed model ``state`` and this one.
 
-        ``with_added``: everything that is added to the model is there by now, and counts.
+        ``with_added``: all additions to the model are there by now, and count.
         """
         if "trained" not in state:
             raise UsageError(
@@ -150,7 +150,7 @@ def _different_tensors(what: str, theirs: Mapping[str, str], mine: Mapping[str, 
 
 
 def refuse_missing(store: Store, keys: Iterable[str]) -> None:
-    """Raise UsageError for a store that lacks ``keys`` of what it has committed, as after `tiered verify --drop`."""
+    """Raise UsageError for a store that lacks some of its committed ``keys``, as after `tiered verify --drop`."""
     missing = [key for key in keys if key not in store]
     if missing:
         raise UsageError(
@@ -194,7 +194,7 @@ class RandomState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set all generators to what ``state_dict`` returned."""
+        """Set all generators to the states that ``state_dict`` returned."""
         torch.set_rng_state(state["torch"])
         if state["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,6 +1,6 @@
 """shard: give a model's parameters to a store, divide them into units, and hook the model up.
 
-The values move a unit at a time; what happens at run time afterwards is the engine's business.
+The values move a unit at a time; the engine does all work at run time afterwards.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CLASSES = {
     "gradient": "gradients",
     "activation": "activations",
 }
-"""What reports call the keys under ``model/``."""
+"""The names that reports give to the keys under ``model/``."""
 
 
 def shard(
@@ -69,10 +69,10 @@ def shard(
     ``unit`` says which modules move together (see ``divide_into_units``). ``param_dtype`` casts floating parameters;
     the values before the cast become the fp32 masters of those that require a gradient now. ``weights``: a state dict,
     or safetensors file(s) or a folder of them, for a model built on the meta device; read a unit at a time. ``hold``:
-    how much of the budget keeps bytes in DRAM for good: "auto", 0, or a size such as "2GiB". ``activations``: what
-    becomes of what autograd saves in each unit, "keep" (in ordinary memory), "recompute", "swap" (through the store) or
-    "auto"; a word for all, a mapping from unit names, or a function (name, module) -> word; see ``Activations``.
-    ``stage`` is 1, 2 or 3; on one rank they are the same.
+    how much of the budget keeps bytes in DRAM for good: "auto", 0, or a size such as "2GiB". ``activations``: the
+    treatment of the tensors that autograd saves in each unit, "keep" (in ordinary memory), "recompute", "swap" (through
+    the store) or "auto"; a word for all, a mapping from unit names, or a function (name, module) -> word; see
+    ``Activations``. ``stage`` is 1, 2 or 3; on one rank they are the same.
 
     A store that already holds this model is adopted as it is: its values stay, a model built on the meta device needs
     no ``weights``, and ``store.resume()`` must come before the first forward. Parameters keep their objects, names,
@@ -108,7 +108,7 @@ def shard(
 
 
 def _adopt(store: Store, model: nn.Module, units: Sequence[Unit], committed: dict[str, Any]) -> None:
-    """Have the units lie as they do in ``store``; raises UsageError where it holds another model, or not all of it."""
+    """Lay the units out as they lie in ``store``; raises UsageError where it holds another model, or only a part."""
     with taking_apart("tiered.model", by="model"):
         state = ModelState(model, units)
         state.compare(committed)
@@ -117,7 +117,7 @@ def _adopt(store: Store, model: nn.Module, units: Sequence[Unit], committed: dic
 
 
 def _register(store: Store, model: nn.Module, engine: Engine) -> None:
-    """Have ``store`` tell ``engine`` of its calls, and commit what rides along with the keys."""
+    """Have ``store`` report its calls to ``engine``, and commit the model's small state with the keys."""
     store.add_guard(functools.partial(prepare_for, engine))
     for prefix, name in _CLASSES.items():
         store.working_set.recorder.classify(f"model/{prefix}/", name)
@@ -136,7 +136,7 @@ def _shares_of(units: Sequence[Unit], budget_bytes: int, hold: str | int, *, swa
 
 
 def _check(model: Any, store: Any, *, stage: int, param_dtype: Any, device: str) -> None:
-    """Raise for arguments that ``shard`` cannot take, and for a model or a store that it has had before."""
+    """Raise for arguments that ``shard`` cannot take, and for a model or a store that was sharded before."""
     if not isinstance(model, nn.Module) or not isinstance(store, Store):
         raise TypeError(
             f"tiered.shard({type(model).__name__}, {type(store).__name__}); expected a Module and a tiered.Store"
@@ -226,11 +226,11 @@ def _segment(name: str, parameter: nn.Parameter, param_dtype: torch.dtype | None
 
 
 def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) -> None:
-    """Write each unit's values, and the masters of what is cast; with ``adopt`` the store's own values stay."""
+    """Write each unit's values, and the masters of cast parameters; with ``adopt`` the store's own values stay."""
     working_set = store.working_set
     if not adopt:
         nbytes = sum(unit.nbytes for unit in units)
-        if store.durable:  # a second set of what steps write
+        if store.durable:  # a second set of the keys that steps write
             nbytes += sum(unit.layout.gradient_nbytes for unit in units)
         masters = sum(masters_nbytes(u.segments) for u in units if any(source.is_cast(s) for s in u.segments))
         store.reserve_space(nbytes + masters, scratch=not store.durable)

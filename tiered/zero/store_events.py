@@ -1,4 +1,4 @@
-"""What commit, rollback, resume and close of a store mean for a model in it: what is finished, dropped or refused."""
+"""Commit, rollback, resume and close of a store, for a model in it: pending work is finished, dropped or refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["prepare_for"]
 
 
 def prepare_for(engine: Engine, word: str) -> None:
-    """Get ``engine`` ready for what the store is about to do: "commit", "rollback", "resume" or "close".
+    """Get ``engine`` ready for an event of the store: "commit", "rollback", "resume" or "close".
 
     Pending updates are finished before a close and dropped before the others; a commit asks for them itself. A step
     that was left half done is not committed by a close: it is rolled back. Raises UsageError at the wrong time, and
-    what an update failed of.
+    the error of an update that failed.
     """
     if word == "commit":
         engine.check_between_steps("commit")
@@ -35,7 +35,7 @@ def prepare_for(engine: Engine, word: str) -> None:
 
 
 def _drop_half_done(engine: Engine, failure: Exception | None) -> None:
-    """Keep ``close`` from committing a step that was left half done, because of ``failure`` if nobody heard of it."""
+    """Keep ``close`` from committing a step left half done, because of ``failure`` if that was not raised yet."""
     engine.store.wait_for_commit()  # order: the first one may be running
     if engine.store.generation:
         engine.store.rollback()
@@ -46,7 +46,7 @@ def _drop_half_done(engine: Engine, failure: Exception | None) -> None:
 
 
 def _forget_step(engine: Engine) -> None:
-    """Forget the step under way; what the store holds is the truth."""
+    """Forget the step under way; the bytes in the store are the truth."""
     engine.updates.cancel()
     engine.calls.clear()
     engine.backward.reset()

@@ -23,9 +23,9 @@ __all__ = ["accumulate", "unsharded"]
 def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     """Make the parameters of ``module`` (and of the modules in it) ordinary, readable and writable ones.
 
-    Between steps only. The bytes are the store's own: keep no tensor on them beyond the block. What is written counts
-    as trained: for a bf16 parameter that changed, the written values become its fp32 master. Raises CapacityError when
-    the module does not fit the DRAM budget (use it on one unit at a time), UsageError inside a forward or backward.
+    Between steps only. The bytes are the store's own: keep no tensor on them beyond the block. Written values count as
+    trained: for a bf16 parameter that changed, they become its fp32 master. Raises CapacityError when the module does
+    not fit the DRAM budget (use it on one unit at a time), UsageError inside a forward or backward.
     """
     units = _units_of(module)
     engine = _engine_of(units)

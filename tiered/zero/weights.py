@@ -1,6 +1,6 @@
-"""Where a model's initial values come from: its own parameters, a state dict, or safetensors files.
+"""Weights: the sources of a model's initial values: its own parameters, a state dict, or safetensors files.
 
-Read one parameter at a time, so that a model larger than memory can be filled.
+They are read one parameter at a time, so that a model larger than memory can be filled.
 """
 
 from __future__ import annotations

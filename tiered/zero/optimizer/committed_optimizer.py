@@ -1,6 +1,7 @@
-"""What a commit has of an optimizer beside the buckets, taken apart: anybody's program may have written it.
+"""The part of a commit that an optimizer keeps beside its buckets, taken apart: any program may have written it.
 
-Each raises ValueError, TypeError or LookupError for what no optimizer writes; the store makes a UsageError of that.
+Each function raises ValueError, TypeError or LookupError for text that no optimizer writes; the store makes a
+UsageError of that.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ __all__ = ["RegisteredOptimizer", "bucket_numel_of", "compare", "groups_of", "ma
 
 
 class CommittedOptimizer(Protocol):
-    """An optimizer of which a commit keeps small state beside the buckets."""
+    """An optimizer with small state that a commit keeps beside the buckets."""
 
     def committed_state(self) -> dict[str, Any]:
-        """Return what a commit must keep."""
+        """Return the small state that a commit must keep."""
 
     def load_committed_state(self, state: dict[str, Any]) -> None:
-        """Take back what ``committed_state`` returned."""
+        """Take back a state that ``committed_state`` returned."""
 
 
 class RegisteredOptimizer:
@@ -52,7 +53,7 @@ def bucket_numel_of(committed: dict[str, Any]) -> int:
 
 
 def managed_of(committed: dict[str, Any], segments: Iterable[Segment]) -> list[Collection[Segment]]:
-    """Return which of ``segments`` had state from the start, and which got it together later, in turn."""
+    """Return those of ``segments`` that had state from the start, then each group that got state together later."""
     by_name = {segment.name: segment for segment in segments}
     names = [list(names) for names in committed["managed"]]
     if len({name for each in names for name in each}) != sum(map(len, names)):
@@ -83,7 +84,7 @@ def groups_of(
 def withhold_steps(store: Store, title: str, steps: Mapping[str, int]) -> None:
     """Keep a close from committing ``steps``, by parameter, under the user's state of earlier ones.
 
-    A run that resumed there would make them twice.
+    A run that resumed from such a commit would make these steps twice.
     """
     if not store.durable or not store.state:
         return

@@ -1,6 +1,6 @@
-"""What ``load_state_dict`` was given, looked through before anything is replaced: a malformed dict changes nothing.
+"""The argument of ``load_state_dict``, looked through before anything is replaced: a malformed dict changes nothing.
 
-What fits is optimizer_state.py's to write. Whether a master fits its parameter's bytes is looked at there too.
+optimizer_state.py writes a state that fits, and checks that a master fits its parameter's bytes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["LoadedState", "StateDictReader"]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _LARGEST_STEP = 1 << 53
-"""Of a step count, which torch keeps as a float."""
+"""The largest step count: torch keeps step counts as floats."""
 
 _TORCH_KEYS = {
     "amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize", "nesterov",
     "base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "swa_lr", "param_names",
 }  # fmt: skip
-"""What torch's optimizers and schedulers keep in a group beside an optimizer's own hyperparameters."""
+"""Names that torch's optimizers and schedulers keep in a group beside an optimizer's own hyperparameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class LoadedState:
 class StateDictReader:
     """Reads state dicts for an optimizer called ``title``: of ``rule``, over ``groups``, with these ``defaults``.
 
-    ``segments`` has the segment of each parameter. Raises UsageError that names the first thing that is not as it
-    should be; reads tensors, writes nothing. One thread at a time.
+    ``segments`` has the segment of each parameter. Raises UsageError that names the first value that does not fit;
+    reads tensors, writes nothing. One thread at a time.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class StateDictReader:
         self._segments = segments
 
     def read(self, state_dict: object) -> LoadedState:
-        """Return what ``state_dict`` says; its tensors are the caller's still, other values copies."""
+        """Return the state in ``state_dict``; its tensors are the caller's still, other values copies."""
         whole = self._mapping("the state dict", state_dict)
         self._need("the state dict", whole, ("state", "param_groups"))
         given = self._sequence("'param_groups'", whole["param_groups"])
@@ -154,7 +154,7 @@ class StateDictReader:
     # -- states ---------------------------------------------------------------------------------------------------
 
     def _state(self, key: Hashable, states: Mapping[Any, Any], owner: Segment) -> Mapping[str, Any] | None:
-        """Return the state of ``owner``, None where there is none: torch keeps none before the first update."""
+        """Return the state of ``owner``; None where torch keeps none, before the first update."""
         where = f"'state'[{_short(key)}], parameter {owner.name}"
         if key not in states:
             return None
@@ -242,7 +242,7 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 
 def _short(value: object) -> str:
-    """Return what a message has of ``value``, which may be anything."""
+    """Return a short text of ``value`` for messages; ``value`` may be anything."""
     if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)} ({value.layout}, on {value.device})"
     if value is None or isinstance(value, bool | float | str) or (isinstance(value, int) and abs(value) < 1 << 64):

@@ -1,6 +1,6 @@
 """The optimizers that users make: look-alikes of torch's whose state lives in a store.
 
-Thin: what they share is streaming_optimizer.py's, their arithmetic rules.py's.
+These classes are thin: their common part is in streaming_optimizer.py, their arithmetic in rules.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class AdamW(StreamingOptimizer):
 
     ``params``: parameters or groups as for any torch optimizer, sharded by ``tiered.shard`` or plain; plain ones need
     ``store``. ``update="step"`` updates in ``step()``; ``update="backward"`` updates each unit as soon as its gradient
-    is final, and ``step()`` only concludes. The format that state is kept in, with bytes per bf16 parameter, the
-    parameter included:
+    is final, and ``step()`` only concludes. ``state`` names the format of the state; here with its bytes per bf16
+    parameter, the parameter included:
 
     - ``state="exact"`` (12): fp32 moments and the bits of an fp32 master; the numbers are those of
       ``torch.optim.AdamW(fused=True)`` on fp32 masters
@@ -72,8 +72,8 @@ class SGD(StreamingOptimizer):
 
     The numbers are those of ``torch.optim.SGD(fused=True)`` on fp32 masters. ``params``, ``update``, ``state``,
     ``store``, torch's switches and errors as for ``tiered.AdamW``; bytes per bf16 parameter are 8.1 and 4.0,
-    without momentum 4.1 and 3. Momentum in any group lays a buffer out for all; where there
-    is none in any, it cannot be given to a group later.
+    without momentum 4.1 and 3. Momentum in any group lays a buffer out for all groups. An optimizer that was made
+    without momentum cannot be given any later.
     """
 
     def __init__(

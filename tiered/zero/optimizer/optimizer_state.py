@@ -1,6 +1,6 @@
 """The optimizer's state as it lies in the store: buckets per unit, created, read out and replaced.
 
-Where each element is and how it gets there; when it is updated is the optimizer's business, the bytes layout.py's.
+This file knows the place of each element. The optimizer knows when to update it, layout.py how its bytes are made.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CHECKED_NUMEL = 1 << 18
 class OptimizerState:
     """The buckets of every unit. ``steps`` counts the updates of each segment that has state.
 
-    ``begun`` has the segments that an update has made moments of; those of others are zero, and torch has none.
+    ``begun`` has the segments with moments that an update has made; moments of others are zero, and torch has none.
     ``scratch`` is lent by the update pipeline, which runs at other times. Not thread-safe.
     """
 
@@ -72,11 +72,11 @@ class OptimizerState:
 
     @property
     def managed(self) -> list[list[str]]:
-        """The names of the parameters that have state: those of the start, then those that got it together later."""
+        """The names of the parameters with state: those of the start, then each group that got state together later."""
         return [[segment.name for segment in segments] for segments in self._managed]
 
     def lay_out(self, managed: Sequence[Collection[Segment]]) -> None:
-        """Have buckets for what is ``managed``: the first collection of the start, each other one added by ``add``.
+        """Lay buckets out for the ``managed`` segments: first those of the start, then each collection of an ``add``.
 
         Moves no bytes; step counts are 0.
         """
@@ -84,7 +84,7 @@ class OptimizerState:
         self.steps = {segment: 0 for segments in self._managed for segment in segments}
         self.begun = set()
         for unit in self._units:
-            buckets = self.buckets.setdefault(unit, [])  # order: who knows the list sees the change
+            buckets = self.buckets.setdefault(unit, [])  # order: readers that know the list see the change
             buckets.clear()
             for segments in self._managed:
                 buckets += self._divide(unit, segments)
@@ -115,7 +115,7 @@ class OptimizerState:
         self.steps |= dict.fromkeys(segments, 0)
 
     def adopt(self) -> None:
-        """Use the buckets that the store holds already; reserve what the second extent sets will take.
+        """Use the buckets that the store holds already; reserve the space that the second extent sets will take.
 
         Raises UsageError where the store lacks one.
         """
@@ -145,7 +145,7 @@ class OptimizerState:
             working_set.delete([key])
 
     def _write(self, bucket: Bucket[Segment], masters: torch.Tensor | None, offsets: dict[Segment, int]) -> None:
-        """Write a fresh ``bucket``: moments of zero, and the ``masters`` (fp32, at ``offsets``) that there are."""
+        """Write a fresh ``bucket``: moments of zero, and the ``masters`` (fp32, at ``offsets``), if any."""
         working_set = self._store.working_set
         working_set.create(bucket.key, bucket.nbytes)
         try:
@@ -179,7 +179,7 @@ class OptimizerState:
             yield piece.layout.tile(views, start, stop), start, stop
 
     def _attach(self, tile: Tile, master: torch.Tensor, hi: torch.Tensor | None) -> None:
-        """Keep of ``master`` (fp32) what ``hi``, the parameter, lacks; None: torch's rounding of the master."""
+        """Keep the bits of ``master`` (fp32) that ``hi``, the parameter, lacks; None stands for torch's rounding."""
         rows = tile.rows(self._scratch)
         rows.master[: master.numel()].copy_(master)
         if hi is None:
@@ -189,7 +189,7 @@ class OptimizerState:
     # -- one parameter --------------------------------------------------------------------------------------------
 
     def count(self, segment: Segment, values: Mapping[str, Any]) -> Hyperparameters:
-        """Count one more update of ``segment``, with these frozen ``values``, and return what it needs to know."""
+        """Count one more update of ``segment`` and return its hyperparameters, with these frozen ``values``."""
         self.steps[segment] += 1
         begins = segment not in self.begun and self._layouts.rule.makes_moments(values)
         if begins:
@@ -216,7 +216,7 @@ class OptimizerState:
                 values = tile.decode_moments(rows)
                 for name, value in zip(moments, values, strict=False):  # all of them, or none
                     flats[name][start:stop].copy_(value)
-                if layout.marks is not None:  # lifetime: the copy, not what was leased for reading, loses its marks
+                if layout.marks is not None:  # lifetime: the copy, not the bytes leased for reading, loses its marks
                     tile.own[-1] = flats[self._names[layout.marks]][start:stop]
                 if layout.master is not None:
                     master = flats["master"][start:stop].copy_(tile.decode_master(hi[start:stop], rows))
@@ -228,7 +228,7 @@ class OptimizerState:
 
     @uninterrupted
     def check_master(self, segment: Segment, state: Mapping[str, Any] | None) -> None:
-        """Raise UsageError for a master in ``state`` that the parameter, as it is now, is not the rounding of."""
+        """Raise UsageError for a master in ``state`` whose rounding is not the parameter as it is now."""
         if not state or "master" not in state or self._layouts.of(segment.dtype).master is None:
             return
         master = _in_memory_order(segment, state["master"])
@@ -246,9 +246,9 @@ class OptimizerState:
 
     @uninterrupted
     def scatter(self, segment: Segment, state: Mapping[str, Any] | None) -> None:
-        """Replace the state by what ``gather`` returned, or by that of a fresh parameter (None).
+        """Replace the state by one that ``gather`` returned, or by that of a fresh parameter (None).
 
-        A state without step counts, as torch's SGD has it, is that of a parameter updated once where it has moments.
+        A state without step counts, as torch's SGD has it, counts as one update where it has moments.
         """
         flats = {
             name: _in_memory_order(segment, state[name])

@@ -18,7 +18,7 @@ class PlainSegment(Segment):
     __slots__ = ()
 
     def memory(self) -> torch.Tensor:
-        """Return the parameter's values: (numel,) in memory order, writable. Raises UsageError where that changed."""
+        """Return the parameter's values: (numel,) in memory order, writable. Raises UsageError for a changed layout."""
         if self.parameter.stride() != self.strides:
             raise UsageError(
                 f"parameter {self.name} has strides {self.parameter.stride()}, and had {self.strides} when the"
@@ -60,7 +60,7 @@ class PlainUnit:
         return [segment for segment in self.segments if segment.parameter.grad is not None]
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Drop all gradients, or zero those that there are."""
+        """Drop all gradients, or zero them."""
         for segment in self.segments:
             gradient = segment.parameter.grad
             if set_to_none or gradient is None:

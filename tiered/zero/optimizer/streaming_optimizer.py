@@ -1,7 +1,7 @@
 """StreamingOptimizer: a ``torch.optim.Optimizer`` whose state lives in a store, for sharded parameters and plain ones.
 
-The arithmetic is rules.py's business, how state is laid out codec.py's, how it streams update.py's; the optimizers that
-users make are in optimizer.py.
+rules.py has the arithmetic, codec.py lays the state out, update.py streams it; the optimizers that users make are in
+optimizer.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _UPDATES = ("auto", "step", "backward")
 
 
 class StreamingOptimizer(Optimizer):
-    """What all optimizers of ``tiered`` share: they stream their state through a store and update by a ``rule``.
+    """The common part of all optimizers of ``tiered``: they stream their state through a store, updated by a ``rule``.
 
     ``params``: parameters or groups as for any torch optimizer, sharded by ``tiered.shard`` or plain; plain ones need
     ``store``. ``defaults``: the hyperparameters of groups that do not name them. ``update="step"`` hands all
@@ -133,7 +133,7 @@ class StreamingOptimizer(Optimizer):
 
     @uninterrupted
     def _attach(self) -> None:
-        """Lay the state out, create it or adopt it, and enter the store's list of what is committed."""
+        """Lay the state out, create it or adopt it, and register for the store's commits."""
         named = {
             id(p): name
             for group in self.param_groups
@@ -190,11 +190,11 @@ class StreamingOptimizer(Optimizer):
         engine.attach(thread, self.submit, {unit: self._state.buckets[unit] for unit in engine.units})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one optimizer step; returns what ``closure`` returned.
+        """Do one optimizer step; returns the result of ``closure``.
 
         Takes ownership of the gradients (``.grad`` is None afterwards) and freezes the hyperparameters. Sharded
-        parameters are updated behind it, while the next forward runs; whoever looks at them waits for that. What goes
-        wrong there is raised by the next call. Plain parameters are updated when it returns.
+        parameters are updated behind it, while the next forward runs; a caller that looks at them waits for that. The
+        next call raises the error of such an update. Plain parameters are updated when this returns.
         """
         loss = None
         if closure is not None:
@@ -215,7 +215,7 @@ class StreamingOptimizer(Optimizer):
 
     def _step(self, engine: Engine) -> None:
         due = engine.step()
-        for unit in due:  # order: what is refused leaves the gradients, and nothing half done
+        for unit in due:  # order: a refusal leaves the gradients, and nothing half done
             self._check(unit)
         try:
             with engine.schedule.hand_overs():
@@ -228,7 +228,7 @@ class StreamingOptimizer(Optimizer):
 
     @uninterrupted
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or zero those that there are: after ``step`` there are none of sharded parameters."""
+        """Drop all gradients, or zero them; sharded parameters have none after ``step``."""
         for engine in self._engines:
             engine.zero_grad(set_to_none=set_to_none)
         if self._plain is not None:
@@ -263,7 +263,7 @@ class StreamingOptimizer(Optimizer):
             engine.expect_steps()
 
     def submit(self, unit: Unit) -> None:
-        """Hand over the update of those parameters of ``unit`` that have a gradient, and the gradients.
+        """Hand over the update of the parameters of ``unit`` with a gradient, and the gradients.
 
         Hyperparameters and step counts are those of now. Blocks in a backward while too much is pending.
         """
@@ -327,10 +327,10 @@ class StreamingOptimizer(Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` (this one's, or torch's own) returned. Streams the buckets.
+        """Load a dict that ``state_dict`` (this one's, or torch's own) returned. Streams the buckets.
 
-        Raises UsageError, with nothing changed, between backward and step and for a dict that is not such a one or
-        does not fit: other groups, shapes, names or values; masters that are not those of the parameters as they are.
+        Raises UsageError, with nothing changed, between backward and step, for another kind of dict, and for one that
+        does not fit: other groups, shapes, names or values; masters that do not round to the present parameters.
         """
         self._check_idle("optimizer.load_state_dict()")
         state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
@@ -377,7 +377,7 @@ class StreamingOptimizer(Optimizer):
         }
 
     def committed_state(self) -> dict[str, Any]:
-        """Return what a commit must keep beside the buckets: step counts and hyperparameters."""
+        """Return the state that a commit must keep beside the buckets: step counts and hyperparameters."""
         hyper = [{k: v for k, v in group.items() if k not in {"params", "param_names"}} for group in self.param_groups]
         return {
             **self._description(),
@@ -387,7 +387,7 @@ class StreamingOptimizer(Optimizer):
         }
 
     def load_committed_state(self, state: dict[str, Any]) -> None:
-        """Take back what ``committed_state`` returned; raises UsageError with a diff when it is another optimizer's."""
+        """Take back a ``committed_state``; raises UsageError with a diff when the state is another optimizer's."""
         compare(state, self._description() | {"managed": state["managed"]})
         self._state.lay_out(managed_of(state, self._known))
         steps = steps_of(state, [segment.name for segment in self._state.steps])

@@ -1,6 +1,6 @@
 """UnitUpdate: the update of one unit from its hand-over to its end: its keys, its leases, its gradients.
 
-Which thread runs it, and when, is update_thread.py's business; what is computed update.py's.
+update_thread.py decides which thread runs it, and when; update.py does the arithmetic.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["UnitUpdate"]
 class UnitUpdate:
     """The update of one unit as it was handed over: its gradients, and the hyperparameters of that moment.
 
-    ``buckets`` are those with something to update. Whoever has it owns the gradients: the main thread until ``submit``,
-    the worker from then on.
+    ``buckets`` are those with elements to update. The holder of the update owns the gradients: the main thread until
+    ``submit``, the worker from then on.
     """
 
     __slots__ = (
@@ -47,13 +47,13 @@ class UnitUpdate:
         self.buckets = [bucket for bucket in buckets if any(piece.segment in hypers for piece in bucket.pieces)]
         self.hypers = hypers
         self.gradients = gradients
-        self.nbytes = 2 * gradients.nbytes  # of DRAM that it keeps from others: what they are of is laid out alike
+        self.nbytes = 2 * gradients.nbytes  # of DRAM that it keeps from others: parameters are laid out alike
         self._parameter_keys = unit.keys_of(hypers)
         self.keys = [*self._parameter_keys.values(), gradients.key, *(bucket.key for bucket in self.buckets)]
         self._pipeline = pipeline
         self._schedule = schedule
-        self._leases: dict[int, Lease] = {}  # of the spans with something to update, by their numbers
-        self._sources: dict[Segment, Source] = {}  # views of what is leased
+        self._leases: dict[int, Lease] = {}  # of the spans with elements to update, by their numbers
+        self._sources: dict[Segment, Source] = {}  # views of leased bytes
 
     def __repr__(self) -> str:
         return f"UnitUpdate({self.unit.name!r}, {len(self.buckets)} buckets)"
@@ -77,11 +77,11 @@ class UnitUpdate:
                 self._leases[span] = self.unit.working_set.lease(key, "rw")
 
     def read_ahead(self, keys: Sequence[str]) -> None:
-        """Ask for the buckets ``keys`` as the schedule has them, among all that comes next."""
+        """Ask for the buckets ``keys`` through the schedule, which puts all later reads in order."""
         self._schedule.go_on()
 
     def source(self, segment: Segment) -> Source | None:
-        """Return what ``segment`` contributes; None when it has no gradient."""
+        """Return the contribution of ``segment``; None when it has no gradient."""
         source, hyper = self._sources.get(segment), self.hypers.get(segment)
         if source is None and hyper is not None:
             flat, gradient = segment.flat(self._leases[segment.span].tensor), self.gradients.flat(segment)

@@ -1,7 +1,7 @@
 """The streaming update: bucket by bucket, state read ahead | updated in place | written behind.
 
-The pipeline moves keys and calls the kernel; which parameters, with which hyperparameters, is the optimizer's say, and
-in which thread it runs update_thread.py's.
+The pipeline moves keys and calls the kernel. The optimizer decides which parameters it updates, with which
+hyperparameters; update_thread.py decides in which thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _READ_AHEAD = 2
 
 
 class Source(NamedTuple):
-    """What one parameter contributes to an update: (numel,) each, in memory order."""
+    """The contribution of one parameter to an update: (numel,) each, in memory order."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor
@@ -36,16 +36,16 @@ class Source(NamedTuple):
 
 
 class Supply(Protocol):
-    """Where the parameters and gradients of an update come from."""
+    """The supply of an update with parameters and gradients."""
 
     def open(self, key: str) -> Lease:
-        """Lease the bucket ``key`` for writing, and whatever ``source`` gives views of; blocks."""
+        """Lease the bucket ``key`` for writing, and the bytes that ``source`` gives views of; blocks."""
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """Ask for the buckets ``keys``, which come next; a hint."""
 
     def source(self, segment: Segment) -> Source | None:
-        """Return what ``segment`` contributes, None when it is not to be updated; valid until the next ``open``."""
+        """Return the contribution of ``segment``, None where none is due; valid until the next ``open``."""
 
 
 class PlainSupply:
@@ -64,7 +64,7 @@ class PlainSupply:
         self._working_set.prefetch(keys)
 
     def source(self, segment: Segment) -> Source | None:
-        """Return what ``segment`` contributes."""
+        """Return the contribution of ``segment``."""
         return self._sources.get(segment)
 
 
@@ -97,7 +97,7 @@ class UpdatePipeline:
         lease = supply.open(bucket.key)
         try:
             begun_s = time.monotonic()
-            use(bucket.key)  # order: once it is leased, or what is read ahead would push it out as just used
+            use(bucket.key)  # order: once it is leased, or keys read ahead would push it out as just used
             for piece in bucket.pieces:
                 source = supply.source(piece.segment)
                 if source is not None:
@@ -112,7 +112,7 @@ class UpdatePipeline:
                     )
             self._working_set.recorder.worked("update bucket", bucket.key, begun_s)
         finally:
-            lease.release(is_written=True)  # whoever found a view of it in gc.get_objects() does not write
+            lease.release(is_written=True)  # a view found by gc.get_objects() is not written
 
     def close(self) -> None:
         """Give the scratch back. Idempotent."""

@@ -1,7 +1,7 @@
 """The update thread: it owns the update of the units handed to it, while the training thread goes on.
 
-A hand-over carries all that an update needs. The update thread touches nothing of the engine's, and the training thread
-touches nothing of a unit that it handed over before it has waited for it. To the store it is a producer.
+A hand-over carries all that an update needs. The update thread touches no part of the engine. The training thread
+touches no part of a unit that it handed over before it has waited for the update. To the store it is a producer.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _LINGER_S = 0.25  # longer than a forward takes that has nothing to update; the 
 
 
 class _CancelledError(Exception):
-    """Ends an update that nobody wants any more, between two buckets or while it waits for memory."""
+    """Ends a cancelled update, between two buckets or while it waits for memory."""
 
 
 class UpdateThread:
     """Runs unit updates in the order in which they were handed over, but those that are waited for first.
 
     The invariant: *a unit's update is queued, running, or not pending*; a failure ends all of them and is kept in
-    ``failure``. The thread "tiered-update" lives as long as there is something to do, and a moment longer: a new one
-    for each unit of a backward would cost more than small updates do. The last of what it does may be a conclusion, the
-    seal of a commit: *no update is handed over before it*, and none that it waits for is dropped.
+    ``failure``. The thread "tiered-update" lives as long as updates are queued, and a moment longer: a new thread
+    for each unit of a backward would cost more than small updates do. Its last work may be a conclusion, the seal of a
+    commit: *no update is handed over before the seal*, and no update that the seal waits for is dropped.
 
     An update has a share of the DRAM budget of its own: parameters and gradient of its unit, three buckets, scratch.
-    So it waits for nothing that the training thread keeps, but where a tensor of the caller's keeps the bytes that it
-    is about to replace: then it asks the training thread, once that waits for it, to give something back.
+    So an update waits for no bytes of the training thread, except where a tensor of the caller's keeps the bytes that
+    the update is about to replace. Then it asks the training thread, once that waits for it, to give memory back.
     """
 
     def __init__(self, engine: Engine, *, buckets_bytes: int) -> None:
@@ -75,10 +75,10 @@ class UpdateThread:
         self._conclusion: Callable[[BaseException | None], None] | None = None
         self.is_busy = False  # an update or a conclusion is pending; read without the lock
         self._what_failed = ""
-        self._thread: threading.Thread | None = None  # None once it has seen that nothing is left to do
+        self._thread: threading.Thread | None = None  # None once it has seen an empty queue
         self._last_thread: threading.Thread | None = None
         self._leftovers: list[str] = []
-        self._is_last = False  # somebody waits for the thread's end
+        self._is_last = False  # a caller waits for the thread's end
         self._is_cancelled = False
         self._is_asking = self._has_given = False  # memory that only the training thread can give
         self._waiting: set[int] = set()  # threads that wait for an update
@@ -105,7 +105,7 @@ class UpdateThread:
     def make_room(self, unit: Unit, nbytes: int, limit_bytes: int | None) -> None:
         """Wait until ``nbytes`` more may be pending: the sum is within the limit, if any, or nothing is pending.
 
-        And until a commit that waits for what is pending has been sealed: it is not to contain what comes next.
+        Also wait for the seal of a commit that waits for pending updates: the commit must not contain later ones.
         """
         self.wait_for(unit)
         if limit_bytes is not None and self.is_busy:
@@ -116,10 +116,10 @@ class UpdateThread:
 
     @uninterrupted
     def submit(self, update: UnitUpdate, *, is_settled: bool = False) -> None:
-        """Hand ``update`` over; does not block. Its unit has none pending. DeviceError where there can be no thread.
+        """Hand ``update`` over; does not block. Its unit has none pending. DeviceError where no thread can start.
 
-        Where all is in DRAM for good, ``is_settled``, a second thread has nothing to wait for and takes this one's
-        cores and interpreter: the update runs here then, unless one of torch's modes would see what it does.
+        With ``is_settled`` all keys are in DRAM for good. A second thread would then wait for nothing and take this
+        one's cores and interpreter. So the update runs here, unless one of torch's modes would see its operations.
         """
         if is_settled and not self.is_busy and not is_in_mode():
             return self._run_here(update)
@@ -145,7 +145,7 @@ class UpdateThread:
         self.raise_failure()
 
     def _start_thread(self, update: UnitUpdate) -> None:
-        """Under the lock, which keeps the thread from looking for work before there is some."""
+        """Start the thread, under the lock: the thread must not look for work before it is queued."""
         thread = threading.Thread(target=self._run, name="tiered-update")  # no daemon: the interpreter waits for it
         try:
             thread.start()
@@ -175,17 +175,17 @@ class UpdateThread:
             thread.join()  # it has nothing left to do
 
     def finish(self, key: str) -> None:
-        """A caller is about to use ``key`` through the store: wait for all, if it may be one of a pending update."""
+        """A caller is about to use ``key`` through the store: wait for all, if a pending update may use the key."""
         if self.is_busy and key.startswith("model/"):
             self.wait_for_all()
 
     def finish_all(self) -> None:
-        """Wait until nothing is pending, and raise what it failed of."""
+        """Wait until nothing is pending, and raise the error of an update that failed."""
         self.wait_for_all()
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise what has failed since the last call, if anything; the step is abandoned."""
+        """Raise the error of an update that has failed since the last call, if any; the step is abandoned."""
         error, self.failure = self.failure, None
         if error is not None:
             self._abandon(f"{self._what_failed}: {error}")
@@ -197,7 +197,7 @@ class UpdateThread:
             return {key for update in self._pending() for key in update.keys}
 
     def when_done(self, conclude: Callable[[BaseException | None], None]) -> bool:
-        """Have the update thread call ``conclude`` when no update is pending any more, with what one failed of."""
+        """Have the update thread call ``conclude`` once no update is pending, with the error of one that failed."""
         with self._condition:
             if not self._is_updating:
                 return False
@@ -207,7 +207,7 @@ class UpdateThread:
             return True
 
     def cancel(self) -> None:
-        """Finish what a commit waits for; drop what is queued, end what runs at its next bucket, forget a failure."""
+        """Finish what a commit waits for; drop queued updates, end the running one at a bucket, forget a failure."""
         if self._conclusion is not None:
             self.wait_for_all()
         try:
@@ -229,7 +229,7 @@ class UpdateThread:
         self._is_cancelled = False
 
     def take_leftovers(self) -> list[str]:
-        """Return the gradients' keys that are to be deleted once nobody sees their bytes."""
+        """Return the gradients' keys that are to be deleted once no caller sees their bytes."""
         with self._condition:
             leftovers, self._leftovers = self._leftovers, []
             return leftovers
@@ -257,7 +257,7 @@ class UpdateThread:
                     pass
         finally:
             self._waiting.discard(me)
-            self._answer(has_given=False)  # order: nobody is left to give something
+            self._answer(has_given=False)  # order: no thread is left to give memory back
             self._working_set.recorder.waited(reason, subject, begun_s)
 
     def _wait_once(self, is_over: Callable[[], bool]) -> bool:
@@ -279,9 +279,9 @@ class UpdateThread:
                 self._condition.notify_all()
 
     def ask(self) -> bool:
-        """In the update thread, where there is no memory: ask a thread that waits for it to give something back.
+        """In the update thread, where memory is short: ask a thread that waits for the update to give memory back.
 
-        Returns whether it did. False at once where none waits: what that thread uses it will give back by itself.
+        Returns whether it did. False at once where none waits: a thread that does not wait gives back by itself.
         """
         with self._condition:
             if not self._waiting:
@@ -301,7 +301,7 @@ class UpdateThread:
 
     def _run(self) -> None:
         with self._condition:
-            is_mine = self._thread is threading.current_thread()  # or who started it was interrupted
+            is_mine = self._thread is threading.current_thread()  # or the thread that started it was interrupted
         with torch.no_grad(), without_dispatch():
             while is_mine and (job := self._next()) is not None:
                 self._done(job())
@@ -317,7 +317,7 @@ class UpdateThread:
                 if self._conclusion is not None:
                     return functools.partial(self._conclude, self._conclusion)
                 if self._is_last or (has_lingered and not self._is_updating):
-                    break  # order: under the lock, so that whoever queues something sees that there is no thread
+                    break  # order: under the lock, so that the next hand-over sees that there is no thread
                 has_lingered = not self._condition.wait(_LINGER_S)
             self._thread = None
             self._condition.notify_all()
@@ -357,7 +357,7 @@ class UpdateThread:
             self._condition.notify_all()
 
     def _done(self, error: BaseException | None) -> None:
-        """What ran has ended, well or not: so has a conclusion that ran, or that will not run any more."""
+        """The running update or conclusion has ended, well or not; a conclusion that will not run ends, too."""
         dropped: list[UnitUpdate] = []
         with self._condition:
             conclusion, is_update = self._conclusion, self._running is not None
@@ -386,7 +386,7 @@ class UpdateThread:
         for update in updates:
             try:
                 self._end(update)
-            except Exception as error:  # order: the others must be ended, and what is being told of goes before
+            except Exception as error:  # order: the others must be ended, and the first failure is the one to raise
                 # Lifetime: a log may be kept, and the update must not: it has leases.
                 _log.warning("%s was dropped, its gradients are deleted later: %s", repr(update), str(error))
                 with self._condition:
