@@ -1,1 +1,1 @@
-"""Formats of optimizer state: which bytes a store keeps of a parameter, and how one tile of them is updated."""
+"""Formats of optimizer state: the bytes that a store keeps of a parameter, and the update of one tile of them."""

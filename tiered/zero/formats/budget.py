@@ -22,7 +22,7 @@ from tiered.zero.layout import (
 
 __all__ = ["share_out_again", "share_out_as_asked", "work_sizes"]
 
-_LARGEST = Layouts("exact", AdamWRule())  # no other state is larger: who shards does not know the optimizer yet
+_LARGEST = Layouts("exact", AdamWRule())  # no other state is larger: ``shard`` does not know the optimizer yet
 
 
 def work_sizes(units: Sequence[UnitLayout]) -> WorkSizes:
@@ -58,7 +58,7 @@ def share_out_as_asked(units: Sequence[UnitLayout], budget_bytes: int, hold: str
 
 
 def share_out_again(units: Sequence[UnitLayout], budget_bytes: int, before: Shares) -> Shares:
-    """Return the shares for ``units``, of which one is laid out anew; raises CapacityError as ``share_out_as_asked``.
+    """Return the shares for ``units`` after one was laid out anew; raises CapacityError as ``share_out_as_asked``.
 
     No more is held than was ``before``.
     """

@@ -1,7 +1,7 @@
-"""Buckets and pieces: which stretches of which parameters move together as one key, and how one piece is updated.
+"""Buckets and pieces: the stretches of parameters that move together as one key, and the update of one piece.
 
-A bucket is a slice of a unit's state; it consists of pieces, each a stretch of one parameter. What a piece consists of
-is layout.py's business.
+A bucket is a slice of a unit's state; it consists of pieces, each a stretch of one parameter. layout.py lays the bytes
+of a piece out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StatefulSegment(Protocol):
 
     @property
     def name(self) -> str:
-        """The parameter's name, which the dither is made of."""
+        """The parameter's name; the dither depends on it."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -41,7 +41,7 @@ S = TypeVar("S", bound=StatefulSegment)
 
 
 class Piece(Generic[S]):
-    """Elements [start, stop) of one parameter, in memory order, and where their state lies in the bucket."""
+    """Elements [start, stop) of one parameter, in memory order, and the place of their state in the bucket."""
 
     __slots__ = ("_places", "layout", "numel", "offset", "segment", "start", "stop")
 

@@ -1,7 +1,7 @@
-"""Codes: how the values of a tile are kept in fewer bytes than fp32 has, and how they are made fp32 again.
+"""Codes keep the values of a tile in fewer bytes than fp32 has, and make them fp32 again.
 
-Master codes keep what a bf16 parameter lacks of its fp32 master, moment codes what a rule remembers. All arithmetic is
-elementwise, in place on scratch, by torch operations. Those of 8 bits are in compact_codes.py.
+Master codes keep the bits of an fp32 master that its bf16 parameter lacks, moment codes the moments of a rule. All
+arithmetic is elementwise, in place on scratch, by torch operations. Codes of 8 bits are in compact_codes.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MasterCode(Protocol):
         """Write ``rows.master`` to ``hi`` and ``fields``; overwrites ``master``, ``gradient`` and ``work``."""
 
     def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
-        """Write to ``fields`` what ``hi``, which stays as it is, lacks of ``rows.master``, to the nearest."""
+        """Write the part of ``rows.master`` that ``hi`` lacks to ``fields``, to the nearest; ``hi`` stays as it is."""
 
     def clear(self, fields: Sequence[torch.Tensor]) -> None:
         """Make the parameter its own master: it lacks nothing."""
@@ -77,7 +77,7 @@ class Remainder:
     moment (fp32) that is never negative. Lossless but for a NaN, whose upper half becomes
     the one NaN that torch rounds to.
 
-    Ties are as rare as one element in 65,536: they are looked for by the smallest lo of each 1,024 elements.
+    Ties are as rare as one element in 65,536: the search looks at the smallest lo of each 1,024 elements.
     """
 
     fields: tuple[Field, ...] = (Field(torch.int16),)

@@ -1,9 +1,10 @@
 """The codes of ``state="compact"``: 8 bits a moment, and 8 bits more for the master of a bf16 parameter.
 
-Moments are kept per block of 128 elements from the start of the parameter's piece. A NaN is kept as one NaN, whatever
-its payload and sign: which of them an operation returns differs from one processor and library to the other.
+Moments are kept per block of 128 elements from the start of the parameter's piece. All NaN are kept as the same one:
+payload and sign of an operation's NaN differ from one processor and library to the other.
 
-Each works by torch operations, or on the CPU by the kernels it was made with: the same bits in a fifth of the time.
+Each code works by torch operations, or on the CPU by the kernels it was made with: the same bits in a fifth of the
+time.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _SMALLEST_SQUARE = 32  # code: 2**-28 of the largest; its root is 1/16384
 class Remainder8:
     """8 of the other 16 bits: a master of 24 bits, rounded by the dither. ``hi`` is that master's nearest bf16.
 
-    Masters keep 15 bits of fraction. What an update changes less than that, weight decay above all, is right on
-    average. NaN and infinity stay what they are.
+    Masters keep 15 bits of fraction. Smaller changes by an update, weight decay above all, are right on average. NaN
+    and infinity stay as they are.
     """
 
     fields: tuple[Field, ...] = (Field(torch.int8),)
@@ -138,7 +139,7 @@ class SignedMoment8:
 class PositiveMoment8:
     """Code c in [0, 255] and the block's largest value s: value_bits = s_bits - ((255 - c) << 20).
 
-    Eight codes an octave. What is smaller than 2**-28 of the largest is kept as that, never as zero: a step divides by
+    Eight codes an octave. A value below 2**-28 of the largest is kept as that much, never as zero: a step divides by
     its root, which is then no smaller than the smallest magnitude that ``SignedMoment8`` keeps, in units of the largest
     of each. Where the block's largest is zero, all are. A NaN makes the whole block NaN: its codes are 255.
     """
@@ -174,7 +175,7 @@ class PositiveMoment8:
         bits = work.view(torch.int32)[: padded.numel()]
         blocks = bits.view(-1, BLOCK_NUMEL)
         torch.amax(padded.view(-1, BLOCK_NUMEL), 1, out=scale)
-        scale.add_(0.0)  # of two zeros the positive one: which of them is the largest is for nobody to say
+        scale.add_(0.0)  # the positive one of two zeros: either may come out as the largest
         torch.sub(padded.view(torch.int32).view(-1, BLOCK_NUMEL), scale.view(torch.int32)[:, None], out=blocks)
         dither.add(bits, stream, bits=20, offset=255 << 20)
         is_nan = scale.isnan()
@@ -187,8 +188,8 @@ class PositiveMoment8:
 def take_root(values: torch.Tensor) -> torch.Tensor:
     """Make ``values`` (numel,) fp32 their square roots, rounded to nearest as the kernels do; return them.
 
-    On the CPU NumPy takes them, by the processor's own instruction: torch asks MKL, of whose roots a fifth are off by
-    one bit on processors of AMD.
+    On the CPU NumPy takes them, by the processor's own instruction: torch asks MKL, and a fifth of MKL's roots are off
+    by one bit on processors of AMD.
     """
     if not values.is_cpu:
         return values.sqrt_()
@@ -206,7 +207,7 @@ def _padded(code: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _whole_blocks(values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` with what follows it in its row of scratch, set to zero, up to whole blocks."""
+    """Return ``values`` with the rest of its last block in the row of scratch, set to zero."""
     numel = round_up(values.numel(), BLOCK_NUMEL)
     padded = values.as_strided((numel,), (1,))
     padded[values.numel() :].zero_()

@@ -31,7 +31,7 @@ _TRIAL_NUMEL = 1024 + 512 + 77  # a part of a block among them; so few that torc
 
 
 class Trial(NamedTuple):
-    """The result of a trial: the kernels to use, or the reason why there are none; ``wall_s``: what it took."""
+    """The result of a trial: the kernels to use, or the reason why there are none; ``wall_s``: seconds it took."""
 
     kernels: CompactKernels | None
     reason: str
@@ -80,7 +80,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or repr(error)).partition("\n")[0]
 
 
-# -- what is tried -----------------------------------------------------------------------------------------------------
+# -- the tried operations ----------------------------------------------------------------------------------------------
 
 
 def _numbers() -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Layouts: what of a parameter's state a format keeps, in which bytes, and how one tile of it is updated.
+"""Layouts: the values of a parameter's state that a format keeps, their bytes, and the update of one tile of them.
 
 A format is chosen by its word (``state=``), a layout follows from it, from the rule and from the parameter's dtype:
 
 - exact: fp32 moments and the bits of an fp32 master; fp32 and fp64 parameters keep their moments in their own dtype
 - compact: 8 bits a moment and 8 bits more for the master of a bf16 parameter
 
-fp64 parameters keep exact state under every format: who asks for fp64 asks for its bits.
+fp64 parameters keep exact state under every format: a user that asks for fp64 asks for its bits.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Layout:
         return sum(round_up(f.length(numel) * f.dtype.itemsize, _FIELD_ALIGNMENT) for f in self.fields)
 
     def places(self, offset: int, numel: int) -> list[tuple[int, int, torch.dtype]]:
-        """Return where in a bucket the fields of the piece of ``numel`` elements at ``offset`` lie: bytes, dtype."""
+        """Return the places in a bucket of the fields of a piece of ``numel`` elements at ``offset``: bytes, dtype."""
         places: list[tuple[int, int, torch.dtype]] = []
         for field in self.fields:
             nbytes = field.length(numel) * field.dtype.itemsize
@@ -185,7 +185,7 @@ class Tile:
             code.encode(parameter, self.own, rows, scratch.dither)
 
     def attach_master(self, parameter: torch.Tensor, rows: Rows) -> None:
-        """Keep of the master that lies in ``rows.master`` what ``parameter``, which stays as it is, lacks."""
+        """Keep the part of the master in ``rows.master`` that ``parameter`` lacks; ``parameter`` stays as it is."""
         assert self._layout.master is not None
         self._layout.master.attach(parameter, self.own, rows)
 

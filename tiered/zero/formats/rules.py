@@ -1,7 +1,7 @@
-"""Update rules: what an optimizer remembers of each parameter, and what it does with it.
+"""Update rules: the moments that an optimizer remembers of each parameter, and its arithmetic.
 
-A rule works on plain fp32 (or fp64) tensors, a tile at a time; how parameters and moments are kept between steps is
-layout.py's business, how they travel update.py's.
+A rule works on plain fp32 (or fp64) tensors, a tile at a time. layout.py keeps parameters and moments between steps,
+update.py moves them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Hyperparameters:
 
 
 class Rule(Protocol):
-    """What an optimizer must say of its arithmetic."""
+    """The arithmetic of an optimizer."""
 
     @property
     def name(self) -> str:
@@ -46,7 +46,7 @@ class Rule(Protocol):
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """What is remembered per element; all of it is zero before the first update."""
+        """The values remembered per element; all are zero before the first update."""
 
     def freeze(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return the hyperparameters of ``group`` that a step uses, as plain values.

@@ -1,7 +1,7 @@
 """The memory in which one tile is updated: rows of fp32 over one buffer of the arena, and the dither of a rounding.
 
-Dither is what makes rounding to 8 bits right on average: a random number per element, the hash of the parameter, the
-step and the element's position. So it is the same whatever the tiles, buckets or budget, and after a resume.
+Dither makes rounding to 8 bits right on average: a random number per element, the hash of the parameter, the step and
+the element's position. So dither is the same whatever the tiles, buckets or budget, and after a resume.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _rows_of(rows: torch.Tensor) -> Rows:
 class Dither:
     """Random numbers for the elements of a tile, made on demand; over ``words``, fp32 memory that it owns.
 
-    ``aim`` says for which step of which parameter; ``aim_at_nearest`` makes every number one half, which is rounding to
+    ``aim`` names the parameter and its step; ``aim_at_nearest`` makes every number one half, which is rounding to
     nearest. Not thread-safe.
     """
 
@@ -130,11 +130,11 @@ class Dither:
             tile[whole:].add_(row[: tile.numel() - whole])
 
     def numbers(self, stream: int, fill: Callable[[int, int, int, int, int], None]) -> tuple[int, int, int, bool]:
-        """Return where the numbers of the tile's elements are, for a kernel that adds them itself as ``add`` does.
+        """Return the place of the numbers of the tile's elements, for a kernel that adds them itself as ``add`` does.
 
-        That is: the address of ``period`` hashes (uint32), ``period``, by how many bits ``stream`` has them shifted,
-        and whether they count; where not, every number is one half. The lowest bits are the number. Valid until the
-        next call of any other method. ``fill(address, numel, seed, start, mask)`` makes the hashes.
+        The tuple has the address of ``period`` hashes (uint32), ``period``, the bits by which ``stream`` has them
+        shifted, and whether they count; where not, every number is one half. The lowest bits are the number. Valid
+        until the next call of any other method. ``fill(address, numel, seed, start, mask)`` makes the hashes.
         """
         assert self.numel, "this dither was made for what rounds nothing"
         row = self._rows[0]

@@ -1,1 +1,1 @@
-"""Kernels: compiled loops that do in one pass what a format does by torch operations. They know plain memory only."""
+"""Kernels: compiled loops that do a format's torch operations in one pass. They know plain memory only."""

@@ -1,4 +1,4 @@
-"""Kernels of ``state="compact"``: what compact_codes.py does by torch operations, in one pass each."""
+"""Kernels of ``state="compact"``: the torch operations of compact_codes.py, in one pass each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CompactKernels", "compile_compact_kernels"]
 
 
 class CompactKernels(NamedTuple):
-    """The compiled kernels: each takes what the function of its name takes, addresses for pointers.
+    """The compiled kernels: each takes the arguments of the function of its name, addresses for pointers.
 
     ``numbers, period, shift, is_random`` are those of ``Dither.numbers``.
     """
@@ -29,12 +29,12 @@ class CompactKernels(NamedTuple):
 
 
 def compile_compact_kernels() -> CompactKernels:
-    """Compile all kernels; blocks for a second or two, and raises what ``compile_kernel`` does."""
+    """Compile all kernels; blocks for a second or two, and raises as ``compile_kernel`` does."""
     named = {each.__name__.removeprefix("_"): compile_kernel(each, words) for each, words in _SIGNATURES.items()}
     return CompactKernels(**named)
 
 
-# Below is what numba compiles.
+# numba compiles the functions below.
 
 
 def _fill_numbers(numbers: Any, numel: int, seed: int, start: int, mask: int) -> None:

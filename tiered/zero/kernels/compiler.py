@@ -1,7 +1,7 @@
 """The compiler of kernels: functions on plain memory, compiled when a process first needs them and kept nowhere.
 
-numba compiles them; its files are pickled, which nothing here reads. Kernels take addresses, allocate nothing, start no
-thread, and run without the interpreter's lock. Arithmetic is IEEE's, nothing is contracted or reordered.
+numba compiles them; it pickles its files, and no code here reads those. Kernels take addresses, allocate nothing, start
+no thread, and run without the interpreter's lock. Arithmetic is IEEE's; no operation is contracted or reordered.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def compile_kernel(function: Callable[..., None], signature: str) -> Call:
     """Compile ``function``, whose arguments ``signature`` names: numba's words, ``*`` behind those that are addresses.
 
     Blocks for 0.1 to 0.5 s of CPU time, the first time half a second more. Memory must be contiguous, aligned to its
-    elements and alive during a call; inputs and outputs do not overlap. Any thread may call. Raises whatever numba
-    does: ImportError where it is missing.
+    elements and alive during a call; inputs and outputs do not overlap. Any thread may call. Raises as numba does:
+    ImportError where it is missing.
 
-    The types of what numba compiles are fixed by each np.int32 and the like, and its additions wrap around. A value is
-    seen as other bits by view(), which numba wants right behind a conversion.
+    Each np.int32 and the like fixes a type in a compiled function, and its additions wrap around. view() shows a value
+    as other bits; numba wants it right behind a conversion.
     """
     numba: Any = importlib.import_module("numba")  # late: importing tiered takes none of its time
     words = signature.split()
@@ -43,15 +43,15 @@ def compile_kernel(function: Callable[..., None], signature: str) -> Call:
 
 
 def compile_nothing() -> None:
-    """Compile a small kernel that nobody calls: half a second that shows whether numba works. Raises as it does."""
+    """Compile a small kernel that is never called: in half a second it shows whether numba works. Raises as numba."""
     compile_kernel(_copy, "int32* int32* int64")
 
 
 def give_back_compiler() -> None:
     """Take the pages of the compiler's library out of this process: 70 MiB of RSS that only a compilation needs.
 
-    Only of its mappings that nothing was ever written to, so their pages come back from the file when they are touched.
-    Thread-safe. Where the kernel does not say which these are, nothing happens.
+    Only mappings that were never written to lose their pages, so these come back from the file when they are touched.
+    Thread-safe. Where the operating system does not tell which mappings these are, nothing happens.
     """
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

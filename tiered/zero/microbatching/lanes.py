@@ -1,6 +1,6 @@
-"""Lanes: a thread per micro-batch, of which exactly one runs, handed on where the next unit is about to be opened.
+"""Lanes: a thread per micro-batch. Exactly one runs, and hands on where the next unit is about to be opened.
 
-Which random numbers a lane draws is the say of its streams (streams.py); what it computes that of micro_batches.py.
+streams.py decides which random numbers a lane draws, micro_batches.py decides its computation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Lane", "Lanes", "Streams", "Touches"]
 
 
 class Streams(Protocol):
-    """What each lane draws from the process's random number generators."""
+    """The random numbers that each lane draws from the process's generators."""
 
     def enter(self, index: int) -> None:
         """Lane ``index`` is about to run."""
@@ -37,7 +37,7 @@ class Streams(Protocol):
 
 
 class Touches:
-    """Which parameters the forward of one micro-batch touched: only these can have a gradient from its backward."""
+    """The parameters that the forward of one micro-batch touched: its backward gives a gradient to no others."""
 
     __slots__ = ("with_grad", "without_grad")
 
@@ -66,8 +66,8 @@ class Lane:
         self.stack = CallStack()
         self.result: Any = None
         self.error: BaseException | None = None
-        self.wanted: Unit | None = None  # what it is about to open
-        self.waits_for: Segment | None = None  # its gradient, from the lanes before
+        self.wanted: Unit | None = None  # about to be opened
+        self.waits_for: Segment | None = None  # for its gradient, from the lanes before
         self.num_pauses = 0
         self.has_ended = False
         self.is_stopped = False
@@ -83,8 +83,8 @@ class Lane:
     def is_done_with(self, segment: Segment) -> bool:
         """Return whether no more gradient of ``segment`` can come from this lane's backward.
 
-        Each parameter accumulates once in a graph task; one that was touched without gradients may be touched again by
-        a reentrant checkpoint, which has graph tasks of its own.
+        Each parameter accumulates once in a graph task. A parameter that was touched without gradients may be touched
+        again by a reentrant checkpoint, which has graph tasks of its own.
         """
         if self.has_ended:
             return True
@@ -116,7 +116,7 @@ class Lane:
             raise LaneStopped
 
     def stop(self) -> None:
-        """End the lane, wherever it is, by an exception in it; blocks: nothing of ours may run on afterwards."""
+        """End the lane, wherever it is, by an exception in it; blocks: no code of ours may run on afterwards."""
         self.is_stopped = True
         if self._go.locked():
             self._go.release()
@@ -124,7 +124,7 @@ class Lane:
             self.thread.join()
 
     def _run(self, state: ThreadState, number: int) -> None:
-        be_thread(number)  # order: before anything is leased; who waits for memory must not wait for who waits for it
+        be_thread(number)  # order: before any lease; a thread that waits for memory must not wait for its own caller
         work, self._work = self._work, None
         assert work is not None
         try:
@@ -142,9 +142,9 @@ class Lane:
 class Lanes:
     """The lanes of one forward or one backward of several micro-batches.
 
-    Invariant: at most one lane runs, and then nothing else of the model does. A lane pauses where it is about to open a
-    unit that is not open, or to add to a gradient that the lanes before it have not added to; so all pass a unit
-    before the next is opened, in order, wherever they use the same units. Where they do not, only more is swapped in.
+    Invariant: at most one lane runs, and no other call of the model does. A lane pauses where it is about to open a
+    unit that is not open, or to add to a gradient that the lanes before it have not added to. So all lanes pass a unit
+    before the next is opened, in order, wherever they use the same units. Otherwise only more units are swapped in.
     """
 
     def __init__(self, engine: Conductor, lanes: Sequence[Lane], streams: Streams, watch: InterruptionWatch) -> None:
@@ -161,9 +161,9 @@ class Lanes:
 
     @uninterrupted
     def run(self) -> None:
-        """Run all lanes to their ends; blocks. Raises what the first one that failed raised, with a note which.
+        """Run all lanes to their ends; blocks. Raises the error of the first lane that failed, and a note names it.
 
-        No thread is left, and what the generators and settings of the process are afterwards is the caller's to say.
+        No thread is left. The caller sets the generators and the settings of the process afterwards.
         """
         engine, settings = self._engine, Settings()
         own = engine.calls.stack
@@ -271,7 +271,7 @@ class Lanes:
             self._watch.check(lane.stack.calls)
 
     def _stop(self) -> None:
-        """End all lanes, the running one first: it has what the others may need."""
+        """End all lanes, the running one first: it has leases that the others may need."""
         running = self._running
         for lane in sorted(self._lanes, key=lambda lane: lane is not running):
             self._running = lane

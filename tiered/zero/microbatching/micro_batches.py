@@ -1,6 +1,6 @@
 """micro_batches: several micro-batches through a model unit by unit, so that its parameters cross once for all of them.
 
-Here is the door: what a micro-batch is, its loss, and the one node of the graph behind which the backwards take turns.
+Here is the public call: a micro-batch, its loss, and the one node of the graph behind which the backwards take turns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from tiered.errors import UsageError
 from tiered.zero.microbatching.lanes import Lane, Lanes, Touches
 from tiered.zero.microbatching.state_watch import InterruptionWatch, StateWatch
-from tiered.zero.microbatching.streams import BackwardStreams, Foresight, ForwardStreams
+from tiered.zero.microbatching.streams import BackwardStreams, DrawCounts, ForwardStreams
 from tiered.zero.parameters.conductor import Conductor
 from tiered.zero.parameters.functorch import check_no_transform
 from tiered.zero.parameters.outputs import tensors
@@ -26,7 +26,7 @@ from tiered.zero.step import Event, in_graph_task
 
 __all__ = ["micro_batches"]
 
-_foresights: weakref.WeakKeyDictionary[nn.Module, Foresight] = weakref.WeakKeyDictionary()
+_draw_counts: weakref.WeakKeyDictionary[nn.Module, DrawCounts] = weakref.WeakKeyDictionary()
 
 
 def micro_batches(
@@ -35,8 +35,8 @@ def micro_batches(
     """Run the forward of each micro-batch, all of them unit by unit, and return their losses, in order.
 
     Each of ``batches`` is a tuple or list (the model's arguments), a mapping (its keyword arguments) or one tensor. The
-    model returns a scalar loss, or what has one: under "loss" in a mapping, as ``.loss``, or first in a tuple or list;
-    ``loss(model, *args, **kwargs)``, where it is given, is called in the model's place. The rest of the output is lost.
+    model returns a scalar loss, or an output with one: under "loss" in a mapping, as ``.loss``, or first in a tuple or
+    list; ``loss(model, *args, **kwargs)``, if given, is called in the model's place. The rest of the output is lost.
 
     Then ``torch.stack(losses).mean().backward()``, or any function of the losses, meets the units in the same manner:
     parameters are swapped in once per pass, whatever the number of micro-batches. All bits are those of
@@ -45,10 +45,10 @@ def micro_batches(
     One backward is one backward for ``update="backward"``. The activations of all micro-batches are alive at once; no
     hook or context of the caller's may depend on which thread it runs in. Without gradients the losses have no graph.
 
-    A model without sharded parameters is run one micro-batch after another. Blocks. Raises what a forward raises, with
-    a note on which; ValueError for no micro-batch; UsageError for a loss that is none, for a model that keeps state
-    between forwards (batch norm in training, buffers, caches), for backwards that draw random numbers, and for
-    ``create_graph=True``. The graph is freed by a backward whatever its ``retain_graph``.
+    A model without sharded parameters is run one micro-batch after another. Blocks. Raises the error of a forward, and
+    a note names the micro-batch; ValueError for no micro-batch; UsageError for an output without a loss, for a model
+    that keeps state between forwards (batch norm in training, buffers, caches), for backwards that draw random numbers,
+    and for ``create_graph=True``. The graph is freed by a backward whatever its ``retain_graph``.
     """
     calls = [functools.partial(loss or _call, model, *args, **kwargs) for args, kwargs in map(_arguments, batches)]
     if not calls:
@@ -61,13 +61,13 @@ def micro_batches(
     if not any(micro.requires_grad for micro in micros):
         return [micro.take() for micro in micros]
     with torch.enable_grad():
-        # What makes the losses require gradients.
+        # The anchor makes the losses require gradients.
         anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         return list(_Joined.apply(_Micros(engine, model, micros), anchor))  # type: ignore[no-untyped-call]
 
 
 class _Micro:
-    """One micro-batch between its forward and its backward: its loss with the graph, and what it touched."""
+    """One micro-batch between its forward and its backward: its loss with the graph, and the touched parameters."""
 
     __slots__ = ("_loss", "index", "requires_grad", "touches")
 
@@ -124,7 +124,7 @@ class _Micros:
 
 
 class _Joined(torch.autograd.Function):
-    """From the losses with their graphs to the losses that the caller gets: one node, so that one backward has all."""
+    """The one node from the losses with their graphs to the caller's losses, so that one backward has all of them."""
 
     @staticmethod
     def forward(ctx: Any, micros: _Micros, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -149,7 +149,7 @@ class _Joined(torch.autograd.Function):
 
 
 class _Turns:
-    """What happens whenever a micro-batch's forward gets its turn: its random numbers, and a watch on the modules."""
+    """The turns of micro-batches' forwards: each turn sets the random numbers and watches the modules."""
 
     def __init__(self, streams: ForwardStreams, watch: StateWatch) -> None:
         self._streams = streams
@@ -175,11 +175,11 @@ class _Turns:
 
 
 def _forward(engine: Conductor, model: nn.Module, calls: Sequence[functools.partial[Any]]) -> list[_Micro]:
-    """Run all forwards in turns, and those again that began with the wrong random numbers."""
+    """Run all forwards in turns, and run those again that began with the wrong random numbers."""
     _check(engine)
     watch = StateWatch(model, len(calls))
     streams = ForwardStreams(
-        _foresights.setdefault(model, Foresight()),
+        _draw_counts.setdefault(model, DrawCounts()),
         [_kind(model, call) for call in calls],
         draws_nothing=not _may_draw(model),
     )
@@ -238,7 +238,7 @@ def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _kind(model: nn.Module, call: functools.partial[Any]) -> Hashable:
-    """Return what tells apart how many random numbers the forward of a micro-batch draws, as far as can be seen."""
+    """Return the kind of a micro-batch: forwards of one kind draw equally many random numbers, as far as is visible."""
     shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors([call.args[1:], call.keywords]))
     return shapes, model.training, torch.is_grad_enabled()
 
@@ -257,7 +257,7 @@ def _may_draw(model: nn.Module) -> bool:
 
 
 def _loss_in(output: Any, index: int) -> torch.Tensor:
-    """Return the loss in what a model or a loss function returned."""
+    """Return the loss in the output of a model or a loss function."""
     found = output
     if isinstance(output, Mapping):
         found = output.get("loss")

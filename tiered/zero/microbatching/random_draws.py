@@ -1,7 +1,7 @@
 """The process's random number generators: their states, and how many draws lie between two of them.
 
-torch's CPU generator is a Mersenne twister of 32-bit words. It has no way to skip ahead but to draw, which this does;
-how far one state is behind another is searched for in what it draws.
+torch's CPU generator is a Mersenne twister of 32-bit words. The only way to skip ahead is to draw. The distance from
+one state to another is searched for in the drawn words.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def advance(states: RandomStates, num_draws: int) -> RandomStates:
 
 
 def count_draws(start: RandomStates, end: RandomStates) -> int | None:
-    """Return after how many draws of torch's generator alone ``start`` becomes ``end``; None where that is not so."""
+    """Return after how many draws of torch's generator alone ``start`` becomes ``end``; None where it never does."""
     if not start._same_but_torch(end):
         return None
     if torch.equal(start.torch, end.torch):
@@ -102,7 +102,7 @@ def _position(state: torch.Tensor) -> int:
 
 
 def _first_word(state: torch.Tensor) -> int:
-    """Return what the generator drew first from its present block, as ``random_`` gives it: 31 bits."""
+    """Return the first word that the generator drew from its present block, as ``random_`` gives it: 31 bits."""
     word = int(state[24:32].view(torch.int64))
     word ^= word >> 11
     word ^= (word << 7) & 0x9D2C5680

@@ -1,4 +1,4 @@
-"""What a model keeps from one forward to the next, which micro-batches that take turns would see in another order."""
+"""Watches on the state that a model keeps between forwards: micro-batches in turns would see it in another order."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 class StateWatch:
     """Refuses models whose micro-batches depend on each other by more than their order at one place.
 
-    Watches the attributes of the modules: buffers, tensors, containers and numbers. A counter, an int that each
-    micro-batch raises by the same amount in one of its turns, is allowed: it has the values that it has without turns,
-    unless other units go by it. One that is raised again in a later turn has others in between.
+    Watches the attributes of the modules: buffers, tensors, containers and numbers. A counter is allowed, an int that
+    each micro-batch raises by the same amount in one of its turns: it has the values that it has without turns, unless
+    other units go by it. A counter that is raised again in a later turn has other values in between.
     """
 
     def __init__(self, model: nn.Module, num_lanes: int) -> None:
@@ -55,7 +55,7 @@ class StateWatch:
                 self._raised[index].setdefault(number, []).append(after - before)
 
     def finish(self) -> None:
-        """Raise UsageError, with the reason, if the forwards left anything on the modules."""
+        """Raise UsageError, with the reason, if the forwards left state on the modules."""
         counters = {
             (where, name): [raised.get(number, []) for raised in self._raised]
             for number, (where, _, name) in enumerate(self._counters)
@@ -76,7 +76,7 @@ class StateWatch:
         return [holder.get(name) for _, holder, name in self._counters]
 
     def _attributes(self) -> Iterator[tuple[str, Any, str]]:
-        """Yield where, the dict that holds it, and the name of all that can keep state, buffers included."""
+        """Yield the place, the dict and the name of each attribute that can keep state, buffers included."""
         for where, module in self._modules.items():
             for name in vars(module):
                 if name not in _NOT_STATE:
@@ -86,11 +86,11 @@ class StateWatch:
 
 
 class InterruptionWatch:
-    """Refuses forwards that are interrupted while modules hold something for a while only.
+    """Refuses forwards that are interrupted while modules hold a value for a while only.
 
-    Such as the tensors that ``functional_call`` puts in the place of parameters: other micro-batches would find them,
-    and put them back at their end. Looks at the parameters of all modules, and at the other attributes of those that
-    are being called.
+    An example is the tensors that ``functional_call`` puts in the place of parameters: other micro-batches would find
+    them, and put them back at their end. Looks at the parameters of all modules, and at the other attributes of those
+    that are being called.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -103,7 +103,7 @@ class InterruptionWatch:
         self._attributes = {module: (where, _attributes_of(module)) for where, module in modules.items()}
 
     def check(self, calls: Sequence[Call]) -> None:
-        """Raise UsageError where the forward that has paused in ``calls`` has put something in another's place."""
+        """Raise UsageError where the forward that has paused in ``calls`` has replaced an attribute."""
         for holder, name, parameter, where in self._parameters:
             if holder.get(name) is not parameter:
                 raise _refusal(f"{_path(where, name)} was replaced in the forward, which others interrupt", _STATELESS)
@@ -125,7 +125,7 @@ def _is_same(before: Any, now: Any) -> bool:
 
 
 class _Mark:
-    """An attribute's value, alive so that its identity stays its own, and what shows that it was changed in place."""
+    """An attribute's value, alive so that its identity stays its own, and the signs of a change in place."""
 
     __slots__ = ("size", "value", "version")
 

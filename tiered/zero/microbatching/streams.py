@@ -1,7 +1,7 @@
 """The random numbers of each micro-batch: those it would draw if the micro-batches ran one after another.
 
-Then each begins where the one before ended, which is not known while both are under way. It is foreseen from how many
-numbers a micro-batch of the same shapes drew last time, and checked at the end.
+Then each begins where the one before ended, which is not known while both are under way. The count of numbers that a
+micro-batch of the same shapes drew last time predicts it; the prediction is checked at the end.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Hashable, Sequence
 from tiered.errors import UsageError
 from tiered.zero.microbatching.random_draws import RandomStates, advance, count_draws
 
-__all__ = ["BackwardStreams", "Foresight", "ForwardStreams"]
+__all__ = ["BackwardStreams", "DrawCounts", "ForwardStreams"]
 
 _log = logging.getLogger("tiered")
 
 _MAX_MISTAKES = 2
 
 
-class Foresight:
-    """How many numbers micro-batches draw in their forward, by what tells them apart (their kind); for one model."""
+class DrawCounts:
+    """The counts of random numbers that micro-batches of one model draw in their forward, by the micro-batch's kind."""
 
     def __init__(self) -> None:
         self._counts: dict[Hashable, int | None] = {}  # None: not draws of torch's generator alone
@@ -37,9 +37,9 @@ class Foresight:
         return self._counts.get(kind, 0 if draws_nothing and self._may_presume else None)
 
     def learn(self, kind: Hashable, start: RandomStates, end: RandomStates) -> None:
-        """A micro-batch of ``kind`` drew from ``start`` to ``end``, which was not known or foreseen otherwise."""
+        """A micro-batch of ``kind`` drew from ``start`` to ``end``, which was unknown or predicted otherwise."""
         if self._num_mistakes >= _MAX_MISTAKES or (kind in self._counts and self._counts[kind] is None):
-            return  # what cannot be foreseen
+            return  # such counts cannot be predicted
         count = count_draws(start, end)
         if kind in self._counts and count != self._counts[kind]:
             self._was_wrong()
@@ -56,13 +56,13 @@ class Foresight:
 
 
 class ForwardStreams:
-    """Each lane's states of the generators. ``kinds``: what tells the lanes' micro-batches apart.
+    """Each lane's states of the generators. ``kinds``: the kind of each lane's micro-batch, see ``DrawCounts``.
 
     A lane of unknown kind runs to its end before those after it begin: they begin where it ended.
     """
 
-    def __init__(self, foresight: Foresight, kinds: Sequence[Hashable], *, draws_nothing: bool) -> None:
-        self._foresight = foresight
+    def __init__(self, draw_counts: DrawCounts, kinds: Sequence[Hashable], *, draws_nothing: bool) -> None:
+        self._draw_counts = draw_counts
         self._kinds = list(kinds)
         self._draws_nothing = draws_nothing
         begin = RandomStates.now()
@@ -83,22 +83,22 @@ class ForwardStreams:
         self._now[index] = RandomStates.now()
         self._has_ended[index] = has_ended
         if has_ended and self._count(index) is None:
-            self._foresight.learn(self._kinds[index], self._starts[index], self._now[index])
+            self._draw_counts.learn(self._kinds[index], self._starts[index], self._now[index])
 
     def must_go_on(self, index: int) -> bool:
-        """Return whether nobody knows how much lane ``index`` will draw."""
+        """Return whether the number of draws of lane ``index`` is unknown."""
         return self._count(index) is None
 
     def to_repeat(self) -> list[int]:
         """All lanes have ended: return those that must run again, as they did not begin where the one before ended.
 
-        The first of them will begin rightly, the others as far as is foreseen now.
+        The first of them will begin rightly, the others as far as the counts predict now.
         """
         for index in range(1, len(self._kinds)):
             start = self._now[index - 1]
             if self._starts[index].same_as(start):
                 continue
-            self._foresight.learn(self._kinds[index - 1], self._starts[index - 1], start)
+            self._draw_counts.learn(self._kinds[index - 1], self._starts[index - 1], start)
             if not self._now[index].same_as(self._starts[index]):
                 rest = list(range(index, len(self._kinds)))
                 for later in rest:
@@ -110,11 +110,11 @@ class ForwardStreams:
     def finish(self) -> None:
         """Leave the generators as the last micro-batch has left them."""
         if not self._now[-1].same_as(self._starts[-1]) and self._count(-1) in (None, 0):
-            self._foresight.learn(self._kinds[-1], self._starts[-1], self._now[-1])
+            self._draw_counts.learn(self._kinds[-1], self._starts[-1], self._now[-1])
         self._now[-1].restore()
 
     def _count(self, index: int) -> int | None:
-        return self._foresight.count(self._kinds[index], draws_nothing=self._draws_nothing)
+        return self._draw_counts.count(self._kinds[index], draws_nothing=self._draws_nothing)
 
     def _start(self, index: int) -> RandomStates:
         """Return where lane ``index`` begins: where the one before has ended or, as far as is known, will end."""

@@ -1,4 +1,4 @@
-"""What torch keeps per thread or for the whole process, and ``with`` blocks switch: taken here, put in force there."""
+"""Torch's state of a thread and of the process, which ``with`` blocks switch: taken here, put in force elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ThreadState:
         self._context = contextvars.copy_context()
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Call ``work`` in this thread, a new one, with the state in force; what is switched on stays so."""
+        """Call ``work`` in this thread, a new one, with the state in force; the state stays in force."""
         return self._context.copy().run(self._run, work)
 
     def _run(self, work: Callable[[], Any]) -> Any:
@@ -66,7 +66,7 @@ class Settings:
         self._values = [get() for get, _ in _SETTINGS]
 
     def restore(self) -> None:
-        """Set what differs from these."""
+        """Set the switches that differ from these."""
         for value, (get, put) in zip(self._values, _SETTINGS, strict=True):
             if get() != value:
                 put(value)
