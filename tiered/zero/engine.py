@@ -107,7 +107,7 @@ class Engine:
     # -- units ---------------------------------------------------------------------------------------------------
 
     def before_open(self, unit: Unit) -> str:
-        """A unit is about to be leased: finish its update. Return what the lease is for; "" where the unit is open."""
+        """A unit is about to be leased: finish its update. Return the use of the lease; "" where the unit is open."""
         if is_in_transform():
             check_no_transform(f"unit {unit.name!r}: swap in")
         self.calls.turns.about_to_open(unit)
@@ -234,7 +234,7 @@ class Engine:
 
     def expect_steps(self) -> None:
         """Hold the keys that placement chooses of the present ones, and expect their uses in the order of a step."""
-        self.layouts.is_stale = True  # the next forward looks once whether the units fit what is trained
+        self.layouts.is_stale = True  # the next forward checks once that the units fit the trained parameters
         self.schedule = self.layouts.expect_steps(self.open_gradients)
 
     def settle(self) -> None:

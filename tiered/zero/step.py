@@ -1,4 +1,4 @@
-"""Phase: where in a step one sharded model is, which events may come next, and the refusals that follow from it.
+"""Phase: the place of one sharded model in its step, the events that may come next, and the refusals of others.
 
 A phase is a settled state, and the calls that run on top of it. The units' saved references tell whether a graph is
 alive; the phase does not: two forwards and then two backwards are as legal as one after the other.
@@ -76,9 +76,9 @@ _REFUSED: dict[Settled, dict[Event, str]] = {
         " everything else is registered), or a store in an empty directory",
     ),
 }
-"""The one table of what is illegal: settled state -> event -> what the refusal says after the caller's words.
+"""The one table of illegal events: settled state -> event -> the text of the refusal after the caller's words.
 
-All else is legal. A refusal changes nothing: the state after it is the state before it.
+All other events are legal. A refusal changes nothing: the state after it is the state before it.
 """
 
 
@@ -187,7 +187,7 @@ class Phase:
             )
 
     def give_up(self, reason: str) -> str:
-        """Mark the step as left half done, and return what the caller can do next."""
+        """Mark the step as left half done, and return the caller's next move in words."""
         self.abandon(reason)
         return "store.rollback() to go on" if self.is_durable else "start again in a new store"
 

@@ -59,7 +59,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
 
 @uninterrupted_block
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """Inside this block a backward only adds to the gradients; the first one outside adds and updates.
+    """A backward inside this block only adds to the gradients; the first backward outside adds and updates.
 
     For ``update="backward"``; under ``update="step"`` every backward only adds, and the block changes nothing.
     """

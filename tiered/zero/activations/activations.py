@@ -151,7 +151,7 @@ class Activations:
 
     @contextmanager
     def recomputing(self, recompute: Recompute) -> Iterator[None]:
-        """Inside, this thread runs a forward that will run again."""
+        """A block in which this thread runs a forward that will run again."""
         self._local.recompute = recompute
         try:
             yield
@@ -165,7 +165,7 @@ class Activations:
 
     @contextmanager
     def running_again(self) -> Iterator[None]:
-        """Inside, this thread runs a forward again."""
+        """A block in which this thread runs a forward again."""
         before, self._local.is_again = self._local.is_again, True
         try:
             yield
@@ -280,7 +280,7 @@ class Activations:
 
 
 class _KeptStorage:
-    """Alive as long as something of one storage is kept; nothing else."""
+    """A token that lives as long as a tensor on one storage is kept."""
 
     __slots__ = ("__weakref__",)
 

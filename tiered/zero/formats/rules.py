@@ -124,7 +124,7 @@ class SGDRule:
         return _freeze(group, ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"))
 
     def makes_moments(self, values: Mapping[str, Any]) -> bool:
-        """Those with momentum do; the first of them makes the gradient the buffer, without dampening."""
+        """Updates with momentum do; the first of them makes the gradient the buffer, without dampening."""
         return bool(values["momentum"])
 
     def update(

@@ -44,7 +44,7 @@ class Backward:
         self._report_end = ended
         self._tasks: set[int] = set()
         self._is_running = False
-        self._is_harmful = False  # this backward has accumulated or updated something
+        self._is_harmful = False  # this backward has accumulated or updated gradients
         self._waiting: dict[Unit, None] = {}  # accumulated, but not known to be final
         self._watched: set[Segment] = set()
         self._has_graphs = False  # of gradients; a gradient that lies in a buffer can keep none

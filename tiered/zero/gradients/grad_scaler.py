@@ -40,7 +40,7 @@ class GradScaler(TorchGradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` returned; a step under way is forgotten, as by a rollback."""
+        """Take back a ``state_dict``; a step under way is forgotten, as by a rollback."""
         super().load_state_dict(state_dict)
         if self.is_enabled():
             self._per_optimizer_states.clear()

@@ -38,7 +38,7 @@ class _Gradients(Protocol):
 
 
 class OpenGradients:
-    """The open gradients of one model, and what becomes of them where their share of DRAM is full.
+    """The open gradients of one model, and the choice of those to store away where their share of DRAM is full.
 
     Invariant: before a unit's gradients are leased, idle ones are stored away until all open gradients find room in
     ``share_bytes``, and in ``update_bytes`` beside it while no update is pending. Gradients that were handed over to an

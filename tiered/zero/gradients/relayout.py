@@ -141,7 +141,7 @@ class Moves(NamedTuple):
 
 
 class UnitLayouts:
-    """How the units of one model are laid out now, the shares of the budget that follow, and which keys are held.
+    """The present layouts of one model's units, the shares of the budget that follow from them, and the held keys.
 
     ``nbytes`` has the size of each key that moves, for the schedule; ``rooms_nbytes`` that of each unit's gradients.
     ``is_stale``: ``requires_grad`` was set since the units were laid out.

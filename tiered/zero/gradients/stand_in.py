@@ -31,7 +31,7 @@ Change: TypeAlias = Callable[[torch.Tensor], object]
 
 
 class GradientSource(Protocol):
-    """Where the values of one gradient are.
+    """The source of one gradient's values.
 
     ``name`` is the parameter's, ``where`` and ``advice`` are for messages: "its gradient is {where}; expected
     {advice}". Where ``is_readable`` is false the other two methods are never called.

@@ -45,7 +45,7 @@ class StoredGradient:
     def __init__(self, name: str, owner: GradientOwner) -> None:
         self.name = name
         self.pending: list[Change] = []
-        # Lifetime: the parameter's gradient leads here, and the collector does not look into what torch keeps there.
+        # Lifetime: the parameter's gradient leads here, and the collector does not look into torch's objects.
         self._owner = weakref.ref(owner)
 
     def read(self) -> AbstractContextManager[torch.Tensor]:

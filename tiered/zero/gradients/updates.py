@@ -50,7 +50,7 @@ class Updates(Protocol):
 
 
 class _NoUpdates:
-    """Nothing is ever pending."""
+    """The updates without an optimizer: none is ever pending."""
 
     is_busy = False
     failure: BaseException | None = None

@@ -124,7 +124,7 @@ class Lane:
             self.thread.join()
 
     def _run(self, state: ThreadState, number: int) -> None:
-        be_thread(number)  # order: before any lease; a thread that waits for memory must not wait for its own caller
+        be_thread(number)  # order: before any lease; no thread may wait for memory of a thread that waits for it
         work, self._work = self._work, None
         assert work is not None
         try:

@@ -22,10 +22,10 @@ _PIECE = 1680 * _BLOCK
 """Words drawn by one call: 4 MiB of int32."""
 
 _MAX_PIECES = 400
-"""How far to search: 419 M draws, about two seconds."""
+"""Pieces to search: 419 M draws, about two seconds."""
 
 _TWISTER_NBYTES = 24 + 8 * _BLOCK
-"""Of torch's state; a normal number that is kept for the next call follows."""
+"""Bytes of the twister in torch's state; a normal number that is kept for the next call follows."""
 
 
 class RandomStates(NamedTuple):

@@ -1,7 +1,7 @@
 """The random numbers of each micro-batch: those it would draw if the micro-batches ran one after another.
 
-Then each begins where the one before ended, which is not known while both are under way. The count of numbers that a
-micro-batch of the same shapes drew last time predicts it; the prediction is checked at the end.
+Then each begins where the one before ended. That place is not known while both are under way: the count of numbers that
+a micro-batch of the same shapes drew last time predicts it. The prediction is checked at the end.
 """
 
 from __future__ import annotations

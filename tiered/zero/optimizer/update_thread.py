@@ -207,7 +207,7 @@ class UpdateThread:
             return True
 
     def cancel(self) -> None:
-        """Finish what a commit waits for; drop queued updates, end the running one at a bucket, forget a failure."""
+        """Finish updates that a commit awaits; drop queued ones, end the running one at a bucket, forget a failure."""
         if self._conclusion is not None:
             self.wait_for_all()
         try:

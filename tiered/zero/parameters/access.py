@@ -144,7 +144,7 @@ def _end_interrupted(conductor: Conductor) -> None:
 
 
 def _refuse_strangers(what: str) -> None:
-    """Raise UsageError where it is the step of another optimizer than tiered's that does ``what``."""
+    """Raise UsageError where the step of another optimizer than tiered's does ``what``."""
     step = (frame.f_locals.get("self") for frame in stack() if frame.f_code.co_name == "step")
     optimizer = next((each for each in step if isinstance(each, torch.optim.Optimizer)), None)
     kinds = [] if optimizer is None else [(kind.__module__, kind.__qualname__) for kind in type(optimizer).__mro__]

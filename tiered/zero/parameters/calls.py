@@ -1,6 +1,6 @@
 """Calls: the module calls of a sharded model that are under way, and the one pair of saved-tensor hooks around them.
 
-The engine decides what a call may do, and what becomes of its unit.
+The engine decides which operations a call may do, and whether its unit stays open.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Turns(Protocol):
 
 
 class _NoTurns:
-    """Everything runs in the caller's own thread, at once."""
+    """The turns where none are taken: all calls run in the caller's own thread, at once."""
 
     are_taken = are_under_way = False
 

@@ -30,7 +30,7 @@ _OWN = (
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` as one that torch.compile does not look into, nor into what it calls."""
+    """Return ``function`` as one that torch.compile does not look into, nor into the functions that it calls."""
     disabled: Callable[..., Any] = torch.compiler.disable(function, reason=_REASON)  # type: ignore[no-untyped-call]
     return disabled
 

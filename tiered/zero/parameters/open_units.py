@@ -1,6 +1,6 @@
 """OpenUnits: the units of one model that are leased now, by age and by address.
 
-This is mechanism only: the engine decides which unit is opened and when, the working set what becomes of parked bytes.
+This is mechanism only: the engine decides which unit is opened and when, the working set where parked bytes go.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Unit: the parameters that move together, one key of the store for each span of their layout.
 
-A unit has its bytes gathered in a buffer and shows them through its parameters. When that happens is the engine's
-business, what becomes of the bytes afterwards the working set's.
+A unit has its bytes gathered in a buffer and shows them through its parameters. The engine decides when; the working
+set decides where the bytes go afterwards.
 """
 
 from __future__ import annotations
@@ -140,16 +140,16 @@ class ParameterOwner(Protocol):
         """Show the parameter of ``segment`` for one operation; raises UsageError at the wrong time."""
 
     def assign(self, segment: Segment, value: torch.Tensor) -> None:
-        """Do what ``parameter.data = value`` says."""
+        """Carry out ``parameter.data = value``."""
 
     def detached(self, segment: Segment, result: torch.Tensor) -> torch.Tensor:
-        """Return what ``parameter.detach()`` is, ``result`` as a rule."""
+        """Return the result of ``parameter.detach()``, ``result`` as a rule."""
 
     def set(self, segment: Segment, source: torch.Tensor) -> None:
-        """Do what ``parameter.set_(source)`` says."""
+        """Carry out ``parameter.set_(source)``."""
 
     def copy(self, segment: Segment) -> torch.nn.Parameter:
-        """Return what ``copy.deepcopy(parameter)`` is."""
+        """Return the result of ``copy.deepcopy(parameter)``."""
 
     def require_gradient(self, parameter: torch.nn.Parameter) -> None:
         """``requires_grad`` of a parameter was set."""
@@ -323,6 +323,6 @@ _WORDS = {BufferState.NONE: "parked", BufferState.GATHERED: "open", BufferState.
 
 
 class ReferenceToken:
-    """Alive as long as some saved reference is; nothing else."""
+    """A token that lives as long as a saved reference does."""
 
     __slots__ = ("__weakref__",)
