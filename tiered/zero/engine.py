@@ -65,9 +65,7 @@ class Engine:
         )
         self.activations = Activations(self)  # order: asked before the units to give bytes back
         self.open_units = OpenUnits(self.units[0])
-        self.open_gradients = OpenGradients(
-            self.open_units, distance=lambda key: self.schedule.distance(key), updates=lambda: self.updates
-        )
+        self.open_gradients = OpenGradients(self.open_units, distance=lambda key: self.schedule.distance(key))
         self.reclaimer = Reclaimer(self.open_units, self.open_gradients, lambda: self.updates)
         self.working_set.add_reclaimer(self.reclaimer.reclaim)
         self.backward = Backward(self.units, self.phase, self.calls, self._gradients_came, self.open_units.park_all)

@@ -99,7 +99,7 @@ class Keys:
     def _hold(self, entry: Entry, held: bool) -> None:
         if entry.held != held:
             nbytes = self._space.round_up(entry.nbytes)
-            self._residents.share.held_bytes += nbytes if held else -nbytes
+            self._residents.share.hold(nbytes if held else -nbytes, entry.residence)
         entry.held = held
 
     def wait_for(self, entry: Entry, deadline: Deadline) -> None:

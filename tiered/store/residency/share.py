@@ -41,12 +41,16 @@ class Share:
         """Whether the share is for the calling thread."""
         return self.nbytes > 0 and self._is_for()
 
+    @property
+    def left_bytes(self) -> int:
+        """The bytes of the budget that are neither held nor pinned for others than the share's caller."""
+        return self._budget_bytes - self.held_bytes - (self.pinned_bytes - self.used_bytes)
+
     def admits(self, nbytes: int) -> bool:
         """Return whether the caller may lease or reserve ``nbytes`` more."""
         if not self.nbytes or self._is_for():
             return True
-        others_bytes = self.pinned_bytes - self.used_bytes
-        return others_bytes + nbytes <= self._budget_bytes - self.held_bytes - self.nbytes
+        return nbytes + self.nbytes <= self.left_bytes
 
     def pin(self, residence: Residence, *, is_held: bool) -> None:
         """Count the first lease of ``residence``; held bytes have their own part of the budget."""
@@ -62,12 +66,22 @@ class Share:
         if residence.pinned_nbytes and residence not in self._own:
             self._take(residence)
 
-    def unpin(self, residence: Residence) -> None:
-        """Count the end of the last lease of ``residence``."""
-        self.pinned_bytes -= residence.pinned_nbytes
+    def hold(self, nbytes: int, residence: Residence | None) -> None:
+        """``nbytes`` more are held, fewer if negative; where they are leased as ``residence``, the count moves."""
+        self.held_bytes += nbytes
+        if residence is not None and residence.aliases:
+            self.unpin(residence) if nbytes > 0 else self.pin(residence, is_held=False)
+
+    def give_back(self, residence: Residence) -> None:
+        """Its caller is done with ``residence``, which living tensors of others keep."""
         if residence in self._own:
             self._own.remove(residence)
             self.used_bytes -= residence.pinned_nbytes
+
+    def unpin(self, residence: Residence) -> None:
+        """Count the end of the last lease of ``residence``."""
+        self.give_back(residence)
+        self.pinned_bytes -= residence.pinned_nbytes
         residence.pinned_nbytes = 0
 
     def reserve(self, buffer: Buffer) -> None:

@@ -175,6 +175,7 @@ class WorkingSet:
         with self.condition:
             self.residents.release(alias)
             self.residents.drain()
+            self.residents.share.give_back(alias.residence)
             if alias.has_ended:
                 self.keys.remove(lease.key)
         return alias.has_ended
@@ -250,8 +251,6 @@ class WorkingSet:
             entry.state = EntryState.DIRTY
         self._num_leases += 1
         return alias, entry.spec, old
-
-    # Below: swapping in
 
     @uninterrupted
     def prefetch(self, keys: Iterable[str], beside: Mapping[str, int] | None = None) -> int:

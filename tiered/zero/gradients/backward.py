@@ -194,9 +194,14 @@ class Backward:
         if self._has_graphs:
             self._refuse_graphs()
         if self._is_updating():
-            for unit in self._units:
-                if unit.gradients.key:
-                    self._update(unit)
+            try:
+                for unit in self._units:
+                    if unit.gradients.key:
+                        self._update(unit)
+            except BaseException as error:
+                if self._phase.has_begun:
+                    self._phase.abandon(f"the updates at the end of a backward failed: {error!r}")
+                raise
             self._phase.has_updated = True
             self._phase.done.clear()
         self._waiting.clear()
@@ -209,6 +214,8 @@ class Backward:
         self._has_graphs = False
         for unit in self._units:
             unit.gradients.drop()
+        if self._phase.has_begun:
+            self._phase.abandon("a backward with create_graph=True had updated parameters")
         raise UsageError(
             "backward(create_graph=True) of a sharded model, whose gradients have no graphs; expected"
             " torch.autograd.grad(loss, parameters, create_graph=True), whose results are the caller's; all gradients"

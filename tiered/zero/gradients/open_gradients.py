@@ -7,7 +7,6 @@ from typing import Protocol
 
 from tiered.store.residency.lease import Lease
 from tiered.store.residency.working_set import WorkingSet
-from tiered.zero.gradients.updates import Updates
 from tiered.zero.parameters.open_units import OpenUnits
 from tiered.zero.parameters.unit import Unit
 
@@ -40,9 +39,9 @@ class _Gradients(Protocol):
 class OpenGradients:
     """The open gradients of one model, and the choice of those to store away where their share of DRAM is full.
 
-    Invariant: before a unit's gradients are leased, idle ones are stored away until all open gradients find room in
-    ``share_bytes``, and in ``update_bytes`` beside it while no update is pending. Gradients that were handed over to an
-    update and wait for it count as open.
+    Invariant: before a unit's gradients are leased, idle ones are stored away until the budget has ``update_bytes`` for
+    an update and ``gathered_bytes`` for units that compute beside all that is leased. Gradients that wait for their
+    update, and those that tensors of the user's keep, are leased bytes like others.
     """
 
     def __init__(
@@ -50,15 +49,14 @@ class OpenGradients:
         open_units: OpenUnits,
         *,
         distance: Callable[[str], int],
-        updates: Callable[[], Updates],
     ) -> None:
-        """``distance(key)``: after how many uses the schedule expects a key; ``updates()``: those of the model."""
-        self.share_bytes = 0
+        """``distance(key)``: after how many uses the schedule expects a key."""
+        self.gathered_bytes = 0  # the share of the units that compute
         self.rooms_nbytes: Mapping[str, int] = {}  # of each unit's gradients, by the room's name
         self.update_bytes = 0  # of the update's share
         self.opening: Unit | None = None  # in a backward, and will lease gradients
         self._shielded = open_units.shielded
-        self._updates = updates
+        self._open_units = open_units
         self._working_set: WorkingSet = open_units.root.working_set
         self._root = open_units.root
         self._distance = distance
@@ -68,7 +66,7 @@ class OpenGradients:
         self._to_delete: list[str] = []
 
     def __repr__(self) -> str:
-        return f"OpenGradients({len(self._open)} of {self.share_bytes} B)"
+        return f"OpenGradients({len(self._open)} open)"
 
     def are_there(self) -> bool:
         """Return whether some unit has gradients that no step has used and no caller has dropped."""
@@ -106,24 +104,23 @@ class OpenGradients:
 
     def make_room(self, nbytes: int) -> None:
         """Store idle gradients away until ``nbytes`` more find room in the share, or no idle ones are left."""
-        updates = self._updates()
-        self._shrink(self.share_bytes + (0 if updates.is_busy else self.update_bytes) - nbytes, updates)
+        self._shrink(nbytes + self.update_bytes)
 
     def make_room_for_updates(self) -> None:
         """Store idle gradients away until an update finds its share, with the gradients of its unit in it."""
         self.end_lent()
         largest = max((gradients.nbytes for gradients in self._open), default=0)
-        self._shrink(self.share_bytes + largest, self._updates())
+        self._shrink(self.update_bytes - largest)
 
-    def _shrink(self, most_bytes: int, updates: Updates) -> None:
-        excess = sum(gradients.nbytes for gradients in self._open) + updates.pending_gradient_bytes() - most_bytes
-        if excess <= 0:
+    def _shrink(self, needed_bytes: int) -> None:
+        """Store idle gradients away until ``needed_bytes`` are left beside the share of the units that compute."""
+        needed_bytes += max(0, self.gathered_bytes - self._open_units.nbytes)
+        share = self._working_set.residents.share
+        if share.left_bytes >= needed_bytes:
             return
         idle = self._idle()
-        while idle and excess > 0:
-            gradients = idle.pop()
-            excess -= gradients.nbytes
-            gradients.store_away()
+        while idle and share.left_bytes < needed_bytes:
+            idle.pop().store_away()
 
     def opened(self, gradients: _Gradients) -> None:
         """A unit's gradients are in DRAM and shown."""

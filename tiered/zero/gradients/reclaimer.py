@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from tiered.store.residency.residents import this_thread
 from tiered.zero.gradients.open_gradients import OpenGradients
 from tiered.zero.gradients.updates import Updates
 from tiered.zero.parameters.open_units import OpenUnits
@@ -30,7 +31,11 @@ class Reclaimer:
         if os.getpid() != self._pid:
             return False
         updates = self._updates()
-        return updates.ask() if updates.is_this_thread() else self.give_back()
+        if updates.is_this_thread():
+            return updates.ask()
+        if this_thread() != self._open_units.thread:
+            return False
+        return self.give_back() or updates.wait_for_one()
 
     def give_back(self) -> bool:
         """In the training thread: give the working set a lease back; return whether there was one.

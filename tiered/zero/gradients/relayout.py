@@ -157,7 +157,6 @@ class UnitLayouts:
         self.shares = shares
         self.nbytes: dict[str, int] = {}
         self.rooms_nbytes: dict[str, int] = {}
-        self.gradient_bytes = 0  # of DRAM, for gradients that wait for a step
         self.are_held = False  # all keys, the optimizer's among them
         self.is_stale = False
         self.drops_frozen = False  # the next time, parameters frozen since move, too: after a resume
@@ -190,15 +189,12 @@ class UnitLayouts:
         working_set.release_hold([key for key in self._held if working_set.has(key)])
         working_set.hold(chosen)
         self._held = chosen
-        held_bytes = sum((parameters | state)[key] for key in chosen)
-        shares = self.shares
-        self.gradient_bytes = shares.gradients + shares.spare - shares.window + max(0, shares.held - held_bytes)
         self.are_held = self._buckets is not None and len(chosen) == len(parameters) + len(state)
 
     def expect_steps(self, open_gradients: OpenGradients) -> SharedSchedule:
         """Hold the keys that placement chooses of the present ones; return the schedule of a step's uses."""
         self.hold()
-        open_gradients.share_bytes = self.gradient_bytes
+        open_gradients.gathered_bytes = self.shares.gathered
         open_gradients.rooms_nbytes = self.rooms_nbytes
         scratch = work_sizes([unit.layout for unit in self._units]).scratch
         open_gradients.update_bytes = self.shares.update - scratch

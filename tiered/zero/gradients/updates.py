@@ -18,9 +18,6 @@ class Updates(Protocol):
     def is_this_thread(self) -> bool:
         """Whether the caller is the update thread."""
 
-    def pending_gradient_bytes(self) -> int:
-        """Return the bytes of gradients in DRAM that wait for their update."""
-
     def wait_for(self, unit: Unit) -> None:
         """Wait for the update of ``unit``, if one is pending; it goes first. Ends at once after a failure."""
 
@@ -42,6 +39,9 @@ class Updates(Protocol):
     def ask(self) -> bool:
         """In the update thread: ask the training thread, if it waits for an update, to give memory back."""
 
+    def wait_for_one(self) -> bool:
+        """For a caller that waits for memory: wait for the end of an update; False where none is pending."""
+
     def take_leftovers(self) -> list[str]:
         """Return the gradients' keys that are to be deleted once no caller sees their bytes."""
 
@@ -58,9 +58,6 @@ class _NoUpdates:
     def is_this_thread(self) -> bool:
         return False
 
-    def pending_gradient_bytes(self) -> int:
-        return 0
-
     def wait_for(self, unit: Unit) -> None: ...
 
     def wait_for_all(self) -> None: ...
@@ -75,6 +72,9 @@ class _NoUpdates:
         return False
 
     def ask(self) -> bool:
+        return False
+
+    def wait_for_one(self) -> bool:
         return False
 
     def take_leftovers(self) -> list[str]:

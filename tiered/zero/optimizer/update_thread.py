@@ -13,7 +13,6 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Set
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,16 +20,15 @@ from tiered.bytes.condition import Condition
 from tiered.bytes.exit_and_fork import at_exit
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import DeviceError
+from tiered.store.residency.residents import this_thread
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.waiting.nested_calls import NestedCalls
 from tiered.store.waiting.recorder import Wait
+from tiered.zero.engine import Engine
+from tiered.zero.optimizer.unit_update import UnitUpdate
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.placeholder import is_in_mode
-
-if TYPE_CHECKING:
-    from tiered.zero.engine import Engine
-    from tiered.zero.optimizer.unit_update import UnitUpdate
-    from tiered.zero.parameters.unit import Unit
+from tiered.zero.parameters.unit import Unit
 
 __all__ = ["UpdateThread"]
 
@@ -46,13 +44,12 @@ class UpdateThread:
     """Runs unit updates in the order in which they were handed over, but those that are waited for first.
 
     The invariant: *a unit's update is queued, running, or not pending*; a failure ends all of them and is kept in
-    ``failure``. The thread "tiered-update" lives as long as updates are queued, and a moment longer: a new thread
-    for each unit of a backward would cost more than small updates do. Its last work may be a conclusion, the seal of a
-    commit: *no update is handed over before the seal*, and no update that the seal waits for is dropped.
+    ``failure``. The thread lives as long as updates are queued, and a moment longer: a new thread for each unit of a
+    backward would cost more than small updates do. Its last work may be a conclusion, the seal of a commit: *no update
+    is handed over before the seal*, and no update that the seal waits for is dropped.
 
-    An update has a share of the DRAM budget of its own: parameters and gradient of its unit, three buckets, scratch.
-    So an update waits for no bytes of the training thread, except where a tensor of the caller's keeps the bytes that
-    the update is about to replace. Then it asks the training thread, once that waits for it, to give memory back.
+    An update has a share of the DRAM budget of its own. So it waits for no bytes of the training thread, except where a
+    tensor of the caller's keeps bytes that it is about to replace: then it asks for memory once that thread waits.
     """
 
     def __init__(self, engine: Engine, *, buckets_bytes: int) -> None:
@@ -61,6 +58,7 @@ class UpdateThread:
         self.on_use: Callable[[str], None] = lambda key: engine.schedule.use_promised(key)
         self._abandon = engine.phase.abandon
         self._give = engine.reclaimer.give_back  # the training thread's way to give memory back
+        self._open_units = engine.open_units
         self._working_set: WorkingSet = engine.working_set
         self._buckets_bytes = buckets_bytes
         self.forget()
@@ -74,12 +72,11 @@ class UpdateThread:
         self._running: UnitUpdate | None = None
         self._conclusion: Callable[[BaseException | None], None] | None = None
         self.is_busy = False  # an update or a conclusion is pending; read without the lock
-        self._what_failed = ""
+        self._what_failed, self._num_done = "", 0
         self._thread: threading.Thread | None = None  # None once it has seen an empty queue
         self._last_thread: threading.Thread | None = None
         self._leftovers: list[str] = []
-        self._is_last = False  # a caller waits for the thread's end
-        self._is_cancelled = False
+        self._is_last = self._is_cancelled = False  # is_last: a caller waits for the thread's end
         self._is_asking = self._has_given = False  # memory that only the training thread can give
         self._waiting: set[int] = set()  # threads that wait for an update
 
@@ -93,14 +90,6 @@ class UpdateThread:
     def is_this_thread(self) -> bool:
         """Whether the caller is the update thread."""
         return self._last_thread is threading.current_thread()
-
-
-    def pending_gradient_bytes(self) -> int:
-        """Return the bytes of gradients in DRAM that wait for their update; the running one has a share of its own."""
-        if not self._queue:
-            return 0
-        with self._condition:
-            return sum(update.gradients.nbytes for update in self._queue.values() if update.gradients.lease is not None)
 
     def make_room(self, unit: Unit, nbytes: int, limit_bytes: int | None) -> None:
         """Wait until ``nbytes`` more may be pending: the sum is within the limit, if any, or nothing is pending.
@@ -118,8 +107,8 @@ class UpdateThread:
     def submit(self, update: UnitUpdate, *, is_settled: bool = False) -> None:
         """Hand ``update`` over; does not block. Its unit has none pending. DeviceError where no thread can start.
 
-        With ``is_settled`` all keys are in DRAM for good. A second thread would then wait for nothing and take this
-        one's cores and interpreter. So the update runs here, unless one of torch's modes would see its operations.
+        With ``is_settled`` all keys are in DRAM for good, and a second thread would only take the interpreter: the
+        update runs here, unless one of torch's modes would see its operations.
         """
         if is_settled and not self.is_busy and not is_in_mode():
             return self._run_here(update)
@@ -171,13 +160,24 @@ class UpdateThread:
             thread = self._thread
             self._is_last = True
             self._condition.notify_all()
-        if thread is not None and not self.is_busy:
+            while self._thread is thread is not None and self._is_last:  # or an update was handed over meanwhile
+                self._condition.wait()
+        if thread is not None and self._thread is not thread:
             thread.join()  # it has nothing left to do
+
+    def wait_for_one(self) -> bool:
+        """For a caller that waits for memory: wait for the end of an update; False where none is pending."""
+        if not self._is_updating or self._is_asking:  # order: who is asked for memory must not wait for the asker
+            return False
+        last = self._num_done
+        self._wait(lambda: self._num_done > last or not self._is_updating, "")
+        self.raise_failure()
+        return True
 
     def finish(self, key: str) -> None:
         """A caller is about to use ``key`` through the store: wait for all, if a pending update may use the key."""
         if self.is_busy and key.startswith("model/"):
-            self.wait_for_all()
+            self._wait(lambda: not self.is_busy, "")
 
     def finish_all(self) -> None:
         """Wait until nothing is pending, and raise the error of an update that failed."""
@@ -232,7 +232,7 @@ class UpdateThread:
         """Return the gradients' keys that are to be deleted once no caller sees their bytes."""
         with self._condition:
             leftovers, self._leftovers = self._leftovers, []
-            return leftovers
+        return leftovers
 
     def _pending(self) -> list[UnitUpdate]:
         return [*self._queue.values(), *([self._running] if self._running is not None else [])]
@@ -246,26 +246,27 @@ class UpdateThread:
         with self._condition:
             if is_over():
                 return
-            thread = self._last_thread
-        assert thread is not None
+            assert (thread := self._last_thread) is not None
         me, begun_s = threading.get_ident(), time.monotonic()
+        may_give = this_thread() == self._open_units.thread  # open units are the training thread's
         try:
-            self._waiting.add(me)
+            self._waiting |= {me} if may_give else set()
             self._notify()
             with self._working_set.room.waiting_for(thread):
-                while self._wait_once(is_over):
+                while self._wait_once(is_over, may_give=may_give):
                     pass
         finally:
-            self._waiting.discard(me)
-            self._answer(has_given=False)  # order: no thread is left to give memory back
+            if may_give:
+                self._waiting.discard(me)
+                self._answer(has_given=False)  # order: no thread is left to give memory back
             self._working_set.recorder.waited(reason, subject, begun_s)
 
-    def _wait_once(self, is_over: Callable[[], bool]) -> bool:
+    def _wait_once(self, is_over: Callable[[], bool], *, may_give: bool) -> bool:
         """Wait for a change; give memory back where the update asks for it. Return whether to wait on."""
         with self._condition:
             if is_over() or self.failure is not None:
                 return False
-            waiter = None if self._is_asking else self._condition.waiter()
+            waiter = None if self._is_asking and may_give else self._condition.waiter()
         if waiter is not None:
             INTERRUPTS.acquire(waiter)
         else:
@@ -362,6 +363,7 @@ class UpdateThread:
         with self._condition:
             conclusion, is_update = self._conclusion, self._running is not None
             self._running = None
+            self._num_done += 1
             if error is not None:
                 dropped = list(self._queue.values())
                 self._queue.clear()

@@ -12,6 +12,7 @@ from torch import nn
 
 from tiered.errors import UsageError
 from tiered.zero.frames import num_on_stack, stack
+from tiered.zero.parameters.calls import Calls
 from tiered.zero.parameters.conductor import Conductor
 from tiered.zero.parameters.methods import touched_by_method
 from tiered.zero.parameters.parameter import is_write, name_of
@@ -98,8 +99,7 @@ class Access:
                 " tensors"
             )
         in_task = in_graph_task()
-        is_evaluation = bool(conductor.calls) and not torch.is_grad_enabled()
-        phase.check(Event.BACKWARD if in_task else Event.EVALUATION if is_evaluation else Event.TOUCH, what)
+        phase.check(_event(conductor.calls, in_task=in_task), what)
         _end_interrupted(conductor)
         is_unsharded = self.is_unsharded(segment)
         if is_write:
@@ -132,6 +132,15 @@ def check_forward(conductor: Conductor, name: str) -> None:
             f"torch.jit.trace of {name}, which is sharded: the trace would keep its parameters; expected a model"
             " built afresh with model.state_dict() loaded"
         )
+
+
+def _event(calls: Calls, *, in_task: bool) -> Event:
+    """Return the event that an operation on a parameter is a part of."""
+    if in_task:
+        return Event.BACKWARD
+    if not calls and calls.touching_method() is None:
+        return Event.TOUCH
+    return Event.FORWARD if torch.is_grad_enabled() else Event.EVALUATION
 
 
 def _end_interrupted(conductor: Conductor) -> None:

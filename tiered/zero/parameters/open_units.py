@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from tiered.errors import UsageError
+from tiered.store.residency.residents import this_thread
 from tiered.store.residency.working_set import Lease
 from tiered.zero.parameters.unit import Unit
 
@@ -24,15 +25,22 @@ class OpenUnits:
         self.num_swaps = 0  # leases of units so far, for reports and tests
         self.shielded: set[Unit] = set()
         self.root = root
+        self.thread = -1  # that opened the last unit: the training thread
         self._units: dict[Unit, None] = {}
         self._addresses: dict[int, tuple[Unit, int, Lease]] = {}  # of each span: its unit, its number, its lease
 
     def __repr__(self) -> str:
         return f"OpenUnits({len(self._units)} units)"
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the units that are open."""
+        return sum([unit.nbytes for unit in self._units])
+
     def opened(self, unit: Unit) -> None:
         """A unit has leased its bytes."""
         self.num_swaps += 1
+        self.thread = this_thread()
         for span, lease in enumerate(unit.buffer.leases):
             self._addresses[lease.tensor.untyped_storage().data_ptr()] = (unit, span, lease)
         self._units[unit] = None
