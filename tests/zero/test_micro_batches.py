@@ -248,7 +248,8 @@ def test_parameters_are_read_once_for_all(tmp_path: Path, monkeypatch: pytest.Mo
     per_pass = 2 * 4 * 3  # forward and backward, four units, three steps; what is written late is read once more
     assert num_reads[1, run] <= per_pass + 6
     assert num_reads[8, run] <= per_pass + 6
-    assert num_reads[8, Session.run] >= 8 * (per_pass - 3)
+    turns = 2 * 3  # where forward ends, and where backward ends, the unit in use may stay
+    assert num_reads[8, Session.run] >= 8 * (per_pass - turns)
 
 
 def test_units_are_opened_once_for_all(tmp_path: Path) -> None:
