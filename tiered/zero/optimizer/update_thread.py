@@ -21,7 +21,6 @@ from tiered.bytes.exit_and_fork import at_exit
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import DeviceError
 from tiered.store.residency.residents import this_thread
-from tiered.store.residency.working_set import WorkingSet
 from tiered.store.waiting.nested_calls import NestedCalls
 from tiered.store.waiting.recorder import Wait
 from tiered.zero.engine import Engine
@@ -59,7 +58,7 @@ class UpdateThread:
         self._abandon = engine.phase.abandon
         self._give = engine.reclaimer.give_back  # the training thread's way to give memory back
         self._open_units = engine.open_units
-        self._working_set: WorkingSet = engine.working_set
+        self._working_set = engine.working_set
         self._buckets_bytes = buckets_bytes
         self.forget()
         at_exit(self, UpdateThread.cancel)
@@ -244,9 +243,10 @@ class UpdateThread:
     def _wait(self, is_over: Callable[[], bool], subject: str, reason: Wait = Wait.UPDATE) -> None:
         self.nested_calls.refuse()
         with self._condition:
-            if is_over():
-                return
-            assert (thread := self._last_thread) is not None
+            has_ended, thread = is_over(), self._last_thread
+        if has_ended:
+            return
+        assert thread is not None
         me, begun_s = threading.get_ident(), time.monotonic()
         may_give = this_thread() == self._open_units.thread  # open units are the training thread's
         try:
