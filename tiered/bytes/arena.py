@@ -97,6 +97,10 @@ class Buffer:
             if array is not None:  # order: the last to watch an object is called first
                 weakref.finalize(array, _end, alias.__callback__, alias, action).atexit = False
 
+    def give_pages_back(self) -> None:
+        """Give the memory back to the kernel until the next touch; the bytes are undefined from now on."""
+        _advise(self.address, self.nbytes, _MADV_DONTNEED)
+
     def __repr__(self) -> str:
         return f"Buffer(0x{self.address:x}, {format_bytes(self.nbytes)}, aliased={self.is_aliased})"
 

@@ -65,7 +65,8 @@ class Engine:
         )
         self.activations = Activations(self)  # order: asked before the units to give bytes back
         self.open_units = OpenUnits(self.units[0])
-        self.open_gradients = OpenGradients(self.open_units, distance=lambda key: self.schedule.distance(key))
+        looks = (lambda key: self.schedule.distance(key)), (lambda: self.schedule.is_settled)
+        self.open_gradients = OpenGradients(self.open_units, distance=looks[0], may_stay=looks[1])
         self.reclaimer = Reclaimer(self.open_units, self.open_gradients, lambda: self.updates)
         self.working_set.add_reclaimer(self.reclaimer.reclaim)
         self.backward = Backward(self.units, self.phase, self.calls, self._gradients_came, self.open_units.park_all)
@@ -75,7 +76,7 @@ class Engine:
         owner = Access(self, self.activations.touch)
         for unit in self.units:
             unit.engine, unit.owner = self, owner
-            unit.gradients = UnitGradients(unit, self.units, self.open_gradients, self.layouts.lay_out_anew)
+            unit.gradients = UnitGradients(unit, self.open_gradients, self.layouts.lay_out_anew)
             self.open_gradients.add_room(unit.gradients)
         self.expect_steps()
         forget_in_children(self)

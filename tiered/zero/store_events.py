@@ -59,5 +59,6 @@ def _forget_step(engine: Engine) -> None:
     engine.open_units.park_all()
     for unit in engine.units:
         unit.gradients.drop()
+    engine.open_gradients.end_spares()
     engine.backward.forget_touches()
     engine.schedule.forget()

@@ -16,6 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.zero.frames import num_on_stack
+from tiered.zero.gradients.used_gradients import check_used, show_used
 from tiered.zero.parameters.calls import Calls
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
@@ -99,7 +100,7 @@ class Backward:
         """
         try:
             for unit in self._units:
-                unit.gradients.check_used()
+                check_used(unit)
         except UsageError:
             self.show_used()
             raise
@@ -107,7 +108,7 @@ class Backward:
     def show_used(self) -> None:
         """Let each gradient say again that the backward has used it."""
         for unit in self._units:
-            unit.gradients.show_used()
+            show_used(unit)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -196,7 +197,7 @@ class Backward:
         if self._is_updating():
             try:
                 for unit in self._units:
-                    if unit.gradients.key:
+                    if unit.gradients.are_any:
                         self._update(unit)
             except BaseException as error:
                 if self._phase.has_begun:

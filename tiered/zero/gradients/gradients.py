@@ -1,11 +1,12 @@
 """The gradients of a unit: one flat buffer, a scratch key of the store, shown as the parameters' ``.grad``.
 
-Gradients stay in DRAM while the budget allows; under pressure they go to NVMe and ``.grad`` becomes a stand-in.
+Gradients stay in DRAM while the budget allows; under pressure they go to NVMe and ``.grad`` becomes a stand-in. Where
+all keys are in DRAM for good, they stay where autograd put them, and are not copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -14,15 +15,16 @@ from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
 from tiered.store.residency.working_set import Lease
 from tiered.zero.gradients.open_gradients import OpenGradients
+from tiered.zero.gradients.own_gradients import OwnGradients
 from tiered.zero.gradients.stand_in import Change, StandIn
-from tiered.zero.gradients.stored_gradient import StoredGradient, UsedGradient, with_pending
+from tiered.zero.gradients.stored_gradient import StoredGradient, with_pending
 from tiered.zero.gradients.taken_gradients import TakenGradients
+from tiered.zero.gradients.used_gradients import UsedGradient
 from tiered.zero.parameters.metadata import without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["UnitGradients"]
 
-_NUM_UNITS_AHEAD = 2  # one is being read while the other is waited for
 _BETWEEN_CLIP_AND_STEP = (
     "between tiered.clip_grad_norm_, whose factor is applied by the step, and optimizer.step(); expected changes, such"
     " as those of scaler.unscale_, before the clipping"
@@ -33,7 +35,7 @@ class UnitGradients:
     """The gradients of one unit in one buffer, laid out as the unit's trainable spans are, for good.
 
     Invariant: ``.grad`` of a parameter with a gradient is a view of the leased buffer, or a stand-in when the bytes are
-    the working set's. ``sources`` are the gradients of stand-ins, with the changes that the stored bytes lack;
+    the working set's, or, all of them while ``own.are_there``, the tensor that autograd made. ``sources`` are the gradients of stand-ins, with the changes that the stored bytes lack;
     ``factors`` are the clip factors that the next update multiplies with, in fp32.
 
     ``room`` is the name under which the schedule knows that the buffer will be leased. The room is also the buffer's
@@ -42,25 +44,21 @@ class UnitGradients:
     """
 
     __slots__ = (
-        "__weakref__", "_clipped_version", "_is_changed", "_lay_out_anew", "_num_leases", "_open_gradients", "_units",
-        "factors", "key", "lease", "num_accumulating", "room", "sources", "unit", "working_set",
+        "__weakref__", "_clipped_version", "_is_changed", "_lay_out_anew",
+        "factors", "key", "lease", "num_accumulating", "open_gradients", "own", "room", "sources", "unit", "working_set",
     )  # fmt: skip
 
-    def __init__(
-        self, unit: Unit, units: Sequence[Unit], open_gradients: OpenGradients, lay_out_anew: Callable[[Unit], None]
-    ) -> None:
-        """``units``: all of the model, in the order in which gradients are read."""
+    def __init__(self, unit: Unit, open_gradients: OpenGradients, lay_out_anew: Callable[[Unit], None]) -> None:
         self.unit = unit
-        self._units = units
-        self._open_gradients = open_gradients
+        self.open_gradients = open_gradients
         self._lay_out_anew = lay_out_anew
         self.working_set = unit.working_set
         self.lease: Lease | None = None
-        self.key = ""  # "": there are no gradients
+        self.key = ""  # "": there are no gradients in a buffer
+        self.own = OwnGradients(unit.working_set)
         self.room = f"model/gradient/{unit.name}"
         self.factors: dict[Segment, torch.Tensor] = {}
         self.num_accumulating = 0
-        self._num_leases = 0
         self._clipped_version = 0  # of the leased buffer, when the factors were made for it
         self._is_changed = False  # in place, since then
         self.sources: dict[Segment, StoredGradient | UsedGradient] = {}
@@ -70,38 +68,46 @@ class UnitGradients:
         """Bytes that the buffer takes; 0 for a unit whose spans are all frozen."""
         return self.unit.layout.gradient_nbytes
 
+    @property
+    def are_any(self) -> bool:
+        """Whether there are gradients, as far as the caller's own changes to ``.grad`` are known."""
+        return bool(self.key) or self.own.are_there
+
     @uninterrupted
     def open(self) -> torch.Tensor:
-        """Lease the buffer and return it: (nbytes,) uint8; stored gradients are swapped in and shown as ``.grad``."""
+        """Lease the buffer and return it: (nbytes,) uint8; ``.grad`` shows what is stored, or was beside it, there."""
         if self.lease is not None:
             return self.lease.tensor
-        self._open_gradients.end_lent()
-        self._open_gradients.make_room(self.nbytes)
-        if self.key:
+        self.open_gradients.end_lent()
+        were_own = self.own.are_there
+        if self.own.lease is not None:
+            self._note_changes()
+            self.key, self.lease = self.own.take_buffer()
+        elif self.key:
+            self.open_gradients.make_room(self.nbytes)
             self.lease = self.working_set.lease(self.key, "rw")
         else:
-            key = self.room
-            if self.working_set.has(key):  # a caller still sees the bytes of an earlier lease, or they are being moved
-                self._num_leases += 1
-                key = f"model/gradient/.{self._num_leases}.{self.unit.name}"  # no unit's name begins with a dot
-            self.working_set.create(key, self.nbytes, scratch=True)
-            try:
-                self.lease = self.working_set.lease(key, "w")
-            except BaseException:
-                self.working_set.delete([key])
-                raise
-            self.key = key
-        self._open_gradients.opened(self)
+            self.open_gradients.make_room(self.nbytes)
+            self.key, self.lease = self.open_gradients.new_buffer(self)
+        assert self.lease is not None
+        self.open_gradients.opened(self)
         with without_dispatch():
-            for segment in self.unit.segments:
-                source = self.sources.get(segment)
-                for change in source.take_pending() if source is not None else ():
-                    change(segment.gradient_view(self.lease.tensor))
-                # A tensor that is no stand-in of ours is the caller's: reconcile takes note of it.
-                if segment.has_gradient and self._is_ours(segment, segment.parameter.grad):
-                    segment.parameter.grad = segment.gradient_view(self.lease.tensor)
+            self._show(self.lease.tensor, were_own=were_own)
         self._clipped_version = self.lease.tensor._version
         return self.lease.tensor
+
+    def _show(self, buffer: torch.Tensor, *, were_own: bool) -> None:
+        """Show the gradients in ``buffer``; a tensor that is not theirs is the caller's: reconcile takes note of it."""
+        for segment in self.unit.segments:
+            gradient, source = segment.parameter.grad, self.sources.get(segment)
+            for change in source.take_pending() if source is not None else ():
+                change(segment.gradient_view(buffer))
+            if not segment.has_gradient or gradient is None:
+                continue
+            if were_own and OwnGradients.can_have(segment, gradient):
+                segment.parameter.grad = segment.gradient_view(buffer).copy_(gradient.detach())
+            elif self._is_ours(segment, gradient):
+                segment.parameter.grad = segment.gradient_view(buffer)
 
     @uninterrupted_block
     def lent(self, segment: Segment) -> Iterator[torch.Tensor]:
@@ -109,23 +115,21 @@ class UnitGradients:
 
         Where changes are pending, the caller gets a copy with the changes, within the budget.
         """
+        if self.own.are_there:
+            gradient = segment.parameter.grad
+            assert gradient is not None
+            yield gradient.detach()
+            return
         if self.lease is not None:
             yield segment.gradient_view(self.lease.tensor)
             return
-        self._read_ahead()
+        self.open_gradients.read_ahead(self)
         source = self.sources.get(segment)
         pending = source.pending if isinstance(source, StoredGradient) else []
-        lease = self._open_gradients.lend(self)
+        lease = self.open_gradients.lend(self)
         with with_pending(self.working_set, segment.gradient_view(lease.tensor), pending) as values:
             yield values
             del values  # lifetime: the bytes are lent
-
-    def _read_ahead(self) -> None:
-        """Ask for this unit's gradients and those of the next units: a caller that reads all reads these next."""
-        units = self._units
-        index = units.index(self.unit)
-        coming = [unit.gradients for unit in units[index : index + 1 + _NUM_UNITS_AHEAD]]
-        self.working_set.prefetch([gradients.key for gradients in coming if gradients.key and gradients.lease is None])
 
     def read(self, source: StoredGradient) -> AbstractContextManager[torch.Tensor]:
         """Lend the gradient of ``source``. Raises UsageError where it is gone."""
@@ -153,8 +157,8 @@ class UnitGradients:
 
     def are_there(self) -> bool:
         """Return whether there are gradients; the bytes go where the caller has dropped all, as model.zero_grad()."""
-        if not self.key or self.num_accumulating:
-            return bool(self.key)
+        if not self.are_any or self.num_accumulating:
+            return self.are_any
         with without_dispatch():
             if any(segment.parameter.grad is not None for segment in self.unit.segments):
                 return True
@@ -164,15 +168,16 @@ class UnitGradients:
     def recall(self, segment: Segment) -> None:
         """Autograd will add to the gradient of ``segment``: swap stored gradients in, refuse clipped ones."""
         if self.factors:
-            self._changed_by_hand()  # a gradient that the caller has dropped is not clipped any more
+            self.changed_by_hand()  # a gradient that the caller has dropped is not clipped any more
         if self.factors:
             raise UsageError(
                 f"unit {self.unit.name!r}: backward after tiered.clip_grad_norm_ and before optimizer.step(); expected"
                 " all micro-steps first, then the clipping, then the step"
             )
         self.num_accumulating += 1
-        if self.key:
-            self.open()
+        if self.are_any:
+            if self.key:
+                self.open()
             with without_dispatch():
                 gradient = segment.parameter.grad
             if gradient is not None and not self._is_in_place(segment, gradient):
@@ -183,10 +188,30 @@ class UnitGradients:
         self.num_accumulating = max(0, self.num_accumulating - 1)
         with without_dispatch():
             gradient = segment.parameter.grad
-        if gradient is None:  # a hook of the caller's has dropped it
-            segment.has_gradient = False
-        else:
-            self._adopt(segment, gradient)
+            if gradient is None:  # a hook of the caller's has dropped it
+                segment.has_gradient = False
+            elif not self.key and OwnGradients.can_have(segment, gradient) and self._has_own_place():
+                self.own.are_there = segment.has_gradient = True
+                self.sources.pop(segment, None)
+            else:
+                self._adopt(segment, gradient)
+
+    def _has_own_place(self) -> bool:
+        """Return whether gradients may stay where autograd puts them: their buffer is leased, and is to stay so."""
+        if not self.open_gradients.may_stay():
+            return False
+        if self.own.lease is None:
+            self.open_gradients.make_room(self.nbytes)
+            self.own.keep(*self.open_gradients.new_buffer(self))
+            self.open_gradients.spares[self] = None
+        return True
+
+    def end_spare(self) -> None:
+        """Give up the empty buffer: gradients beside it move in."""
+        if self.own.are_there:
+            self.open()
+        elif self.own.lease is not None:
+            self.open_gradients.discard(*self.own.take_buffer())
 
     def _adopt(self, segment: Segment, gradient: torch.Tensor) -> None:
         if isinstance(gradient, StandIn):
@@ -210,28 +235,10 @@ class UnitGradients:
                 self.sources.pop(segment, None)
         segment.has_gradient = True
 
-    def move(self, lay_out_anew: Callable[[], None]) -> None:
-        """Have ``lay_out_anew`` lay the unit out anew, and the gradients with it."""
-        self._open_gradients.end_lent()
-        key, offsets = self.key, {s: s.grad_offset for s in self.unit.segments if s.has_gradient}
-        if key:
-            self.open()  # order: pending changes are applied where they belong
-            self.store_away()
-        self.key = ""
-        try:
-            lay_out_anew()
-        except BaseException:
-            self.key = key
-            raise
-        if key:
-            buffer, lease = self.open(), self.working_set.lease(key, "r")
-            for segment, offset in offsets.items():
-                segment.gradient_flat(buffer).copy_(lease.tensor[offset : offset + segment.nbytes].view(segment.dtype))
-            self.note_clipped()
-            self._open_gradients.discard(key, lease)
-
     def _is_in_place(self, segment: Segment, gradient: torch.Tensor) -> bool:
-        """Return whether ``gradient`` is the view of the leased buffer that belongs to ``segment``."""
+        """Return whether ``gradient`` lies where that of ``segment`` belongs: in the leased buffer, or beside it."""
+        if self.own.are_there:
+            return segment.has_gradient and OwnGradients.can_have(segment, gradient)
         if self.lease is None or not segment.has_gradient or isinstance(gradient, StandIn):
             return False
         return gradient.data_ptr() == self.lease.tensor.data_ptr() + segment.grad_offset
@@ -248,44 +255,29 @@ class UnitGradients:
                 f"unit {self.unit.name!r}: gradients written in place {_BETWEEN_CLIP_AND_STEP}, or a new tensor as"
                 " .grad, which is taken as it is"
             )
-        for segment, gradient in self._changed_by_hand():
+        for segment, gradient in self.changed_by_hand():
             self.factors.pop(segment, None)
             self._adopt(segment, gradient)
         self.note_clipped()
-
-    def check_used(self) -> None:
-        """Raise UsageError where the caller has put or dropped a gradient that the backward has used already."""
-        with without_dispatch():
-            dropped = next((segment for segment in self.sources if segment.parameter.grad is None), None)
-        if dropped is not None:
-            raise UsageError(
-                f"parameter {dropped.name}: .grad dropped between backward and optimizer.step() under"
-                ' update="backward", which has used it: the step cannot be skipped any more; expected step() once more,'
-                ' or tiered.AdamW(..., update="step")'
-            )
-        for segment, _ in self._changed_by_hand():
-            raise UsageError(
-                f'parameter {segment.name}: a gradient put into .grad by hand under update="backward", where gradients'
-                ' are used up as they become final; expected tiered.AdamW(..., update="step")'
-            )
-
-    def show_used(self) -> None:
-        """Let each ``.grad`` say again that the backward has used it; tensors that the caller has put there go."""
-        with without_dispatch():
-            for segment in self.unit.segments:
-                source = self.sources.get(segment)
-                segment.parameter.grad = None if source is None else _stand_in(segment, source)
 
     def note_clipped(self) -> None:
         """The factors are for the gradients as they are now."""
         if self.lease is not None:
             self._clipped_version = self.lease.tensor._version
+        elif self.own.are_there and self.factors:
+            with without_dispatch():
+                self.own.note_clipped(self.factors)
 
     def _note_changes(self) -> None:
-        if self.factors and self.lease is not None and self.lease.tensor._version != self._clipped_version:
+        if not self.factors:
+            return
+        if self.lease is not None and self.lease.tensor._version != self._clipped_version:
             self._is_changed = True
+        elif self.own.are_there:
+            with without_dispatch():
+                self._is_changed |= self.own.changes(self.factors)
 
-    def _changed_by_hand(self) -> list[tuple[Segment, torch.Tensor]]:
+    def changed_by_hand(self) -> list[tuple[Segment, torch.Tensor]]:
         """Drop the gradients that the caller has dropped; return the tensors that the caller has put into ``.grad``.
 
         None of them lies in the buffer: one gradient may have been put in the place of another.
@@ -316,7 +308,7 @@ class UnitGradients:
         if self.lease is None:
             return False
         self._note_changes()
-        for segment, gradient in self._changed_by_hand():
+        for segment, gradient in self.changed_by_hand():
             if segment.has_gradient and not isinstance(gradient, StandIn):  # others have no bytes of ours
                 self.factors.pop(segment, None)
                 self._adopt(segment, gradient)
@@ -326,22 +318,28 @@ class UnitGradients:
                     source = self.sources.setdefault(segment, StoredGradient(segment.name, self))
                     segment.parameter.grad = _stand_in(segment, source)
         lease, self.lease = self.lease, None
-        self._open_gradients.closed(self)
+        self.open_gradients.closed(self)
         lease.release()
         self.working_set.swap_out([self.key])
         return True
 
     def take(self, *, used: bool) -> TakenGradients:
         """Hand the gradients over to an update; there are none here afterwards (see ``drop`` for ``.grad``)."""
-        self._open_gradients.end_lent()
+        self.open_gradients.end_lent()
+        if self.own.are_there:
+            with without_dispatch():
+                own = {s: OwnGradients.flat(s.parameter.grad) for s in self.unit.segments if s.has_gradient}
+            taken = TakenGradients(self.working_set, self.room, nbytes=self.nbytes, factors=dict(self.factors), own=own)
+            self.drop(used=used)
+            return taken
         assert self.key
         pending = {s: source.take_pending() for s, source in self.sources.items() if s.has_gradient}
         taken = TakenGradients(
-            self.working_set, self.key, self.lease, nbytes=self.nbytes, factors=dict(self.factors),
+            self.working_set, self.key, nbytes=self.nbytes, factors=dict(self.factors), lease=self.lease,
             pending={segment: changes for segment, changes in pending.items() if changes},
         )  # fmt: skip
         if self.lease is not None:
-            self._open_gradients.closed(self)
+            self.open_gradients.closed(self)
         self.key, self.lease = "", None
         self.drop(used=used)
         return taken
@@ -352,7 +350,7 @@ class UnitGradients:
 
         ``.grad`` of each becomes None, or with ``used`` a stand-in that says so.
         """
-        self._open_gradients.end_lent()
+        self.open_gradients.end_lent()
         self.sources = {s: UsedGradient(s.name) for s in self.unit.segments if used and s.has_gradient}
         with without_dispatch():
             for segment in self.unit.segments:
@@ -364,11 +362,12 @@ class UnitGradients:
                 segment.has_gradient = False
         self.factors.clear()
         self._is_changed = False
+        self.own.drop()
         lease, self.lease = self.lease, None
         if lease is not None:
-            self._open_gradients.closed(self)
+            self.open_gradients.closed(self)
         if self.key:
-            self._open_gradients.discard(self.key, lease)
+            self.open_gradients.discard(self.key, lease)
         self.key = ""
 
     def zero(self) -> None:
@@ -376,7 +375,12 @@ class UnitGradients:
         self.factors.clear()
         self._is_changed = False
         self.reconcile()
-        if self.key:
+        if self.own.are_there:
+            with without_dispatch(), torch.no_grad():
+                for segment in self.unit.segments:
+                    if segment.has_gradient:
+                        segment.parameter.grad.zero_()  # type: ignore[union-attr]  # it is there
+        elif self.key:
             self.open().zero_()
 
 

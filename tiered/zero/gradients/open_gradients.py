@@ -12,6 +12,7 @@ from tiered.zero.parameters.unit import Unit
 
 __all__ = ["OpenGradients"]
 
+_NUM_UNITS_AHEAD = 2  # one is being read while the other is waited for
 
 class _Gradients(Protocol):
     """The gradients of one unit, as ``UnitGradients`` has them."""
@@ -24,6 +25,11 @@ class _Gradients(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+    @property
+    def are_any(self) -> bool: ...
+
+    def end_spare(self) -> None: ...
 
     def store_away(self) -> bool: ...
 
@@ -49,8 +55,12 @@ class OpenGradients:
         open_units: OpenUnits,
         *,
         distance: Callable[[str], int],
+        may_stay: Callable[[], bool],
     ) -> None:
-        """``distance(key)``: after how many uses the schedule expects a key."""
+        """``distance(key)``: after how many uses the schedule expects a key.
+
+        ``may_stay()``: whether all keys are in DRAM for good, with room for all gradients beside them.
+        """
         self.gathered_bytes = 0  # the share of the units that compute
         self.rooms_nbytes: Mapping[str, int] = {}  # of each unit's gradients, by the room's name
         self.update_bytes = 0  # of the update's share
@@ -64,6 +74,9 @@ class OpenGradients:
         self._lent: tuple[_Gradients, Lease] | None = None
         self._rooms: dict[str, _Gradients] = {}
         self._to_delete: list[str] = []
+        self._num_names = 0
+        self.spares: dict[_Gradients, None] = {}  # those that have an empty buffer for gradients beside it
+        self._may_stay = may_stay
 
     def __repr__(self) -> str:
         return f"OpenGradients({len(self._open)} open)"
@@ -86,7 +99,42 @@ class OpenGradients:
         """Take note of the caller's own changes to ``.grad``; return the units that have gradients."""
         for gradients in self._rooms.values():
             gradients.reconcile()
-        return [gradients.unit for gradients in self._rooms.values() if gradients.key]
+        return [gradients.unit for gradients in self._rooms.values() if gradients.are_any]
+
+    def may_stay(self) -> bool:
+        """Return whether gradients may stay where autograd puts them; where not, empty buffers are given up."""
+        if self._may_stay():
+            return True
+        if self.spares:
+            self.end_spares()
+        return False
+
+    def end_spares(self) -> bool:
+        """Give up all empty buffers, and move the gradients in that lie beside them; return whether there were any."""
+        spares, self.spares = self.spares, {}
+        for gradients in spares:
+            gradients.end_spare()
+        return bool(spares)
+
+    def new_buffer(self, gradients: _Gradients) -> tuple[str, Lease]:
+        """Lease a new buffer for ``gradients``, under the name of their room if that is free. Blocks."""
+        key = gradients.room
+        if self._working_set.has(key):  # a caller still sees the bytes of an earlier lease, or they are being moved
+            self._num_names += 1
+            key = f"model/gradient/.{self._num_names}.{gradients.unit.name}"  # no unit's name begins with a dot
+        self._working_set.create(key, gradients.nbytes, scratch=True)
+        try:
+            return key, self._working_set.lease(key, "w")
+        except BaseException:
+            self._working_set.delete([key])
+            raise
+
+    def read_ahead(self, gradients: _Gradients) -> None:
+        """Ask for ``gradients`` and those of the next units: a caller that reads all of them reads these next."""
+        each = list(self._rooms.values())
+        index = each.index(gradients)
+        coming = each[index : index + 1 + _NUM_UNITS_AHEAD]
+        self._working_set.prefetch([gradients.key for gradients in coming if gradients.key and gradients.lease is None])
 
     def lend(self, gradients: _Gradients) -> Lease:
         """Lease stored ``gradients`` for reading; the lease is kept for the next read of them, until ``end_lent``."""
@@ -132,7 +180,7 @@ class OpenGradients:
 
     def store_away_one(self, *, in_use: bool = False) -> bool:
         """Store the idle gradients away that are used last, or with ``in_use`` any; return whether there were any."""
-        if self.end_lent() or any(gradients.store_away() for gradients in reversed(self._idle())):
+        if self.end_lent() or self.end_spares() or any(gradients.store_away() for gradients in reversed(self._idle())):
             return True
         if not in_use:
             return False
@@ -164,6 +212,7 @@ class OpenGradients:
     def forget(self) -> None:
         """In a forked child: forget all leases, for the bytes are the parent's."""
         self._open.clear()
+        self.spares.clear()
         self._lent = None
 
     # -- the next leases, for the schedule ------------------------------------------------------------------------
@@ -175,7 +224,7 @@ class OpenGradients:
     def due(self) -> int:
         """Return the bytes that the unit being opened in a backward has yet to lease. Any thread."""
         unit = self.opening
-        return self.rooms_nbytes[unit.gradients.room] if unit is not None and not unit.gradients.key else 0
+        return self.rooms_nbytes[unit.gradients.room] if unit is not None and not unit.gradients.are_any else 0
 
     def of(self, name: str) -> int | None:
         """Return the bytes of gradients that will be leased under ``name``; None for the name of no gradients."""

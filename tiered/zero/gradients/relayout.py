@@ -16,6 +16,7 @@ from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
 from tiered.zero.formats.budget import share_out_again, work_sizes
 from tiered.zero.formats.codec import Bucket
+from tiered.zero.gradients.gradients import UnitGradients
 from tiered.zero.gradients.open_gradients import OpenGradients
 from tiered.zero.layout import Shares, Span, UnitLayout, whole_pages
 from tiered.zero.parameters.parameter import without_dispatch
@@ -130,6 +131,29 @@ def _contents(layout: UnitLayout) -> dict[str, list[tuple[int, int]]]:
     for number, place in enumerate(layout.places):
         contents[layout.spans[place.span].key].append((number, place.offset))
     return contents
+
+
+def move_gradients(gradients: UnitGradients, lay_out_anew: Callable[[], None]) -> None:
+    """Have ``lay_out_anew`` lay a unit out anew, and its ``gradients`` with it. Blocks."""
+    open_gradients = gradients.open_gradients
+    open_gradients.end_lent()
+    gradients.end_spare()
+    key, offsets = gradients.key, {s: s.grad_offset for s in gradients.unit.segments if s.has_gradient}
+    if key:
+        gradients.open()  # order: pending changes are applied where they belong
+        gradients.store_away()
+    gradients.key = ""
+    try:
+        lay_out_anew()
+    except BaseException:
+        gradients.key = key
+        raise
+    if key:
+        buffer, lease = gradients.open(), gradients.working_set.lease(key, "r")
+        for segment, offset in offsets.items():
+            segment.gradient_flat(buffer).copy_(lease.tensor[offset : offset + segment.nbytes].view(segment.dtype))
+        gradients.note_clipped()
+        open_gradients.discard(key, lease)
 
 
 class Moves(NamedTuple):
@@ -247,7 +271,7 @@ class UnitLayouts:
                 f"unit {unit.name!r}: a parameter was unfrozen while an operation uses its unit; expected before or"
                 " after it"
             )
-        unit.gradients.move(lambda: self._move(Relayout(unit, layout, self._store)))
+        move_gradients(unit.gradients, lambda: self._move(Relayout(unit, layout, self._store)))
         self.shares = shares
         self._moves.after()
 

@@ -1,11 +1,11 @@
-"""StoredGradient and UsedGradient: the sources of stand-ins, for gradients on NVMe and for used ones."""
+"""StoredGradient: the source of a stand-in for a gradient on NVMe."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import torch
 
@@ -14,7 +14,7 @@ from tiered.errors import UsageError
 from tiered.store.residency.working_set import WorkingSet
 from tiered.zero.gradients.stand_in import Change
 
-__all__ = ["StoredGradient", "UsedGradient", "with_pending"]
+__all__ = ["StoredGradient", "with_pending"]
 
 
 class GradientOwner(Protocol):
@@ -73,31 +73,6 @@ class StoredGradient:
         if owner is None:
             raise self.gone()
         return owner
-
-
-class UsedGradient:
-    """A gradient that an update in a backward has used, until the step concludes; it has no values."""
-
-    __slots__ = ("name",)
-
-    where = 'used up, by the backward under update="backward"'
-    advice = 'tiered.AdamW(..., update="step") for clipping, scaling and looking at gradients'
-    is_readable = False
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def read(self) -> NoReturn:
-        """Never called: there is nothing to read."""
-        raise AssertionError(self.name)
-
-    def change(self, change: Change) -> NoReturn:
-        """Never called: there is nothing to change."""
-        raise AssertionError(self.name)
-
-    def take_pending(self) -> list[Change]:
-        """Return nothing: there is nothing to change."""
-        return []
 
 
 @uninterrupted_block

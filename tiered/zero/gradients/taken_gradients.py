@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from tiered.store.residency.working_set import Lease, WorkingSet
@@ -15,41 +17,47 @@ class TakenGradients:
     """The gradients of one unit that an update has taken over, with their clip factors. One owner at a time.
 
     They lie in the bytes of ``key``, a scratch key that ``delete`` ends, as their unit's layout says. ``pending`` are
-    changes that these bytes lack until they are leased.
+    changes that these bytes lack until they are leased. Or they are ``own``: (numel,) each, in memory order, where
+    autograd put them; the budget has their bytes already, and ``key`` is only their name.
     """
 
-    __slots__ = ("_working_set", "factors", "key", "lease", "nbytes", "pending")
+    __slots__ = ("_own", "_working_set", "factors", "key", "lease", "nbytes", "pending")
 
     def __init__(
         self,
         working_set: WorkingSet,
         key: str,
-        lease: Lease | None,
         *,
         nbytes: int,
         factors: dict[Segment, torch.Tensor],
-        pending: dict[Segment, list[Change]],
+        lease: Lease | None = None,
+        pending: Mapping[Segment, list[Change]] | None = None,
+        own: Mapping[Segment, torch.Tensor] | None = None,
     ) -> None:
         self._working_set = working_set
         self.key = key
         self.lease = lease
         self.nbytes = nbytes
         self.factors = factors
-        self.pending = pending
+        self.pending = dict(pending or {})
+        self._own = own
 
-    def open(self) -> Lease:
-        """Return the lease of the bytes; stored bytes are swapped in, and pending changes applied. Blocks."""
-        if self.lease is not None:
-            return self.lease
-        self.lease = self._working_set.lease(self.key, "rw" if self.pending else "r")
-        pending, self.pending = self.pending, {}
-        for segment, changes in pending.items():
-            for change in changes:
-                change(self.flat(segment))
-        return self.lease
+    def open(self) -> None:
+        """Lease the bytes for the update's share; stored bytes are swapped in, pending changes applied. Blocks."""
+        if self._own is not None:
+            return
+        if self.lease is None:
+            self.lease = self._working_set.lease(self.key, "rw" if self.pending else "r")
+            pending, self.pending = self.pending, {}
+            for segment, changes in pending.items():
+                for change in changes:
+                    change(self.flat(segment))
+        self._working_set.change_share(self.lease)
 
     def flat(self, segment: Segment) -> torch.Tensor:
-        """Return the (numel,) gradient of ``segment`` in memory order; the bytes must be leased."""
+        """Return the (numel,) gradient of ``segment`` in memory order; after ``open``."""
+        if self._own is not None:
+            return self._own[segment]
         assert self.lease is not None
         return segment.gradient_flat(self.lease.tensor)
 
@@ -64,7 +72,9 @@ class TakenGradients:
     def delete(self) -> str:
         """Forget the gradients; return the key when a caller still sees its bytes and it must be deleted later."""
         lease, self.lease = self.lease, None
-        if lease is None:
+        if self._own is not None:
+            self._own = {}
+        elif lease is None:
             self._working_set.delete([self.key])
         elif not self._working_set.discard(lease):  # order: bytes released first would be written for nothing
             return self.key

@@ -67,7 +67,7 @@ class UnitUpdate:
         working_set = self.unit.working_set
         if not self._sources:
             self._lease_parameters()
-            working_set.change_share(self.gradients.open())
+            self.gradients.open()
             self._schedule.take_back([*self._parameter_keys.values(), self.gradients.key])
         return working_set.lease(key, "rw")
 

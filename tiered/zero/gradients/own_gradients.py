@@ -1,0 +1,86 @@
+"""OwnGradients: the gradients of one unit in the tensors that autograd made, where the budget has room for good."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.zero.parameters.unit import Segment
+
+__all__ = ["OwnGradients"]
+
+
+class OwnGradients:
+    """The gradients of one unit while they stay where autograd put them, beside an empty buffer of their size.
+
+    The invariant: *while such gradients are there, the unit's buffer is leased and its pages are the system's*. So they
+    count in the budget as if they lay in it, no byte of theirs is copied, and the move into the buffer waits for
+    nothing. ``lease`` is kept from step to step; ``key`` is its key.
+    """
+
+    __slots__ = ("_clipped", "_working_set", "are_there", "key", "lease")
+
+    def __init__(self, working_set: WorkingSet) -> None:
+        self.are_there = False
+        self.key = ""
+        self.lease: Lease | None = None
+        self._clipped: dict[Segment, tuple[int, int]] = {}  # address and version when the factors were made
+        self._working_set = working_set
+
+    def __repr__(self) -> str:
+        return f"OwnGradients({'there' if self.are_there else 'none'}, buffer {self.key!r})"
+
+    def keep(self, key: str, lease: Lease) -> None:
+        """Keep the buffer ``key``, just leased, whose bytes are undefined."""
+        lease.buffer.give_pages_back()
+        self.key, self.lease = key, lease
+
+    def take_buffer(self) -> tuple[str, Lease | None]:
+        """Return the key and the lease of the buffer, for the gradients to be moved there; none are here any more."""
+        found, self.key, self.lease = (self.key, self.lease), "", None
+        self.drop()
+        return found
+
+    def drop(self) -> None:
+        """Note that no gradient is here any more; the buffer is kept."""
+        self.are_there = False
+        self._clipped.clear()
+
+    @staticmethod
+    def can_have(segment: Segment, gradient: torch.Tensor) -> bool:
+        """Return whether ``gradient`` is one that an update can read as it lies, and keeps no other bytes alive."""
+        return (
+            type(gradient) is torch.Tensor
+            and gradient.layout is torch.strided
+            and gradient.dtype == segment.dtype
+            and gradient.stride() == segment.strides
+            and segment.grad_offset >= 0
+            and gradient.untyped_storage().nbytes() <= segment.nbytes
+        )
+
+    @staticmethod
+    def flat(gradient: torch.Tensor) -> torch.Tensor:
+        """Return the (numel,) view of ``gradient``, which ``can_have`` has seen, in memory order."""
+        return gradient.detach().as_strided((gradient.numel(),), (1,))
+
+    def note_clipped(self, factors: Mapping[Segment, torch.Tensor]) -> None:
+        """The ``factors`` are for the gradients as they are now."""
+        self._clipped = {segment: _looks(segment) for segment in factors}
+
+    def changes(self, factors: dict[Segment, torch.Tensor]) -> bool:
+        """Drop the factors of gradients that were replaced since; return whether others were written in place."""
+        is_changed = False
+        for segment in list(factors):
+            before, now = self._clipped.get(segment), _looks(segment)
+            if before is None or before[0] != now[0]:
+                del factors[segment]
+            elif before != now:
+                is_changed = True
+        return is_changed
+
+
+def _looks(segment: Segment) -> tuple[int, int]:
+    gradient = segment.parameter.grad
+    return (0, 0) if gradient is None else (gradient.data_ptr(), gradient._version)
