@@ -110,7 +110,10 @@ class Schedule:
         self._num_lasting = 0  # uses until more keys are asked for
 
     def settle(self) -> None:
-        """Ask for nothing any more: all keys are in DRAM for good. Until ``unsettle``, or a key is learnt."""
+        """Ask for nothing any more: all keys are in DRAM for good. Until ``unsettle``, or a key is learnt.
+
+        The caller need not say what is used meanwhile.
+        """
         self.is_settled = not self._learnt
 
     def unsettle(self) -> None:

@@ -74,6 +74,11 @@ class Trace:
         """Note that a promised use has happened, or will not."""
         self._promised.pop(key, None)
 
+    @property
+    def has_promises(self) -> bool:
+        """Whether any key was promised whose use has not happened. Any thread, without the lock."""
+        return bool(self._promised)
+
     def is_promised(self, key: str) -> bool:
         """Return whether ``key`` was promised, and that use has not happened."""
         return key in self._promised

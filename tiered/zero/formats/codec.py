@@ -115,7 +115,7 @@ def update_piece(
     """
     layout, views, numel = piece.layout, piece.views(bucket), piece.layout.tile_numel(scratch)
     parameter, gradient = parameter[piece.start : piece.stop], gradient[piece.start : piece.stop]
-    if layout.is_raw and piece.numel <= numel:
+    if layout.is_raw and (piece.numel <= numel or layout.needs_no_scratch(gradient, factor)):
         layout.update_raw(parameter, gradient, views, factor, hyper, scratch)
         return
     for start in range(0, piece.numel, numel):

@@ -100,6 +100,10 @@ class Layout:
         """Return the elements that one tile has in ``scratch``."""
         return scratch.small_numel if self.is_small else scratch.numel
 
+    def needs_no_scratch(self, gradient: torch.Tensor, factor: torch.Tensor | None) -> bool:
+        """Return whether an update of a layout that ``is_raw`` works on the bytes as they lie."""
+        return factor is None and gradient.dtype == self.dtype and not self.rule.needs_work
+
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a piece of ``numel`` elements, padding included."""
         return sum(round_up(f.length(numel) * f.dtype.itemsize, _FIELD_ALIGNMENT) for f in self.fields)
@@ -122,7 +126,7 @@ class Layout:
         hyper: Hyperparameters,
         scratch: TileScratch,
     ) -> None:
-        """Do one update in place where the layout ``is_raw``: (numel,) each, no more than a tile has."""
+        """Do one update in place where the layout ``is_raw``: (numel,) each, of any size where it needs no scratch."""
         rows = scratch.rows(small=self.is_small)
         gradient = _scaled(gradient, factor, rows, parameter.dtype)
         self.rule.update(parameter, gradient, moments, hyper, _work(rows, parameter))

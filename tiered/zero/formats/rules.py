@@ -48,6 +48,10 @@ class Rule(Protocol):
     def moments(self) -> tuple[Moment, ...]:
         """The values remembered per element; all are zero before the first update."""
 
+    @property
+    def needs_work(self) -> bool:
+        """Whether ``update`` uses its ``work``."""
+
     def freeze(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return the hyperparameters of ``group`` that a step uses, as plain values.
 
@@ -67,7 +71,7 @@ class Rule(Protocol):
     ) -> None:
         """Update ``parameter`` and ``moments`` in place: (numel,) each, of one dtype, fp32 or fp64.
 
-        ``work``: (numel,) scratch of the same dtype. ``gradient`` may be overwritten where the rule says so.
+        ``work``: (numel,) scratch of the same dtype, of any size where the rule ``needs_work`` not. ``gradient`` may be overwritten where the rule says so.
         """
 
 
@@ -75,6 +79,7 @@ class AdamWRule:
     """AdamW as ``torch.optim.AdamW(fused=True)`` computes it."""
 
     name = "AdamW"
+    needs_work = False
     moments = (Moment("exp_avg", False), Moment("exp_avg_sq", True))
 
     def freeze(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +115,7 @@ class SGDRule:
     """
 
     name = "SGD"
+    needs_work = False
 
     def __init__(self, *, with_momentum: bool) -> None:
         self.moments = (Moment("momentum_buffer", False),) if with_momentum else ()
@@ -152,6 +158,7 @@ class LionRule:
     """
 
     name = "Lion"
+    needs_work = True
     moments = (Moment("exp_avg", False),)
 
     def freeze(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -89,12 +89,17 @@ class UnitUpdate:
             self._sources[segment] = source
         return source
 
+    def done(self, key: str) -> None:
+        """Swap the bucket out, unless all keys stay in DRAM for good."""
+        if not self._schedule.is_settled:
+            self.unit.working_set.swap_out([key])
+
     def _release_parameters(self) -> None:
         self._sources.clear()  # lifetime: before the leases that they are views of
         leases, self._leases = self._leases, {}
         for lease in leases.values():
             lease.release(is_written=True)
-        if leases:
+        if leases and not self._schedule.is_settled:
             self.unit.working_set.swap_out([lease.key for lease in leases.values()])
 
     def end(self) -> str:

@@ -47,6 +47,9 @@ class Supply(Protocol):
     def source(self, segment: Segment) -> Source | None:
         """Return the contribution of ``segment``, None where none is due; valid until the next ``open``."""
 
+    def done(self, key: str) -> None:
+        """The bucket ``key`` is updated and released: have it on its way to the device."""
+
 
 class PlainSupply:
     """Parameters and gradients in ordinary memory."""
@@ -66,6 +69,10 @@ class PlainSupply:
     def source(self, segment: Segment) -> Source | None:
         """Return the contribution of ``segment``."""
         return self._sources.get(segment)
+
+    def done(self, key: str) -> None:
+        """Swap the bucket out."""
+        self._working_set.swap_out([key])
 
 
 class UpdatePipeline:
@@ -91,7 +98,7 @@ class UpdatePipeline:
         for index, bucket in enumerate(buckets):
             supply.read_ahead(keys[index : index + 1 + _READ_AHEAD])
             self._update(bucket, supply, use)
-            self._working_set.swap_out([bucket.key])
+            supply.done(bucket.key)
 
     def _update(self, bucket: Bucket[Segment], supply: Supply, use: Callable[[str], None]) -> None:
         lease = supply.open(bucket.key)

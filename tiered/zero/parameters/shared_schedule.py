@@ -17,7 +17,10 @@ __all__ = ["SharedSchedule"]
 
 
 class SharedSchedule:
-    """``Schedule`` of the uses in ``order``, thread-safe; nothing here blocks on I/O."""
+    """``Schedule`` of the uses in ``order``, thread-safe; nothing here blocks on I/O.
+
+    Once settled it has nothing to ask for, and notes no uses: the order of the last step before is kept for later.
+    """
 
     def __init__(
         self,
@@ -54,6 +57,8 @@ class SharedSchedule:
 
     def use(self, *keys: str) -> None:
         """Note that ``keys`` are used now, and begin to read the next ones. The last of ``keys`` may be a room."""
+        if self._schedule.is_settled:
+            return
         with self._lock:
             wanted = self._schedule.use(*keys)
         if wanted:
@@ -61,6 +66,8 @@ class SharedSchedule:
 
     def hand_over(self, keys: Iterable[str], *, unrecorded: Iterable[str] = ()) -> None:
         """Note that another thread will use ``unrecorded`` and ``keys`` soon, in this order."""
+        if self._schedule.is_settled:
+            return
         with self._lock:
             wanted = self._schedule.hand_over(keys, unrecorded=unrecorded)
         if wanted:
@@ -68,11 +75,15 @@ class SharedSchedule:
 
     def take_back(self, keys: Iterable[str]) -> None:
         """Note that keys that were handed over were used, or will not be."""
+        if not self.trace.has_promises:
+            return
         with self._lock:
             self._schedule.take_back(keys)
 
     def use_promised(self, key: str) -> None:
         """Note that a key that was handed over is being used now, and begin to read the keys after it."""
+        if self._schedule.is_settled and not self.trace.has_promises:
+            return
         with self._lock:
             wanted = self._schedule.use_promised(key)
         if wanted:
@@ -92,6 +103,8 @@ class SharedSchedule:
 
     def go_on(self) -> None:
         """Begin to read the next keys, once some of the keys on their way have been used."""
+        if self._schedule.is_settled:
+            return
         with self._lock:
             wanted = self._schedule.go_on()
         if wanted:
@@ -99,16 +112,20 @@ class SharedSchedule:
 
     def rewind(self) -> None:
         """Say that a new step begins."""
+        if self._schedule.is_settled:
+            return
         with self._lock:
             wanted = self._schedule.rewind()
         self._read(wanted)
 
     def end_step(self) -> None:
         """Say that a step is complete."""
+        if self._schedule.is_settled:
+            return
         with self._lock:
             wanted = self._schedule.end_step()
         self._read(wanted)
-        if self._rooms_nbytes is not None and not self.is_settled:
+        if self._rooms_nbytes is not None:
             self._settle()
 
     def forget(self) -> None:
