@@ -1,0 +1,303 @@
+"""Where all keys are in DRAM for good, gradients stay in the tensors that autograd made, counted and not copied."""
+
+import ctypes
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiered
+from tests.models import CASES
+from tests.reference import Recipe
+from tests.zero.training import assert_same, debug_store, reference, start
+from tiered.bytes.arena import PAGE_NBYTES
+from tiered.errors import CapacityError, UsageError
+
+CASE = CASES["gpt"]
+WIDTH = 128
+Step = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def gradients_of(model: nn.Module) -> list[Any]:
+    units = {parameter.segment.unit: None for parameter in model.parameters()}  # type: ignore[attr-defined]
+    return [unit.gradients for unit in units if unit.gradients.nbytes]
+
+
+def num_own(model: nn.Module) -> int:
+    return sum(gradients.own.are_there for gradients in gradients_of(model))
+
+
+def num_pages_in_memory(address: int, nbytes: int) -> int:
+    pages = (ctypes.c_ubyte * (nbytes // PAGE_NBYTES))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages) == 0
+    return sum(page & 1 for page in pages)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(num_steps=7),
+        Recipe(num_steps=7, num_micro_steps=3, max_norm=0.05),
+        Recipe(num_steps=7, param_dtype=torch.bfloat16, max_norm=0.05),
+    ],
+    ids=["plain", "accumulated and clipped", "bf16 and clipped"],
+)
+def test_bits(recipe: Recipe, update: str, tmp_path: Path) -> None:
+    if update == "backward" and recipe.max_norm is not None:
+        recipe = dataclasses.replace(recipe, max_norm=None)
+    with debug_store(tmp_path, durable=False) as store:
+        session = start(CASE, recipe, store, update)
+        assert_same(session.run(), reference(CASE, recipe))
+        assert all(gradients.own.lease is not None for gradients in gradients_of(session.model))
+
+
+def chain() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def backward(model: nn.Module, step: int) -> None:
+    model(batch(step)).square().sum().backward()
+
+
+def settled(store: tiered.Store, *, num_steps: int = 3) -> tuple[nn.Module, Any]:
+    model = tiered.shard(chain(), store, unit=nn.Linear)
+    optimizer = tiered.AdamW(model.parameters(), lr=1e-3, update="step")
+    for step in range(num_steps):
+        backward(model, step)
+        optimizer.step()
+    backward(model, num_steps)
+    assert num_own(model) == 4
+    return model, optimizer
+
+
+def expected(*, change: Step | None = None, num_steps: int = 5) -> dict[str, Tensor]:
+    """Train in memory; ``change`` comes between the fourth backward and its step."""
+    model = chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    for step in range(num_steps):
+        backward(model, step)
+        if step == 3 and change is not None:
+            change(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def go_on(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    optimizer.step()
+    backward(model, 4)
+    optimizer.step()
+    return model.state_dict()
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_the_budget_has_their_bytes_and_the_arena_keeps_no_pages_for_them(tmp_path: Path) -> None:
+    with tiered.Store(tmp_path, dram=32 << 20, durable=False) as store:
+        model, optimizer = settled(store)
+        for gradients in gradients_of(model):
+            buffer = gradients.own.lease.buffer
+            assert buffer.nbytes >= gradients.nbytes
+            assert num_pages_in_memory(buffer.address, buffer.nbytes) == 0
+        assert_equal(go_on(model, optimizer), expected())
+
+
+def ask_for_memory(store: tiered.Store, model: nn.Module) -> None:
+    """Take all the memory that the store gives, and give it back."""
+    buffers = []
+    with pytest.raises(CapacityError):
+        while True:
+            buffers.append(store.working_set.reserve(64 << 10))
+    assert num_own(model) == 0
+    for buffer in buffers:
+        store.working_set.unreserve(buffer)
+
+
+def test_under_pressure_they_go_to_nvme_and_come_back(tmp_path: Path) -> None:
+    with debug_store(tmp_path, 4 << 20, durable=False) as store:
+        model, optimizer = settled(store)
+        ask_for_memory(store, model)
+        assert_equal(go_on(model, optimizer), expected())
+
+
+def test_under_pressure_between_clip_and_step(tmp_path: Path) -> None:
+    def clip(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    with debug_store(tmp_path, 4 << 20, durable=False) as store:
+        model, optimizer = settled(store)
+        tiered.clip_grad_norm_(model, 0.01)
+        assert num_own(model) == 4
+        ask_for_memory(store, model)
+        assert_equal(go_on(model, optimizer), expected(change=clip))
+
+
+def drop_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[1].weight.grad = None  # type: ignore[index]
+
+
+def replace_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[1].weight.grad = torch.full((WIDTH, WIDTH), 0.5)  # type: ignore[index]
+
+
+def replace_by_a_strided_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    gradient = torch.arange(WIDTH * WIDTH, dtype=torch.float32).view(WIDTH, WIDTH).t()
+    is_plain = isinstance(optimizer, torch.optim.AdamW)  # torch's fused kernel reads it in the order of memory
+    model[1].weight.grad = gradient.contiguous() if is_plain else gradient  # type: ignore[index]
+
+
+def swap_two(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    first, second = model[1].weight, model[2].weight  # type: ignore[index]
+    first.grad, second.grad = second.grad, first.grad
+
+
+def scale_in_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.25)  # type: ignore[union-attr]
+
+
+def clip_by_torch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def add_once_more(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    backward(model, 17)
+
+
+def drop_all_and_repeat(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    backward(model, 17)
+
+
+def zero_all_and_repeat(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    backward(model, 17)
+
+
+CHANGES = [
+    drop_one, replace_one, replace_by_a_strided_one, swap_two, scale_in_place, clip_by_torch, add_once_more,
+    drop_all_and_repeat, zero_all_and_repeat,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
+def test_the_callers_own_changes(change: Step, tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        model, optimizer = settled(store)
+        change(model, optimizer)
+        assert_equal(go_on(model, optimizer), expected(change=change))
+
+
+def test_written_in_place_after_the_clipping_is_refused(tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        model, optimizer = settled(store)
+        tiered.clip_grad_norm_(model, 0.01)
+        model[1].weight.grad.mul_(2)  # type: ignore[index,union-attr,operator]
+        with pytest.raises(UsageError, match="written in place between"):
+            optimizer.step()
+
+
+def test_a_new_tensor_after_the_clipping_is_taken_as_it_is(tmp_path: Path) -> None:
+    def clip_and_replace(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        clip = tiered.clip_grad_norm_ if hasattr(next(model.parameters()), "segment") else nn.utils.clip_grad_norm_
+        clip(model.parameters(), 0.01)
+        replace_one(model, optimizer)
+
+    with debug_store(tmp_path, durable=False) as store:
+        model, optimizer = settled(store)
+        clip_and_replace(model, optimizer)
+        assert_equal(go_on(model, optimizer), expected(change=clip_and_replace))
+
+
+def test_gradients_kept_by_the_caller_stay_as_they_are(tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        model, optimizer = settled(store)
+        kept = [parameter.grad for parameter in model.parameters()]
+        copies = [gradient.clone() for gradient in kept if gradient is not None]
+        go_on(model, optimizer)
+        assert all(torch.equal(one, other) for one, other in zip(kept, copies, strict=True))
+
+
+def test_a_gradient_that_is_part_of_a_larger_tensor_is_copied(tmp_path: Path) -> None:
+    """The gradients of joined parameters are parts of one tensor, which any of them would keep alive."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return rows @ torch.cat([self.first, self.second])
+
+    torch.manual_seed(3)
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(nn.Sequential(Joined()), store, unit=Joined)
+        optimizer = tiered.AdamW(model.parameters(), lr=1e-3)
+        for step in range(4):
+            model(torch.randn(4, 2 * WIDTH)).square().sum().backward()
+            assert step < 3 or next(model.parameters()).segment.unit.engine.schedule.is_settled  # type: ignore[attr-defined]
+            assert num_own(model) == 0
+            optimizer.step()
+
+
+def test_commits_rollbacks_and_resumed_runs(tmp_path: Path) -> None:
+    recipe = Recipe(num_steps=8)
+    with debug_store(tmp_path) as store:
+        session = start(CASE, recipe, store, "step")
+        for step in range(4):
+            session.run_step(step)
+            store.commit()
+        assert all(gradients.own.lease is not None for gradients in gradients_of(session.model))
+        session.case.loss(session.model, session.case.batch(99)).backward()
+        assert num_own(session.model)
+        store.rollback()
+        assert not num_own(session.model)
+        for step in range(4, 6):
+            session.run_step(step)
+        store.commit()
+        session.case.loss(session.model, session.case.batch(99)).backward()
+    with debug_store(tmp_path) as store:
+        session = start(CASE, recipe, store, "step")
+        store.resume()
+        for step in range(6, 8):
+            session.run_step(step)
+        found = session.collect()
+    wanted = reference(CASE, recipe)
+    for name, parameter in wanted.parameters.items():
+        assert torch.equal(found.parameters[name], parameter), name
+
+
+def test_a_parameter_is_unfrozen_while_gradients_wait(tmp_path: Path) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        for step in range(6):
+            backward(model, step)
+            if step == 4:
+                model[2].weight.requires_grad_(True)  # type: ignore[index,union-attr,operator]
+                backward(model, 17)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    def frozen() -> nn.Module:
+        model = chain()
+        model[2].weight.requires_grad_(False)
+        return model
+
+    plain = frozen()
+    wanted = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True))
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(frozen(), store, unit=nn.Linear)
+        assert_equal(train(model, tiered.AdamW(model.parameters(), lr=1e-3)), wanted)
