@@ -471,6 +471,63 @@ def test_lora_over_a_frozen_base_writes_the_adapters_only(tmp_path: Path) -> Non
         )
 
 
+def test_blocks_that_may_write_write_a_frozen_span_only_where_it_changed(tmp_path: Path) -> None:
+    frozen = ("first", "blocks.0", "blocks.1")
+    with debug_store(tmp_path) as store:
+        model = tiered.shard(Blocks(frozen), store, unit=(Block,), hold=0)
+        optimizer = tiered.AdamW(model.parameters(), **ADAMW)
+        list(steps(model, optimizer, store, 0, 2))
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        before = keys_written(store)
+
+        def frozen_keys_written() -> set[str]:
+            store.commit()
+            keys = ("model/parameters/.frozen/root", "model/parameters/blocks.0", "model/parameters/blocks.1")
+            return {key for key in keys if before[key] != keys_written(store)[key]}
+
+        with tiered.unsharded(model), torch.no_grad():
+            assert model(batch(0)).isfinite()
+        assert not frozen_keys_written()
+        model.load_state_dict(state)
+        assert not frozen_keys_written()
+        with tiered.unsharded(model), torch.no_grad():
+            model.blocks[0].a.weight.numpy()[0, 0] = 7.0  # past torch's sight
+            model.blocks[1].a.weight[0, 0] += 0.0
+        assert frozen_keys_written() == {"model/parameters/blocks.0"}
+        before = keys_written(store)
+        state["blocks.1.a.weight"][1, 1] = 9.0
+        model.load_state_dict(state)
+        assert frozen_keys_written() == {"model/parameters/blocks.0", "model/parameters/blocks.1"}
+    with debug_store(tmp_path) as store:  # the bytes of the device are those that the digests say
+        assert store.verify().is_clean
+        model = tiered.shard(Blocks(frozen), store, unit=(Block,), hold=0)
+        tiered.AdamW(model.parameters(), **ADAMW)
+        store.resume()
+        found = model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in state.items() if name.startswith(frozen))
+
+
+@pytest.mark.parametrize("is_lingering", [False, True])
+def test_a_lease_that_changed_nothing_leaves_the_key_clean_unless_a_tensor_lingers(
+    is_lingering: bool, tmp_path: Path
+) -> None:
+    with debug_store(tmp_path) as store:
+        store["base"] = torch.arange(5000)
+        store.commit()
+        lease = store.working_set.lease("base", "rw")
+        kept = lease.tensor if is_lingering else None
+        lease.release(is_unchanged=True)
+        before = written_bytes(store)
+        if kept is not None:
+            kept[0] = 17  # still possible, and so it must be written
+            del kept, lease
+        store.commit()
+        assert (written_bytes(store) - before > 5000 * 8) is is_lingering
+        assert int(store["base"][0]) == (17 if is_lingering else 0)
+    with debug_store(tmp_path) as store:
+        assert int(store["base"][0]) == (17 if is_lingering else 0)
+
+
 def test_two_parameters_over_one_storage_of_which_one_is_frozen_are_refused(tmp_path: Path) -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:

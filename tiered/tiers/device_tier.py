@@ -7,7 +7,7 @@ decides what moves when.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -129,15 +129,16 @@ class UnitBuffer:
             parameter.data = typed[span].as_strided(shape, strides, offset)
         self.state = BufferState.SHOWN
 
-    def release(self) -> None:
+    def release(self, unchanged: Collection[int] = ()) -> None:
         """Give the leases back; bytes that a tensor still shows stay counted until it dies.
 
-        The parameters must be views of the buffer no more. Idempotent.
+        The parameters must be views of the buffer no more. ``unchanged``: the numbers of spans that were leased for
+        writing and have the bytes that they had. Idempotent.
         """
         leases, self.leases = self.leases, ()
         self.forget()
-        for lease in leases:
-            lease.release()
+        for number, lease in enumerate(leases):
+            lease.release(is_unchanged=number in unchanged)
 
     def forget(self) -> None:
         """Drop the buffer without giving anything back: in a forked child, after close."""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import torch
-import xxhash
 from torch import nn
 
 from tiered.bytes.interrupt import uninterrupted_block
@@ -14,7 +11,7 @@ from tiered.errors import CapacityError, UsageError
 from tiered.units import format_bytes
 from tiered.zero.engine import Engine
 from tiered.zero.parameters.parameter import TieredParameter
-from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.parameters.unit import Segment, Unit, digest
 
 __all__ = ["accumulate", "unsharded"]
 
@@ -90,6 +87,4 @@ def _engine_of(units: list[Unit]) -> Engine:
 
 
 def _digest(unit: Unit, segment: Segment) -> int:
-    flat = segment.flat(unit.buffer.tensors[segment.span])
-    content: Any = flat.view(torch.uint8).numpy()
-    return xxhash.xxh3_64_intdigest(content) if flat.numel() else 0
+    return digest(segment.flat(unit.buffer.tensors[segment.span]))

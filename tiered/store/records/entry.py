@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -76,7 +77,7 @@ class Residence:
 class Alias:
     """The end of a lease as the finalizer of its bytes reports it; refers to no tensor."""
 
-    __slots__ = ("has_ended", "is_released", "is_writer", "residence", "thread")
+    __slots__ = ("before", "has_ended", "is_released", "is_writer", "residence", "thread")
 
     def __init__(self, residence: Residence, *, is_writer: bool, thread: int) -> None:
         self.residence = residence
@@ -84,6 +85,15 @@ class Alias:
         self.thread = thread
         self.is_released = False
         self.has_ended = False
+        self.before: Stored | None = None  # where the device has the bytes that were leased for writing
+
+
+class Stored(NamedTuple):
+    """The facts about an entry that end as it is leased for writing, for an entry that the device has."""
+
+    row: Row | None
+    digests: tuple[int, bytes] | None
+    was_changed: bool  # since the last commit was sealed
 
 
 Granted = tuple[Alias, Spec, Residence | None]

@@ -17,7 +17,7 @@ from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row
 from tiered.store.format.spec import Spec
-from tiered.store.records.entry import Entry, EntryState, Record
+from tiered.store.records.entry import Alias, Entry, EntryState, Record, Stored
 from tiered.store.records.table import Table
 from tiered.store.space.space import Space
 from tiered.units import format_bytes
@@ -128,14 +128,25 @@ class Records:
 
     # Below: where bytes go
 
-    def touch(self, entry: Entry) -> None:
-        """Note that the newest bytes are about to be in DRAM only, or in a row the caller will set."""
+    def touch(self, entry: Entry, alias: Alias | None = None) -> None:
+        """Note that the newest bytes are about to be in DRAM only, or in a row the caller will set.
+
+        ``alias`` is the lease for writing that is being granted, if one is: it may turn out to change nothing.
+        """
+        if alias is not None and entry.state is EntryState.CLEAN:
+            alias.before = Stored(entry.row, entry.digests, entry in self.changed)
         entry.row = None
         entry.digests = None
         if not entry.scratch:
             self.changed[entry] = None
         if not (entry.scratch and self.durable):
             self._hidden.discard(entry)
+
+    def untouch(self, entry: Entry, before: Stored) -> None:
+        """Note that the bytes are those that the device had ``before``, and nothing was written since."""
+        entry.row, entry.digests = before.row, before.digests
+        if not before.was_changed:
+            self.changed.pop(entry, None)
 
     def may_write(self, entry: Entry) -> bool:
         """Whether a write now would respect the two sets; else it waits for the running commit."""

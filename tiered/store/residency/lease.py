@@ -37,7 +37,7 @@ def tensor_over(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
 class Lessor(Protocol):
     """The part of the store that grants leases and hears of their ends."""
 
-    def released(self, alias: Alias, *, is_written: bool = False) -> bool:
+    def released(self, alias: Alias, *, is_written: bool = False, is_unchanged: bool = False) -> bool:
         """Note that a lease was released; return whether its last tensor has died."""
 
     def forget(self, alias: Alias) -> bool:
@@ -77,12 +77,14 @@ class Lease:
         """The key's bytes in DRAM; for the working set."""
         return self._alias.residence
 
-    def release(self, *, is_written: bool = False) -> bool:
+    def release(self, *, is_written: bool = False, is_unchanged: bool = False) -> bool:
         """Drop the lease's own reference; return whether the lease has ended (no other tensor is alive). Idempotent.
 
         ``is_written``: the holder knows that no living tensor writes, so that nothing needs to wait for its end.
+        ``is_unchanged``: the holder of a lease for writing knows that the bytes are those it found; unless another
+        tensor is alive they need not be written then.
         """
-        return self._lessor.released(self.end(), is_written=is_written)
+        return self._lessor.released(self.end(), is_written=is_written, is_unchanged=is_unchanged)
 
     def forget(self) -> bool:
         """Have later leases of the key read its bytes again; return False where only DRAM has them."""

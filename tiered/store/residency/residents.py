@@ -16,7 +16,7 @@ from typing import Protocol
 
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.condition import Condition
-from tiered.store.records.entry import Alias, Entry, EntryState, Residence
+from tiered.store.records.entry import Alias, Entry, EntryState, Residence, Stored
 from tiered.store.records.table import Table
 from tiered.store.residency.ended_leases import EndedLeases
 from tiered.store.residency.share import Share
@@ -266,6 +266,16 @@ class Residents:
                 alias.residence.writers -= alias.is_writer
                 alias.is_writer = False
                 self.settle(alias.residence)
+
+    def restore(self, alias: Alias, untouch: Callable[[Entry, Stored], None]) -> None:
+        """Make the entry of an ended lease clean again: it was clean before, and no byte was changed."""
+        entry = alias.residence.entry
+        if alias.before is None or entry is None or entry.state is not EntryState.DIRTY or alias.residence.writers:
+            return
+        self.withdraw(entry)
+        untouch(entry, alias.before)
+        entry.state = EntryState.CLEAN
+        self.offer(entry)
 
     def on_end(self, alias: Alias) -> Callable[[object], object]:
         """Return the callback for the death of a lease's last tensor. Any thread, any lock held, in a collection.

@@ -143,7 +143,7 @@ class WorkingSet:
         return lease
 
     @uninterrupted
-    def released(self, alias: Alias, *, is_written: bool = False) -> bool:
+    def released(self, alias: Alias, *, is_written: bool = False, is_unchanged: bool = False) -> bool:
         """Note that a lease was released; return whether its last tensor has died. Works after close as well."""
         if self._pid != os.getpid():
             return True  # in a forked child there is nothing to give back
@@ -155,6 +155,7 @@ class WorkingSet:
             self.residents.release(alias, is_written=is_written)
             self.residents.drain()
             has_ended = alias.has_ended
+            self.residents.restore(alias, self.records.untouch) if is_unchanged and has_ended else None
         self.room.pump()
         return has_ended
 
@@ -247,7 +248,7 @@ class WorkingSet:
             self.residents.admit(entry, buffer)
         alias = self.residents.open(entry, is_writer=mode != "r", is_brief=is_brief)
         if mode != "r":
-            self.records.touch(entry)
+            self.records.touch(entry, alias)
             entry.state = EntryState.DIRTY
         self._num_leases += 1
         return alias, entry.spec, old

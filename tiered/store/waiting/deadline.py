@@ -37,12 +37,18 @@ class Deadline:
     def wait(self, condition: Awaited, progress: object = None, *, at_most_s: float = 60.0) -> None:
         """Wait until ``condition``, whose lock is held, is notified (or for a while); the caller then looks again.
 
-        ``progress`` is any value that changes as long as the awaited event comes closer: then the time starts again.
         ``at_most_s`` is for events that do not notify. Raises DeadlineError.
+        """
+        condition.wait(min(at_most_s, self.patience_s(progress)))
+
+    def patience_s(self, progress: object) -> float:
+        """Return for how many seconds to wait until the next look. Raises DeadlineError.
+
+        ``progress`` is any value that changes as long as the awaited event comes closer: then the time starts again.
         """
         now = self.check(progress)
         half_s = self._start_s + self._limit_s / 2
-        condition.wait(min(at_most_s, (half_s if now < half_s else self._start_s + self._limit_s) - now))
+        return (half_s if now < half_s else self._start_s + self._limit_s) - now
 
     def renew(self) -> None:
         """Note a sign of progress: the time starts again."""

@@ -71,7 +71,8 @@ class Rule(Protocol):
     ) -> None:
         """Update ``parameter`` and ``moments`` in place: (numel,) each, of one dtype, fp32 or fp64.
 
-        ``work``: (numel,) scratch of the same dtype, of any size where the rule ``needs_work`` not. ``gradient`` may be overwritten where the rule says so.
+        ``work``: (numel,) scratch of the same dtype, or anything where the rule does not need it. ``gradient`` may be
+        overwritten where the rule says so.
         """
 
 

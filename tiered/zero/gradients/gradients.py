@@ -35,8 +35,9 @@ class UnitGradients:
     """The gradients of one unit in one buffer, laid out as the unit's trainable spans are, for good.
 
     Invariant: ``.grad`` of a parameter with a gradient is a view of the leased buffer, or a stand-in when the bytes are
-    the working set's, or, all of them while ``own.are_there``, the tensor that autograd made. ``sources`` are the gradients of stand-ins, with the changes that the stored bytes lack;
-    ``factors`` are the clip factors that the next update multiplies with, in fp32.
+    the working set's, or, all of them while ``own.are_there``, the tensor that autograd made. ``sources`` are the
+    gradients of stand-ins, with the changes that the stored bytes lack; ``factors`` are the clip factors that the next
+    update multiplies with, in fp32.
 
     ``room`` is the name under which the schedule knows that the buffer will be leased. The room is also the buffer's
     key, unless an earlier buffer still has that key. While ``num_accumulating`` autograd adds to the buffer, after
@@ -44,8 +45,8 @@ class UnitGradients:
     """
 
     __slots__ = (
-        "__weakref__", "_clipped_version", "_is_changed", "_lay_out_anew",
-        "factors", "key", "lease", "num_accumulating", "open_gradients", "own", "room", "sources", "unit", "working_set",
+        "__weakref__", "_clipped_version", "_is_changed", "_lay_out_anew", "factors", "key", "lease",
+        "num_accumulating", "open_gradients", "own", "room", "sources", "unit", "working_set",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, open_gradients: OpenGradients, lay_out_anew: Callable[[Unit], None]) -> None:
@@ -328,7 +329,8 @@ class UnitGradients:
         self.open_gradients.end_lent()
         if self.own.are_there:
             with without_dispatch():
-                own = {s: OwnGradients.flat(s.parameter.grad) for s in self.unit.segments if s.has_gradient}
+                there = [(s, s.parameter.grad) for s in self.unit.segments if s.has_gradient]
+                own = {s: OwnGradients.flat(gradient) for s, gradient in there if gradient is not None}
             taken = TakenGradients(self.working_set, self.room, nbytes=self.nbytes, factors=dict(self.factors), own=own)
             self.drop(used=used)
             return taken

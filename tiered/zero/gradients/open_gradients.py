@@ -14,6 +14,7 @@ __all__ = ["OpenGradients"]
 
 _NUM_UNITS_AHEAD = 2  # one is being read while the other is waited for
 
+
 class _Gradients(Protocol):
     """The gradients of one unit, as ``UnitGradients`` has them."""
 

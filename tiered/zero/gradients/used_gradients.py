@@ -38,7 +38,7 @@ class UsedGradient:
 
 
 def check_used(unit: Unit) -> None:
-    """Raise UsageError where the caller has put or dropped a gradient of ``unit`` that the backward has used already."""
+    """Raise UsageError where the caller has put or dropped a gradient of ``unit`` that the backward has used."""
     with without_dispatch():
         dropped = next((segment for segment in unit.gradients.sources if segment.parameter.grad is None), None)
     if dropped is not None:

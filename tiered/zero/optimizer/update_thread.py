@@ -10,7 +10,6 @@ import functools
 import logging
 import threading
 import time
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Set
 
@@ -21,9 +20,11 @@ from tiered.bytes.exit_and_fork import at_exit
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import DeviceError
 from tiered.store.residency.residents import this_thread
+from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.nested_calls import NestedCalls
 from tiered.store.waiting.recorder import Wait
 from tiered.zero.engine import Engine
+from tiered.zero.frames import outcome_of
 from tiered.zero.optimizer.unit_update import UnitUpdate
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.placeholder import is_in_mode
@@ -59,6 +60,7 @@ class UpdateThread:
         self._give = engine.reclaimer.give_back  # the training thread's way to give memory back
         self._open_units = engine.open_units
         self._working_set = engine.working_set
+        self._deadline_s = engine.working_set.deadline_s
         self._buckets_bytes = buckets_bytes
         self.forget()
         at_exit(self, UpdateThread.cancel)
@@ -71,12 +73,12 @@ class UpdateThread:
         self._running: UnitUpdate | None = None
         self._conclusion: Callable[[BaseException | None], None] | None = None
         self.is_busy = False  # an update or a conclusion is pending; read without the lock
-        self._what_failed, self._num_done = "", 0
+        self._what_failed, self._num_done, self._num_buckets = "", 0, 0
         self._thread: threading.Thread | None = None  # None once it has seen an empty queue
         self._last_thread: threading.Thread | None = None
         self._leftovers: list[str] = []
         self._is_last = self._is_cancelled = False  # is_last: a caller waits for the thread's end
-        self._is_asking = self._has_given = False  # memory that only the training thread can give
+        self._is_asking = self._has_given = False  # for memory that only the training thread can give
         self._waiting: set[int] = set()  # threads that wait for an update
 
     def __repr__(self) -> str:
@@ -110,7 +112,9 @@ class UpdateThread:
         update runs here, unless one of torch's modes would see its operations.
         """
         if is_settled and not self.is_busy and not is_in_mode():
-            return self._run_here(update)
+            with torch.no_grad(), without_dispatch():
+                self.failure, self._what_failed = self._update(update), "an update failed"
+            return self.raise_failure()
         try:
             with self._condition:
                 assert update.unit not in self._queue and self._conclusion is None
@@ -126,11 +130,6 @@ class UpdateThread:
                 self._note_pending()
             self._drop([update])
             raise
-
-    def _run_here(self, update: UnitUpdate) -> None:
-        with torch.no_grad(), without_dispatch():
-            self.failure, self._what_failed = self._update(update), "an update failed"
-        self.raise_failure()
 
     def _start_thread(self, update: UnitUpdate) -> None:
         """Start the thread, under the lock: the thread must not look for work before it is queued."""
@@ -159,8 +158,9 @@ class UpdateThread:
             thread = self._thread
             self._is_last = True
             self._condition.notify_all()
+            deadline = Deadline("the end of the update thread", self._deadline_s)
             while self._thread is thread is not None and self._is_last:  # or an update was handed over meanwhile
-                self._condition.wait()
+                deadline.wait(self._condition)
         if thread is not None and self._thread is not thread:
             thread.join()  # it has nothing left to do
 
@@ -248,12 +248,13 @@ class UpdateThread:
             return
         assert thread is not None
         me, begun_s = threading.get_ident(), time.monotonic()
+        deadline = Deadline(f"the update of {subject or 'all units'!r}", self._deadline_s)
         may_give = this_thread() == self._open_units.thread  # open units are the training thread's
         try:
             self._waiting |= {me} if may_give else set()
             self._notify()
             with self._working_set.room.waiting_for(thread):
-                while self._wait_once(is_over, may_give=may_give):
+                while self._wait_once(is_over, deadline, may_give=may_give):
                     pass
         finally:
             if may_give:
@@ -261,16 +262,16 @@ class UpdateThread:
                 self._answer(has_given=False)  # order: no thread is left to give memory back
             self._working_set.recorder.waited(reason, subject, begun_s)
 
-    def _wait_once(self, is_over: Callable[[], bool], *, may_give: bool) -> bool:
+    def _wait_once(self, is_over: Callable[[], bool], deadline: Deadline, *, may_give: bool) -> bool:
         """Wait for a change; give memory back where the update asks for it. Return whether to wait on."""
         with self._condition:
             if is_over() or self.failure is not None:
                 return False
             waiter = None if self._is_asking and may_give else self._condition.waiter()
-        if waiter is not None:
-            INTERRUPTS.acquire(waiter)
-        else:
+        if waiter is None:
             self._answer(has_given=self._give())  # order: without the lock, it takes the store's and starts writes
+            return True
+        INTERRUPTS.acquire(waiter, deadline.patience_s((self._num_done, self._num_buckets)))
         return True
 
     def _answer(self, *, has_given: bool) -> None:
@@ -316,7 +317,7 @@ class UpdateThread:
                     self._queue.popitem(last=False)
                     return functools.partial(self._update, self._running)
                 if self._conclusion is not None:
-                    return functools.partial(self._conclude, self._conclusion)
+                    return functools.partial(outcome_of, functools.partial(self._conclusion, None))
                 if self._is_last or (has_lingered and not self._is_updating):
                     break  # order: under the lock, so that the next hand-over sees that there is no thread
                 has_lingered = not self._condition.wait(_LINGER_S)
@@ -324,23 +325,12 @@ class UpdateThread:
             self._condition.notify_all()
             return None
 
-    def _conclude(self, conclusion: Callable[[BaseException | None], None]) -> BaseException | None:
-        try:
-            conclusion(None)
-        except BaseException as error:  # whatever it is, the main thread must hear of it
-            return error
-        return None
-
     def _update(self, update: UnitUpdate) -> BaseException | None:
         begun_s = time.monotonic()
         failure: BaseException | None = None
         for action in (functools.partial(update.run, self._use), functools.partial(self._end, update)):
-            try:
-                action()
-            except _CancelledError:
-                pass
-            except BaseException as error:  # whatever it is, the main thread must hear of it
-                traceback.clear_frames(error.__traceback__)  # lifetime: their locals are views of leased bytes
+            error = outcome_of(action)
+            if error is not None and not isinstance(error, _CancelledError):
                 failure = failure or error
         self._working_set.recorder.worked("update", update.unit.name, begun_s)
         if failure is not None:
@@ -350,8 +340,9 @@ class UpdateThread:
     def _use(self, key: str) -> None:
         if self._is_cancelled:
             raise _CancelledError
+        self._num_buckets += 1  # a sign of progress
         self.on_use(key)
-        self._notify()  # a sign of progress
+        self._notify()
 
     def _notify(self) -> None:
         with self._condition:

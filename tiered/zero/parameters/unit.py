@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import xxhash
 
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
@@ -23,7 +24,7 @@ from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
 from tiered.zero.parameters.metadata import without_dispatch
 from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder, unrecorded
 
-__all__ = ["ParameterOwner", "Segment", "Unit", "UnitOwner", "dense_strides"]
+__all__ = ["ParameterOwner", "Segment", "Unit", "UnitOwner", "dense_strides", "digest"]
 
 _HOST, _ALONE = HostTier(), NullComm()
 
@@ -98,6 +99,12 @@ class Segment:
         return {"name": self.name, "shape": list(self.shape), "strides": list(self.strides), "dtype": str(self.dtype)}
 
 
+def digest(memory: torch.Tensor) -> int:
+    """Return a 64-bit digest of the bytes of ``memory``, a contiguous tensor on the CPU."""
+    content: Any = memory.detach().view(torch.uint8).numpy()
+    return xxhash.xxh3_64_intdigest(content) if memory.numel() else 0
+
+
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of ``tensor`` if its elements fill memory without gap or overlap, else contiguous ones."""
     expected = 1
@@ -167,9 +174,9 @@ class Unit:
     """
 
     __slots__ = (
-        "__weakref__", "_opened_s", "_parameters", "_token", "_word", "buffer", "engine", "gradients", "key", "keys",
-        "layout", "name", "nbytes", "num_ops", "owner", "segments", "trainable_keys", "version", "versions",
-        "working_set",
+        "__weakref__", "_frozen_digests", "_opened_s", "_parameters", "_token", "_word", "buffer", "engine",
+        "gradients", "key", "keys", "layout", "name", "nbytes", "num_ops", "owner", "segments", "trainable_keys",
+        "version", "versions", "working_set",
     )  # fmt: skip
 
     buffer: UnitBuffer
@@ -188,6 +195,7 @@ class Unit:
         self._parameters = [segment.parameter for segment in self.segments]
         self._token: weakref.ref[ReferenceToken] | None = None
         self._opened_s = 0.0
+        self._frozen_digests: dict[int, int] = {}  # of frozen spans that are leased for writing, by their numbers
         self._word = ""  # the use it was opened for, for the recorder
         for segment in self.segments:
             segment.unit = self
@@ -245,6 +253,8 @@ class Unit:
             with ordinary_tensors():  # order: later uses of the same lease may be recorded by autograd
                 buffer.gather(mode)
             self._word = word
+            if mode == "rw":
+                self._frozen_digests = {n: digest(buffer.tensors[n]) for n in self._frozen()}
             self.engine.opened(self)
             # Order: once others are parked, so that a thread has ended its work on one unit before the next begins.
             self._opened_s = time.monotonic()
@@ -274,7 +284,8 @@ class Unit:
         if buffer.state is BufferState.SHOWN:
             written = self._hide(check=buffer.mode == "r")
         self.engine.parked(self)
-        buffer.release()
+        found, self._frozen_digests = self._frozen_digests, {}
+        buffer.release([number for number, before in found.items() if digest(buffer.tensors[number]) == before])
         if written:
             go_on = self.engine.give_up(f"parameter {written} was written in place outside tiered.unsharded")
             raise UsageError(
@@ -284,6 +295,10 @@ class Unit:
                 f" torch.no_grad(): model(batch)`, without max_norm=; {go_on}"
             )
         return True
+
+    def _frozen(self) -> list[int]:
+        """Return the numbers of the spans that no update writes: a block that changes nothing must not, either."""
+        return [number for number, span in enumerate(self.layout.spans) if not span.trainable]
 
     def _hide(self, *, check: bool) -> str:
         written = ""

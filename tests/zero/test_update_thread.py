@@ -1,16 +1,18 @@
-"""The update worker when the main thread is interrupted, or the system has no thread for it."""
+"""The update thread when the main thread is interrupted, or the system has no thread for it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.interrupts import interrupt_at
 from tests.store.test_nested_calls import no_hang
 from tests.zero.test_pipeline import Rig, assert_same, every_update, expected, rig
-from tiered.errors import DeviceError, UsageError
+from tiered.errors import DeadlineError, DeviceError, UsageError
+from tiered.zero.optimizer.update import UpdatePipeline
 
 Act = Callable[[Rig], object]
 
@@ -120,4 +122,31 @@ def test_a_signal_handler_that_comes_while_its_thread_has_the_workers_lock_is_re
             r.store.close()
         r.device.open()
         r.store.commit({"step": 2})
+        assert_same(r.session.collect(), expected(2))
+
+
+@pytest.mark.parametrize("wait", ["a forward", "all"])
+def test_an_update_that_makes_no_progress_ends_the_wait_at_the_deadline(
+    wait: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bucket whose arithmetic does not end, as on a machine that swaps; nothing hangs, and a rollback goes on."""
+    is_over, update = threading.Event(), UpdatePipeline._update
+
+    def stuck(self: UpdatePipeline, *args: Any) -> None:
+        is_over.wait(60)
+        update(self, *args)
+
+    with rig("step") as r:
+        r.session.run_step(0)
+        r.store.commit({"step": 1})
+        monkeypatch.setattr(r.worker, "_deadline_s", 0.5)
+        with monkeypatch.context() as patch:
+            patch.setattr(UpdatePipeline, "_update", stuck)
+            r.session.run_step(1)
+            with pytest.raises(DeadlineError, match=r"the update of '.*' did not happen within 0\.5 s"):
+                r.worker.wait_for_all() if wait == "all" else r.session.run_step(2)
+            is_over.set()
+        del r.session.trained.losses[1:]
+        r.store.rollback()
+        r.session.run_step(1)
         assert_same(r.session.collect(), expected(2))
