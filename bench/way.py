@@ -128,8 +128,7 @@ def measure(store: tiered.Store, width: int) -> tuple[list[str], list[str]]:
     unit.register_forward_pre_hook(begin, prepend=True)
     unit.register_forward_pre_hook(lambda *_: fault_in.end())
     before = store.statistics().working_set.swaps
-    with torch.no_grad():
-        model(rows)
+    model(rows)
     after = store.statistics().working_set.swaps
     assert after.demand_bytes > before.demand_bytes, "the unit was not on NVMe"
     return fault_in.files, update.files

@@ -158,7 +158,7 @@ def test_overhead_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     (row,) = result["rows"]
     assert (row["numel"], row["units"]) == (544, 3)
     assert all(row["ratio"][what][mode] > 0 for what in ("time", "cpu") for mode in ("backward", "step"))
-    assert all(row["calls"][mode]["training thread"] > 0 for mode in ("backward", "step"))
+    assert all(0 < row["calls"][mode]["training thread"] < 1250 for mode in ("backward", "step")), output
     assert not list(tmp_path.iterdir())
 
 
@@ -168,5 +168,6 @@ def test_way_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     result = json.loads(output.splitlines()[-1])
     assert result["bench"] == "way"
     assert {"zero/parameters/unit.py", "tiers/trace.py"} <= set(result["fault_in"]["files"])
+    assert result["fault_in"]["num"] <= 8 and result["bucket"]["num"] <= 9, output
     assert "zero/optimizer/update.py" in result["bucket"]["files"]
     assert not list(tmp_path.iterdir())

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from tiered.tiers.schedule import NextUsePolicy, Schedule
+from tiered.tiers.schedule import NextUsePolicy, Rooms, Schedule
 from tiered.tiers.trace import Trace
 
 
@@ -86,22 +86,12 @@ def test_uses_at_one_time_are_repeated_together() -> None:
     assert [trace.distance("u"), trace.distance("room")] == [0, 2]
 
 
-class Rooms:
-    """Rooms of given sizes, and what is due of them."""
-
-    def __init__(self, nbytes: dict[str, int], due: int) -> None:
-        self.nbytes = nbytes
-        self.returned: dict[str, int] = {}  # what was given back
-        self._due = due
-
-    def due(self) -> int:
-        return self._due
-
-    def of(self, name: str) -> int | None:
-        return self.nbytes.get(name)
-
-    def given_back(self, name: str) -> int | None:
-        return self.returned.get(name)
+def rooms_of(nbytes: dict[str, int], due: int) -> Rooms:
+    """Return rooms of these sizes, ``due`` bytes before all else, none of which was leased yet."""
+    rooms = Rooms(lambda name: name in rooms.filled)
+    rooms.nbytes = nbytes | {"due": due}
+    rooms.opening = "due"
+    return rooms
 
 
 def schedule_of(order: list[str], keys: str, rooms: Rooms, window_bytes: int) -> Schedule:
@@ -110,7 +100,7 @@ def schedule_of(order: list[str], keys: str, rooms: Rooms, window_bytes: int) ->
 
 
 def test_promised_keys_are_asked_for_in_the_order_of_use() -> None:
-    schedule = schedule_of(["u", "v", "s", "w"], "ugsvw", Rooms({}, 0), window_bytes=3)
+    schedule = schedule_of(["u", "v", "s", "w"], "ugsvw", rooms_of({}, 0), window_bytes=3)
     asked = [
         schedule.use("u"),
         schedule.hand_over(["s"], unrecorded=["g"]),
@@ -124,7 +114,7 @@ def test_promised_keys_are_asked_for_in_the_order_of_use() -> None:
 
 
 def test_hand_overs_that_belong_together_ask_once_at_their_end() -> None:
-    schedule = schedule_of(["u", "v", "s", "t"], "uvst", Rooms({}, 0), window_bytes=2)
+    schedule = schedule_of(["u", "v", "s", "t"], "uvst", rooms_of({}, 0), window_bytes=2)
     schedule.begin_hand_overs()
     assert schedule.hand_over(["s"]) == {}
     assert schedule.hand_over(["t"]) == {}
@@ -132,7 +122,7 @@ def test_hand_overs_that_belong_together_ask_once_at_their_end() -> None:
 
 
 def test_nothing_is_asked_for_where_all_is_there_for_good() -> None:
-    schedule = schedule_of(["u", "v", "w"], "uvw", Rooms({}, 0), window_bytes=2)
+    schedule = schedule_of(["u", "v", "w"], "uvw", rooms_of({}, 0), window_bytes=2)
     schedule.settle()
     assert schedule.use("u") == schedule.hand_over(["w"]) == schedule.rewind() == {}
     schedule.learn("x", 1, window_bytes=2)
@@ -156,19 +146,28 @@ def test_small_keys_that_all_have_room_are_asked_for_again_when_an_eighth_of_the
 
 
 def test_a_key_is_asked_for_beside_what_is_leased_before_its_use() -> None:
-    schedule = schedule_of(["u", "v", "room v", "s", "w"], "uvsw", Rooms({"room v": 5}, 7), window_bytes=3)
+    schedule = schedule_of(["u", "v", "room v", "s", "w"], "uvsw", rooms_of({"room v": 5}, 7), window_bytes=3)
     assert schedule.use("u") == {"v": 7, "s": 12, "w": 12}
 
 
 def test_a_room_that_was_given_back_is_read_ahead_with_the_key_beside_it() -> None:
-    rooms = Rooms({"room u": 5, "room v": 5, "room w": 5}, 7)
+    rooms = rooms_of({"room u": 5, "room v": 5, "room w": 5}, 7)
     schedule = schedule_of(["u", "room u", "v", "room v", "w", "room w", "x"], "uvwx", rooms, window_bytes=2)
-    rooms.returned = {"room v": 5, "room w": 5}
+    rooms.filled |= {"room v", "room w"}
     assert schedule.advance() == {"u": 7, "v": 12, "room v": 12}
 
 
+def test_a_room_that_is_leased_needs_no_more_and_is_no_key() -> None:
+    rooms = rooms_of({"room u": 5, "room v": 5}, 0)
+    schedule = schedule_of(["u", "room u", "v", "room v", "w"], "uvw", rooms, window_bytes=3)
+    rooms.filled.add("room u")
+    rooms.leased.add("room u")
+    rooms.opening = "room u"
+    assert schedule.advance() == {"u": 0, "v": 0, "w": 5}
+
+
 def test_a_prefetch_evicts_nothing_that_is_used_within_twice_the_window() -> None:
-    schedule = schedule_of(["u", "v", "w", "x", "y"], "uvwxy", Rooms({}, 0), window_bytes=1)
+    schedule = schedule_of(["u", "v", "w", "x", "y"], "uvwxy", rooms_of({}, 0), window_bytes=1)
     policy = NextUsePolicy(schedule.trace, schedule.is_near)
     schedule.use("u")
     assert policy.victim({"w": 1}, "v") is None
@@ -177,7 +176,7 @@ def test_a_prefetch_evicts_nothing_that_is_used_within_twice_the_window() -> Non
 
 
 def test_a_prefetch_evicts_nothing_that_was_handed_over() -> None:
-    schedule = schedule_of(["u", "v", "w", "x", "y", "z"], "uvwxyzgst", Rooms({}, 0), window_bytes=1)
+    schedule = schedule_of(["u", "v", "w", "x", "y", "z"], "uvwxyzgst", rooms_of({}, 0), window_bytes=1)
     policy = NextUsePolicy(schedule.trace, schedule.is_near)
     schedule.use("u")
     schedule.hand_over([], unrecorded=["g", "s", "t", "z"])
@@ -199,7 +198,7 @@ def test_what_is_used_later_is_waited_for_rather_than_a_near_key_evicted() -> No
 
 
 def test_keys_that_were_handed_over_can_be_taken_back() -> None:
-    schedule = schedule_of(["u", "v"], "uv", Rooms({}, 0), window_bytes=1)
+    schedule = schedule_of(["u", "v"], "uv", rooms_of({}, 0), window_bytes=1)
     schedule.hand_over([], unrecorded=["v"])
     schedule.take_back(["v"])
     assert list(schedule.trace.upcoming()) == ["u", "v"]

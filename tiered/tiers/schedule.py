@@ -1,17 +1,19 @@
 """The choice of the keys to swap in ahead of need, and of those to give up first: both from the trace, in bytes.
 
 The schedule only hints; the working set decides under its budget, and a wrong hint costs time, never a wrong byte.
-There is no thread, lock or clock: events go in, reads come out, and the caller has one lock around it.
+``Schedule`` has no thread, lock or clock: events go in, reads come out. ``SharedSchedule`` has one lock around it, the
+store's, and hands the reads on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 
+from tiered.store.residency.working_set import WorkingSet
 from tiered.tiers.trace import Trace
 
-__all__ = ["NextUsePolicy", "NoRooms", "Rooms", "Schedule"]
+__all__ = ["NextUsePolicy", "Rooms", "Schedule", "SharedSchedule"]
 
 
 _MOST_KEYS = 64
@@ -45,37 +47,37 @@ class NextUsePolicy:
         return self._is_near(victim) and self._trace.farthest(leaving)[1] > self._trace.distance(victim)
 
 
-class Rooms(Protocol):
+class Rooms:
     """Bytes that will be leased without a read: a room is the name of such a lease, and its uses are in the trace.
 
     Reads ahead must leave that much of the budget, or they would be evicted again before their use. Once leased, a
-    room may be given back to be used again: from then on it is a key of that name.
+    room may be given back to be used again: from then on it is a key of that name, while ``exists(name)``.
     """
 
+    __slots__ = ("_exists", "filled", "leased", "nbytes", "opening")
+
+    def __init__(self, exists: Callable[[str], bool] = lambda name: False) -> None:
+        self.nbytes: Mapping[str, int] = {}  # of each room
+        self.filled: set[str] = set()  # those with contents, leased or not
+        self.leased: set[str] = set()
+        self.opening = ""  # the room that will be leased before anything else is used, if one will
+        self._exists = exists
+
+    def __repr__(self) -> str:
+        return f"Rooms({len(self.nbytes)}, {len(self.filled)} filled, {len(self.leased)} leased)"
+
     def due(self) -> int:
-        """Return the bytes that will be leased before anything else is used. Never blocks."""
+        """Return the bytes that will be leased before anything else is used. Any thread."""
+        opening = self.opening
+        return self.nbytes[opening] if opening and opening not in self.filled else 0
 
-    def of(self, name: str) -> int | None:
-        """Return the bytes that the use of the room ``name`` will lease; None where it is no room's name."""
+    def of(self, name: str) -> int:
+        """Return the bytes that the use of ``name`` will lease; 0 where it is no room's name, or leased already."""
+        return 0 if name in self.filled or self._exists(name) else self.nbytes.get(name, 0)
 
-    def given_back(self, name: str) -> int | None:
-        """Return the bytes of the room ``name`` where it is a key now; None where it is none."""
-
-
-class NoRooms:
-    """The rooms of a schedule that reads everything it leases: none."""
-
-    def due(self) -> int:
-        """Return 0."""
-        return 0
-
-    def of(self, name: str) -> int | None:
-        """Return None."""
-        return None
-
-    def given_back(self, name: str) -> int | None:
-        """Return None."""
-        return None
+    def is_given_back(self, name: str) -> bool:
+        """Return whether ``name`` is a room that is a key now."""
+        return name in self.nbytes and name not in self.leased and self._exists(name)
 
 
 class Schedule:
@@ -100,7 +102,7 @@ class Schedule:
         self.window_bytes = window_bytes
         self.is_settled = False
         self._nbytes = nbytes
-        self._rooms = rooms or NoRooms()
+        self._rooms = rooms or Rooms()
         self._near_until = 0  # position up to which expected keys are near
         self._learnt: set[str] = set()
         self._learnt_window_bytes = 0
@@ -199,10 +201,8 @@ class Schedule:
         for key in trace.upcoming():
             nbytes = sizes.get(key)
             if nbytes is None:
-                given_back = self._rooms.given_back(key)
-                room = self._rooms.of(key) or 0
-                if given_back is None:
-                    rooms += room
+                if not self._rooms.is_given_back(key):
+                    rooms += self._rooms.of(key)
                 elif left >= 0:
                     wanted[key] = rooms
             elif key in learnt:
@@ -226,3 +226,142 @@ class Schedule:
         """Return the position behind the last of ``keys``, which were upcoming, that is expected and not promised."""
         expected = (key for key in reversed(keys) if not self.trace.is_promised(key))
         return self.trace.next_use(next(expected, "")) + 1
+
+
+class SharedSchedule:
+    """``Schedule`` of one model, for all of its threads, and the only mover of the keys that it asks for.
+
+    It hears of each use under the store's lock, and the store asks it under that lock which key to evict. Keys are read
+    without the lock; nothing here blocks on I/O.
+
+    Once settled it has nothing to ask for, and notes no uses: the order of the last step before is kept for later.
+    """
+
+    def __init__(
+        self,
+        working_set: WorkingSet,
+        order: Iterable[str],
+        nbytes: MutableMapping[str, int],
+        *,
+        window_bytes: int,
+        rooms: Rooms,
+        rooms_nbytes: Mapping[str, int] | None = None,
+    ) -> None:
+        """``order``: the expected uses of a step; ``nbytes``: bytes of each key that may be read ahead.
+
+        ``rooms_nbytes``: the bytes of all leases beside the keys, where all keys stay in DRAM once they are there.
+        """
+        self.trace = Trace(tuple(order))
+        self.window_bytes = window_bytes
+        self._working_set = working_set
+        self._lock = working_set.condition
+        self._nbytes = nbytes
+        self._rooms_nbytes = rooms_nbytes
+        self._schedule = Schedule(self.trace, nbytes, window_bytes=window_bytes, rooms=rooms)
+        working_set.set_policy(NextUsePolicy(self.trace, self._schedule.is_near))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all keys are in DRAM for good, and none has to be read or to make room any more."""
+        return self._schedule.is_settled
+
+    def learn(self, key: str, nbytes: int, *, window_bytes: int) -> None:
+        """See ``Schedule.learn``."""
+        with self._lock:
+            self._schedule.learn(key, nbytes, window_bytes=window_bytes)
+
+    def use(self, *keys: str) -> None:
+        """Note that ``keys`` are used now, and begin to read the next ones. The last of ``keys`` may be a room."""
+        if self._schedule.is_settled:
+            return
+        with self._lock:
+            wanted = self._schedule.use(*keys)
+        if wanted:
+            self._read(wanted)
+
+    def hand_over(self, keys: Iterable[str], *, unrecorded: Iterable[str] = ()) -> None:
+        """Note that another thread will use ``unrecorded`` and ``keys`` soon, in this order."""
+        if self._schedule.is_settled:
+            return
+        with self._lock:
+            wanted = self._schedule.hand_over(keys, unrecorded=unrecorded)
+        if wanted:
+            self._read(wanted)
+
+    def take_back(self, keys: Iterable[str]) -> None:
+        """Note that keys that were handed over were used, or will not be."""
+        if not self.trace.has_promises:
+            return
+        with self._lock:
+            self._schedule.take_back(keys)
+
+    def use_promised(self, key: str) -> None:
+        """Note that a key that was handed over is being used now, and begin to read the keys after it."""
+        if self._schedule.is_settled and not self.trace.has_promises:
+            return
+        with self._lock:
+            wanted = self._schedule.use_promised(key)
+        if wanted:
+            self._read(wanted)
+
+    @contextmanager
+    def hand_overs(self) -> Iterator[None]:
+        """Several hand-overs belong together: the next keys are asked for once, when the block ends."""
+        with self._lock:
+            self._schedule.begin_hand_overs()
+        try:
+            yield
+        finally:
+            with self._lock:
+                wanted = self._schedule.end_hand_overs()
+            self._read(wanted)
+
+    def go_on(self) -> None:
+        """Begin to read the next keys, once some of the keys on their way have been used."""
+        if self._schedule.is_settled:
+            return
+        with self._lock:
+            wanted = self._schedule.go_on()
+        if wanted:
+            self._read(wanted)
+
+    def rewind(self) -> None:
+        """Say that a new step begins."""
+        if self._schedule.is_settled:
+            return
+        with self._lock:
+            wanted = self._schedule.rewind()
+        self._read(wanted)
+
+    def end_step(self) -> None:
+        """Say that a step is complete."""
+        if self._schedule.is_settled:
+            return
+        with self._lock:
+            wanted = self._schedule.end_step()
+        self._read(wanted)
+        if self._rooms_nbytes is not None:
+            self._settle()
+
+    def forget(self) -> None:
+        """Say that the step is dropped, and that the keys in DRAM will be elsewhere. Reads nothing."""
+        with self._lock:
+            self._schedule.unsettle()
+            self.trace.rewind()
+
+    def distance(self, key: str) -> int:
+        """Return after how many uses ``key`` is expected again."""
+        with self._lock:
+            return self.trace.distance(key)
+
+    def _read(self, wanted: Mapping[str, int]) -> None:
+        if wanted:
+            self._schedule.granted(self._working_set.prefetch(wanted, wanted))
+
+    def _settle(self) -> None:
+        """Settle once all of the model is in DRAM, and the other leases of a step find room beside it."""
+        if self._working_set.shortage({**self._nbytes, **(self._rooms_nbytes or {})}):
+            return
+        if self._working_set.prefetch(self._nbytes) == sum(self._nbytes.values()):
+            with self._lock:
+                self._schedule.settle()

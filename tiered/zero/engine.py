@@ -17,6 +17,7 @@ from torch import nn
 from tiered.errors import UsageError
 from tiered.store.residency.modes import is_in_transform
 from tiered.store.store import Store
+from tiered.tiers.schedule import SharedSchedule
 from tiered.zero.activations.activations import Activations
 from tiered.zero.activations.forward import Forward
 from tiered.zero.activations.saved import SavedPairs
@@ -33,9 +34,8 @@ from tiered.zero.parameters.access import Access
 from tiered.zero.parameters.calls import Calls
 from tiered.zero.parameters.functorch import check_no_transform, guard_functorch
 from tiered.zero.parameters.open_units import OpenUnits
-from tiered.zero.parameters.shared_schedule import SharedSchedule
 from tiered.zero.parameters.unit import Segment, Unit
-from tiered.zero.step import Event, Phase, in_graph_task
+from tiered.zero.step import Event, Phase, graph_task
 
 __all__ = ["Engine"]
 
@@ -77,7 +77,7 @@ class Engine:
         for unit in self.units:
             unit.engine, unit.owner = self, owner
             unit.gradients = UnitGradients(unit, self.open_gradients, self.layouts.lay_out_anew)
-            self.open_gradients.add_room(unit.gradients)
+            self.open_gradients.add(unit.gradients)
         self.expect_steps()
         forget_in_children(self)
         guard_functorch()
@@ -113,8 +113,8 @@ class Engine:
         if unit.is_open:  # a micro-batch that took its turn has opened it
             return ""
         self.finish_update(unit)
-        in_backward = in_graph_task()
-        self.open_gradients.opening = unit if in_backward else None
+        in_backward = graph_task() != -1
+        self.open_gradients.rooms.opening = unit.gradients.room if in_backward else ""
         return "backward" if in_backward else "forward" if self.calls else "open"
 
     def finish_update(self, unit: Unit) -> None:
@@ -126,7 +126,7 @@ class Engine:
 
     def opened(self, unit: Unit) -> None:
         """A unit has leased its bytes: park the idle units, and ask for the keys that come next."""
-        self.open_gradients.opening = None
+        self.open_gradients.rooms.opening = ""
         self.open_units.opened(unit)
         self.open_units.park_idle(self.calls.units() | {unit})
         gradients = unit.gradients

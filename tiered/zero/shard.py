@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.store.generations.registry import taking_apart
 from tiered.store.store import Store
 from tiered.units import format_bytes
 from tiered.zero.activations.activations import ActivationRule, words_of
-from tiered.zero.activations.saved import is_recomputing, with_repeated_arguments
 from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
@@ -290,8 +288,10 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
         if module is not model and not any(True for _ in module.parameters()):
             continue
         unit = unit_of.get(module)
-        module.register_forward_pre_hook(functools.partial(_enter, engine, unit), prepend=True, with_kwargs=True)
-        module.register_forward_hook(functools.partial(_exit, engine), with_kwargs=True, always_call=True)
+        module.register_forward_pre_hook(
+            functools.partial(engine.forward.begin_call, unit), prepend=True, with_kwargs=True
+        )
+        module.register_forward_hook(engine.forward.end_call, with_kwargs=True, always_call=True)
         stay_eager(module)
         _wrap_methods(module, engine, unit)
         if unit is not None and module is not model and engine.activations.may_recompute(unit):
@@ -299,20 +299,6 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
     for unit in units:
         for segment in unit.segments:
             engine.backward.watch(segment.parameter)
-
-
-@uninterrupted
-def _enter(engine: Engine, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    if engine.calls and module is engine.model():
-        engine.forward.leave_abandoned(module)
-    changed = with_repeated_arguments(args, kwargs) if is_recomputing() else None
-    engine.forward.enter(module, unit)
-    return changed
-
-
-@uninterrupted
-def _exit(engine: Engine, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    return engine.forward.exit(module, output)
 
 
 def _wrap_methods(module: nn.Module, engine: Engine, unit: Unit | None) -> None:

@@ -15,7 +15,7 @@ import torch
 from tiered.errors import StepAbandonedError, StoreLostError, UsageError
 from tiered.zero.export import Export
 
-__all__ = ["Event", "Phase", "Running", "Settled", "in_graph_task"]
+__all__ = ["Event", "Phase", "Running", "Settled", "graph_task", "in_graph_task"]
 
 
 class Settled(enum.Enum):
@@ -82,9 +82,13 @@ All other events are legal. A refusal changes nothing: the state after it is the
 """
 
 
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the autograd backward that this thread runs inside of; -1 outside."""
+
+
 def in_graph_task() -> bool:
     """Return whether this thread runs inside an autograd backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return graph_task() != -1
 
 
 class Phase:

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiered.bytes.interrupt import uninterrupted
 from tiered.zero.activations.activations import Activations
+from tiered.zero.activations.saved import is_recomputing, with_repeated_arguments
 from tiered.zero.gradients.backward import Backward
 from tiered.zero.parameters.access import check_forward
 from tiered.zero.parameters.conductor import Conductor
 from tiered.zero.parameters.outputs import any_requires_grad, own
 from tiered.zero.parameters.unit import Unit
-from tiered.zero.step import Event, in_graph_task
+from tiered.zero.step import Event, graph_task, in_graph_task
 
 __all__ = ["Forward"]
 
@@ -37,6 +39,23 @@ class Forward:
         self._backward = backward
         self._activations = activations
         self._begin = begin
+
+    @uninterrupted
+    def begin_call(self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before the forward of ``module``, whose ``unit`` it is if it is one's; return the arguments to call it with.
+
+        None for those that it was called with.
+        """
+        if self._calls and module is self._conductor.model():
+            self.leave_abandoned(module)
+        changed = with_repeated_arguments(args, kwargs) if graph_task() != -1 and is_recomputing() else None
+        self.enter(module, unit)
+        return changed
+
+    @uninterrupted
+    def end_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """After the forward of ``module``, also one that failed; return the output to hand on."""
+        return self.exit(module, output)
 
     def enter(self, module: nn.Module, unit: Unit | None) -> None:
         """A module call begins."""

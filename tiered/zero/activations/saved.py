@@ -162,6 +162,7 @@ class SavedPair:
         recomputed: str = "",
     ) -> None:
         """``pack`` takes the tensors that lie in no unit, where no other pair takes them."""
+        self.calls = engine.calls
         self._engine = engine
         self._pack_other = pack
         self._outer: _Pair | None = None
@@ -174,10 +175,6 @@ class SavedPair:
     def may_recompute(self) -> bool:
         """Whether a unit under this pair may run again on its own: no checkpoint or pair of the caller's is between."""
         return self._is_outermost and not self._is_in_checkpoint
-
-    def is_of(self, engine: Conductor) -> bool:
-        """Return whether this pair knows the units of ``engine``."""
-        return self._engine is engine
 
     def enter(self) -> None:
         """Put the pair in force. Raises UsageError where torch has switched such hooks off."""
@@ -236,11 +233,6 @@ class SavedPairs:
     def make(self, *, is_outermost: bool) -> SavedPair:
         """Return a new pair, not in force yet."""
         return SavedPair(self._engine, self._pack, is_outermost=is_outermost)
-
-    def is_on_top(self) -> bool:
-        """Return whether the innermost pair in force is one of these."""
-        pair = own_pair_in_force()
-        return pair is not None and pair.is_of(self._engine)
 
 
 class _HandedOn:

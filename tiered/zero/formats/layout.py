@@ -127,9 +127,11 @@ class Layout:
         scratch: TileScratch,
     ) -> None:
         """Do one update in place where the layout ``is_raw``: (numel,) each, of any size where it needs no scratch."""
-        rows = scratch.rows(small=self.is_small)
-        gradient = _scaled(gradient, factor, rows, parameter.dtype)
-        self.rule.update(parameter, gradient, moments, hyper, _work(rows, parameter))
+        work = gradient  # of no use
+        if not self.needs_no_scratch(gradient, factor):
+            rows = scratch.rows(small=self.is_small)
+            gradient, work = _scaled(gradient, factor, rows, parameter.dtype), _work(rows, parameter)
+        self.rule.update(parameter, gradient, moments, hyper, work)
 
     # -- one tile -------------------------------------------------------------------------------------------------
 

@@ -365,6 +365,7 @@ class UnitGradients:
         self.factors.clear()
         self._is_changed = False
         self.own.drop()
+        self.open_gradients.rooms.filled.discard(self.room)
         lease, self.lease = self.lease, None
         if lease is not None:
             self.open_gradients.closed(self)

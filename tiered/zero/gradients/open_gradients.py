@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 from tiered.store.residency.lease import Lease
 from tiered.store.residency.working_set import WorkingSet
+from tiered.tiers.schedule import Rooms
 from tiered.zero.parameters.open_units import OpenUnits
 from tiered.zero.parameters.unit import Unit
 
@@ -63,17 +64,16 @@ class OpenGradients:
         ``may_stay()``: whether all keys are in DRAM for good, with room for all gradients beside them.
         """
         self.gathered_bytes = 0  # the share of the units that compute
-        self.rooms_nbytes: Mapping[str, int] = {}  # of each unit's gradients, by the room's name
         self.update_bytes = 0  # of the update's share
-        self.opening: Unit | None = None  # in a backward, and will lease gradients
         self._shielded = open_units.shielded
         self._open_units = open_units
         self._working_set: WorkingSet = open_units.root.working_set
+        self.rooms = Rooms(self._working_set.has)  # for the schedule: buffers that will be leased
         self._root = open_units.root
         self._distance = distance
         self._open: dict[_Gradients, None] = {}
         self._lent: tuple[_Gradients, Lease] | None = None
-        self._rooms: dict[str, _Gradients] = {}
+        self._each: dict[_Gradients, None] = {}
         self._to_delete: list[str] = []
         self._num_names = 0
         self.spares: dict[_Gradients, None] = {}  # those that have an empty buffer for gradients beside it
@@ -84,23 +84,23 @@ class OpenGradients:
 
     def are_there(self) -> bool:
         """Return whether some unit has gradients that no step has used and no caller has dropped."""
-        return any(gradients.are_there() for gradients in self._rooms.values())
+        return any(gradients.are_there() for gradients in self._each)
 
     def drop_all(self) -> None:
         """Forget all gradients; see ``UnitGradients.drop``."""
-        for gradients in self._rooms.values():
+        for gradients in self._each:
             gradients.drop()
 
     def zero_all(self) -> None:
         """Fill all gradients with zeros and keep them."""
-        for gradients in self._rooms.values():
+        for gradients in self._each:
             gradients.zero()
 
     def reconcile_all(self) -> list[Unit]:
         """Take note of the caller's own changes to ``.grad``; return the units that have gradients."""
-        for gradients in self._rooms.values():
+        for gradients in self._each:
             gradients.reconcile()
-        return [gradients.unit for gradients in self._rooms.values() if gradients.are_any]
+        return [gradients.unit for gradients in self._each if gradients.are_any]
 
     def may_stay(self) -> bool:
         """Return whether gradients may stay where autograd puts them; where not, empty buffers are given up."""
@@ -132,7 +132,7 @@ class OpenGradients:
 
     def read_ahead(self, gradients: _Gradients) -> None:
         """Ask for ``gradients`` and those of the next units: a caller that reads all of them reads these next."""
-        each = list(self._rooms.values())
+        each = list(self._each)
         index = each.index(gradients)
         coming = each[index : index + 1 + _NUM_UNITS_AHEAD]
         self._working_set.prefetch([gradients.key for gradients in coming if gradients.key and gradients.lease is None])
@@ -171,13 +171,20 @@ class OpenGradients:
         while idle and share.left_bytes < needed_bytes:
             idle.pop().store_away()
 
+    def add(self, gradients: _Gradients) -> None:
+        """Take ``gradients`` of a unit into account; of all units, in the order in which they are read."""
+        self._each[gradients] = None
+
     def opened(self, gradients: _Gradients) -> None:
         """A unit's gradients are in DRAM and shown."""
         self._open[gradients] = None
+        self.rooms.leased.add(gradients.room)
+        self.rooms.filled.add(gradients.room)
 
     def closed(self, gradients: _Gradients) -> None:
         """A unit's gradients are the working set's, or gone."""
         self._open.pop(gradients, None)
+        self.rooms.leased.discard(gradients.room)
 
     def store_away_one(self, *, in_use: bool = False) -> bool:
         """Store the idle gradients away that are used last, or with ``in_use`` any; return whether there were any."""
@@ -193,9 +200,9 @@ class OpenGradients:
 
         The root's are not among them: a backward adds to them at its beginning and at its end.
         """
-        used = {self._root, self.opening, *self._shielded}
+        used, opening = {self._root, *self._shielded}, self.rooms.opening
         open_ = [each for each in self._open if not each.num_accumulating and not each.unit.is_in_backward]
-        idle = [each for each in open_ if each.unit not in used]
+        idle = [each for each in open_ if each.unit not in used and each.room != opening]
         return sorted(idle, key=lambda gradients: self._distance(gradients.key))
 
     def discard(self, key: str, lease: Lease | None) -> None:
@@ -215,28 +222,3 @@ class OpenGradients:
         self._open.clear()
         self.spares.clear()
         self._lent = None
-
-    # -- the next leases, for the schedule ------------------------------------------------------------------------
-
-    def add_room(self, gradients: _Gradients) -> None:
-        """Note the name under which ``gradients`` will be leased."""
-        self._rooms[gradients.room] = gradients
-
-    def due(self) -> int:
-        """Return the bytes that the unit being opened in a backward has yet to lease. Any thread."""
-        unit = self.opening
-        return self.rooms_nbytes[unit.gradients.room] if unit is not None and not unit.gradients.are_any else 0
-
-    def of(self, name: str) -> int | None:
-        """Return the bytes of gradients that will be leased under ``name``; None for the name of no gradients."""
-        gradients = self._rooms.get(name)
-        if gradients is None:
-            return None
-        return 0 if gradients.key or self._working_set.has(name) else self.rooms_nbytes[name]
-
-    def given_back(self, name: str) -> int | None:
-        """Return the bytes of gradients that are the working set's, or an update's, under ``name``; else None."""
-        gradients = self._rooms.get(name)
-        if gradients is None or gradients.lease is not None or not self._working_set.has(name):
-            return None
-        return self.rooms_nbytes[name]

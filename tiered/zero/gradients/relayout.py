@@ -14,13 +14,13 @@ from tiered.errors import UsageError
 from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.store.store import Store
 from tiered.tiers.placement import choose_held
+from tiered.tiers.schedule import SharedSchedule
 from tiered.zero.formats.budget import share_out_again, work_sizes
 from tiered.zero.formats.codec import Bucket
 from tiered.zero.gradients.gradients import UnitGradients
 from tiered.zero.gradients.open_gradients import OpenGradients
 from tiered.zero.layout import Shares, Span, UnitLayout, whole_pages
 from tiered.zero.parameters.parameter import without_dispatch
-from tiered.zero.parameters.shared_schedule import SharedSchedule
 from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["Relayout", "UnitLayouts", "layout_for_now"]
@@ -219,7 +219,7 @@ class UnitLayouts:
         """Hold the keys that placement chooses of the present ones; return the schedule of a step's uses."""
         self.hold()
         open_gradients.gathered_bytes = self.shares.gathered
-        open_gradients.rooms_nbytes = self.rooms_nbytes
+        open_gradients.rooms.nbytes = self.rooms_nbytes
         scratch = work_sizes([unit.layout for unit in self._units]).scratch
         open_gradients.update_bytes = self.shares.update - scratch
         return SharedSchedule(
@@ -227,7 +227,7 @@ class UnitLayouts:
             self.order(),
             self.nbytes,
             window_bytes=self.shares.read_ahead,
-            rooms=open_gradients,
+            rooms=open_gradients.rooms,
             rooms_nbytes=self.rooms_nbytes if self.are_held else None,
         )
 

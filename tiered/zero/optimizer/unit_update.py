@@ -5,6 +5,7 @@ update_thread.py decides which thread runs it, and when; update.py does the arit
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,14 +13,14 @@ from tiered.store.residency.working_set import Lease
 from tiered.zero.optimizer.update import Source
 
 if TYPE_CHECKING:
+    from tiered.tiers.schedule import SharedSchedule
     from tiered.zero.formats.codec import Bucket
     from tiered.zero.formats.rules import Hyperparameters
     from tiered.zero.gradients.taken_gradients import TakenGradients
     from tiered.zero.optimizer.update import UpdatePipeline
-    from tiered.zero.parameters.shared_schedule import SharedSchedule
     from tiered.zero.parameters.unit import Segment, Unit
 
-__all__ = ["UnitUpdate"]
+__all__ = ["UnitUpdate", "outcome_of"]
 
 
 class UnitUpdate:
@@ -107,3 +108,13 @@ class UnitUpdate:
         self._schedule.take_back(self.keys)
         self._release_parameters()
         return self.gradients.delete()
+
+
+def outcome_of(action: Callable[[], object]) -> BaseException | None:
+    """Do ``action``; return the error that it raised, whatever it is, for another thread to hear of."""
+    try:
+        action()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # lifetime: their locals may be views of leased bytes
+        return error
+    return None

@@ -20,7 +20,9 @@ __all__ = ["NO_TURNS", "Call", "CallStack", "Calls", "HookPair", "Method", "Turn
 
 
 class HookPair(Protocol):
-    """A pair of saved-tensor hooks."""
+    """A pair of saved-tensor hooks, bound methods of this object; ``calls`` are those of its model."""
+
+    calls: Calls
 
     def enter(self) -> None:
         """Put the pair in force."""
@@ -38,9 +40,6 @@ class HookPairs(Protocol):
 
     def make(self, *, is_outermost: bool) -> HookPair:
         """Return a new pair, not in force yet."""
-
-    def is_on_top(self) -> bool:
-        """Return whether the innermost pair in force is one of these."""
 
 
 class Turns(Protocol):
@@ -279,7 +278,11 @@ class Calls:
         return self._pairs.make(is_outermost=self.stack.num_pairs == 0)
 
     def _needs_pair(self) -> bool:
-        return torch.is_grad_enabled() and not self._pairs.is_on_top()
+        if not torch.is_grad_enabled():
+            return False
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        innermost = getattr(hooks[0], "__self__", None) if hooks else None
+        return getattr(innermost, "calls", None) is not self
 
 
 def _num_under_way(module: nn.Module) -> int:

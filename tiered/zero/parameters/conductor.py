@@ -9,9 +9,9 @@ from torch import nn
 
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store
+from tiered.tiers.schedule import SharedSchedule
 from tiered.zero.parameters.calls import Calls
 from tiered.zero.parameters.open_units import OpenUnits
-from tiered.zero.parameters.shared_schedule import SharedSchedule
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Phase
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -250,7 +250,7 @@ class Unit:
             self.park()
         word = self.engine.before_open(self) if buffer.state is BufferState.NONE else ""
         if word:
-            with ordinary_tensors():  # order: later uses of the same lease may be recorded by autograd
+            with _ordinarily():  # order: later uses of the same lease may be recorded by autograd
                 buffer.gather(mode)
             self._word = word
             if mode == "rw":
@@ -266,7 +266,7 @@ class Unit:
         self.open(mode)
         if self.buffer.state is BufferState.SHOWN:
             return
-        with without_dispatch(), unrecorded(), ordinary_tensors():
+        with without_dispatch(), _ordinarily():
             self.buffer.show(self._parameters)
             self.versions = tuple([parameter._version for parameter in self._parameters])
 
@@ -302,7 +302,7 @@ class Unit:
 
     def _hide(self, *, check: bool) -> str:
         written = ""
-        with without_dispatch(), unrecorded():
+        with without_dispatch(), _ordinarily():
             for segment, version in zip(self.segments, self.versions, strict=True):
                 if check and segment.parameter._version != version:
                     written = segment.name
@@ -334,6 +334,17 @@ class Unit:
             yield from [segment for segment in self.segments if segment.parameter.requires_grad]
 
 
+def _ordinarily() -> AbstractContextManager[object]:
+    """Return a block whose tensors autograd can save later, and that torch's profiler does not see: most often none."""
+    if not torch.is_inference_mode_enabled() and not torch._C._autograd._profiler_enabled():
+        return _NOTHING
+    with ExitStack() as stack:
+        stack.enter_context(unrecorded())
+        stack.enter_context(ordinary_tensors())
+        return stack.pop_all()
+
+
+_NOTHING = nullcontext()
 _WORDS = {BufferState.NONE: "parked", BufferState.GATHERED: "open", BufferState.SHOWN: "shown"}
 
 
