@@ -136,16 +136,16 @@ def lease_and_release(arena: Arena, sizes: list[int]) -> list[Buffer]:
 def test_an_alias_reports_the_death_of_its_last_view() -> None:
     arena, dead = Arena(1 * MiB), queue.SimpleQueue[str]()
     buffer = lease(arena, 4096)
-    tensor = buffer.alias(1000, lambda _: dead.put("gone"))
+    tensor, watched = buffer.alias(1000, lambda _: dead.put("gone"))
     assert tensor.dtype == torch.uint8 and tensor.shape == (1000,) and tensor.data_ptr() == buffer.address
     view = tensor.view(torch.float32)[10:20].view(2, 5)
     view.fill_(1.0)
     del tensor
     gc.collect()
-    assert dead.empty() and buffer.is_aliased
+    assert dead.empty() and buffer.is_aliased and watched() is not None
     assert bytes(buffer.memory[40:44]) == b"\x00\x00\x80\x3f"
     del view
-    assert dead.get_nowait() == "gone" and not buffer.is_aliased
+    assert dead.get_nowait() == "gone" and not buffer.is_aliased and watched() is None
     arena.release(buffer)
     arena.close()
 
@@ -153,7 +153,7 @@ def test_an_alias_reports_the_death_of_its_last_view() -> None:
 def test_two_aliases_of_one_buffer_have_storages_of_their_own() -> None:
     arena, dead = Arena(1 * MiB), queue.SimpleQueue[int]()
     buffer = lease(arena, 4096)
-    first, second = buffer.alias(4096, lambda _: dead.put(1)), buffer.alias(4096, lambda _: dead.put(2))
+    (first, _), (second, _) = buffer.alias(4096, lambda _: dead.put(1)), buffer.alias(4096, lambda _: dead.put(2))
     del first
     assert dead.get_nowait() == 1 and buffer.is_aliased
     del second
@@ -165,7 +165,7 @@ def test_two_aliases_of_one_buffer_have_storages_of_their_own() -> None:
 def test_an_empty_buffer_and_an_empty_alias_work() -> None:
     arena, dead = Arena(1 * MiB), queue.SimpleQueue[str]()
     buffer = lease(arena, 0)
-    tensor = buffer.alias(0, lambda _: dead.put("gone"))
+    tensor, _ = buffer.alias(0, lambda _: dead.put("gone"))
     view = tensor.view(torch.bfloat16).view(0, 3)
     assert tensor.shape == (0,) and view.shape == (0, 3)
     del tensor
@@ -180,7 +180,7 @@ def test_an_empty_buffer_and_an_empty_alias_work() -> None:
 def test_releasing_under_a_living_tensor_is_an_assertion() -> None:
     arena = Arena(1 * MiB)
     buffer = lease(arena, 4096)
-    tensor = buffer.alias(4096, nothing)
+    tensor, _ = buffer.alias(4096, nothing)
     with pytest.raises(AssertionError, match="living tensor"):
         arena.release(buffer)
     del tensor
@@ -223,7 +223,7 @@ def test_without_reuse_a_released_buffer_is_poisoned_and_its_address_never_comes
         buffer.memory[:] = bytes(buffer.nbytes)
         assert buffer.address not in seen
         seen.add(buffer.address)
-        stale = buffer.alias(4, nothing)
+        stale, _ = buffer.alias(4, nothing)
         address = stale.data_ptr()
         del stale
         arena.release(buffer)

@@ -24,7 +24,7 @@ from tiered.bytes.address_ranges import AddressRanges
 from tiered.errors import CapacityError, ClosedError, UsageError
 from tiered.units import GiB, KiB, MiB, format_bytes, round_up
 
-__all__ = ["PAGE_NBYTES", "Arena", "ArenaStatistics", "Buffer"]
+__all__ = ["PAGE_NBYTES", "Arena", "ArenaStatistics", "Buffer", "Watched"]
 
 PAGE_NBYTES = 4 * KiB
 """Buffers start at, and are, multiples of this."""
@@ -58,6 +58,9 @@ class ArenaStatistics:
     has_huge_pages: bool
 
 
+Watched = weakref.ref[ctypes.Array[ctypes.c_uint8]]
+
+
 class Buffer:
     """An aligned slice of an arena, leased until ``Arena.release``."""
 
@@ -67,16 +70,17 @@ class Buffer:
         self.address = address
         self.nbytes = memory.nbytes
         self.memory = memory  # uint8, writeable, all of the buffer; dead after release
-        self._aliases: list[weakref.ref[ctypes.Array[ctypes.c_uint8]]] = []
+        self._aliases: list[Watched] = []
 
     @property
     def is_aliased(self) -> bool:
         """Whether a tensor made by ``alias`` (or a view of one) is alive."""
         return any(alias() is not None for alias in self._aliases)
 
-    def alias(self, nbytes: int, on_dead: Callable[[object], object]) -> torch.Tensor:
-        """Return a uint8 tensor of shape (nbytes,) over the first ``nbytes`` of this buffer, zero copy.
+    def alias(self, nbytes: int, on_dead: Callable[[object], object]) -> tuple[torch.Tensor, Watched]:
+        """Return a uint8 tensor of shape (nbytes,) over the first ``nbytes`` of this buffer, zero copy, and its life.
 
+        The latter gives None from the moment on when the last tensor on the storage has died.
         Its storage is its own: ``on_dead`` is called once the last tensor on that storage has died, with nothing of
         use. The call may come from any thread and from inside a garbage collection, so ``on_dead`` must be reentrant: a
         ``queue.SimpleQueue().put`` is, taking a lock is not. Where Ctrl-C interrupts a function of Python, the rest of
@@ -86,9 +90,10 @@ class Buffer:
         # An empty tensor has a storage of one byte, which it never shows: a storage of none could not be watched.
         array = _array_type(max(nbytes, 1)).from_address(self.address)
         self._aliases = [alias for alias in self._aliases if alias() is not None]
-        self._aliases.append(weakref.ref(array, on_dead))
+        watched = weakref.ref(array, on_dead)
+        self._aliases.append(watched)
         tensor = torch.frombuffer(array, dtype=torch.uint8)
-        return tensor if nbytes else tensor.resize_(0)
+        return (tensor if nbytes else tensor.resize_(0)), watched
 
     def follow_up(self, action: Callable[[], object]) -> None:
         """Have ``action()`` called after the ``on_dead`` of each alias that lives now, which is called twice then."""

@@ -65,7 +65,7 @@ def copy_contiguous(buffer: Buffer, tensor: torch.Tensor, *, to_buffer: bool) ->
         places = (buffer.address, tensor.data_ptr()) if to_buffer else (tensor.data_ptr(), buffer.address)
         ctypes.memmove(*places, nbytes)
         return
-    alias = buffer.alias(nbytes, _ignore).view(tensor.dtype).view(tensor.shape)
+    alias = buffer.alias(nbytes, _ignore)[0].view(tensor.dtype).view(tensor.shape)
     if to_buffer:
         alias.copy_(tensor)
     else:

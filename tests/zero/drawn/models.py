@@ -283,7 +283,7 @@ class Around(nn.Module):
 
     def __init__(self, make: Make, kind: str, width: int) -> None:
         super().__init__()
-        self.inner, self.kind, self.calls = make(), kind, 0
+        self.inner, self.kind = make(), kind
         self.gate, self.unused = nn.Parameter(torch.tensor(0.5)), nn.Linear(2, 3)
         self.sometimes = nn.Parameter(torch.randn(width) / 4)
         self.register_buffer("mean", torch.zeros(width))
@@ -311,8 +311,8 @@ class Around(nn.Module):
         return x + self.inner(x.detach())
 
     def _sometimes(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.inner(x) + self.sometimes.float() if self.calls % 2 else self.inner(x)
+        self.count = self.count + 1  # a buffer: a recompute leaves it as it was
+        return self.inner(x) + self.sometimes.float() if int(self.count) % 2 else self.inner(x)
 
     def _reentrant(self, x: Tensor) -> Tensor:
         return checkpoint(self.inner, x, use_reentrant=True) if torch.is_grad_enabled() else self.inner(x)

@@ -187,10 +187,7 @@ class Plain(Side):
         return state
 
     def resume(self, update: str) -> dict[str, Any]:
-        """A new process: what a module counts outside buffers begins anew."""
-        for module in self.model.modules():
-            if hasattr(module, "calls"):
-                module.calls = 0
+        """A new process."""
         self.model.train()
         return self.rollback()
 

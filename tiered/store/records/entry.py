@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from tiered.bytes.arena import Buffer
+from tiered.bytes.arena import Buffer, Watched
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row
 from tiered.store.format.spec import INLINE_NBYTES, Spec, UnknownSpec
@@ -77,7 +77,7 @@ class Residence:
 class Alias:
     """The end of a lease as the finalizer of its bytes reports it; refers to no tensor."""
 
-    __slots__ = ("before", "has_ended", "is_released", "is_writer", "residence", "thread")
+    __slots__ = ("before", "has_ended", "is_released", "is_writer", "memory", "residence", "thread")
 
     def __init__(self, residence: Residence, *, is_writer: bool, thread: int) -> None:
         self.residence = residence
@@ -85,7 +85,14 @@ class Alias:
         self.thread = thread
         self.is_released = False
         self.has_ended = False
+        self.memory: Watched | None = None  # lives as long as the lease's last tensor
         self.before: Stored | None = None  # where the device has the bytes that were leased for writing
+
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the last tensor has died, reported or not: another thread may have the report in hand."""
+        return self.memory is not None and self.memory() is None
 
 
 class Stored(NamedTuple):

@@ -308,17 +308,27 @@ class Residents:
         if self.ended_leases.queue.empty():
             return
         for alias in self.ended_leases.take():
-            if alias.has_ended:
-                continue
-            self.release(alias)
-            alias.has_ended = True
-            self.forget_user(alias.thread)
-            residence = alias.residence
-            residence.aliases -= 1
-            if not residence.aliases:
-                self.share.unpin(residence)
-            residence.writers -= alias.is_writer
-            self.settle(residence)
+            self._end(alias)
+
+    def has_ended(self, alias: Alias) -> bool:
+        """Return whether the last tensor of a lease has died. Notes that and the other ends since the last call."""
+        self.drain()
+        if alias.is_dead:
+            self._end(alias)
+        return alias.has_ended
+
+    def _end(self, alias: Alias) -> None:
+        if alias.has_ended:
+            return
+        self.release(alias)
+        alias.has_ended = True
+        self.forget_user(alias.thread)
+        residence = alias.residence
+        residence.aliases -= 1
+        if not residence.aliases:
+            self.share.unpin(residence)
+        residence.writers -= alias.is_writer
+        self.settle(residence)
 
     def settle(self, residence: Residence) -> None:
         """Note the end of a use of ``residence``: offer its entry, or give an orphan back."""

@@ -127,7 +127,7 @@ class WorkingSet:
         try:
             if old is not None and mode == "rw":  # a reader still has the old bytes: this lease gets its own
                 ctypes.memmove(buffer.address, old.buffer.address, spec.nbytes)
-            flat = buffer.alias(spec.nbytes, self.residents.on_end(alias))
+            flat, alias.memory = buffer.alias(spec.nbytes, self.residents.on_end(alias))
             lease = Lease(self, key, mode, alias, tensor_over(flat, spec))
         except BaseException:
             if flat is None:
@@ -153,8 +153,7 @@ class WorkingSet:
             return True  # a finalizer inside of a call: the death of the tensor says the same, and is noted soon
         with self.condition:
             self.residents.release(alias, is_written=is_written)
-            self.residents.drain()
-            has_ended = alias.has_ended
+            has_ended = self.residents.has_ended(alias)
             self.residents.restore(alias, self.records.untouch) if is_unchanged and has_ended else None
         self.room.pump()
         return has_ended
@@ -175,7 +174,7 @@ class WorkingSet:
         self.check(writing=True)
         with self.condition:
             self.residents.release(alias)
-            self.residents.drain()
+            self.residents.has_ended(alias)
             self.residents.share.give_back(alias.residence)
             if alias.has_ended:
                 self.keys.remove(lease.key)
