@@ -99,10 +99,12 @@ class Program:
         self._plain_random = _random_state()
         if type(error) is not type(expected_error):
             if "modified by an inplace operation" in str(expected_error):
+                self._has_failed = True
                 raise Refused  # what is computed again finds what it had saved: torch's own checkpoints would, too
             raise Difference(f"{name}: {error!r} instead of {expected_error!r}") from (error or expected_error)
         _compare(name, found, expected)
-        _compare(f"random numbers after {name}", self._ours_random, self._plain_random)
+        if error is None or "micro_batches" not in name:  # a backward that fails comes after all forwards of tiered's
+            _compare(f"random numbers after {name}", self._ours_random, self._plain_random)
         if error is not None and name not in ("thrown", "thrown in backward"):
             self._has_failed = True
             raise Refused from error  # by torch: each side has done what it had done
@@ -245,7 +247,8 @@ class Program:
             elif kind == "add":
                 chosen.grad.add_(0.1)
             else:
-                chosen.grad = None if kind == "drop" else torch.full(chosen.shape, 0.25, dtype=chosen.dtype)
+                new = torch.empty_strided(chosen.shape, chosen.stride(), dtype=chosen.dtype)  # or torch reads it wrong
+                chosen.grad = None if kind == "drop" else new.fill_(0.25)
             return []
 
         self._both(f"gradients({kind})", act)
