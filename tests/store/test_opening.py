@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import tracemalloc
 from collections.abc import Callable
@@ -20,6 +21,11 @@ from tiered.errors import CapacityError, ClosedError, UsageError
 from tiered.store.lifetime import opening
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
+
+
+def without_triton(stderr: str) -> str:
+    """Return ``stderr`` without what torch's builds for CUDA say of another library as a process ends."""
+    return re.sub(r"nanobind: leaked.*?refleaks\.html\s*", "", stderr, flags=re.DOTALL)
 
 
 @pytest.fixture
@@ -178,7 +184,7 @@ store["k3"] = torch.zeros(5000)
         timeout=WAIT_S * 2,
         cwd=Path(__file__).parents[2],
     )
-    assert (done.returncode, done.stderr.count("\n")) == (0, 1)
+    assert (done.returncode, without_triton(done.stderr).count("\n")) == (0, 1)
     assert "changes to 1 keys" in done.stderr and "since generation 1 are dropped" in done.stderr
     with Store(tmp_path / "run", dram="64MiB") as store:
         assert (store.generation, store.state) == (1, {"step": 1})
@@ -301,4 +307,4 @@ def test_a_committed_store_that_atexit_closes_is_closed_in_silence(tmp_path: Pat
     )
     command = [warm_python.executable, "-c", code, os.fspath(tmp_path / "store")]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+    assert (found.returncode, found.stdout, without_triton(found.stderr)) == (0, "", "")
