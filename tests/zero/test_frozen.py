@@ -488,6 +488,7 @@ def test_blocks_that_may_write_write_a_frozen_span_only_where_it_changed(tmp_pat
         with tiered.unsharded(model), torch.no_grad():
             assert model(batch(0)).isfinite()
         assert not frozen_keys_written()
+        assert keys_written(store) == before  # nor anything else
         model.load_state_dict(state)
         assert not frozen_keys_written()
         with tiered.unsharded(model), torch.no_grad():

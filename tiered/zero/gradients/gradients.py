@@ -56,7 +56,7 @@ class UnitGradients:
         self.working_set = unit.working_set
         self.lease: Lease | None = None
         self.key = ""  # "": there are no gradients in a buffer
-        self.own = OwnGradients(unit.working_set)
+        self.own = OwnGradients()
         self.room = f"model/gradient/{unit.name}"
         self.factors: dict[Segment, torch.Tensor] = {}
         self.num_accumulating = 0

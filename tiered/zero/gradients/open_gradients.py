@@ -112,10 +112,11 @@ class OpenGradients:
 
     def end_spares(self) -> bool:
         """Give up all empty buffers, and move the gradients in that lie beside them; return whether there were any."""
-        spares, self.spares = self.spares, {}
-        for gradients in spares:
+        were_any = bool(self.spares)
+        while self.spares:  # order: one that fails leaves the others to the next call
+            gradients, _ = self.spares.popitem()
             gradients.end_spare()
-        return bool(spares)
+        return were_any
 
     def new_buffer(self, gradients: _Gradients) -> tuple[str, Lease]:
         """Lease a new buffer for ``gradients``, under the name of their room if that is free. Blocks."""

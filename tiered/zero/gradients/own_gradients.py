@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.store.residency.working_set import Lease
 from tiered.zero.parameters.unit import Segment
 
 __all__ = ["OwnGradients"]
@@ -20,14 +20,13 @@ class OwnGradients:
     nothing. ``lease`` is kept from step to step; ``key`` is its key.
     """
 
-    __slots__ = ("_clipped", "_working_set", "are_there", "key", "lease")
+    __slots__ = ("_clipped", "are_there", "key", "lease")
 
-    def __init__(self, working_set: WorkingSet) -> None:
+    def __init__(self) -> None:
         self.are_there = False
         self.key = ""
         self.lease: Lease | None = None
         self._clipped: dict[Segment, tuple[int, int]] = {}  # address and version when the factors were made
-        self._working_set = working_set
 
     def __repr__(self) -> str:
         return f"OwnGradients({'there' if self.are_there else 'none'}, buffer {self.key!r})"
@@ -57,6 +56,7 @@ class OwnGradients:
             and gradient.dtype == segment.dtype
             and gradient.stride() == segment.strides
             and segment.grad_offset >= 0
+            and not gradient.is_neg()  # its bytes have the other sign, and kernels read bytes
             and gradient.untyped_storage().nbytes() <= segment.nbytes
         )
 

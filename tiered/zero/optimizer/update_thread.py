@@ -270,8 +270,13 @@ class UpdateThread:
         if waiter is None:
             self._answer(has_given=self._give())  # order: without the lock, it takes the store's and starts writes
             return True
-        INTERRUPTS.acquire(waiter, deadline.patience_s((self._num_done, self._num_buckets)))
+        INTERRUPTS.acquire(waiter, deadline.patience_s(self._progress()))
         return True
+
+    def _progress(self) -> object:
+        """Return a value that changes as long as an update, or the commit behind it, comes closer to its end."""
+        with self._working_set.condition:
+            return self._num_done, self._num_buckets, self._working_set.records.commit_progress()
 
     def _answer(self, *, has_given: bool) -> None:
         with self._condition:

@@ -174,7 +174,7 @@ class Unit:
     """
 
     __slots__ = (
-        "__weakref__", "_frozen_digests", "_opened_s", "_parameters", "_token", "_word", "buffer", "engine",
+        "__weakref__", "_digests", "_opened_s", "_parameters", "_token", "_word", "buffer", "engine",
         "gradients", "key", "keys", "layout", "name", "nbytes", "num_ops", "owner", "segments", "trainable_keys",
         "version", "versions", "working_set",
     )  # fmt: skip
@@ -195,7 +195,7 @@ class Unit:
         self._parameters = [segment.parameter for segment in self.segments]
         self._token: weakref.ref[ReferenceToken] | None = None
         self._opened_s = 0.0
-        self._frozen_digests: dict[int, int] = {}  # of frozen spans that are leased for writing, by their numbers
+        self._digests: tuple[int, ...] = ()  # of the spans, where they were leased for writing
         self._word = ""  # the use it was opened for, for the recorder
         for segment in self.segments:
             segment.unit = self
@@ -254,7 +254,7 @@ class Unit:
                 buffer.gather(mode)
             self._word = word
             if mode == "rw":
-                self._frozen_digests = {n: digest(buffer.tensors[n]) for n in self._frozen()}
+                self._digests = tuple([digest(tensor) for tensor in buffer.tensors])
             self.engine.opened(self)
             # Order: once others are parked, so that a thread has ended its work on one unit before the next begins.
             self._opened_s = time.monotonic()
@@ -284,8 +284,8 @@ class Unit:
         if buffer.state is BufferState.SHOWN:
             written = self._hide(check=buffer.mode == "r")
         self.engine.parked(self)
-        found, self._frozen_digests = self._frozen_digests, {}
-        buffer.release([number for number, before in found.items() if digest(buffer.tensors[number]) == before])
+        digests, self._digests = self._digests, ()
+        buffer.release([n for n, before in enumerate(digests) if digest(buffer.tensors[n]) == before])
         if written:
             go_on = self.engine.give_up(f"parameter {written} was written in place outside tiered.unsharded")
             raise UsageError(
@@ -295,10 +295,6 @@ class Unit:
                 f" torch.no_grad(): model(batch)`, without max_norm=; {go_on}"
             )
         return True
-
-    def _frozen(self) -> list[int]:
-        """Return the numbers of the spans that no update writes: a block that changes nothing must not, either."""
-        return [number for number, span in enumerate(self.layout.spans) if not span.trainable]
 
     def _hide(self, *, check: bool) -> str:
         written = ""
