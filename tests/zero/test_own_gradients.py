@@ -217,6 +217,19 @@ def test_written_in_place_after_the_clipping_is_refused(tmp_path: Path) -> None:
             optimizer.step()
 
 
+def test_a_new_tensor_at_the_address_of_a_clipped_one_has_no_factor(tmp_path: Path) -> None:
+    """Memory that is given back is used again: a new tensor may lie where the old one lay, and be as new as it."""
+    with debug_store(tmp_path, durable=False) as store:
+        model, _ = settled(store)
+        for parameter in model.parameters():
+            tiered.clip_grad_norm_(model, 0.01)
+            parameter.grad = None
+            parameter.grad = torch.zeros(parameter.shape)
+            gradients = parameter.segment.unit.gradients  # type: ignore[attr-defined]
+            gradients.reconcile()
+            assert parameter.segment not in gradients.factors  # type: ignore[attr-defined]
+
+
 def test_gradients_kept_by_the_caller_stay_as_they_are(tmp_path: Path) -> None:
     with debug_store(tmp_path, durable=False) as store:
         model, optimizer = settled(store)

@@ -152,6 +152,7 @@ class WorkingSet:
         except UsageError:
             return True  # a finalizer inside of a call: the death of the tensor says the same, and is noted soon
         with self.condition:
+            is_unchanged &= not alias.has_ended  # order: an end that another thread noted let writers in
             self.residents.release(alias, is_written=is_written)
             has_ended = self.residents.has_ended(alias)
             self.residents.restore(alias, self.records.untouch) if is_unchanged and has_ended else None

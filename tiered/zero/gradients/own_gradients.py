@@ -26,7 +26,8 @@ class OwnGradients:
         self.are_there = False
         self.key = ""
         self.lease: Lease | None = None
-        self._clipped: dict[Segment, tuple[int, int]] = {}  # address and version when the factors were made
+        # As the factors were made, with their versions. Lifetime: a tensor that is kept lends its address to no other.
+        self._clipped: dict[Segment, tuple[torch.Tensor, int]] = {}
 
     def __repr__(self) -> str:
         return f"OwnGradients({'there' if self.are_there else 'none'}, buffer {self.key!r})"
@@ -67,20 +68,16 @@ class OwnGradients:
 
     def note_clipped(self, factors: Mapping[Segment, torch.Tensor]) -> None:
         """The ``factors`` are for the gradients as they are now."""
-        self._clipped = {segment: _looks(segment) for segment in factors}
+        gradients = {segment: segment.parameter.grad for segment in factors}
+        self._clipped = {s: (g.detach(), g._version) for s, g in gradients.items() if g is not None}
 
     def changes(self, factors: dict[Segment, torch.Tensor]) -> bool:
         """Drop the factors of gradients that were replaced since; return whether others were written in place."""
         is_changed = False
         for segment in list(factors):
-            before, now = self._clipped.get(segment), _looks(segment)
-            if before is None or before[0] != now[0]:
+            before, now = self._clipped.get(segment), segment.parameter.grad
+            if before is None or now is None or before[0].data_ptr() != now.data_ptr():
                 del factors[segment]
-            elif before != now:
+            elif before[1] != now._version:
                 is_changed = True
         return is_changed
-
-
-def _looks(segment: Segment) -> tuple[int, int]:
-    gradient = segment.parameter.grad
-    return (0, 0) if gradient is None else (gradient.data_ptr(), gradient._version)

@@ -282,20 +282,20 @@ class StreamingOptimizer(Optimizer):
         if not managed:
             gradients.drop(used=self.in_backward)
             return
-        thread = self._threads[engine]
+        thread, gradient_key = self._threads[engine], gradients.key or gradients.room
         limit = engine.layouts.shares.spare // 2 if self.in_backward else None
         buckets = [b for b in self._state.buckets[unit] if not {p.segment for p in b.pieces}.isdisjoint(managed)]
         parameter_keys = unit.keys_of(managed).values()
         state_keys = [bucket.key for bucket in buckets]  # order: promised before the wait, or they would be evicted
         if self.in_backward:  # the gradients stay leased from here on
-            engine.schedule.hand_over([*parameter_keys, *state_keys], unrecorded=[gradients.key])
+            engine.schedule.hand_over([*parameter_keys, *state_keys], unrecorded=[gradient_key])
         else:
-            engine.schedule.hand_over([*parameter_keys, gradients.key, *state_keys])
+            engine.schedule.hand_over([*parameter_keys, gradient_key, *state_keys])
         try:
             thread.make_room(unit, 2 * gradients.nbytes, limit)
             thread.raise_failure()
         except BaseException:
-            engine.schedule.take_back([*parameter_keys, gradients.key, *state_keys])
+            engine.schedule.take_back([*parameter_keys, gradient_key, *state_keys])
             raise
         hypers = {segment: self._state.count(segment, self._hypers[segment]) for segment in managed}
         taken = gradients.take(used=self.in_backward)
