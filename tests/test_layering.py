@@ -40,11 +40,11 @@ ORDER = {
               "address_ranges", "arena", "pinned_arena", "host_tensor", "device"),
     "store": ("waiting", "format", "transfers", "catalog", "space", "records", "residency", "values", "lifetime",
               "generations", "assembly", "statistics", "store"),
-    "tiers": ("placement", "trace", "schedule", "device_tier"),
+    "tiers": ("placement", "trace", "schedule", "device_memory", "accelerator", "device_tier"),
     "ranks": ("comm",),
     "zero": ("layout", "division", "export", "frames", "forks", "step", "kernels", "formats", "parameters",
              "gradients", "activations", "microbatching", "engine", "store_events", "model_state", "optimizer",
-             "construct", "weights", "shard", "unsharded"),
+             "construct", "weights", "compute_device", "shard", "unsharded"),
 }  # fmt: skip
 """The rooms of each floor, files of the floor itself among them: each imports only what stands before it."""
 

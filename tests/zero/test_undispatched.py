@@ -335,7 +335,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_placeholder_has_no_values(dtype: torch.dtype) -> None:
-    blank = placeholder((3, 5), dtype)
+    blank = placeholder((3, 5), dtype, torch.device("cpu"))
     assert blank.shape == (3, 5)
     assert blank.dtype == dtype
     for touch in (

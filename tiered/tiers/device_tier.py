@@ -1,20 +1,33 @@
 """DeviceTier: one unit's spans where computing happens, between the working set and the parameters.
 
-Where computing happens on the CPU, HostTier, the buffer is the working set's lease: no byte is copied. The engine
-decides what moves when.
+Where computing happens on the CPU, HostTier, the buffer is the working set's lease: no byte is copied. accelerator.py
+has the tier of a device with memory of its own. The engine decides what moves when.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
 
+from tiered.bytes.interrupt import uninterrupted_block
 from tiered.store.residency.working_set import Lease, WorkingSet
 
-__all__ = ["BufferState", "Collectives", "ComputeTier", "HostTier", "ParameterPlace", "ShardState", "UnitBuffer"]
+__all__ = [
+    "BufferState",
+    "Collectives",
+    "ComputeTier",
+    "Gathered",
+    "GradientBuffer",
+    "HostTier",
+    "ParameterPlace",
+    "ShardState",
+    "UnitBuffer",
+]
 
 
 class ShardState(enum.Enum):
@@ -41,11 +54,95 @@ class ParameterPlace(NamedTuple):
     strides: tuple[int, ...]
 
 
-class ComputeTier(Protocol):
-    """Memory in which a unit's parameters are used."""
+class Gathered(Protocol):
+    """A unit's spans where computing happens, until ``release``. One thread at a time.
 
-    def copy_in(self, leases: Sequence[Lease]) -> list[torch.Tensor]:
-        """Return this rank's shards where computing happens: (nbytes,) uint8 each, valid while ``leases`` are."""
+    ``tensors``: (nbytes,) uint8 each, one per span. ``leases``: those of the spans' bytes in DRAM that lie there as
+    long as the spans are gathered, or none.
+    """
+
+    tensors: list[torch.Tensor]
+    leases: tuple[Lease, ...]
+
+    def use(self) -> None:
+        """An operation on the caller's stream is about to use the spans: it comes after the copies of them."""
+
+    def is_there(self, span: int) -> bool:
+        """Return whether ``tensors[span]`` is memory of the span still, because a tensor that lies in it lives."""
+
+    def write_back(self) -> None:
+        """Have the bytes of ``leases`` be those of ``tensors``; blocks."""
+
+    def release(self, unchanged: Collection[int]) -> None:
+        """Give everything back. ``unchanged``: the spans leased for writing whose bytes are as they were."""
+
+
+class GradientBuffer(Protocol):
+    """The gradients of one unit where computing happens, until one of the last three calls. One thread at a time.
+
+    ``tensor``: (nbytes,) uint8. ``lease``: that of the same bytes in DRAM, None where they are elsewhere.
+    """
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+    @property
+    def lease(self) -> Lease | None: ...
+
+    def use(self) -> None:
+        """An operation on the caller's stream is about to use the bytes."""
+
+    def release(self) -> None:
+        """Give back what was only read."""
+
+    def store(self) -> None:
+        """Give the bytes to the working set, which has them until they are read again. Blocks where DRAM is short."""
+
+    def discard(self) -> bool:
+        """Delete the bytes and their key; return False where a caller sees them: the key is to be deleted later."""
+
+
+class ComputeTier(Protocol):
+    """Memory in which a unit's parameters and gradients are used."""
+
+    device: torch.device
+    keeps_gradients: bool  # whether they stay where computing happens, until DRAM is short
+
+    def attach(self, distance: Callable[[str], int], give_back: Callable[[], bool]) -> None:
+        """``distance(key)``: after how many uses it comes next; ``give_back()``: some buffer, if the caller can."""
+
+    def settle_one(self) -> bool:
+        """For a caller that waits for DRAM: wait for the end of a copy; return whether one was in flight."""
+
+    def scratch(self, nbytes: int) -> AbstractContextManager[torch.Tensor]:
+        """Lend (nbytes,) uint8 of undefined bytes where computing happens; no tensor on them may live on. Blocks."""
+
+    def gather(self, keys: Sequence[str], version: Hashable, mode: str) -> Gathered:
+        """Bring the bytes of ``keys`` to where computing happens, leased for ``mode``; blocks on a swap in.
+
+        ``version``: the same bytes have the same one. Raises the errors of ``WorkingSet.lease``, and CapacityError.
+        """
+
+    def new_gradients(self, key: str, nbytes: int) -> GradientBuffer:
+        """Return a buffer whose bytes are undefined, to be those of ``key``, which was created; blocks."""
+
+    def gradients(self, key: str, mode: str) -> GradientBuffer:
+        """Return the bytes of ``key`` where computing happens, for reading ("r") or to be changed ("rw"); blocks."""
+
+    def on_host(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Have the few bytes of ``value`` brought to DRAM; the call of the result, in any thread, waits for them."""
+
+    def lease(self, key: str, mode: str) -> Lease:
+        """Lease the bytes of ``key`` in DRAM, once no copy of them is in flight that forbids it; blocks."""
+
+    def delete(self, key: str) -> None:
+        """Delete ``key`` once no copy uses its bytes; blocks."""
+
+    def outdate(self, keys: Sequence[str]) -> None:
+        """The bytes of ``keys`` have changed in DRAM: copies of them elsewhere are of no use."""
+
+    def forget(self) -> None:
+        """All bytes may have changed in DRAM: wait for the copies in flight, and give all memory back."""
 
 
 class Collectives(Protocol):
@@ -55,32 +152,144 @@ class Collectives(Protocol):
         """Return the whole spans: (nbytes,) uint8 each."""
 
 
-class HostTier:
-    """Computing on the CPU: bytes in DRAM are where they are used, so a copy in is the lease's own tensor."""
+class HostGathered:
+    """Spans that are used where they lie in DRAM: the leases' own tensors."""
 
-    __slots__ = ()
+    __slots__ = ("leases", "tensors")
+
+    def __init__(self, leases: Sequence[Lease]) -> None:
+        self.leases = tuple(leases)
+        self.tensors = [lease.tensor for lease in leases]
+
+    def use(self) -> None:
+        """Nothing to wait for."""
+
+    def is_there(self, span: int) -> bool:
+        """Return whether a tensor on the lease's bytes lives."""
+        return not self.leases[span].release()
+
+    def write_back(self) -> None:
+        """The bytes are the leases' own."""
+
+    def release(self, unchanged: Collection[int]) -> None:
+        """Give the leases back; bytes that a tensor still shows stay counted until it dies."""
+        self.tensors = []
+        for number, lease in enumerate(self.leases):
+            lease.release(is_unchanged=number in unchanged)
+
+
+class HostGradients:
+    """Gradients that are used where they lie in DRAM, leased."""
+
+    __slots__ = ("_working_set", "lease")
+
+    def __init__(self, working_set: WorkingSet, lease: Lease) -> None:
+        self.lease = lease
+        self._working_set = working_set
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The lease's own tensor."""
+        return self.lease.tensor
+
+    def use(self) -> None:
+        """Nothing to wait for."""
+
+    def release(self) -> None:
+        """Give the lease back."""
+        self.lease.release()
+
+    def store(self) -> None:
+        """Give the lease back, and begin to write the bytes."""
+        self.lease.release()
+        self._working_set.swap_out([self.lease.key])
+
+    def discard(self) -> bool:
+        """Delete the key; return False where a caller sees its bytes."""
+        return self._working_set.discard(self.lease)
+
+
+class HostTier:
+    """Computing on the CPU: bytes in DRAM are where they are used, so nothing is copied."""
+
+    __slots__ = ("_working_set", "device")
+
+    keeps_gradients = True
+
+    def __init__(self, working_set: WorkingSet) -> None:
+        self.device = torch.device("cpu")
+        self._working_set = working_set
 
     def __repr__(self) -> str:
         return "HostTier()"
 
-    def copy_in(self, leases: Sequence[Lease]) -> list[torch.Tensor]:
-        """Return the tensors of ``leases``; the arena owns the bytes."""
-        return [lease.tensor for lease in leases]
+    def gather(self, keys: Sequence[str], version: Hashable, mode: str) -> HostGathered:
+        """Lease ``keys``; the arena owns the bytes."""
+        leases: list[Lease] = []
+        try:
+            for key in keys:
+                leases.append(self._working_set.lease(key, mode))
+        except BaseException:
+            for lease in leases:
+                lease.release()
+            raise
+        return HostGathered(leases)
+
+    def attach(self, distance: Callable[[str], int], give_back: Callable[[], bool]) -> None:
+        """The working set asks both by itself."""
+
+    def settle_one(self) -> bool:
+        """There are no copies."""
+        return False
+
+    @uninterrupted_block
+    def scratch(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """Lend (nbytes,) uint8 of the budget. Blocks where memory is short."""
+        buffer = self._working_set.reserve(nbytes)
+        try:
+            yield torch.frombuffer(buffer.memory, dtype=torch.uint8, count=nbytes)
+        finally:
+            self._working_set.unreserve(buffer)
+
+    def new_gradients(self, key: str, nbytes: int) -> HostGradients:
+        """Lease the bytes of ``key``; blocks while room is made."""
+        return HostGradients(self._working_set, self._working_set.lease(key, "w"))
+
+    def gradients(self, key: str, mode: str) -> HostGradients:
+        """Lease the bytes of ``key``; blocks on a swap in."""
+        return HostGradients(self._working_set, self._working_set.lease(key, mode))
+
+    def on_host(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """The value is there."""
+        return lambda: value
+
+    def lease(self, key: str, mode: str) -> Lease:
+        """Lease the bytes of ``key``; blocks on a swap in."""
+        return self._working_set.lease(key, mode)
+
+    def delete(self, key: str) -> None:
+        """Delete ``key``."""
+        self._working_set.delete([key])
+
+    def outdate(self, keys: Sequence[str]) -> None:
+        """There are no copies."""
+
+    def forget(self) -> None:
+        """There are no copies."""
 
 
 class UnitBuffer:
     """One unit's spans where computing happens. Two facts say where its bytes are: ``shard`` and ``state``.
 
     Four moves change them: swap in and copy in and all-gather (``gather``), and ``show``; ``release`` undoes all. The
-    invariant: *the buffer has tensors exactly while the shard is leased*. One thread at a time.
+    invariant: *the buffer has tensors exactly while it is gathered*. One thread at a time.
     """
 
-    __slots__ = ("_comm", "_dtypes", "_pieces", "_tier", "_working_set", "keys", "leases", "mode", "shard", "state",
+    __slots__ = ("_comm", "_dtypes", "_pieces", "_serial", "_tier", "gathered", "keys", "mode", "shard", "state",
                  "tensors")  # fmt: skip
 
     def __init__(
         self,
-        working_set: WorkingSet,
         spans: Sequence[tuple[str, torch.dtype]],
         pieces: Sequence[ParameterPlace],
         *,
@@ -89,36 +298,41 @@ class UnitBuffer:
     ) -> None:
         """``spans``: the key and the dtype of each; ``pieces``: where each parameter lies, in the parameters' order."""
         self.keys = tuple(key for key, _ in spans)
-        self.leases: tuple[Lease, ...] = ()
+        self.gathered: Gathered | None = None
         self.tensors: list[torch.Tensor] = []  # whole spans, (nbytes,) uint8 each
         self.mode = ""  # of the leases
         self.shard = ShardState.STORED
         self.state = BufferState.NONE
-        self._working_set = working_set
         self._dtypes = tuple(dtype for _, dtype in spans)
         self._pieces = tuple(pieces)
+        self._serial = next(_serials)  # keys of another layout have other bytes
         self._tier = tier
         self._comm = comm
 
     def __repr__(self) -> str:
         return f"UnitBuffer({self.keys[0]!r}, shard {self.shard.value}, buffer {self.state.value})"
 
-    def gather(self, mode: str) -> None:
+    @property
+    def leases(self) -> tuple[Lease, ...]:
+        """The leases of the shard that last as long as the buffer is gathered."""
+        return () if self.gathered is None else self.gathered.leases
+
+    def version(self, version: int) -> Hashable:
+        """Return the name of the bytes that the unit has in its ``version``, as its tier is to know them."""
+        return version, self._serial
+
+    def gather(self, mode: str, version: int) -> None:
         """Swap the shard in, leased for ``mode``, copy it to where computing happens, and gather the whole unit.
 
-        Blocks. Raises the errors of ``WorkingSet.lease``, with nothing leased.
+        Blocks. Raises the errors of ``ComputeTier.gather``, with nothing leased.
         """
-        leases: list[Lease] = []
+        gathered = self._tier.gather(self.keys, self.version(version), mode)
         try:
-            for key in self.keys:
-                leases.append(self._working_set.lease(key, mode))
-            self.tensors = self._comm.all_gather(self._tier.copy_in(leases))
+            self.tensors = self._comm.all_gather(gathered.tensors)
         except BaseException:
-            self.tensors = []
-            for lease in leases:
-                lease.release()
+            gathered.release(range(len(self.keys)))
             raise
-        self.leases = tuple(leases)
+        self.gathered = gathered
         self.mode = mode
         self.shard, self.state = ShardState.RESIDENT, BufferState.GATHERED
 
@@ -129,18 +343,35 @@ class UnitBuffer:
             parameter.data = typed[span].as_strided(shape, strides, offset)
         self.state = BufferState.SHOWN
 
+    def use(self) -> None:
+        """An operation on the caller's stream is about to use the buffer."""
+        if self.gathered is not None:
+            self.gathered.use()
+
+    def write_back(self) -> None:
+        """Have the bytes in DRAM be those of the buffer, leased for writing; blocks."""
+        if self.gathered is not None:
+            self.gathered.write_back()
+
     def release(self, unchanged: Collection[int] = ()) -> None:
         """Give the leases back; bytes that a tensor still shows stay counted until it dies.
 
         The parameters must be views of the buffer no more. ``unchanged``: the numbers of spans that were leased for
         writing and have the bytes that they had. Idempotent.
         """
-        leases, self.leases = self.leases, ()
+        gathered = self.gathered
         self.forget()
-        for number, lease in enumerate(leases):
-            lease.release(is_unchanged=number in unchanged)
+        if gathered is not None:
+            gathered.release(unchanged)
+
+    def outdate(self) -> None:
+        """The bytes in DRAM have changed."""
+        self._tier.outdate(self.keys)
 
     def forget(self) -> None:
         """Drop the buffer without giving anything back: in a forked child, after close."""
-        self.leases, self.tensors, self.mode = (), [], ""
+        self.gathered, self.tensors, self.mode = None, [], ""
         self.shard, self.state = ShardState.STORED, BufferState.NONE
+
+
+_serials = itertools.count()

@@ -29,6 +29,7 @@ from tiered.zero.parameters.unit import Segment
 __all__ = ["ConstructedParameter", "construct"]
 
 _numbers = itertools.count()
+_CPU = torch.device("cpu")
 
 
 class ConstructedParameter:
@@ -64,7 +65,7 @@ class ConstructedParameter:
             lease, self.lease = self.lease, None
             self.owner.shown.pop(self, None)
             with without_dispatch():
-                self.segment.parameter.data = placeholder(self.segment.shape, self.segment.dtype)
+                self.segment.parameter.data = placeholder(self.segment.shape, self.segment.dtype, _CPU)
             lease.release()
 
 

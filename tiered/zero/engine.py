@@ -48,9 +48,9 @@ class Engine:
     schedule: SharedSchedule
 
     def __init__(self, store: Store, model: nn.Module, units: Sequence[Unit], *, shares: Shares) -> None:
-        self.store = store
-        self.working_set = store.working_set
+        self.store, self.working_set = store, store.working_set
         self.units = list(units)  # the root unit first, then in the order of the modules
+        self.tier = units[0].tier
         self.updates: Updates = NO_UPDATES
         self.write_listeners: list[Callable[[Segment, torch.Tensor | None], None]] = []  # values were replaced
         self.model = weakref.ref(model)
@@ -65,11 +65,13 @@ class Engine:
         )
         self.activations = Activations(self)  # order: asked before the units to give bytes back
         self.open_units = OpenUnits(self.units[0])
-        looks = (lambda key: self.schedule.distance(key)), (lambda: self.schedule.is_settled)
-        self.open_gradients = OpenGradients(self.open_units, distance=looks[0], may_stay=looks[1])
+        distance, may_stay = (lambda key: self.schedule.distance(key)), (lambda: self.schedule.is_settled)
+        self.open_gradients = OpenGradients(self.open_units, distance=distance, may_stay=may_stay)
         self.reclaimer = Reclaimer(self.open_units, self.open_gradients, lambda: self.updates)
         self.working_set.add_reclaimer(self.reclaimer.reclaim)
-        self.backward = Backward(self.units, self.phase, self.calls, self._gradients_came, self.open_units.park_all)
+        self.tier.attach(distance, self.reclaimer.give_back)
+        events = self._gradients_came, self.open_units.park_all, lambda: self.open_units.thread
+        self.backward = Backward(self.units, self.phase, self.calls, *events)
         self.forward = Forward(self, self.backward, self.activations, self._begin_forward)
         moves = Moves(self.finish_update, self.expect_steps, self.phase.abandon)
         self.layouts = UnitLayouts(store, self.units, shares, moves)
@@ -129,11 +131,8 @@ class Engine:
         self.open_gradients.rooms.opening = ""
         self.open_units.opened(unit)
         self.open_units.park_idle(self.calls.units() | {unit})
-        gradients = unit.gradients
-        if unit.is_in_backward and gradients.nbytes:
-            self.schedule.use(*unit.keys, gradients.room)
-        else:
-            self.schedule.use(*unit.keys)
+        has_room = unit.is_in_backward and unit.gradients.nbytes
+        self.schedule.use(*unit.keys, *([unit.gradients.room] if has_room else []))
 
     def parked(self, unit: Unit) -> None:
         """A unit is about to give its bytes back."""

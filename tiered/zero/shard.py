@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import swap_tensors
 
 from tiered.errors import UsageError
 from tiered.store.generations.registry import taking_apart
 from tiered.store.store import Store
+from tiered.tiers.device_tier import ComputeTier
 from tiered.units import format_bytes
 from tiered.zero.activations.activations import ActivationRule, words_of
+from tiered.zero.compute_device import choose_device, give_memory, move_buffers, tier_of
 from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
@@ -58,7 +61,7 @@ def shard(
     stage: int = 3,
     param_dtype: torch.dtype | None = None,
     weights: Mapping[str, torch.Tensor] | str | Path | Sequence[str | Path] | None = None,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     activations: ActivationRule = "auto",
     hold: str | int = "auto",
 ) -> nn.Module:
@@ -79,16 +82,19 @@ def shard(
     Raises CapacityError for a budget that is too small (with the smallest one that works) or too little device space,
     UsageError for a store that holds another model (with the differences), TypeError for parameters it cannot keep.
     """
-    _check(model, store, stage=stage, param_dtype=param_dtype, device=device)
+    _check(model, store, stage=stage, param_dtype=param_dtype)
+    tier = tier_of(choose_device(device, store), store)
     committed = store.registered_state("tiered.model") if store.durable else None
     source = Weights(model, weights, is_committed=committed is not None)
     modules = divide_into_units(model, unit)
     words = words_of(activations, {"root": model, **modules})
-    units = _make_units(model, modules, store, param_dtype)
+    units = _make_units(model, modules, store, param_dtype, tier)
     if committed is not None:
         _adopt(store, model, units, committed)
     shares = _shares_of(units, store.working_set.budget_bytes, hold, swaps="swap" in words.values())
+    give_memory(tier, [unit.layout for unit in units], store.device_memory)
     _fill(store, units, source, adopt=committed is not None)
+    move_buffers(model, tier.device)
     engine = Engine(store, model, units, shares=shares)
     engine.phase.must_resume = engine.layouts.is_stale = engine.layouts.drops_frozen = committed is not None
     engine.activations.swapped.share_bytes = shares.activations
@@ -133,7 +139,7 @@ def _shares_of(units: Sequence[Unit], budget_bytes: int, hold: str | int, *, swa
     return shares
 
 
-def _check(model: Any, store: Any, *, stage: int, param_dtype: Any, device: str) -> None:
+def _check(model: Any, store: Any, *, stage: int, param_dtype: Any) -> None:
     """Raise for arguments that ``shard`` cannot take, and for a model or a store that was sharded before."""
     if not isinstance(model, nn.Module) or not isinstance(store, Store):
         raise TypeError(
@@ -143,8 +149,6 @@ def _check(model: Any, store: Any, *, stage: int, param_dtype: Any, device: str)
         raise TypeError(f"param_dtype={param_dtype!r}; expected a torch.dtype such as torch.bfloat16, or None")
     if stage not in (1, 2, 3):
         raise ValueError(f"stage={stage}; expected 1, 2 or 3")
-    if device not in ("auto", "cpu"):
-        raise UsageError(f"device={device!r}; expected 'auto' or 'cpu'")
     if any(
         isinstance(p, TieredParameter) and not isinstance(p.segment.unit, ConstructedParameter)
         for p in model.parameters()
@@ -155,7 +159,7 @@ def _check(model: Any, store: Any, *, stage: int, param_dtype: Any, device: str)
 
 
 def _make_units(
-    model: nn.Module, modules: dict[str, nn.Module], store: Store, param_dtype: torch.dtype | None
+    model: nn.Module, modules: dict[str, nn.Module], store: Store, param_dtype: torch.dtype | None, tier: ComputeTier
 ) -> list[Unit]:
     """Give each parameter to the innermost unit above the first module that names it; the root unit comes first."""
     members: dict[str, list[Segment]] = {"": [], **{name: [] for name in modules}}
@@ -167,12 +171,12 @@ def _make_units(
                 continue
             seen.add(id(parameter))
             full = f"{module_name}.{name}" if module_name else name
-            members[owner].append(_segment(full, parameter, param_dtype))
+            members[owner].append(_segment(full, parameter, param_dtype, tier.device))
     if not seen:
         raise UsageError("tiered.shard of a model without parameters; expected at least one")
     _refuse_shared_memory([segment for segments in members.values() for segment in segments])
     named = {name: segments for name, segments in members.items() if segments or not name}
-    return [Unit(name or "root", segments, store.working_set) for name, segments in named.items()]
+    return [Unit(name or "root", segments, store.working_set, tier) for name, segments in named.items()]
 
 
 def _refuse_shared_memory(segments: Sequence[Segment]) -> None:
@@ -212,10 +216,12 @@ def _shared_memory(name: str, other: str) -> UsageError:
     )
 
 
-def _segment(name: str, parameter: nn.Parameter, param_dtype: torch.dtype | None) -> Segment:
-    if parameter.layout is not torch.strided or parameter.is_quantized or parameter.device.type not in {"cpu", "meta"}:
+def _segment(name: str, parameter: nn.Parameter, param_dtype: torch.dtype | None, device: torch.device) -> Segment:
+    is_here = parameter.device.type in {"cpu", "meta"} or parameter.device == device
+    if parameter.layout is not torch.strided or parameter.is_quantized or not is_here:
         raise TypeError(
             f"parameter {name}: {parameter.layout} on {parameter.device}; expected a dense tensor on the CPU"
+            f"{'' if device.type == 'cpu' else f' or {device}'}"
         )
     if not isinstance(parameter, TieredParameter) and type(parameter) is not nn.Parameter:
         raise TypeError(f"parameter {name}: subclass {type(parameter).__name__}; expected a plain nn.Parameter")
@@ -275,7 +281,11 @@ def _convert(segment: Segment, working_set: Any) -> None:
         constructed.park()
         working_set.delete([constructed.key])
     with without_dispatch():
-        parameter.data = placeholder(segment.shape, segment.dtype)
+        blank = placeholder(segment.shape, segment.dtype, segment.unit.tier.device)
+        if torch._has_compatible_shallow_copy_type(parameter, blank):
+            parameter.data = blank
+        else:  # a device whose tensors are of another kind: the object changes its insides
+            swap_tensors(parameter, nn.Parameter(blank, parameter.requires_grad))  # type: ignore[no-untyped-call]
     parameter.__class__ = TieredParameter
     parameter.segment = segment  # type: ignore[attr-defined]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import os
+import threading
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from tiered.errors import StepAbandonedError, StoreLostError, UsageError
 from tiered.zero.export import Export
 
-__all__ = ["Event", "Phase", "Running", "Settled", "graph_task", "in_graph_task"]
+__all__ = ["Event", "Phase", "Running", "Settled", "graph_task", "in_graph_task", "is_autograds_own"]
 
 
 class Settled(enum.Enum):
@@ -89,6 +90,12 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 def in_graph_task() -> bool:
     """Return whether this thread runs inside an autograd backward."""
     return graph_task() != -1
+
+
+def is_autograds_own() -> bool:
+    """Return whether this thread is one that autograd runs the backward of a compute device in."""
+    me = threading.get_ident()
+    return all(thread.ident != me for thread in threading.enumerate())
 
 
 class Phase:

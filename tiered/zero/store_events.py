@@ -55,10 +55,11 @@ def _forget_step(engine: Engine) -> None:
     engine.open_units.shielded.clear()
     for unit in engine.units:
         unit.num_ops = 0
-        unit.version += 1
+        unit.outdate()
     engine.open_units.park_all()
     for unit in engine.units:
         unit.gradients.drop()
     engine.open_gradients.end_spares()
+    engine.tier.forget()
     engine.backward.forget_touches()
     engine.schedule.forget()

@@ -45,12 +45,14 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
             digests |= {segment: _digest(unit, segment) for segment in unit.segments}
         yield module
     finally:
+        for unit in added:
+            unit.buffer.write_back()
         changed = [s for s, digest in digests.items() if s.unit.is_open and _digest(s.unit, s) != digest]
         shielded -= set(added)
         for unit in added:
             unit.park()
         for segment in changed:
-            segment.unit.version += 1
+            segment.unit.outdate()
             engine.written(segment, None)
 
 
@@ -87,4 +89,4 @@ def _engine_of(units: list[Unit]) -> Engine:
 
 
 def _digest(unit: Unit, segment: Segment) -> int:
-    return digest(segment.flat(unit.buffer.tensors[segment.span]))
+    return digest(segment.flat(unit.buffer.leases[segment.span].tensor))

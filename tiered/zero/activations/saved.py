@@ -108,6 +108,7 @@ class SavedReference:
             self.span, self.offset = unit.layout.moved(self.layout, self.span, self.offset)
             self.layout = unit.layout
         buffer = unit.open()[self.span]
+        unit.buffer.use()
         aligned = buffer[: buffer.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
         return aligned.as_strided(self.shape, self.strides, self.offset // self.dtype.itemsize)
 

@@ -15,12 +15,13 @@ from torch.autograd.graph import _engine_run_backward
 
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
+from tiered.store.residency.residents import be_thread
 from tiered.zero.frames import num_on_stack
 from tiered.zero.gradients.used_gradients import check_used, show_used
 from tiered.zero.parameters.calls import Calls
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
-from tiered.zero.step import Event, Phase, in_graph_task
+from tiered.zero.step import Event, Phase, in_graph_task, is_autograds_own
 
 __all__ = ["Backward"]
 
@@ -35,14 +36,19 @@ class Backward:
         calls: Calls,
         gradients_came: Callable[[], None],
         ended: Callable[[], None],
+        thread: Callable[[], int],
     ) -> None:
-        """``gradients_came()``: the last gradient has come, due updates follow; ``ended()``: the backward is over."""
+        """``gradients_came()``: the last gradient has come, due updates follow; ``ended()``: the backward is over.
+
+        ``thread()``: the number of the thread that runs the model, which waits while one of autograd's own works.
+        """
         self.submit: Callable[[Unit], None] = _submit_nothing
         self._units = units
         self._phase = phase
         self._calls = calls
         self._gradients_came = gradients_came
         self._report_end = ended
+        self._thread = thread
         self._tasks: set[int] = set()
         self._is_running = False
         self._is_harmful = False  # this backward has accumulated or updated gradients
@@ -77,6 +83,8 @@ class Backward:
             return
         self._tasks.add(task)
         self._is_running = True
+        if is_autograds_own():
+            be_thread(self._thread())
         torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 
     @uninterrupted
@@ -184,7 +192,7 @@ class Backward:
     @uninterrupted
     def _ended(self) -> None:
         """A graph task of this backward is over."""
-        if num_on_stack(_engine_run_backward.__code__) > 1:
+        if num_on_stack(_engine_run_backward.__code__) > (0 if is_autograds_own() else 1):
             return  # a reentrant checkpoint's: the outermost reports too
         self._tasks.clear()
         self._is_running = self._is_harmful = False

@@ -13,7 +13,7 @@ import torch
 
 from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
-from tiered.store.residency.working_set import Lease
+from tiered.tiers.device_tier import GradientBuffer
 from tiered.zero.gradients.open_gradients import OpenGradients
 from tiered.zero.gradients.own_gradients import OwnGradients
 from tiered.zero.gradients.stand_in import Change, StandIn
@@ -45,8 +45,20 @@ class UnitGradients:
     """
 
     __slots__ = (
-        "__weakref__", "_clipped_version", "_is_changed", "_lay_out_anew", "factors", "key", "lease",
-        "num_accumulating", "open_gradients", "own", "room", "sources", "unit", "working_set",
+        "__weakref__",
+        "_clipped_version",
+        "_is_changed",
+        "_lay_out_anew",
+        "buffer",
+        "factors",
+        "key",
+        "num_accumulating",
+        "open_gradients",
+        "own",
+        "room",
+        "sources",
+        "unit",
+        "working_set",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, open_gradients: OpenGradients, lay_out_anew: Callable[[Unit], None]) -> None:
@@ -54,7 +66,7 @@ class UnitGradients:
         self.open_gradients = open_gradients
         self._lay_out_anew = lay_out_anew
         self.working_set = unit.working_set
-        self.lease: Lease | None = None
+        self.buffer: GradientBuffer | None = None
         self.key = ""  # "": there are no gradients in a buffer
         self.own = OwnGradients()
         self.room = f"model/gradient/{unit.name}"
@@ -76,26 +88,32 @@ class UnitGradients:
 
     @uninterrupted
     def open(self) -> torch.Tensor:
-        """Lease the buffer and return it: (nbytes,) uint8; ``.grad`` shows what is stored, or was beside it, there."""
-        if self.lease is not None:
-            return self.lease.tensor
+        """Lease the buffer and return it: (nbytes,) uint8; ``.grad`` shows what is stored, or was beside it, there.
+
+        The caller's stream may use it.
+        """
+        if self.buffer is not None:
+            self.buffer.use()
+            return self.buffer.tensor
         self.open_gradients.end_lent()
         were_own = self.own.are_there
-        if self.own.lease is not None:
+        if self.own.buffer is not None:
             self._note_changes()
-            self.key, self.lease = self.own.take_buffer()
+            self.key, buffer = self.own.take_buffer()
+            assert buffer is not None
         elif self.key:
             self.open_gradients.make_room(self.nbytes)
-            self.lease = self.working_set.lease(self.key, "rw")
+            buffer = self.unit.tier.gradients(self.key, "rw")
         else:
             self.open_gradients.make_room(self.nbytes)
-            self.key, self.lease = self.open_gradients.new_buffer(self)
-        assert self.lease is not None
+            self.key, buffer = self.open_gradients.new_buffer(self)
+        self.buffer = buffer
+        buffer.use()
         self.open_gradients.opened(self)
         with without_dispatch():
-            self._show(self.lease.tensor, were_own=were_own)
-        self._clipped_version = self.lease.tensor._version
-        return self.lease.tensor
+            self._show(buffer.tensor, were_own=were_own)
+        self._clipped_version = buffer.tensor._version
+        return buffer.tensor
 
     def _show(self, buffer: torch.Tensor, *, were_own: bool) -> None:
         """Show the gradients in ``buffer``; a tensor that is not theirs is the caller's: reconcile takes note of it."""
@@ -121,14 +139,15 @@ class UnitGradients:
             assert gradient is not None
             yield gradient.detach()
             return
-        if self.lease is not None:
-            yield segment.gradient_view(self.lease.tensor)
+        if self.buffer is not None:
+            self.buffer.use()
+            yield segment.gradient_view(self.buffer.tensor)
             return
         self.open_gradients.read_ahead(self)
         source = self.sources.get(segment)
         pending = source.pending if isinstance(source, StoredGradient) else []
-        lease = self.open_gradients.lend(self)
-        with with_pending(self.working_set, segment.gradient_view(lease.tensor), pending) as values:
+        buffer = self.open_gradients.lend(self)
+        with with_pending(self.unit.tier, segment.gradient_view(buffer.tensor), pending) as values:
             yield values
             del values  # lifetime: the bytes are lent
 
@@ -141,8 +160,9 @@ class UnitGradients:
         segment = self._segment_of(source)
         if self.factors:
             raise UsageError(f"parameter {segment.name}: its gradient changed in place {_BETWEEN_CLIP_AND_STEP}")
-        if self.lease is not None:
-            change(segment.gradient_view(self.lease.tensor))
+        if self.buffer is not None:
+            self.buffer.use()
+            change(segment.gradient_view(self.buffer.tensor))
         else:
             source.pending.append(change)
 
@@ -201,7 +221,7 @@ class UnitGradients:
         """Return whether gradients may stay where autograd puts them: their buffer is leased, and is to stay so."""
         if not self.open_gradients.may_stay():
             return False
-        if self.own.lease is None:
+        if self.own.buffer is None:
             self.open_gradients.make_room(self.nbytes)
             self.own.keep(*self.open_gradients.new_buffer(self))
             self.open_gradients.spares[self] = None
@@ -211,7 +231,7 @@ class UnitGradients:
         """Give up the empty buffer: gradients beside it move in."""
         if self.own.are_there:
             self.open()
-        elif self.own.lease is not None:
+        elif self.own.buffer is not None:
             self.open_gradients.discard(*self.own.take_buffer())
 
     def _adopt(self, segment: Segment, gradient: torch.Tensor) -> None:
@@ -240,9 +260,9 @@ class UnitGradients:
         """Return whether ``gradient`` lies where that of ``segment`` belongs: in the leased buffer, or beside it."""
         if self.own.are_there:
             return segment.has_gradient and OwnGradients.can_have(segment, gradient)
-        if self.lease is None or not segment.has_gradient or isinstance(gradient, StandIn):
+        if self.buffer is None or not segment.has_gradient or isinstance(gradient, StandIn):
             return False
-        return gradient.data_ptr() == self.lease.tensor.data_ptr() + segment.grad_offset
+        return gradient.data_ptr() == self.buffer.tensor.data_ptr() + segment.grad_offset
 
     @uninterrupted
     def reconcile(self) -> None:
@@ -263,8 +283,8 @@ class UnitGradients:
 
     def note_clipped(self) -> None:
         """The factors are for the gradients as they are now."""
-        if self.lease is not None:
-            self._clipped_version = self.lease.tensor._version
+        if self.buffer is not None:
+            self._clipped_version = self.buffer.tensor._version
         elif self.own.are_there and self.factors:
             with without_dispatch():
                 self.own.note_clipped(self.factors)
@@ -272,7 +292,7 @@ class UnitGradients:
     def _note_changes(self) -> None:
         if not self.factors:
             return
-        if self.lease is not None and self.lease.tensor._version != self._clipped_version:
+        if self.buffer is not None and self.buffer.tensor._version != self._clipped_version:
             self._is_changed = True
         elif self.own.are_there:
             with without_dispatch():
@@ -284,11 +304,10 @@ class UnitGradients:
         None of them lies in the buffer: one gradient may have been put in the place of another.
         """
         changed: list[tuple[Segment, torch.Tensor]] = []
-        lease = self.lease
         start = end = 0
-        if lease is not None:
-            start = lease.tensor.data_ptr()
-            end = start + lease.tensor.numel()
+        if self.buffer is not None:
+            start = self.buffer.tensor.data_ptr()
+            end = start + self.buffer.tensor.numel()
         with without_dispatch():
             for segment in self.unit.segments:
                 gradient = segment.parameter.grad
@@ -306,7 +325,7 @@ class UnitGradients:
     @uninterrupted
     def store_away(self) -> bool:
         """Give the buffer back to the working set and leave stand-ins; return whether there was anything to give."""
-        if self.lease is None:
+        if self.buffer is None:
             return False
         self._note_changes()
         for segment, gradient in self.changed_by_hand():
@@ -318,10 +337,9 @@ class UnitGradients:
                 if segment.has_gradient and not isinstance(segment.parameter.grad, StandIn):
                     source = self.sources.setdefault(segment, StoredGradient(segment.name, self))
                     segment.parameter.grad = _stand_in(segment, source)
-        lease, self.lease = self.lease, None
+        buffer, self.buffer = self.buffer, None
         self.open_gradients.closed(self)
-        lease.release()
-        self.working_set.swap_out([self.key])
+        buffer.store()
         return True
 
     def take(self, *, used: bool) -> TakenGradients:
@@ -331,18 +349,23 @@ class UnitGradients:
             with without_dispatch():
                 there = [(s, s.parameter.grad) for s in self.unit.segments if s.has_gradient]
                 own = {s: OwnGradients.flat(gradient) for s, gradient in there if gradient is not None}
-            taken = TakenGradients(self.working_set, self.room, nbytes=self.nbytes, factors=dict(self.factors), own=own)
+            taken = TakenGradients(
+                self.working_set, self.unit.tier, self.room, nbytes=self.nbytes, factors=self.factors, own=own
+            )
             self.drop(used=used)
             return taken
         assert self.key
+        if self.buffer is not None and self.buffer.lease is None:
+            self.store_away()
         pending = {s: source.take_pending() for s, source in self.sources.items() if s.has_gradient}
         taken = TakenGradients(
-            self.working_set, self.key, nbytes=self.nbytes, factors=dict(self.factors), lease=self.lease,
+            self.working_set, self.unit.tier, self.key, nbytes=self.nbytes, factors=self.factors,
+            lease=None if self.buffer is None else self.buffer.lease,
             pending={segment: changes for segment, changes in pending.items() if changes},
         )  # fmt: skip
-        if self.lease is not None:
+        if self.buffer is not None:
             self.open_gradients.closed(self)
-        self.key, self.lease = "", None
+        self.key, self.buffer = "", None
         self.drop(used=used)
         return taken
 
@@ -366,11 +389,11 @@ class UnitGradients:
         self._is_changed = False
         self.own.drop()
         self.open_gradients.rooms.filled.discard(self.room)
-        lease, self.lease = self.lease, None
-        if lease is not None:
+        buffer, self.buffer = self.buffer, None
+        if buffer is not None:
             self.open_gradients.closed(self)
         if self.key:
-            self.open_gradients.discard(self.key, lease)
+            self.open_gradients.discard(self.key, buffer)
         self.key = ""
 
     def zero(self) -> None:
@@ -388,4 +411,4 @@ class UnitGradients:
 
 
 def _stand_in(segment: Segment, source: StoredGradient | UsedGradient) -> StandIn:
-    return StandIn.of(source, segment.shape, segment.strides, segment.dtype)
+    return StandIn.of(source, segment.shape, segment.strides, segment.dtype, segment.unit.tier.device)

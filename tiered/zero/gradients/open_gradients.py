@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from tiered.store.residency.lease import Lease
 from tiered.store.residency.working_set import WorkingSet
+from tiered.tiers.device_tier import GradientBuffer
 from tiered.tiers.schedule import Rooms
 from tiered.zero.parameters.open_units import OpenUnits
 from tiered.zero.parameters.unit import Unit
@@ -20,7 +20,7 @@ class _Gradients(Protocol):
     """The gradients of one unit, as ``UnitGradients`` has them."""
 
     unit: Unit
-    lease: Lease | None
+    buffer: GradientBuffer | None
     key: str
     room: str
     num_accumulating: int
@@ -70,9 +70,10 @@ class OpenGradients:
         self._working_set: WorkingSet = open_units.root.working_set
         self.rooms = Rooms(self._working_set.has)  # for the schedule: buffers that will be leased
         self._root = open_units.root
+        self._tier = open_units.root.tier
         self._distance = distance
         self._open: dict[_Gradients, None] = {}
-        self._lent: tuple[_Gradients, Lease] | None = None
+        self._lent: tuple[_Gradients, GradientBuffer] | None = None
         self._each: dict[_Gradients, None] = {}
         self._to_delete: list[str] = []
         self._num_names = 0
@@ -118,15 +119,15 @@ class OpenGradients:
             gradients.end_spare()
         return were_any
 
-    def new_buffer(self, gradients: _Gradients) -> tuple[str, Lease]:
-        """Lease a new buffer for ``gradients``, under the name of their room if that is free. Blocks."""
+    def new_buffer(self, gradients: _Gradients) -> tuple[str, GradientBuffer]:
+        """Return a new buffer for ``gradients`` and its key, the name of their room if that is free. Blocks."""
         key = gradients.room
         if self._working_set.has(key):  # a caller still sees the bytes of an earlier lease, or they are being moved
             self._num_names += 1
             key = f"model/gradient/.{self._num_names}.{gradients.unit.name}"  # no unit's name begins with a dot
         self._working_set.create(key, gradients.nbytes, scratch=True)
         try:
-            return key, self._working_set.lease(key, "w")
+            return key, self._tier.new_gradients(key, gradients.nbytes)
         except BaseException:
             self._working_set.delete([key])
             raise
@@ -136,13 +137,14 @@ class OpenGradients:
         each = list(self._each)
         index = each.index(gradients)
         coming = each[index : index + 1 + _NUM_UNITS_AHEAD]
-        self._working_set.prefetch([gradients.key for gradients in coming if gradients.key and gradients.lease is None])
+        self._working_set.prefetch([each.key for each in coming if each.key and each.buffer is None])
 
-    def lend(self, gradients: _Gradients) -> Lease:
-        """Lease stored ``gradients`` for reading; the lease is kept for the next read of them, until ``end_lent``."""
+    def lend(self, gradients: _Gradients) -> GradientBuffer:
+        """Lend stored ``gradients`` for reading; they are kept for the next read of them, until ``end_lent``."""
         if self._lent is None or self._lent[0] is not gradients:
             self.end_lent()
-            self._lent = gradients, self._working_set.lease(gradients.key, "r")
+            self._lent = gradients, self._tier.gradients(gradients.key, "r")
+        self._lent[1].use()
         return self._lent[1]
 
     def end_lent(self) -> bool:
@@ -153,8 +155,15 @@ class OpenGradients:
         return lent is not None
 
     def make_room(self, nbytes: int) -> None:
-        """Store idle gradients away until ``nbytes`` more find room in the share, or no idle ones are left."""
-        self._shrink(nbytes + self.update_bytes)
+        """Store idle gradients away until ``nbytes`` more find room in the share, or no idle ones are left.
+
+        All of them go where they are not to stay: they leave the compute device while the backward goes on.
+        """
+        if self._tier.keeps_gradients:
+            self._shrink(nbytes + self.update_bytes)
+        else:
+            for gradients in self._idle():
+                gradients.store_away()
 
     def make_room_for_updates(self) -> None:
         """Store idle gradients away until an update finds its share, with the gradients of its unit in it."""
@@ -206,11 +215,11 @@ class OpenGradients:
         idle = [each for each in open_ if each.unit not in used and each.room != opening]
         return sorted(idle, key=lambda gradients: self._distance(gradients.key))
 
-    def discard(self, key: str, lease: Lease | None) -> None:
-        """Delete a scratch key now, with its lease, or at the next ``sweep`` when a caller still sees its bytes."""
-        if lease is None:
-            self._working_set.delete([key])
-        elif not self._working_set.discard(lease):
+    def discard(self, key: str, buffer: GradientBuffer | None) -> None:
+        """Delete a scratch key now, with its buffer, or at the next ``sweep`` when a caller still sees its bytes."""
+        if buffer is None:
+            self._tier.delete(key)
+        elif not buffer.discard():
             self._to_delete.append(key)
 
     def sweep(self, others: list[str]) -> None:

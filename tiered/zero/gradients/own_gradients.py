@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tiered.store.residency.working_set import Lease
+from tiered.tiers.device_tier import GradientBuffer
 from tiered.zero.parameters.unit import Segment
 
 __all__ = ["OwnGradients"]
@@ -17,29 +17,30 @@ class OwnGradients:
 
     The invariant: *while such gradients are there, the unit's buffer is leased and its pages are the system's*. So they
     count in the budget as if they lay in it, no byte of theirs is copied, and the move into the buffer waits for
-    nothing. ``lease`` is kept from step to step; ``key`` is its key.
+    nothing. ``buffer`` is kept from step to step; ``key`` is its key.
     """
 
-    __slots__ = ("_clipped", "are_there", "key", "lease")
+    __slots__ = ("_clipped", "are_there", "buffer", "key")
 
     def __init__(self) -> None:
         self.are_there = False
         self.key = ""
-        self.lease: Lease | None = None
+        self.buffer: GradientBuffer | None = None
         # As the factors were made, with their versions. Lifetime: a tensor that is kept lends its address to no other.
         self._clipped: dict[Segment, tuple[torch.Tensor, int]] = {}
 
     def __repr__(self) -> str:
         return f"OwnGradients({'there' if self.are_there else 'none'}, buffer {self.key!r})"
 
-    def keep(self, key: str, lease: Lease) -> None:
-        """Keep the buffer ``key``, just leased, whose bytes are undefined."""
-        lease.buffer.give_pages_back()
-        self.key, self.lease = key, lease
+    def keep(self, key: str, buffer: GradientBuffer) -> None:
+        """Keep ``buffer``, whose bytes in DRAM are undefined, and its ``key``."""
+        assert buffer.lease is not None
+        buffer.lease.buffer.give_pages_back()
+        self.key, self.buffer = key, buffer
 
-    def take_buffer(self) -> tuple[str, Lease | None]:
-        """Return the key and the lease of the buffer, for the gradients to be moved there; none are here any more."""
-        found, self.key, self.lease = (self.key, self.lease), "", None
+    def take_buffer(self) -> tuple[str, GradientBuffer | None]:
+        """Return the key and the buffer, for the gradients to be moved there; none are here any more."""
+        found, self.key, self.buffer = (self.key, self.buffer), "", None
         self.drop()
         return found
 

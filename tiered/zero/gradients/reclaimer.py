@@ -31,6 +31,8 @@ class Reclaimer:
         if os.getpid() != self._pid:
             return False
         updates = self._updates()
+        if self._open_units.root.tier.settle_one():
+            return True
         if updates.is_this_thread():
             return updates.ask()
         if this_thread() != self._open_units.thread:

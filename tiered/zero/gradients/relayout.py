@@ -149,11 +149,12 @@ def move_gradients(gradients: UnitGradients, lay_out_anew: Callable[[], None]) -
         gradients.key = key
         raise
     if key:
-        buffer, lease = gradients.open(), gradients.working_set.lease(key, "r")
+        buffer, old = gradients.open(), gradients.unit.tier.gradients(key, "r")
+        old.use()
         for segment, offset in offsets.items():
-            segment.gradient_flat(buffer).copy_(lease.tensor[offset : offset + segment.nbytes].view(segment.dtype))
+            segment.gradient_flat(buffer).copy_(old.tensor[offset : offset + segment.nbytes].view(segment.dtype))
         gradients.note_clipped()
-        open_gradients.discard(key, lease)
+        open_gradients.discard(key, old)
 
 
 class Moves(NamedTuple):
@@ -228,7 +229,7 @@ class UnitLayouts:
             self.nbytes,
             window_bytes=self.shares.read_ahead,
             rooms=open_gradients.rooms,
-            rooms_nbytes=self.rooms_nbytes if self.are_held else None,
+            rooms_nbytes=self.rooms_nbytes if self.are_held and self._units[0].tier.keeps_gradients else None,
         )
 
     def order(self) -> list[str]:

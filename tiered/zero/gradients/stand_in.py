@@ -8,9 +8,10 @@ stand-in knows where the values are, and when a change is applied to them.
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -26,8 +27,36 @@ _MESSAGE = (
     " scalings in place, or a store with a larger dram="
 )
 
-Change: TypeAlias = Callable[[torch.Tensor], object]
-"""An elementwise operation in place, as torch was asked for it: may run on any part of the gradient, in its dtype."""
+
+class Change:
+    """An elementwise operation in place, as torch was asked for it: may run on any part of the gradient, in its dtype.
+
+    ``apply(gradient, *others, **kwargs)`` is the operation; tensors among the others are those of that moment, and lie
+    where the gradient does.
+    """
+
+    __slots__ = ("_apply", "_kwargs", "_others")
+
+    def __init__(self, apply: Callable[..., Any], others: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._apply = apply
+        self._others = others
+        self._kwargs = kwargs
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        """Do the operation on ``gradient``, or on a part of it."""
+        with torch.no_grad():
+            self._apply(gradient, *self._others, **self._kwargs)
+
+    def on_host(self, bring: Callable[[torch.Tensor], Callable[[], torch.Tensor]]) -> Callable[[torch.Tensor], None]:
+        """Return the operation for the gradient's bytes in DRAM; ``bring(tensor)()`` is a tensor's value there."""
+        brought = tree_map_only(torch.Tensor, bring, (self._others, self._kwargs))
+
+        def change(gradient: torch.Tensor) -> None:
+            others, kwargs = tree_map_only(types.FunctionType, lambda value: value(), brought)
+            Change(self._apply, others, kwargs)(gradient)
+
+        return change
+
 
 
 class GradientSource(Protocol):
@@ -62,9 +91,14 @@ class StandIn(torch.Tensor):
     source: GradientSource
 
     @staticmethod
-    def of(source: GradientSource, shape: Iterable[int], strides: Iterable[int], dtype: torch.dtype) -> StandIn:
-        """Return a stand-in of this shape and dtype; it takes no memory."""
-        device = torch.device("cpu")
+    def of(
+        source: GradientSource,
+        shape: Iterable[int],
+        strides: Iterable[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> StandIn:
+        """Return a stand-in of these looks; it takes no memory."""
         stand_in = torch.Tensor._make_wrapper_subclass(
             StandIn, tuple(shape), strides=tuple(strides), dtype=dtype, device=device, requires_grad=False
         )
@@ -196,17 +230,17 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func(ordinary, found_inf, inv_scale)  # order: reading the others may have these given back
     for tensor in tensors:
         if isinstance(tensor, StandIn):
-            if not _is_finite(tensor):
-                found_inf.fill_(1.0)
+            found_inf.masked_fill_(_is_not_finite(tensor), 1.0)  # its device knows: nobody waits for the answer
             tensor.source.change(_frozen(unscale, tensor, (inv_scale,), kwargs, func=func))
     return None
 
 
-def _is_finite(stand_in: StandIn) -> bool:
-    """Return whether all values are finite: exactly then the largest magnitude is."""
+def _is_not_finite(stand_in: StandIn) -> torch.Tensor:
+    """Return whether some value is not finite: exactly then the largest magnitude is not. () bool."""
     if not stand_in.numel():
-        return True
-    return math.isfinite(_norm(torch.linalg.vector_norm, (stand_in, math.inf), {}).item())
+        return torch.zeros((), dtype=torch.bool, device=stand_in.device)
+    largest: torch.Tensor = _norm(torch.linalg.vector_norm, (stand_in, math.inf), {})
+    return largest.isfinite().logical_not()
 
 
 def _frozen(
@@ -215,18 +249,14 @@ def _frozen(
     """Return ``apply`` with the other arguments as they are now; raises torch's error where torch refuses them."""
     _check_only_numbers(func or apply, (others, kwargs), target)
     others, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (others, kwargs))
-
-    def change(gradient: torch.Tensor) -> None:
-        with torch.no_grad():
-            apply(gradient, *others, **kwargs)
-
-    change(torch.empty(0, dtype=target.dtype, device="cpu"))
+    change = Change(apply, others, kwargs)
+    change(torch.empty(0, dtype=target.dtype, device=target.device))
     return change
 
 
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
     stand_in = _only_stand_in(func, args, kwargs)
-    return StandIn.of(stand_in.source, stand_in.shape, stand_in.stride(), stand_in.dtype)
+    return StandIn.of(stand_in.source, stand_in.shape, stand_in.stride(), stand_in.dtype, stand_in.device)
 
 
 def _itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:

@@ -11,7 +11,7 @@ import torch
 
 from tiered.bytes.interrupt import uninterrupted_block
 from tiered.errors import UsageError
-from tiered.store.residency.working_set import WorkingSet
+from tiered.tiers.device_tier import ComputeTier
 from tiered.zero.gradients.stand_in import Change
 
 __all__ = ["StoredGradient", "with_pending"]
@@ -76,22 +76,18 @@ class StoredGradient:
 
 
 @uninterrupted_block
-def with_pending(working_set: WorkingSet, stored: torch.Tensor, pending: Sequence[Change]) -> Iterator[torch.Tensor]:
-    """Lend ``stored``, or where changes are pending a copy of it with these, within the budget of ``working_set``.
+def with_pending(tier: ComputeTier, stored: torch.Tensor, pending: Sequence[Change]) -> Iterator[torch.Tensor]:
+    """Lend ``stored``, or where changes are pending a copy of it with these, within the budget of ``tier``.
 
     ``stored`` is a dense tensor and stays as it is. Blocks where memory is short.
     """
     if not pending or not stored.numel():
         yield stored
         return
-    buffer = working_set.reserve(stored.nbytes)
-    try:
-        flat = torch.frombuffer(buffer.memory, dtype=stored.dtype, count=stored.numel())
-        copy = flat.as_strided(stored.shape, stored.stride()).copy_(stored)
+    with tier.scratch(stored.nbytes) as flat:
+        copy = flat.view(stored.dtype).as_strided(stored.shape, stored.stride()).copy_(stored)
         del flat, stored  # lifetime: only the caller refers to the copy
         for change in pending:
             change(copy)
         yield copy
         del copy
-    finally:
-        working_set.unreserve(buffer)

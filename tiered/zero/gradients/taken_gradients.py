@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.tiers.device_tier import ComputeTier
 from tiered.zero.gradients.stand_in import Change
 from tiered.zero.parameters.unit import Segment
 
@@ -21,25 +22,28 @@ class TakenGradients:
     autograd put them; the budget has their bytes already, and ``key`` is only their name.
     """
 
-    __slots__ = ("_own", "_working_set", "factors", "key", "lease", "nbytes", "pending")
+    __slots__ = ("_factors", "_own", "_pending", "_tier", "_working_set", "key", "lease", "nbytes")
 
     def __init__(
         self,
         working_set: WorkingSet,
+        tier: ComputeTier,
         key: str,
         *,
         nbytes: int,
-        factors: dict[Segment, torch.Tensor],
+        factors: Mapping[Segment, torch.Tensor],
         lease: Lease | None = None,
         pending: Mapping[Segment, list[Change]] | None = None,
         own: Mapping[Segment, torch.Tensor] | None = None,
     ) -> None:
         self._working_set = working_set
+        self._tier = tier
         self.key = key
         self.lease = lease
         self.nbytes = nbytes
-        self.factors = factors
-        self.pending = dict(pending or {})
+        on_host = {id(factor): tier.on_host(factor) for factor in factors.values()}  # most often one for all
+        self._factors = {segment: on_host[id(factor)] for segment, factor in factors.items()}
+        self._pending = {s: [change.on_host(tier.on_host) for change in each] for s, each in (pending or {}).items()}
         self._own = own
 
     def open(self) -> None:
@@ -47,12 +51,17 @@ class TakenGradients:
         if self._own is not None:
             return
         if self.lease is None:
-            self.lease = self._working_set.lease(self.key, "rw" if self.pending else "r")
-            pending, self.pending = self.pending, {}
+            self.lease = self._tier.lease(self.key, "rw" if self._pending else "r")
+            pending, self._pending = self._pending, {}
             for segment, changes in pending.items():
                 for change in changes:
                     change(self.flat(segment))
         self._working_set.change_share(self.lease)
+
+    def factor(self, segment: Segment) -> torch.Tensor | None:
+        """Return the clip factor of ``segment``, () fp32 in DRAM, None where it was not clipped."""
+        factor = self._factors.get(segment)
+        return None if factor is None else factor()
 
     def flat(self, segment: Segment) -> torch.Tensor:
         """Return the (numel,) gradient of ``segment`` in memory order; after ``open``."""
@@ -75,7 +84,7 @@ class TakenGradients:
         if self._own is not None:
             self._own = {}
         elif lease is None:
-            self._working_set.delete([self.key])
+            self._tier.delete(self.key)
         elif not self._working_set.discard(lease):  # order: bytes released first would be written for nothing
             return self.key
         return ""

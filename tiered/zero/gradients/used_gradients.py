@@ -60,5 +60,5 @@ def show_used(unit: Unit) -> None:
     with without_dispatch():
         for segment in unit.segments:
             source = sources.get(segment)
-            stand_in = StandIn.of(source, segment.shape, segment.strides, segment.dtype) if source is not None else None
-            segment.parameter.grad = stand_in
+            looks = segment.shape, segment.strides, segment.dtype, unit.tier.device
+            segment.parameter.grad = StandIn.of(source, *looks) if source is not None else None

@@ -273,7 +273,7 @@ class StreamingOptimizer(Optimizer):
             self._begin()
         unit.park()
         self._hand_over(engine, unit)
-        unit.version += 1
+        unit.outdate()
 
     def _hand_over(self, engine: Engine, unit: Unit) -> None:
         gradients = unit.gradients

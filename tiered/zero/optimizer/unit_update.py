@@ -75,7 +75,7 @@ class UnitUpdate:
     def _lease_parameters(self) -> None:
         for span, key in self._parameter_keys.items():
             if span not in self._leases:
-                self._leases[span] = self.unit.working_set.lease(key, "rw")
+                self._leases[span] = self.unit.tier.lease(key, "rw")
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """Ask for the buckets ``keys`` through the schedule, which puts all later reads in order."""
@@ -86,7 +86,7 @@ class UnitUpdate:
         source, hyper = self._sources.get(segment), self.hypers.get(segment)
         if source is None and hyper is not None:
             flat, gradient = segment.flat(self._leases[segment.span].tensor), self.gradients.flat(segment)
-            source = Source(flat, gradient, self.gradients.factors.get(segment), hyper)
+            source = Source(flat, gradient, self.gradients.factor(segment), hyper)
             self._sources[segment] = source
         return source
 

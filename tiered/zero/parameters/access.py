@@ -45,6 +45,7 @@ class Access:
             conductor.calls.touched(segment)
         unit = segment.unit
         unit.show("rw" if write else "r")
+        unit.buffer.use()
         self._touch(unit)  # order: showing the unit may finish an update of it
         unit.num_ops += 1
         try:

@@ -9,8 +9,9 @@ import torch
 
 from tiered.errors import UsageError
 from tiered.store.residency.residents import this_thread
-from tiered.store.residency.working_set import Lease
+from tiered.tiers.device_tier import Gathered
 from tiered.zero.parameters.unit import Unit
+from tiered.zero.step import graph_task
 
 __all__ = ["OpenUnits"]
 
@@ -25,9 +26,10 @@ class OpenUnits:
         self.num_swaps = 0  # leases of units so far, for reports and tests
         self.shielded: set[Unit] = set()
         self.root = root
+        self._device_type = root.tier.device.type
         self.thread = -1  # that opened the last unit: the training thread
         self._units: dict[Unit, None] = {}
-        self._addresses: dict[int, tuple[Unit, int, Lease]] = {}  # of each span: its unit, its number, its lease
+        self._addresses: dict[int, tuple[Unit, int, Gathered]] = {}  # of each span: its unit, its number, its bytes
 
     def __repr__(self) -> str:
         return f"OpenUnits({len(self._units)} units)"
@@ -40,9 +42,12 @@ class OpenUnits:
     def opened(self, unit: Unit) -> None:
         """A unit has leased its bytes."""
         self.num_swaps += 1
-        self.thread = this_thread()
-        for span, lease in enumerate(unit.buffer.leases):
-            self._addresses[lease.tensor.untyped_storage().data_ptr()] = (unit, span, lease)
+        if graph_task() == -1:
+            self.thread = this_thread()
+        gathered = unit.buffer.gathered
+        assert gathered is not None
+        for span, tensor in enumerate(gathered.tensors):
+            self._addresses[tensor.untyped_storage().data_ptr()] = (unit, span, gathered)
         self._units[unit] = None
 
     def parked(self, unit: Unit) -> None:
@@ -87,7 +92,7 @@ class OpenUnits:
         """Return the unit and span number in whose living bytes ``tensor`` lies; raises as ``address_of`` does."""
         if (
             tensor.layout is not torch.strided
-            or tensor.device.type != "cpu"
+            or tensor.device.type != self._device_type
             or not tensor.numel()
             or tensor._is_zerotensor()
         ):
@@ -102,8 +107,8 @@ class OpenUnits:
         found = self._addresses.get(storage.data_ptr())
         if found is None:
             return None
-        unit, span, lease = found
-        if lease not in unit.buffer.leases and lease.release():  # an address of the past
+        unit, span, gathered = found
+        if gathered is not unit.buffer.gathered and not gathered.is_there(span):  # an address of the past
             return None
         return unit, span
 

@@ -28,13 +28,13 @@ _MESSAGE = (
 _SEARCHED_NBYTES = 80  # of a StorageImpl; the flags are at 59..61 in torch 2.8-2.13 on 64 bits, the whole is larger
 
 
-def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of this shape and dtype whose values can be neither read nor written: RuntimeError.
+def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of these looks whose values can be neither read nor written: RuntimeError.
 
-    All placeholders of a dtype share one storage of a single element. Where torch cannot be made to refuse reads (said
-    once in the log) they give NaN, or 0 for integers.
+    All placeholders of a dtype and device share one storage of a single element. Where torch cannot be made to refuse
+    reads (said once in the log) they give NaN, or 0 for integers.
     """
-    return _blank(dtype).expand(shape)
+    return _blank(dtype, device).expand(shape)
 
 
 def unrecorded() -> AbstractContextManager[None]:
@@ -69,9 +69,9 @@ def _outside_inference() -> Iterator[None]:
 
 
 @functools.cache
-def _blank(dtype: torch.dtype) -> torch.Tensor:
+def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    tensor = torch.full((), value, dtype=dtype, device="cpu")
+    tensor = torch.full((), value, dtype=dtype, device=device)
     close(tensor, _MESSAGE)
     return tensor
 

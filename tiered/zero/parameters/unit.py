@@ -19,14 +19,14 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.ranks.comm import NullComm
 from tiered.store.residency.working_set import WorkingSet
-from tiered.tiers.device_tier import BufferState, HostTier, ParameterPlace, UnitBuffer
+from tiered.tiers.device_tier import BufferState, ComputeTier, ParameterPlace, UnitBuffer
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
 from tiered.zero.parameters.metadata import without_dispatch
 from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder, unrecorded
 
 __all__ = ["ParameterOwner", "Segment", "Unit", "UnitOwner", "dense_strides", "digest"]
 
-_HOST, _ALONE = HostTier(), NullComm()
+_ALONE = NullComm()
 
 
 class Segment:
@@ -175,8 +175,8 @@ class Unit:
 
     __slots__ = (
         "__weakref__", "_digests", "_opened_s", "_parameters", "_token", "_word", "buffer", "engine",
-        "gradients", "key", "keys", "layout", "name", "nbytes", "num_ops", "owner", "segments", "trainable_keys",
-        "version", "versions", "working_set",
+        "gradients", "key", "keys", "layout", "name", "nbytes", "num_ops", "owner", "segments", "tier",
+        "trainable_keys", "version", "versions", "working_set",
     )  # fmt: skip
 
     buffer: UnitBuffer
@@ -185,10 +185,11 @@ class Unit:
     gradients: Any  # UnitGradients, of a room that stands above this one
     layout: UnitLayout
 
-    def __init__(self, name: str, segments: Sequence[Segment], working_set: WorkingSet) -> None:
+    def __init__(self, name: str, segments: Sequence[Segment], working_set: WorkingSet, tier: ComputeTier) -> None:
         self.name = name
         self.segments = list(segments)
         self.working_set = working_set
+        self.tier = tier
         self.num_ops = 0  # operations that are running on the shown parameters
         self.version = 0
         self.versions: tuple[int, ...] = ()  # version counters of the parameters when they were shown
@@ -217,7 +218,7 @@ class Unit:
             segment.span, segment.offset, segment.grad_offset = place
             pieces.append(ParameterPlace(place.span, place.offset // spec.dtype.itemsize, spec.shape, spec.strides))
         spans = [(span.key, span.dtype) for span in layout.spans]
-        self.buffer = UnitBuffer(self.working_set, spans, pieces, tier=_HOST, comm=_ALONE)
+        self.buffer = UnitBuffer(spans, pieces, tier=self.tier, comm=_ALONE)
 
     def keys_of(self, segments: Iterable[Segment]) -> dict[int, str]:
         """Return the keys of the spans in which ``segments`` lie, by the spans' numbers, in their order."""
@@ -251,10 +252,10 @@ class Unit:
         word = self.engine.before_open(self) if buffer.state is BufferState.NONE else ""
         if word:
             with _ordinarily():  # order: later uses of the same lease may be recorded by autograd
-                buffer.gather(mode)
+                buffer.gather(mode, self.version)
             self._word = word
             if mode == "rw":
-                self._digests = tuple([digest(tensor) for tensor in buffer.tensors])
+                self._digests = tuple([digest(lease.tensor) for lease in buffer.leases])
             self.engine.opened(self)
             # Order: once others are parked, so that a thread has ended its work on one unit before the next begins.
             self._opened_s = time.monotonic()
@@ -285,7 +286,10 @@ class Unit:
             written = self._hide(check=buffer.mode == "r")
         self.engine.parked(self)
         digests, self._digests = self._digests, ()
-        buffer.release([n for n, before in enumerate(digests) if digest(buffer.tensors[n]) == before])
+        if digests:
+            buffer.write_back()
+        leases = buffer.leases
+        buffer.release([n for n, before in enumerate(digests) if digest(leases[n].tensor) == before])
         if written:
             go_on = self.engine.give_up(f"parameter {written} was written in place outside tiered.unsharded")
             raise UsageError(
@@ -296,13 +300,18 @@ class Unit:
             )
         return True
 
+    def outdate(self) -> None:
+        """The bytes have changed, or are about to: saved references to the old ones are refused from now on."""
+        self.version += 1
+        self.buffer.outdate()
+
     def _hide(self, *, check: bool) -> str:
         written = ""
         with without_dispatch(), _ordinarily():
             for segment, version in zip(self.segments, self.versions, strict=True):
                 if check and segment.parameter._version != version:
                     written = segment.name
-                segment.parameter.data = placeholder(segment.shape, segment.dtype)
+                segment.parameter.data = placeholder(segment.shape, segment.dtype, self.tier.device)
         return written
 
     def forget(self) -> None:

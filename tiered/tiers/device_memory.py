@@ -1,0 +1,231 @@
+"""DeviceMemory: tiered's buffers in compute-device memory, within one budget, kept and used again.
+
+A buffer that nobody uses keeps its contents until its bytes are needed for something that is used sooner. So bytes that
+were copied in are copied in again only where there was no room for them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import torch
+
+from tiered.errors import CapacityError
+from tiered.units import format_bytes
+
+__all__ = ["Content", "DeviceBuffer", "DeviceMemory"]
+
+
+class Content(NamedTuple):
+    """The bytes of a key in one of its versions."""
+
+    key: str
+    version: Hashable
+
+
+class DeviceBuffer:
+    """``nbytes`` of compute-device memory, and the events that order its uses.
+
+    Invariants: *a stream reads or writes it only once it has waited for the event that filled it, and whoever fills it
+    waits for every stream that used it before*. ``content`` names the bytes in it; None: they are of no use.
+    """
+
+    __slots__ = ("_after", "_num_references", "_ready", "_storage", "_streams", "content", "nbytes", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """``tensor``: (nbytes,) uint8, new memory that belongs to the buffer."""
+        self.tensor = tensor
+        self.nbytes = tensor.nbytes
+        self.content: Content | None = None
+        self._storage = tensor.untyped_storage()
+        self._num_references = _references_to(self._storage)
+        self._ready: torch.Event | None = None
+        self._streams: dict[int, torch.Stream] = {}  # that have waited for it, and may be using it
+        self._after: dict[int, torch.Event] = {}  # the end of earlier uses, by stream
+
+    def __repr__(self) -> str:
+        return f"DeviceBuffer({format_bytes(self.nbytes)}, {self.content!r}, aliased={self.is_aliased})"
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether another tensor than ``tensor`` lies in this memory."""
+        return _references_to(self._storage) > self._num_references
+
+    def use(self, stream: torch.Stream) -> None:
+        """``stream`` is about to read or write the bytes: it waits until they are there."""
+        number = stream.stream_id
+        if number in self._streams:
+            return
+        if self._ready is not None:
+            stream.wait_event(self._ready)
+        for event in self._after.values():  # by what was filled on no stream of its own: gradients
+            stream.wait_event(event)
+        self._streams[number] = stream
+
+    def begin_filling(self, stream: torch.Stream) -> None:
+        """``stream`` is about to write all of the bytes: it waits for the end of all earlier uses."""
+        if self._ready is not None:
+            stream.wait_event(self._ready)
+        for event in self._after.values():
+            stream.wait_event(event)
+
+    def filled(self, ready: torch.Event) -> None:
+        """The bytes are there after ``ready``."""
+        self._ready = ready
+        self._streams.clear()
+        self._after.clear()
+
+    def let_wait(self, stream: torch.Stream) -> None:
+        """``stream`` is about to read what other streams have written, all of it submitted by now."""
+        for number, other in self._streams.items():
+            if number != stream.stream_id:
+                stream.wait_event(other.record_event())
+
+    def free(self) -> None:
+        """Let go of the memory; the buffer is of no use any more."""
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._storage = self.tensor.untyped_storage()
+
+    def rest(self) -> None:
+        """All uses were submitted: note the ends of those on the streams that used it."""
+        for number, stream in self._streams.items():
+            self._after[number] = stream.record_event(self._after.get(number))
+        self._streams.clear()
+
+
+class DeviceMemory:
+    """At most ``budget_bytes`` of buffers. Thread-safe.
+
+    Buffers are taken from torch's allocator once and given to each other: it is asked again only for sizes that were
+    not there before. A buffer that was given back under a living tensor waits until that has died.
+    """
+
+    def __init__(
+        self, device: torch.device, budget_bytes: int, stream: torch.Stream, distance: Callable[[Content], int]
+    ) -> None:
+        """``stream`` fills the buffers first. ``distance(content)``: after how many uses the bytes are used again."""
+        self.device = device
+        self.budget_bytes = budget_bytes
+        self.peak_bytes = 0
+        self.num_allocations = 0
+        self.allocated_bytes = 0
+        self._stream = stream
+        self._distance = distance
+        self._lock = threading.Lock()
+        self._idle: dict[DeviceBuffer, None] = {}
+        self._lingering: dict[DeviceBuffer, bool] = {}  # given back; whether under living tensors
+        self._by_content: dict[Content, DeviceBuffer] = {}
+
+    def __repr__(self) -> str:
+        return f"DeviceMemory({format_bytes(self.allocated_bytes)} of {format_bytes(self.budget_bytes)})"
+
+    def find(self, content: Content) -> DeviceBuffer | None:
+        """Take the idle buffer that has ``content``, if one has."""
+        with self._lock:
+            buffer = self._by_content.pop(content, None)
+            if buffer is not None:
+                del self._idle[buffer]
+            return buffer
+
+    def has(self, content: Content) -> bool:
+        """Return whether an idle buffer has ``content``."""
+        with self._lock:
+            return content in self._by_content
+
+    def take(self, nbytes: int, *, sooner: Content | None = None) -> DeviceBuffer | None:
+        """Take a buffer of ``nbytes``, whose contents are undefined; None where no room can be made.
+
+        ``sooner``: the content that it is for, ahead of need: others make way only if they are used later.
+        """
+        with self._lock:
+            self._sweep()
+            limit = -1 if sooner is None else self._distance(sooner)
+            others = sorted(self._idle, key=self._use_of)  # those used last at the end
+            same = [buffer for buffer in others if buffer.nbytes == nbytes]
+            if same and self._use_of(same[-1]) == _NEVER:
+                return self._take(same[-1])
+            if self.allocated_bytes + nbytes <= self.budget_bytes:
+                return self._allocate(nbytes)
+            if same and self._use_of(same[-1]) > limit:
+                return self._take(same[-1])
+            while others and self._use_of(others[-1]) > limit and self.allocated_bytes + nbytes > self.budget_bytes:
+                self._drop(others.pop())
+            return self._allocate(nbytes) if self.allocated_bytes + nbytes <= self.budget_bytes else None
+
+    def give(self, buffer: DeviceBuffer, content: Content | None = None) -> None:
+        """Give ``buffer`` back with ``content``; a later ``find`` may have it again."""
+        with self._lock:
+            buffer.content = content
+            self._lingering[buffer] = buffer.is_aliased
+            self._sweep()
+
+    def forget(self, key: str | None = None) -> None:
+        """Idle bytes of ``key``, or of all keys, are of no use any more."""
+        with self._lock:
+            for content in [content for content in self._by_content if key in (None, content.key)]:
+                self._by_content.pop(content).content = None
+
+    def close(self) -> None:
+        """Give the idle memory back to torch's allocator."""
+        with self._lock:
+            for buffer in list(self._idle):
+                self._drop(buffer)
+
+    # Below: under the lock
+
+    def _use_of(self, buffer: DeviceBuffer) -> int:
+        return _NEVER if buffer.content is None else self._distance(buffer.content)
+
+    def _take(self, buffer: DeviceBuffer) -> DeviceBuffer:
+        del self._idle[buffer]
+        if buffer.content is not None:
+            del self._by_content[buffer.content]
+            buffer.content = None
+        return buffer
+
+    def _allocate(self, nbytes: int) -> DeviceBuffer:
+        with self._stream:  # Order: the allocator's next user of this memory, once dropped, follows this stream
+            buffer = DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+        self.allocated_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        self.num_allocations += 1
+        return buffer
+
+    def _drop(self, buffer: DeviceBuffer) -> None:
+        self._take(buffer)
+        buffer.begin_filling(self._stream)
+        self.allocated_bytes -= buffer.nbytes
+        with self._stream:
+            buffer.free()
+
+    def _sweep(self) -> None:
+        for buffer in [buffer for buffer in self._lingering if not buffer.is_aliased]:
+            if self._lingering.pop(buffer):  # rare: the streams that used the tensor are not known
+                torch.accelerator.synchronize(self.device)
+            other = self._by_content.pop(buffer.content, None) if buffer.content is not None else None
+            if other is not None:
+                other.content = None
+            self._idle[buffer] = None
+            if buffer.content is not None:
+                self._by_content[buffer.content] = buffer
+
+    def explain(self, nbytes: int) -> CapacityError:
+        """Return the error of a caller that found no room for ``nbytes``."""
+        with self._lock:
+            kept = sum(buffer.nbytes for buffer in self._lingering)
+            return CapacityError(
+                f"no room for {format_bytes(nbytes)} on {self.device}: of the budget of"
+                f" {format_bytes(self.budget_bytes)}, {format_bytes(self.allocated_bytes - kept)} are in use and"
+                f" {format_bytes(kept)} kept alive by tensors of a forward that has ended; clone() what is kept, or"
+                " give the store a larger device_memory="
+            )
+
+
+_NEVER = 1 << 62
+_references_to_cdata: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def _references_to(storage: torch.UntypedStorage) -> int:
+    return _references_to_cdata(storage._cdata)

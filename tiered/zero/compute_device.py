@@ -1,0 +1,93 @@
+"""The compute device of a sharded model: its choice, its share of memory, and the tensors that move there at once."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from tiered.errors import CapacityError, UsageError
+from tiered.store.store import Store
+from tiered.tiers.accelerator import AcceleratorTier
+from tiered.tiers.device_tier import HostTier
+from tiered.units import format_bytes
+from tiered.zero.layout import UnitLayout
+
+__all__ = ["choose_device", "give_memory", "move_buffers", "tier_of"]
+
+_log = logging.getLogger("tiered")
+
+_PART = 2  # of the free memory, its inverse, where the user names no budget: activations need the rest
+
+
+def choose_device(word: str | torch.device, store: Store) -> torch.device:
+    """Return the device that ``shard(device=word)`` means, with its index.
+
+    "auto" is the accelerator of this process, the CPU where there is none or ``store`` serves none. UsageError.
+    """
+    if word == "auto":
+        if store.device_memory == 0 or not torch.accelerator.is_available():
+            return torch.device("cpu")
+        found = torch.accelerator.current_accelerator()
+        assert found is not None
+        word = found
+    try:
+        device = torch.device(word)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device={word!r}; expected 'auto', 'cpu' or an accelerator such as 'cuda'") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type != device.type:
+        there = "there is none" if accelerator is None else f"it is {accelerator.type!r}"
+        raise UsageError(f"device={str(word)!r}; expected 'auto', 'cpu' or the accelerator of this process: {there}")
+    if store.device_memory == 0:
+        raise UsageError(
+            f"device={str(word)!r} with a store of device_memory=0; expected a budget such as device_memory='20GiB'"
+        )
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return torch.device(device.type, index)
+
+
+def tier_of(device: torch.device, store: Store) -> HostTier | AcceleratorTier:
+    """Return the tier of ``device``; one of an accelerator has no memory before ``give_memory``."""
+    if device.type == "cpu":
+        return HostTier(store.working_set)
+    return AcceleratorTier(store.working_set, device, 0, deadline_s=store.working_set.deadline_s)
+
+
+def give_memory(tier: HostTier | AcceleratorTier, units: list[UnitLayout], asked_bytes: int | None) -> None:
+    """Give ``tier`` the budget asked for, or a part of what is free. CapacityError with the smallest one that works."""
+    if isinstance(tier, HostTier):
+        return
+    smallest, largest = smallest_device_budget(units), sum(unit.nbytes + unit.gradient_nbytes for unit in units)
+    budget = asked_bytes
+    if budget is None:
+        free, _ = torch.accelerator.get_memory_info(tier.device)
+        budget = max(smallest, min(free // _PART, smallest + largest))
+        _log.info("device_memory=%s of %s free on %s", format_bytes(budget), format_bytes(free), tier.device)
+    if budget < smallest:
+        raise CapacityError(
+            f"compute-device budget {budget} bytes ({format_bytes(budget)}) is too small for this model; the smallest"
+            f" that works is {smallest} bytes ({format_bytes(smallest)}): root unit + 2 largest units, their gradients."
+            " Give device_memory= at least that, or smaller units"
+        )
+    tier.memory.budget_bytes = budget
+
+
+def smallest_device_budget(units: list[UnitLayout]) -> int:
+    """Return the smallest budget in bytes for ``units``, the root first: it, the unit in use, the next; gradients."""
+    root, *others = units
+    largest = max((unit.nbytes for unit in others), default=0)
+    gradients = max((unit.gradient_nbytes for unit in others), default=0)
+    return root.nbytes + 2 * largest + root.gradient_nbytes + 2 * gradients
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the tensors of ``model`` that are no parameters to ``device``, those on meta excepted; shared ones once."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
