@@ -9,7 +9,8 @@ import torch
 import tiered
 from tiered.ranks.comm import NullComm
 from tiered.store.residency.working_set import WorkingSet
-from tiered.tiers.device_tier import BufferState, HostTier, ParameterPlace, ShardState, UnitBuffer
+from tiered.tiers.device_tier import BufferState, ParameterPlace, ShardState, UnitBuffer
+from tiered.tiers.host_tier import HostTier
 
 SPANS = [("a", torch.float32), ("b", torch.bfloat16)]
 PIECES = [

@@ -53,7 +53,7 @@ def test_bits(recipe: Recipe, update: str, tmp_path: Path) -> None:
     with debug_store(tmp_path, durable=False) as store:
         session = start(CASE, recipe, store, update)
         assert_same(session.run(), reference(CASE, recipe))
-        assert all(gradients.own.lease is not None for gradients in gradients_of(session.model))
+        assert all(gradients.own.buffer is not None for gradients in gradients_of(session.model))
 
 
 def chain() -> nn.Sequential:
@@ -109,7 +109,7 @@ def test_the_budget_has_their_bytes_and_the_arena_keeps_no_pages_for_them(tmp_pa
     with tiered.Store(tmp_path, dram=32 << 20, durable=False) as store:
         model, optimizer = settled(store)
         for gradients in gradients_of(model):
-            buffer = gradients.own.lease.buffer
+            buffer = gradients.own.buffer.lease.buffer
             assert buffer.nbytes >= gradients.nbytes
             assert num_pages_in_memory(buffer.address, buffer.nbytes) == 0
         assert_equal(go_on(model, optimizer), expected())
@@ -268,7 +268,7 @@ def test_commits_rollbacks_and_resumed_runs(tmp_path: Path) -> None:
         for step in range(4):
             session.run_step(step)
             store.commit()
-        assert all(gradients.own.lease is not None for gradients in gradients_of(session.model))
+        assert all(gradients.own.buffer is not None for gradients in gradients_of(session.model))
         session.case.loss(session.model, session.case.batch(99)).backward()
         assert num_own(session.model)
         store.rollback()

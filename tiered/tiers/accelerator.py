@@ -18,6 +18,7 @@ from tiered.errors import DeadlineError
 from tiered.store.records.entry import EntryState
 from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.tiers.device_memory import Content, DeviceBuffer, DeviceMemory
+from tiered.tiers.device_tier import bytes_of
 
 __all__ = ["AcceleratorTier"]
 
@@ -30,6 +31,7 @@ class _Copy(NamedTuple):
     event: torch.Event
     lease: Lease
     is_out: bool
+    source: torch.Tensor | None  # that must live as long, None where a buffer's own events see to that
 
 
 class DeviceGathered:
@@ -243,6 +245,39 @@ class AcceleratorTier:
 
         return wait
 
+    # -- activations ---------------------------------------------------------------------------------------------
+
+    def free_nbytes(self) -> int:
+        """Return the free bytes of the device, less those of the budget that were not taken yet."""
+        free, _ = torch.accelerator.get_memory_info(self.device)
+        return int(free) - (self.memory.budget_bytes - self.memory.allocated_bytes)
+
+    def put(self, storage: torch.UntypedStorage, key: str, shift: int) -> None:
+        """Copy the bytes of ``storage``, which stay alive until then, to ``key``; blocks where DRAM is short."""
+        self.sweep()
+        lease = self.lease(key, "w")
+        source = bytes_of(storage)
+        self._out.wait_event(self.current_stream().record_event())
+        with self._out, torch.no_grad():
+            lease.tensor[shift:].copy_(source, non_blocking=True)
+        self.copied_out_bytes += source.nbytes
+        self._note(self._out.record_event(), lease, is_out=True, source=source)
+
+    def get(self, key: str) -> torch.Tensor:
+        """Copy the bytes of ``key`` to new memory of torch's allocator, outside of the budget; blocks on a swap in."""
+        self.sweep()
+        lease = self.lease(key, "r")
+        stream = self.current_stream()
+        flat = torch.empty(lease.tensor.nbytes, dtype=torch.uint8, device=self.device)
+        self._in.wait_event(stream.record_event())  # order: the memory was another tensor's on that stream
+        with self._in:
+            flat.copy_(lease.tensor, non_blocking=True)
+        event = self._in.record_event()
+        stream.wait_event(event)
+        self.copied_in_bytes += flat.nbytes
+        self._note(event, lease, is_out=False)
+        return flat
+
     # -- DRAM ----------------------------------------------------------------------------------------------------
 
     def lease(self, key: str, mode: str) -> Lease:
@@ -338,9 +373,9 @@ class AcceleratorTier:
         self.copied_out_bytes += buffer.nbytes
         return self._out.record_event()
 
-    def _note(self, event: torch.Event, lease: Lease, *, is_out: bool) -> None:
+    def _note(self, event: torch.Event, lease: Lease, *, is_out: bool, source: torch.Tensor | None = None) -> None:
         with self._lock:
-            self._in_flight.setdefault(lease.key, []).append(_Copy(event, lease, is_out))
+            self._in_flight.setdefault(lease.key, []).append(_Copy(event, lease, is_out, source))
 
     def _wait(self, event: torch.Event, what: str) -> None:
         """Wait until ``event`` has come; in the calling thread, without torch's own wait, which has no deadline."""

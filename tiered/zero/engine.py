@@ -33,6 +33,7 @@ from tiered.zero.layout import Shares
 from tiered.zero.parameters.access import Access
 from tiered.zero.parameters.calls import Calls
 from tiered.zero.parameters.functorch import check_no_transform, guard_functorch
+from tiered.zero.parameters.gather_ahead import ahead_on
 from tiered.zero.parameters.open_units import OpenUnits
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Event, Phase, graph_task
@@ -69,9 +70,9 @@ class Engine:
         self.open_gradients = OpenGradients(self.open_units, distance=distance, may_stay=may_stay)
         self.reclaimer = Reclaimer(self.open_units, self.open_gradients, lambda: self.updates)
         self.working_set.add_reclaimer(self.reclaimer.reclaim)
+        self.ahead = ahead_on(self.tier, lambda unit: self.updates.is_pending(unit))
         self.tier.attach(distance, self.reclaimer.give_back)
-        events = self._gradients_came, self.open_units.park_all, lambda: self.open_units.thread
-        self.backward = Backward(self.units, self.phase, self.calls, *events)
+        self.backward = Backward(self, self._gradients_came)
         self.forward = Forward(self, self.backward, self.activations, self._begin_forward)
         moves = Moves(self.finish_update, self.expect_steps, self.phase.abandon)
         self.layouts = UnitLayouts(store, self.units, shares, moves)
@@ -131,8 +132,9 @@ class Engine:
         self.open_gradients.rooms.opening = ""
         self.open_units.opened(unit)
         self.open_units.park_idle(self.calls.units() | {unit})
-        has_room = unit.is_in_backward and unit.gradients.nbytes
-        self.schedule.use(*unit.keys, *([unit.gradients.room] if has_room else []))
+        self.ahead.opened(unit)
+        room = [unit.gradients.room] if unit.is_in_backward and unit.gradients.nbytes else []
+        self.schedule.use(*unit.keys, *room)
 
     def parked(self, unit: Unit) -> None:
         """A unit is about to give its bytes back."""

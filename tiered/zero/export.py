@@ -38,7 +38,7 @@ class Export:
         self._copies.clear()
 
     def copy(self, segment: object, values: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a parameter's ``values``: as in torch, the names of a tied one share their memory."""
+        """Return a copy in DRAM of ``values``; as in torch, the names of a tied one share their memory."""
         if segment not in self._copies:
-            self._copies[segment] = values.clone()
+            self._copies[segment] = values.detach().to("cpu", copy=True)
         return self._copies[segment].detach()

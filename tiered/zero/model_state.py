@@ -180,15 +180,14 @@ def _short(segment: dict[str, Any] | None) -> str:
 
 
 class RandomState:
-    """The random number generators of torch (CPU and CUDA), numpy and python."""
+    """The random number generators of torch (the CPU's and the accelerators'), numpy and python."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return all states."""
         name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         return {
             "torch": torch.get_rng_state(),
-            "cuda": list(cuda),
+            "accelerators": _states_of_accelerators(),
             "numpy": (str(name), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)),
             "python": random.getstate(),
         }
@@ -196,11 +195,28 @@ class RandomState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set all generators to the states that ``state_dict`` returned."""
         torch.set_rng_state(state["torch"])
-        if state["cuda"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda"])
+        states = state.get("accelerators") or {"cuda": state.get("cuda", [])}  # an earlier release knew no others
+        for index, device_state in enumerate(states.get(_accelerator_type(), [])):
+            if index < torch.accelerator.device_count():
+                torch.get_device_module(_accelerator_type()).set_rng_state(device_state, index)
         name, keys, position, has_gauss, gauss = state["numpy"]
         np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
         random.setstate(state["python"])
+
+
+def _accelerator_type() -> str:
+    """Return the type of this process's accelerator, "" where there is none."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "" if found is None else found.type
+
+
+def _states_of_accelerators() -> dict[str, list[torch.Tensor]]:
+    """Return the state of each device's generator, by the devices' type."""
+    word = _accelerator_type()
+    if not word:
+        return {}
+    module = torch.get_device_module(word)
+    return {word: [module.get_rng_state(index) for index in range(torch.accelerator.device_count())]}
 
 
 def hook_state_dicts(model: nn.Module, engine: Engine) -> None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tiered.bytes.free_memory import free_memory
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
 from tiered.units import format_bytes
@@ -142,7 +141,7 @@ class Activations:
     def _recomputes(self, unit: Unit) -> bool:
         """Return whether a forward of ``unit`` that begins now is to run again in backward."""
         word = self.words.get(unit, "keep")
-        if word != "recompute" and not (word == "auto" and torch.is_autocast_enabled("cpu")):
+        if word != "recompute" and not (word == "auto" and torch.is_autocast_enabled(unit.tier.device.type)):
             return False
         if not torch.is_grad_enabled() or in_graph_task() or self._local.recompute is not None:
             return False  # inside one that recomputes, the outer one does
@@ -180,9 +179,7 @@ class Activations:
     def begin_forward(self, *, is_first: bool) -> None:
         """An outermost forward begins; ``is_first`` of its step."""
         if self.room_bytes is None and "auto" in self.words.values():
-            working_set = self._engine.working_set
-            untouched = working_set.budget_bytes - working_set.residents.arena.leased_nbytes
-            self.room_bytes = max(0, free_memory() - untouched) // 2
+            self.room_bytes = max(0, self._engine.tier.free_nbytes()) // 2
         if is_first:
             self.swapped.begin_step()
         else:
@@ -239,7 +236,7 @@ class Activations:
         word = self.words.get(unit, "keep")
         if word == "auto":
             return self._pack_within_room(unit, tensor)
-        if not self._has_warned and torch.is_autocast_enabled("cpu") and word != "recompute":
+        if not self._has_warned and torch.is_autocast_enabled(unit.tier.device.type) and word != "recompute":
             self._warn_of_casts(unit)
         swapped = self.swapped.pack(tensor) if word == "swap" else None
         return Kept(tensor) if swapped is None else swapped

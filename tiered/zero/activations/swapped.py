@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, UsageError
+from tiered.tiers.device_tier import bytes_of
 from tiered.units import KiB, format_bytes
 from tiered.zero.activations.freed_objects import FreedObjects
 from tiered.zero.activations.saved import check_unmodified
@@ -122,7 +123,7 @@ class SwappedActivations:
 
         Blocks while room is made. Raises the store's errors, except CapacityError.
         """
-        if not _is_plain(tensor):
+        if not _is_plain(tensor) or tensor.device != self._engine.tier.device:
             return None
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
@@ -131,13 +132,14 @@ class SwappedActivations:
         if storage.data_ptr() % tensor.element_size():
             return None
         self.sweep()
-        content = torch.empty(0, dtype=torch.uint8, device="cpu")
-        content.set_(storage, 0, (nbytes,))  # type: ignore[call-overload]  # a storage is a source too
-        readable: Any = content.numpy()
-        digest = xxhash.xxh3_64_intdigest(readable)
-        found = self._find(storage, tensor._version, digest)
+        version = tensor._version
+        digest = 0  # torch counts the versions of all that a compute device saves
+        if storage.device.type == "cpu":
+            readable: Any = bytes_of(storage).numpy()
+            digest = xxhash.xxh3_64_intdigest(readable)
+        found = self._find(storage, version, digest)
         if found is None:
-            found = self._put(storage, content, tensor._version, digest)
+            found = self._put(storage, version, digest)
         return None if found is None else SwappedTensor(self, found, tensor)
 
     @uninterrupted
@@ -158,14 +160,11 @@ class SwappedActivations:
         engine.schedule.learn(storage.key, storage.nbytes, window_bytes=self.share_bytes // 4)
         engine.schedule.use(storage.key)
         try:
-            lease = engine.working_set.lease(storage.key, "r")
+            return engine.tier.get(storage.key)
         except CapacityError:
             self._leave(storage.nbytes)
             copy: torch.Tensor = engine.store[storage.key]
-            return copy
-        flat = lease.tensor
-        lease.release()  # Lifetime: the bytes stay the graph's until the last tensor on them has died
-        return flat
+            return copy.to(engine.tier.device)
 
     @uninterrupted
     def sweep(self) -> None:
@@ -189,7 +188,7 @@ class SwappedActivations:
         with self._lock:
             for key in self._keys:
                 with contextlib.suppress(KeyError):
-                    self._engine.working_set.delete([key])
+                    self._engine.tier.delete(key)
             self._keys.clear()
             self._held.clear()
             self._storages.clear()
@@ -205,22 +204,17 @@ class SwappedActivations:
             is_same = (found.version, found.digest, found.nbytes) == (version, digest, storage.nbytes())
             return found if is_same else None
 
-    def _put(
-        self, storage: torch.UntypedStorage, content: torch.Tensor, version: int, digest: int
-    ) -> SwappedStorage | None:
+    def _put(self, storage: torch.UntypedStorage, version: int, digest: int) -> SwappedStorage | None:
         working_set = self._engine.working_set
         made = SwappedStorage(self._name(), storage, version, digest)
         nbytes = made.shift + made.nbytes
         working_set.create(made.key, nbytes, scratch=True)
         try:
-            lease = working_set.lease(made.key, "w")
+            self._engine.tier.put(storage, made.key, made.shift)
         except CapacityError:
             working_set.delete([made.key])
             self._leave(nbytes)
             return None
-        with torch.no_grad():
-            lease.tensor[made.shift :].copy_(content)
-        lease.release()
         with self._lock:
             self.num_swapped += 1
             self._keys[made.key] = made.serial, nbytes
@@ -279,7 +273,7 @@ class SwappedActivations:
             if reference is not None and reference() is None:
                 del self._storages[address]
         with contextlib.suppress(KeyError):
-            self._engine.working_set.delete([key])
+            self._engine.tier.delete(key)
         return True
 
     def _leave(self, nbytes: int) -> None:
@@ -299,7 +293,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor._is_zerotensor()

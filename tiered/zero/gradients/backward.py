@@ -7,7 +7,7 @@ notices it. Reentrant checkpoints nest backwards: only the end of the outermost 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -18,10 +18,10 @@ from tiered.errors import UsageError
 from tiered.store.residency.residents import be_thread
 from tiered.zero.frames import num_on_stack
 from tiered.zero.gradients.used_gradients import check_used, show_used
-from tiered.zero.parameters.calls import Calls
+from tiered.zero.parameters.conductor import Conductor
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
-from tiered.zero.step import Event, Phase, in_graph_task, is_autograds_own
+from tiered.zero.step import Event, in_graph_task, is_autograds_own
 
 __all__ = ["Backward"]
 
@@ -29,26 +29,14 @@ __all__ = ["Backward"]
 class Backward:
     """The facts about the backward that runs now. ``submit(unit)`` hands over the update of a unit that is due."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        phase: Phase,
-        calls: Calls,
-        gradients_came: Callable[[], None],
-        ended: Callable[[], None],
-        thread: Callable[[], int],
-    ) -> None:
-        """``gradients_came()``: the last gradient has come, due updates follow; ``ended()``: the backward is over.
-
-        ``thread()``: the number of the thread that runs the model, which waits while one of autograd's own works.
-        """
+    def __init__(self, conductor: Conductor, gradients_came: Callable[[], None]) -> None:
+        """``gradients_came()``: the last gradient of a backward has come, and due updates follow."""
         self.submit: Callable[[Unit], None] = _submit_nothing
-        self._units = units
-        self._phase = phase
-        self._calls = calls
+        self._units = conductor.units
+        self._phase = conductor.phase
+        self._calls = conductor.calls
+        self._open_units = conductor.open_units
         self._gradients_came = gradients_came
-        self._report_end = ended
-        self._thread = thread
         self._tasks: set[int] = set()
         self._is_running = False
         self._is_harmful = False  # this backward has accumulated or updated gradients
@@ -84,7 +72,7 @@ class Backward:
         self._tasks.add(task)
         self._is_running = True
         if is_autograds_own():
-            be_thread(self._thread())
+            be_thread(self._open_units.thread)  # which waits while this one works
         torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 
     @uninterrupted
@@ -215,7 +203,7 @@ class Backward:
             self._phase.done.clear()
         self._waiting.clear()
         self.forget_touches()
-        self._report_end()
+        self._open_units.park_all()
 
     def _refuse_graphs(self) -> None:
         """Raise UsageError, at the end: autograd frees nothing of a backward with graphs that fails in the middle."""

@@ -22,8 +22,9 @@ class GradScaler(TorchGradScaler):
 
     ``scale``, ``unscale_``, ``step``, ``update`` and ``state_dict`` are torch's, and so are the bits; a step whose
     gradients are not finite is skipped. Clip after ``unscale_``. ``store.register("scaler", scaler)`` makes it part of
-    each commit. ``device`` is that of the losses: "auto", "cpu" or "cuda". Not thread-safe. ``unscale_`` and ``step``
-    block while gradients stream, and raise UsageError under ``update="backward"`` and after clipping.
+    each commit. ``device`` is that of the losses; "auto" is the accelerator, if there is one. Not thread-safe.
+    ``unscale_`` and ``step`` block while gradients stream, and raise UsageError under ``update="backward"`` and after
+    clipping.
     """
 
     def __init__(
@@ -36,7 +37,8 @@ class GradScaler(TorchGradScaler):
         enabled: bool = True,
     ) -> None:
         if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            device = "cpu" if found is None else found.type
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -45,20 +45,8 @@ class UnitGradients:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_clipped_version",
-        "_is_changed",
-        "_lay_out_anew",
-        "buffer",
-        "factors",
-        "key",
-        "num_accumulating",
-        "open_gradients",
-        "own",
-        "room",
-        "sources",
-        "unit",
-        "working_set",
+        "__weakref__", "_clipped_version", "_is_changed", "_lay_out_anew", "buffer", "factors", "key",
+        "num_accumulating", "open_gradients", "own", "room", "sources", "unit", "working_set",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, open_gradients: OpenGradients, lay_out_anew: Callable[[Unit], None]) -> None:
@@ -88,10 +76,7 @@ class UnitGradients:
 
     @uninterrupted
     def open(self) -> torch.Tensor:
-        """Lease the buffer and return it: (nbytes,) uint8; ``.grad`` shows what is stored, or was beside it, there.
-
-        The caller's stream may use it.
-        """
+        """Return the buffer, (nbytes,) uint8, where ``.grad`` shows what was stored, or lay beside it. Blocks."""
         if self.buffer is not None:
             self.buffer.use()
             return self.buffer.tensor
@@ -349,9 +334,8 @@ class UnitGradients:
             with without_dispatch():
                 there = [(s, s.parameter.grad) for s in self.unit.segments if s.has_gradient]
                 own = {s: OwnGradients.flat(gradient) for s, gradient in there if gradient is not None}
-            taken = TakenGradients(
-                self.working_set, self.unit.tier, self.room, nbytes=self.nbytes, factors=self.factors, own=own
-            )
+            tiers = self.working_set, self.unit.tier
+            taken = TakenGradients(*tiers, self.room, nbytes=self.nbytes, factors=self.factors, own=own)
             self.drop(used=used)
             return taken
         assert self.key

@@ -18,6 +18,9 @@ class Updates(Protocol):
     def is_this_thread(self) -> bool:
         """Whether the caller is the update thread."""
 
+    def is_pending(self, unit: Unit) -> bool:
+        """Return whether an update of ``unit`` is pending. Any thread, without the lock."""
+
     def wait_for(self, unit: Unit) -> None:
         """Wait for the update of ``unit``, if one is pending; it goes first. Ends at once after a failure."""
 
@@ -56,6 +59,9 @@ class _NoUpdates:
     failure: BaseException | None = None
 
     def is_this_thread(self) -> bool:
+        return False
+
+    def is_pending(self, unit: Unit) -> bool:
         return False
 
     def wait_for(self, unit: Unit) -> None: ...

@@ -16,7 +16,6 @@ from tiered.zero.activations.saved import pair_in_force
 
 __all__ = ["Settings", "ThreadState"]
 
-_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 class ThreadState:
@@ -25,7 +24,8 @@ class ThreadState:
     def __init__(self) -> None:
         self._is_grad_enabled = torch.is_grad_enabled()
         self._is_inference = torch.is_inference_mode_enabled()
-        self._autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES]
+        devices = _devices()
+        self._autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
         self._is_casting_once = torch.is_autocast_cache_enabled()
         self._function_modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._dispatch_modes = _get_current_dispatch_mode_stack()
@@ -57,6 +57,12 @@ class ThreadState:
                 torch._C._push_on_torch_dispatch_stack(mode)
                 stack.callback(torch._C._pop_torch_dispatch_stack, None)
             return work()
+
+
+def _devices() -> list[str]:
+    """Return the types of the devices that this process computes on."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ["cpu"] if found is None else ["cpu", found.type]
 
 
 class Settings:

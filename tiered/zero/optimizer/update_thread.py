@@ -147,7 +147,7 @@ class UpdateThread:
         with self._condition:
             if unit in self._queue:
                 self._queue.move_to_end(unit, last=False)
-        self._wait(lambda: not self._is_pending(unit), unit.name)
+        self._wait(lambda: not self.is_pending(unit), unit.name)
 
     def wait_for_all(self) -> None:
         """Wait until nothing is pending and the thread has ended. Ends early after a failure."""
@@ -235,7 +235,8 @@ class UpdateThread:
     def _pending(self) -> list[UnitUpdate]:
         return [*self._queue.values(), *([self._running] if self._running is not None else [])]
 
-    def _is_pending(self, unit: Unit) -> bool:
+    def is_pending(self, unit: Unit) -> bool:
+        """Return whether an update of ``unit`` is pending. Any thread, without the lock."""
         return unit in self._queue or ((running := self._running) is not None and running.unit is unit)
 
     @uninterrupted

@@ -46,6 +46,7 @@ class Access:
         unit = segment.unit
         unit.show("rw" if write else "r")
         unit.buffer.use()
+        conductor.ahead.go_on()
         self._touch(unit)  # order: showing the unit may finish an update of it
         unit.num_ops += 1
         try:
