@@ -45,7 +45,7 @@ ORDER = {
     "ranks": ("comm",),
     "zero": ("layout", "division", "export", "frames", "forks", "step", "kernels", "formats", "parameters",
              "gradients", "activations", "microbatching", "engine", "store_events", "model_state", "optimizer",
-             "construct", "weights", "compute_device", "shard", "unsharded"),
+             "compute_device", "construct", "weights", "shard", "unsharded"),
 }  # fmt: skip
 """The rooms of each floor, files of the floor itself among them: each imports only what stands before it."""
 

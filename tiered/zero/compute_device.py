@@ -11,13 +11,14 @@ from tiered.errors import CapacityError, UsageError
 from tiered.store.store import Store
 from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.host_tier import HostTier
-from tiered.units import format_bytes
+from tiered.units import MiB, format_bytes
 from tiered.zero.layout import UnitLayout
 
-__all__ = ["choose_device", "give_memory", "move_buffers", "tier_of"]
+__all__ = ["choose_device", "give_memory", "give_room", "move_buffers", "tier_of"]
 
 _log = logging.getLogger("tiered")
 
+_CONSTRUCTION_NBYTES = 256 * MiB
 _PART = 2  # of the free memory, its inverse, where the user names no budget: activations need the rest
 
 
@@ -74,6 +75,12 @@ def give_memory(tier: HostTier | AcceleratorTier, units: list[UnitLayout], asked
             " Give device_memory= at least that, or smaller units"
         )
     tier.memory.budget_bytes = budget
+
+
+def give_room(tier: HostTier | AcceleratorTier, nbytes: int) -> None:
+    """Let ``tier`` take memory for a few parameters, one of ``nbytes`` among them, while a model is constructed."""
+    if isinstance(tier, AcceleratorTier):
+        tier.memory.budget_bytes = max(tier.memory.budget_bytes, _CONSTRUCTION_NBYTES, nbytes)
 
 
 def smallest_device_budget(units: list[UnitLayout]) -> int:

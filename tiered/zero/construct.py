@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
-from tiered.store.residency.working_set import Lease
 from tiered.store.store import Store
+from tiered.tiers.accelerator import AcceleratorTier
+from tiered.tiers.device_tier import Gathered
+from tiered.tiers.host_tier import HostTier
+from tiered.zero.compute_device import choose_device, give_room, tier_of
 from tiered.zero.frames import num_on_stack
 from tiered.zero.parameters.functorch import guard_functorch
 from tiered.zero.parameters.parameter import TieredParameter, name_of, without_dispatch
@@ -29,7 +33,6 @@ from tiered.zero.parameters.unit import Segment
 __all__ = ["ConstructedParameter", "construct"]
 
 _numbers = itertools.count()
-_CPU = torch.device("cpu")
 
 
 class ConstructedParameter:
@@ -42,7 +45,8 @@ class ConstructedParameter:
         self.owner = construction
         self.key = f"construct/{next(_numbers)}"
         self.segment = segment
-        self.lease: Lease | None = None
+        self.gathered: Gathered | None = None
+        self.tier = construction.tier_of(segment.parameter.device)
         self.num_ops = 0
         self.origin: weakref.ref[nn.Parameter] | None = None  # the parameter that nn.Parameter() made this one of
         segment.unit = self  # type: ignore[assignment]
@@ -52,21 +56,34 @@ class ConstructedParameter:
         return "under construction" if self.owner.is_open else "constructed, not sharded"
 
     def show(self) -> None:
-        """Lease the bytes and make the parameter a view of them."""
-        if self.lease is None:
-            self.lease = self.owner.store.working_set.lease(self.key, "rw")
-            self.owner.shown[self] = None
+        """Lease the bytes and make the parameter a view of them, on its device."""
+        if self.gathered is None:
+            view = self.gather("rw")
             with without_dispatch():
-                self.segment.parameter.data = self.segment.view(self.lease.tensor)
+                self.segment.parameter.data = view
+
+    def gather(self, mode: str) -> torch.Tensor:
+        """Lease the bytes for ``mode``, and return them with the parameter's shape, on its device."""
+        give_room(self.tier, self.segment.nbytes)
+        self.gathered = self.tier.gather([self.key], None, mode)
+        self.gathered.use()
+        self.owner.shown[self] = None
+        return self.segment.view(self.gathered.tensors[0])
+
+    def lies_in(self, storage: int) -> bool:
+        """Return whether the parameter is shown in the storage of that address."""
+        return self.gathered is not None and self.gathered.tensors[0].untyped_storage().data_ptr() == storage
 
     def park(self) -> None:
         """Give the lease back; tensors that still look at the bytes keep them."""
-        if self.lease is not None:
-            lease, self.lease = self.lease, None
+        if self.gathered is not None:
+            gathered, self.gathered = self.gathered, None
             self.owner.shown.pop(self, None)
+            gathered.use()
+            gathered.write_back()
             with without_dispatch():
-                self.segment.parameter.data = placeholder(self.segment.shape, self.segment.dtype, _CPU)
-            lease.release()
+                self.segment.parameter.data = placeholder(self.segment.shape, self.segment.dtype, self.tier.device)
+            gathered.release(())
 
 
 class _Construction:
@@ -76,6 +93,7 @@ class _Construction:
         self.store = store
         self.is_open = True
         self.shown: dict[ConstructedParameter, None] = {}  # oldest first
+        self._tiers: dict[torch.device, HostTier | AcceleratorTier] = {}
         store.working_set.add_reclaimer(self._reclaim)
 
     @uninterrupted
@@ -83,7 +101,7 @@ class _Construction:
         """Move ``parameter``, which ``module`` registers as ``name``, into the store; same object, same values."""
         if (
             type(parameter) is not nn.Parameter
-            or parameter.device.type != "cpu"
+            or parameter.is_meta
             or parameter.layout is not torch.strided
         ):
             return None  # tied (ours already), on meta, or another subclass
@@ -97,19 +115,18 @@ class _Construction:
         old: Any = segment.unit
         storage = value.untyped_storage().data_ptr()
         for other in self.shown:
-            lease = other.lease
-            if other is not old and lease is not None and lease.tensor.untyped_storage().data_ptr() == storage:
+            if other is not old and other.lies_in(storage):
                 raise UsageError(
                     f"parameter {segment.name}: .data of {other.segment.name}, to share its memory; expected one"
                     " parameter that both modules name, as in head.weight = emb.weight, or .data.clone(); where it is"
                     " somebody else's code that does so (resize_token_embeddings of transformers), call it on a model"
                     " built outside `with tiered.construct(store):`, before tiered.shard"
                 )
-        lease, old.lease = old.lease, None
+        gathered, old.gathered = old.gathered, None
         self.shown.pop(old)
         segment.parameter.data = value
         self._place(segment.name, segment.parameter)
-        lease.release()
+        gathered.release(())
         self.store.working_set.delete([old.key])
 
     @uninterrupted
@@ -143,10 +160,7 @@ class _Construction:
         constructed = ConstructedParameter(self, segment)
         working_set = self.store.working_set
         working_set.create(constructed.key, max(segment.nbytes, 1), scratch=True)
-        lease = working_set.lease(constructed.key, "w")
-        constructed.lease = lease
-        self.shown[constructed] = None
-        view = segment.view(lease.tensor)
+        view = constructed.gather("w")
         with torch.no_grad():
             view.copy_(parameter)
             parameter.data = view
@@ -188,21 +202,38 @@ class _Construction:
         return False
 
 
+    def tier_of(self, device: torch.device) -> HostTier | AcceleratorTier:
+        """Return the tier of ``device``, whose memory is for a few parameters, or for one that is larger."""
+        if device not in self._tiers:
+            tier = self._tiers[device] = tier_of(device, self.store)
+            tier.attach(lambda key: 0, lambda: self._reclaim(0))
+        return self._tiers[device]
+
+    def end(self) -> None:
+        """Give every lease and all memory back; parameters may not be touched any more."""
+        self.park_all()
+        for tier in self._tiers.values():
+            tier.forget()
+        self.is_open = False
+
+
 @uninterrupted_block
-def construct(store: Store) -> Iterator[None]:
+def construct(store: Store, device: str | torch.device | None = None) -> Iterator[None]:
     """Build a model whose parameters live in ``store`` from the moment they are made.
 
     ``with tiered.construct(store): model = GPT(...)``, then ``tiered.shard(model, store)``. The constructor runs as it
-    is; parameters may be read and written inside the block, in DRAM bounded by the store's budget. Parameters on the
-    meta device and tensors that are not parameters stay as they are. Not thread-safe. Raises CapacityError when one
-    parameter is larger than the budget.
+    is; parameters may be read and written inside the block, in DRAM bounded by the store's budget. It runs on
+    ``device``, or on torch's default device: values are drawn there, and a few parameters lie there at a time.
+    Parameters on the meta device and tensors that are not parameters stay as they are. Not thread-safe. Raises
+    CapacityError when one parameter is larger than the budget.
     """
     guard_functorch()
     construction = _Construction(store)
+    here = nullcontext() if device is None else choose_device(device, store)
     hook = register_module_parameter_registration_hook(construction.take)  # type: ignore[arg-type]
     try:
-        yield
+        with here:
+            yield
     finally:
         hook.remove()
-        construction.park_all()
-        construction.is_open = False
+        construction.end()

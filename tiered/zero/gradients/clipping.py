@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["clip_grad_norm_"]
 
@@ -65,9 +62,12 @@ def _norms(tensors: Sequence[torch.Tensor], norm_type: float) -> Iterator[torch.
             continue
         gradients = tensor.segment.unit.gradients
         factor = gradients.factors.get(tensor.segment)
-        with gradients.lent(tensor.segment) as view:
-            yield _vector_norm(view if factor is None else view.to(_accumulator(view.dtype)) * factor, norm_type)
-            del view  # lifetime: the bytes are lent
+        norm = functools.partial(_scaled_norm, norm_type=norm_type, factor=factor)
+        yield gradients.answer(tensor.segment, ("clip", norm_type) if factor is None else None, norm)
+
+
+def _scaled_norm(values: torch.Tensor, *, norm_type: float, factor: torch.Tensor | None) -> torch.Tensor:
+    return _vector_norm(values if factor is None else values.to(_accumulator(values.dtype)) * factor, norm_type)
 
 
 def _vector_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:

@@ -6,7 +6,7 @@ all keys are in DRAM for good, they stay where autograd put them, and are not co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -14,22 +14,17 @@ import torch
 from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
 from tiered.tiers.device_tier import GradientBuffer
+from tiered.zero.gradients.clip_factors import BETWEEN_CLIP_AND_STEP, ClipFactors
 from tiered.zero.gradients.open_gradients import OpenGradients
 from tiered.zero.gradients.own_gradients import OwnGradients
 from tiered.zero.gradients.stand_in import Change, StandIn
-from tiered.zero.gradients.stored_gradient import StoredGradient, with_pending
+from tiered.zero.gradients.stored_gradient import Compute, StoredGradient, with_pending
 from tiered.zero.gradients.taken_gradients import TakenGradients
 from tiered.zero.gradients.used_gradients import UsedGradient
 from tiered.zero.parameters.metadata import without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["UnitGradients"]
-
-_BETWEEN_CLIP_AND_STEP = (
-    "between tiered.clip_grad_norm_, whose factor is applied by the step, and optimizer.step(); expected changes, such"
-    " as those of scaler.unscale_, before the clipping"
-)
-
 
 class UnitGradients:
     """The gradients of one unit in one buffer, laid out as the unit's trainable spans are, for good.
@@ -45,7 +40,7 @@ class UnitGradients:
     """
 
     __slots__ = (
-        "__weakref__", "_clipped_version", "_is_changed", "_lay_out_anew", "buffer", "factors", "key",
+        "__weakref__", "_lay_out_anew", "buffer", "clipped", "factors", "key",
         "num_accumulating", "open_gradients", "own", "room", "sources", "unit", "working_set",
     )  # fmt: skip
 
@@ -58,10 +53,9 @@ class UnitGradients:
         self.key = ""  # "": there are no gradients in a buffer
         self.own = OwnGradients()
         self.room = f"model/gradient/{unit.name}"
-        self.factors: dict[Segment, torch.Tensor] = {}
+        self.clipped = ClipFactors()
+        self.factors = self.clipped.factors
         self.num_accumulating = 0
-        self._clipped_version = 0  # of the leased buffer, when the factors were made for it
-        self._is_changed = False  # in place, since then
         self.sources: dict[Segment, StoredGradient | UsedGradient] = {}
 
     @property
@@ -83,7 +77,7 @@ class UnitGradients:
         self.open_gradients.end_lent()
         were_own = self.own.are_there
         if self.own.buffer is not None:
-            self._note_changes()
+            self.clipped.note_changes(None, self.own)
             self.key, buffer = self.own.take_buffer()
             assert buffer is not None
         elif self.key:
@@ -97,7 +91,7 @@ class UnitGradients:
         self.open_gradients.opened(self)
         with without_dispatch():
             self._show(buffer.tensor, were_own=were_own)
-        self._clipped_version = buffer.tensor._version
+        self.clipped.note(buffer, self.own)
         return buffer.tensor
 
     def _show(self, buffer: torch.Tensor, *, were_own: bool) -> None:
@@ -136,6 +130,21 @@ class UnitGradients:
             yield values
             del values  # lifetime: the bytes are lent
 
+    def asked(self, question: Hashable, compute: Compute) -> None:
+        """``question`` was asked: gradients on their way from the compute device answer it from now on."""
+        self.open_gradients.note_question(question, compute)
+
+    def answer(self, segment: Segment, question: Hashable | None, compute: Compute) -> torch.Tensor:
+        """Return ``compute(the gradient of segment)``."""
+        source = self.sources.get(segment)
+        if self.buffer is None and isinstance(source, StoredGradient):
+            return source.answer(question, compute)
+        with self.lent(segment) as values:
+            try:
+                return compute(values)
+            finally:
+                del values  # lifetime: the bytes are lent
+
     def read(self, source: StoredGradient) -> AbstractContextManager[torch.Tensor]:
         """Lend the gradient of ``source``. Raises UsageError where it is gone."""
         return self.lent(self._segment_of(source))
@@ -144,7 +153,7 @@ class UnitGradients:
         """Apply ``change`` to the gradient of ``source``, or have it pending. Raises UsageError where it is gone."""
         segment = self._segment_of(source)
         if self.factors:
-            raise UsageError(f"parameter {segment.name}: its gradient changed in place {_BETWEEN_CLIP_AND_STEP}")
+            raise UsageError(f"parameter {segment.name}: its gradient changed in place {BETWEEN_CLIP_AND_STEP}")
         if self.buffer is not None:
             self.buffer.use()
             change(segment.gradient_view(self.buffer.tensor))
@@ -255,12 +264,8 @@ class UnitGradients:
 
         Raises UsageError where gradients were clipped and then written in place.
         """
-        self._note_changes()
-        if self._is_changed:
-            raise UsageError(
-                f"unit {self.unit.name!r}: gradients written in place {_BETWEEN_CLIP_AND_STEP}, or a new tensor as"
-                " .grad, which is taken as it is"
-            )
+        self.clipped.note_changes(self.buffer, self.own)
+        self.clipped.check(self.unit.name)
         for segment, gradient in self.changed_by_hand():
             self.factors.pop(segment, None)
             self._adopt(segment, gradient)
@@ -268,20 +273,7 @@ class UnitGradients:
 
     def note_clipped(self) -> None:
         """The factors are for the gradients as they are now."""
-        if self.buffer is not None:
-            self._clipped_version = self.buffer.tensor._version
-        elif self.own.are_there and self.factors:
-            with without_dispatch():
-                self.own.note_clipped(self.factors)
-
-    def _note_changes(self) -> None:
-        if not self.factors:
-            return
-        if self.buffer is not None and self.buffer.tensor._version != self._clipped_version:
-            self._is_changed = True
-        elif self.own.are_there:
-            with without_dispatch():
-                self._is_changed |= self.own.changes(self.factors)
+        self.clipped.note(self.buffer, self.own)
 
     def changed_by_hand(self) -> list[tuple[Segment, torch.Tensor]]:
         """Drop the gradients that the caller has dropped; return the tensors that the caller has put into ``.grad``.
@@ -312,7 +304,7 @@ class UnitGradients:
         """Give the buffer back to the working set and leave stand-ins; return whether there was anything to give."""
         if self.buffer is None:
             return False
-        self._note_changes()
+        self.clipped.note_changes(self.buffer, self.own)
         for segment, gradient in self.changed_by_hand():
             if segment.has_gradient and not isinstance(gradient, StandIn):  # others have no bytes of ours
                 self.factors.pop(segment, None)
@@ -322,6 +314,7 @@ class UnitGradients:
                 if segment.has_gradient and not isinstance(segment.parameter.grad, StandIn):
                     source = self.sources.setdefault(segment, StoredGradient(segment.name, self))
                     segment.parameter.grad = _stand_in(segment, source)
+                    self.open_gradients.answer(source, segment.gradient_view(self.buffer.tensor))
         buffer, self.buffer = self.buffer, None
         self.open_gradients.closed(self)
         buffer.store()
@@ -369,8 +362,7 @@ class UnitGradients:
                 elif not used or isinstance(parameter.grad, StandIn):
                     parameter.grad = None
                 segment.has_gradient = False
-        self.factors.clear()
-        self._is_changed = False
+        self.clipped.clear()
         self.own.drop()
         self.open_gradients.rooms.filled.discard(self.room)
         buffer, self.buffer = self.buffer, None
@@ -382,8 +374,7 @@ class UnitGradients:
 
     def zero(self) -> None:
         """Fill the gradients with zeros and keep them (``zero_grad(set_to_none=False)``)."""
-        self.factors.clear()
-        self._is_changed = False
+        self.clipped.clear()
         self.reconcile()
         if self.own.are_there:
             with without_dispatch(), torch.no_grad():

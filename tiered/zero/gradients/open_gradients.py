@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol
+
+import torch
 
 from tiered.store.residency.working_set import WorkingSet
 from tiered.tiers.device_tier import GradientBuffer
 from tiered.tiers.schedule import Rooms
+from tiered.zero.gradients.stored_gradient import Compute, StoredGradient
+from tiered.zero.gradients.used_gradients import UsedGradient
 from tiered.zero.parameters.open_units import OpenUnits
 from tiered.zero.parameters.unit import Unit
 
 __all__ = ["OpenGradients"]
 
+_MOST_QUESTIONS = 4  # about a gradient: the norms that a loop clips with and a scaler looks at
 _NUM_UNITS_AHEAD = 2  # one is being read while the other is waited for
 
 
@@ -79,6 +84,7 @@ class OpenGradients:
         self._num_names = 0
         self.spares: dict[_Gradients, None] = {}  # those that have an empty buffer for gradients beside it
         self._may_stay = may_stay
+        self._questions: dict[Hashable, Compute] = {}
 
     def __repr__(self) -> str:
         return f"OpenGradients({len(self._open)} open)"
@@ -146,6 +152,16 @@ class OpenGradients:
             self._lent = gradients, self._tier.gradients(gradients.key, "r")
         self._lent[1].use()
         return self._lent[1]
+
+    def note_question(self, question: Hashable, compute: Compute) -> None:
+        """``question`` was asked about a stored gradient: those that leave the compute device answer it before."""
+        if not self._tier.keeps_gradients and len(self._questions) < _MOST_QUESTIONS:
+            self._questions[question] = compute
+
+    def answer(self, source: StoredGradient | UsedGradient, values: torch.Tensor) -> None:
+        """Have ``source`` know the answers for ``values``, which are about to be stored."""
+        if isinstance(source, StoredGradient):
+            source.answers = {question: compute(values) for question, compute in self._questions.items()}
 
     def end_lent(self) -> bool:
         """Give the gradients back that were leased for reading; return whether there were any."""

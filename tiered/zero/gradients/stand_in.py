@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
@@ -70,6 +70,9 @@ class GradientSource(Protocol):
     where: str
     advice: str
     is_readable: bool
+
+    def answer(self, question: Hashable | None, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return ``compute(values)``; the same ``question`` has the same answer until the values change. Blocks."""
 
     def read(self) -> AbstractContextManager[torch.Tensor]:
         """Lend the values for reading, all changes applied, in the parameter's shape; the bytes stay the source's.
@@ -167,25 +170,24 @@ def _refusal(operation: str, stand_in: StandIn) -> UsageError:
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     stand_in = _only_stand_in(func, args, kwargs)
-    with stand_in.source.read() as values:
-        try:
-            return _with_values(func, args, kwargs, values)
-        finally:
-            del values  # lifetime: the bytes are lent
 
+    def norm(values: torch.Tensor) -> Any:
+        return func(values, *args[1:], **kwargs)
 
-def _with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: torch.Tensor) -> Any:
-    args, kwargs = tree_map_only(StandIn, lambda _: values, (args, kwargs))
-    return func(*args, **kwargs)
+    return stand_in.source.answer((func, repr(args[1:]), repr(kwargs)), norm)
 
 
 def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     tensors, *others = args
     _check_only_numbers(func, (others, kwargs))
     norms = []
+
+    def norm(values: torch.Tensor) -> Any:
+        return func([values], *others, **kwargs)[0]
+
     for tensor in tensors:
         if isinstance(tensor, StandIn):
-            norms.append(_norm(lambda values: func([values], *others, **kwargs)[0], (tensor,), {}))
+            norms.append(tensor.source.answer((func, repr(others), repr(kwargs)), norm))
         else:
             norms += func([tensor], *others, **kwargs)
     return tuple(norms)

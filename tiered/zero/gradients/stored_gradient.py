@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -14,11 +14,18 @@ from tiered.errors import UsageError
 from tiered.tiers.device_tier import ComputeTier
 from tiered.zero.gradients.stand_in import Change
 
-__all__ = ["StoredGradient", "with_pending"]
+__all__ = ["Compute", "StoredGradient", "with_pending"]
+
+
+Compute: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""A question about a gradient's values."""
 
 
 class GradientOwner(Protocol):
     """The owner of the bytes of gradients."""
+
+    def asked(self, question: Hashable, compute: Compute) -> None:
+        """``question`` was asked: where that is cheap, the next gradients may answer it before they are stored."""
 
     def read(self, source: StoredGradient) -> AbstractContextManager[torch.Tensor]:
         """Lend the values of ``source`` as ``GradientSource.read`` does."""
@@ -30,10 +37,11 @@ class GradientOwner(Protocol):
 class StoredGradient:
     """One gradient of a unit, from its first way to NVMe to its end; see ``GradientSource``.
 
-    ``pending`` are the changes that the stored bytes lack, in the order in which they were asked for.
+    ``pending`` are the changes that the stored bytes lack, in the order in which they were asked for. ``answers`` are
+    those to questions that were asked before; they are of the stored bytes.
     """
 
-    __slots__ = ("_owner", "name", "pending")
+    __slots__ = ("_owner", "answers", "name", "pending")
 
     where = "on NVMe"
     advice = (
@@ -45,8 +53,21 @@ class StoredGradient:
     def __init__(self, name: str, owner: GradientOwner) -> None:
         self.name = name
         self.pending: list[Change] = []
+        self.answers: dict[Hashable, torch.Tensor] = {}
         # Lifetime: the parameter's gradient leads here, and the collector does not look into torch's objects.
         self._owner = weakref.ref(owner)
+
+    def answer(self, question: Hashable | None, compute: Compute) -> torch.Tensor:
+        """Return ``compute(values)``, reading them unless the answer is known. None: a question of this time alone."""
+        if not self.pending and question in self.answers:
+            return self.answers[question]
+        if question is not None:
+            self._owner_there().asked(question, compute)
+        with self.read() as values:
+            try:
+                return compute(values)
+            finally:
+                del values  # lifetime: the bytes are lent
 
     def read(self) -> AbstractContextManager[torch.Tensor]:
         """Lend the values, a read of the whole unit's gradients if need be. Blocks."""

@@ -24,6 +24,10 @@ class UsedGradient:
     def __init__(self, name: str) -> None:
         self.name = name
 
+    def answer(self, question: object, compute: object) -> NoReturn:
+        """Never called: there is nothing to ask about."""
+        raise AssertionError(self.name)
+
     def read(self) -> NoReturn:
         """Never called: there is nothing to read."""
         raise AssertionError(self.name)
