@@ -41,7 +41,7 @@ ORDER = {
     "store": ("waiting", "format", "transfers", "catalog", "space", "records", "residency", "values", "lifetime",
               "generations", "assembly", "statistics", "store"),
     "tiers": ("placement", "trace", "schedule", "device_tier", "host_tier", "device_memory",
-              "accelerator"),
+              "copies", "accelerator", "update_place"),
     "ranks": ("comm",),
     "zero": ("layout", "division", "export", "frames", "forks", "step", "kernels", "formats", "parameters",
              "gradients", "activations", "microbatching", "engine", "store_events", "model_state", "optimizer",

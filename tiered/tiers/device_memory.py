@@ -32,7 +32,8 @@ class DeviceBuffer:
     waits for every stream that used it before*. ``content`` names the bytes in it; None: they are of no use.
     """
 
-    __slots__ = ("_after", "_num_references", "_ready", "_storage", "_streams", "content", "nbytes", "tensor")
+    __slots__ = ("_after", "_num_references", "_storage", "_streams", "content", "nbytes", "ready",
+                 "tensor")  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """``tensor``: (nbytes,) uint8, new memory that belongs to the buffer."""
@@ -41,7 +42,7 @@ class DeviceBuffer:
         self.content: Content | None = None
         self._storage = tensor.untyped_storage()
         self._num_references = _references_to(self._storage)
-        self._ready: torch.Event | None = None
+        self.ready: torch.Event | None = None
         self._streams: dict[int, torch.Stream] = {}  # that have waited for it, and may be using it
         self._after: dict[int, torch.Event] = {}  # the end of earlier uses, by stream
 
@@ -58,22 +59,22 @@ class DeviceBuffer:
         number = stream.stream_id
         if number in self._streams:
             return
-        if self._ready is not None:
-            stream.wait_event(self._ready)
+        if self.ready is not None:
+            stream.wait_event(self.ready)
         for event in self._after.values():  # by what was filled on no stream of its own: gradients
             stream.wait_event(event)
         self._streams[number] = stream
 
     def begin_filling(self, stream: torch.Stream) -> None:
         """``stream`` is about to write all of the bytes: it waits for the end of all earlier uses."""
-        if self._ready is not None:
-            stream.wait_event(self._ready)
+        if self.ready is not None:
+            stream.wait_event(self.ready)
         for event in self._after.values():
             stream.wait_event(event)
 
     def filled(self, ready: torch.Event) -> None:
         """The bytes are there after ``ready``."""
-        self._ready = ready
+        self.ready = ready
         self._streams.clear()
         self._after.clear()
 
@@ -155,8 +156,9 @@ class DeviceMemory:
             return self._allocate(nbytes) if self.allocated_bytes + nbytes <= self.budget_bytes else None
 
     def give(self, buffer: DeviceBuffer, content: Content | None = None) -> None:
-        """Give ``buffer`` back with ``content``; a later ``find`` may have it again."""
+        """Give ``buffer`` back, all uses of it submitted, with ``content``; a later ``find`` may have it again."""
         with self._lock:
+            buffer.rest()
             buffer.content = content
             self._lingering[buffer] = buffer.is_aliased
             self._sweep()

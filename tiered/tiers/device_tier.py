@@ -143,6 +143,9 @@ class ComputeTier(Protocol):
     def lease(self, key: str, mode: str) -> Lease:
         """Lease the bytes of ``key`` in DRAM, once no copy of them is in flight that forbids it; blocks."""
 
+    def settle(self, key: str) -> None:
+        """Wait until no copy uses the bytes of ``key`` in DRAM."""
+
     def delete(self, key: str) -> None:
         """Delete ``key`` once no copy uses its bytes; blocks."""
 

@@ -148,6 +148,9 @@ class HostTier:
         """Lease the bytes of ``key``; blocks on a swap in."""
         return self._working_set.lease(key, mode)
 
+    def settle(self, key: str) -> None:
+        """There are no copies."""
+
     def delete(self, key: str) -> None:
         """Delete ``key``."""
         self._working_set.delete([key])

@@ -12,9 +12,10 @@ from tiered.store.store import Store
 from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.host_tier import HostTier
 from tiered.units import MiB, format_bytes
+from tiered.zero.formats.budget import work_sizes
 from tiered.zero.layout import UnitLayout
 
-__all__ = ["choose_device", "give_memory", "give_room", "move_buffers", "tier_of"]
+__all__ = ["check_update_on", "choose_device", "give_memory", "give_room", "move_buffers", "tier_of"]
 
 _log = logging.getLogger("tiered")
 
@@ -55,14 +56,28 @@ def tier_of(device: torch.device, store: Store) -> HostTier | AcceleratorTier:
     """Return the tier of ``device``; one of an accelerator has no memory before ``give_memory``."""
     if device.type == "cpu":
         return HostTier(store.working_set)
-    return AcceleratorTier(store.working_set, device, 0, deadline_s=store.working_set.deadline_s)
+    return AcceleratorTier(store.working_set, device, 0)
 
 
-def give_memory(tier: HostTier | AcceleratorTier, units: list[UnitLayout], asked_bytes: int | None) -> None:
-    """Give ``tier`` the budget asked for, or a part of what is free. CapacityError with the smallest one that works."""
+def check_update_on(word: str, tier: HostTier | AcceleratorTier) -> None:
+    """Raise UsageError for an ``update_on`` that is no word, or is "device" where there is none."""
+    if word not in ("auto", "cpu", "device"):
+        raise UsageError(f"update_on={word!r}; expected 'auto', 'cpu' or 'device'")
+    if word == "device" and isinstance(tier, HostTier):
+        raise UsageError("update_on='device' of a model on the CPU; expected device= of an accelerator, or 'cpu'")
+
+
+def give_memory(
+    tier: HostTier | AcceleratorTier, units: list[UnitLayout], asked_bytes: int | None, *, updates: bool
+) -> None:
+    """Give ``tier`` the budget asked for, or a part of what is free; ``updates``: they may compute there, too.
+
+    Raises CapacityError with the smallest budget that works.
+    """
     if isinstance(tier, HostTier):
         return
-    smallest, largest = smallest_device_budget(units), sum(unit.nbytes + unit.gradient_nbytes for unit in units)
+    smallest = smallest_device_budget(units, updates=updates)
+    largest = sum(unit.nbytes + unit.gradient_nbytes for unit in units)
     budget = asked_bytes
     if budget is None:
         free, _ = torch.accelerator.get_memory_info(tier.device)
@@ -71,8 +86,9 @@ def give_memory(tier: HostTier | AcceleratorTier, units: list[UnitLayout], asked
     if budget < smallest:
         raise CapacityError(
             f"compute-device budget {budget} bytes ({format_bytes(budget)}) is too small for this model; the smallest"
-            f" that works is {smallest} bytes ({format_bytes(smallest)}): root unit + 2 largest units, their gradients."
-            " Give device_memory= at least that, or smaller units"
+            f" that works is {smallest} bytes ({format_bytes(smallest)}): root unit + 2 largest units, their gradients"
+            f"{' + what an update on the device takes' if updates else ''}. Give device_memory= at least that, or"
+            f" smaller units{', or update_on=' + repr('cpu') if updates else ''}"
         )
     tier.memory.budget_bytes = budget
 
@@ -83,12 +99,18 @@ def give_room(tier: HostTier | AcceleratorTier, nbytes: int) -> None:
         tier.memory.budget_bytes = max(tier.memory.budget_bytes, _CONSTRUCTION_NBYTES, nbytes)
 
 
-def smallest_device_budget(units: list[UnitLayout]) -> int:
-    """Return the smallest budget in bytes for ``units``, the root first: it, the unit in use, the next; gradients."""
+def smallest_device_budget(units: list[UnitLayout], *, updates: bool) -> int:
+    """Return the smallest budget in bytes for ``units``, the root first: it, the unit in use, the next; gradients.
+
+    With ``updates`` on the device also one unit more, its gradients, 3 buckets and the tile scratch.
+    """
+    sizes = work_sizes(units)
+    own = max(unit.gradient_nbytes for unit in units)
+    update = 2 * own + 3 * sizes.bucket + sizes.scratch if updates else 0
     root, *others = units
     largest = max((unit.nbytes for unit in others), default=0)
     gradients = max((unit.gradient_nbytes for unit in others), default=0)
-    return root.nbytes + 2 * largest + root.gradient_nbytes + 2 * gradients
+    return root.nbytes + 2 * largest + root.gradient_nbytes + 2 * gradients + update
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from tiered.store.store import Store
 from tiered.tiers.device_tier import ComputeTier
 from tiered.units import format_bytes
 from tiered.zero.activations.activations import ActivationRule, words_of
-from tiered.zero.compute_device import choose_device, give_memory, move_buffers, tier_of
+from tiered.zero.compute_device import check_update_on, choose_device, give_memory, move_buffers, tier_of
 from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
@@ -64,6 +64,7 @@ def shard(
     device: str | torch.device = "auto",
     activations: ActivationRule = "auto",
     hold: str | int = "auto",
+    update_on: str = "auto",
 ) -> nn.Module:
     """Move the parameters of ``model`` into ``store`` and return the same model, ready to train.
 
@@ -73,7 +74,10 @@ def shard(
     how much of the budget keeps bytes in DRAM for good: "auto", 0, or a size such as "2GiB". ``activations``: the
     treatment of the tensors that autograd saves in each unit, "keep" (in ordinary memory), "recompute", "swap" (through
     the store) or "auto"; a word for all, a mapping from unit names, or a function (name, module) -> word; see
-    ``Activations``. ``stage`` is 1, 2 or 3; on one rank they are the same.
+    ``Activations``. ``stage`` is 1, 2 or 3; on one rank they are the same. ``device``: where the model computes, "auto"
+    for the accelerator if there is one; parameters are there a few units at a time, within the store's
+    ``device_memory``. ``update_on``: where the optimizer computes, "cpu", "device", or "auto" for what is measured to
+    be shorter; a resumed run keeps it.
 
     A store that already holds this model is adopted as it is: its values stay, a model built on the meta device needs
     no ``weights``, and ``store.resume()`` must come before the first forward. Parameters keep their objects, names,
@@ -84,6 +88,7 @@ def shard(
     """
     _check(model, store, stage=stage, param_dtype=param_dtype)
     tier = tier_of(choose_device(device, store), store)
+    check_update_on(update_on, tier)
     committed = store.registered_state("tiered.model") if store.durable else None
     source = Weights(model, weights, is_committed=committed is not None)
     modules = divide_into_units(model, unit)
@@ -92,15 +97,14 @@ def shard(
     if committed is not None:
         _adopt(store, model, units, committed)
     shares = _shares_of(units, store.working_set.budget_bytes, hold, swaps="swap" in words.values())
-    give_memory(tier, [unit.layout for unit in units], store.device_memory)
+    give_memory(tier, [unit.layout for unit in units], store.device_memory, updates=update_on != "cpu")
     _fill(store, units, source, adopt=committed is not None)
     move_buffers(model, tier.device)
     engine = Engine(store, model, units, shares=shares)
     engine.phase.must_resume = engine.layouts.is_stale = engine.layouts.drops_frozen = committed is not None
-    engine.activations.swapped.share_bytes = shares.activations
-    engine.activations.words = {unit: words[unit.name] for unit in units}
+    engine.layouts.update_on = update_on
+    engine.activations.take(words, shares.activations)
     _hook(model, modules, units, engine)
-    hook_state_dicts(model, engine)
     _register(store, model, engine)
     _log.info(
         "sharded %d parameters into %d units, %s held in DRAM",
@@ -122,6 +126,7 @@ def _adopt(store: Store, model: nn.Module, units: Sequence[Unit], committed: dic
 
 def _register(store: Store, model: nn.Module, engine: Engine) -> None:
     """Have ``store`` report its calls to ``engine``, and commit the model's small state with the keys."""
+    hook_state_dicts(model, engine)
     store.add_guard(functools.partial(prepare_for, engine))
     for prefix, name in _CLASSES.items():
         store.working_set.recorder.classify(f"model/{prefix}/", name)

@@ -121,6 +121,11 @@ class Activations:
         self._has_measured = False
         self._has_warned = False
 
+    def take(self, words: Mapping[str, str], share_bytes: int) -> None:
+        """Treat each unit by its word; swapped tensors have ``share_bytes`` of DRAM."""
+        self.words = {unit: words[unit.name] for unit in self._engine.units}
+        self.swapped.share_bytes = share_bytes
+
     # -- forwards ------------------------------------------------------------------------------------------------
 
     def may_recompute(self, unit: Unit) -> bool:

@@ -178,7 +178,10 @@ def _mark(bits: torch.Tensor, marks: torch.Tensor) -> None:
 def _where_ties_are(
     change: Callable[[torch.Tensor, torch.Tensor], None], lo: torch.Tensor, bits: torch.Tensor, marks: torch.Tensor
 ) -> None:
-    """Call ``change(bits, marks)`` for all rows of 1,024 elements in which some ``lo`` is a tie."""
+    """Call ``change(bits, marks)`` for all rows of 1,024 elements in which some ``lo`` is a tie, or for all."""
+    if not lo.is_cpu:  # looking for rows would wait for the device
+        change(bits, marks)
+        return
     whole = lo.numel() // _ROW_NUMEL * _ROW_NUMEL
     if whole < lo.numel():
         change(bits[whole:], marks[whole:])

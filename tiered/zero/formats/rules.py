@@ -103,7 +103,7 @@ class AdamWRule:
         values = hyper.values
         beta1, beta2 = values["betas"]
         torch._fused_adamw_(
-            [parameter], [gradient], [moments[0]], [moments[1]], [], [_step_tensor(hyper.step)],
+            [parameter], [gradient], [moments[0]], [moments[1]], [], [_step_tensor(hyper.step, parameter.device)],
             lr=values["lr"], beta1=beta1, beta2=beta2, weight_decay=values["weight_decay"], eps=values["eps"],
             amsgrad=False, maximize=values["maximize"],
         )  # fmt: skip
@@ -194,5 +194,5 @@ def _freeze(group: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=4)  # of a step, every piece needs the same; torch only reads it
-def _step_tensor(step: int) -> torch.Tensor:
-    return torch.tensor(float(step), dtype=torch.float32, device="cpu")
+def _step_tensor(step: int, device: torch.device) -> torch.Tensor:
+    return torch.full((), float(step), dtype=torch.float32, device=device)

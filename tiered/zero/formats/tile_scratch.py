@@ -84,7 +84,7 @@ class Dither:
         self._is_hashed = False
         self._kinds: list[tuple[int, int] | None] = [None, None, None]
         if self.numel:
-            torch.arange(self.numel, dtype=torch.int64, device="cpu", out=self._position)
+            torch.arange(self.numel, dtype=torch.int64, device=words.device, out=self._position)
 
     @staticmethod
     def num_words(numel: int) -> int:

@@ -323,11 +323,11 @@ class UnitGradients:
     def take(self, *, used: bool) -> TakenGradients:
         """Hand the gradients over to an update; there are none here afterwards (see ``drop`` for ``.grad``)."""
         self.open_gradients.end_lent()
+        tiers = self.working_set, self.unit.tier, self.open_gradients.place
         if self.own.are_there:
             with without_dispatch():
                 there = [(s, s.parameter.grad) for s in self.unit.segments if s.has_gradient]
                 own = {s: OwnGradients.flat(gradient) for s, gradient in there if gradient is not None}
-            tiers = self.working_set, self.unit.tier
             taken = TakenGradients(*tiers, self.room, nbytes=self.nbytes, factors=self.factors, own=own)
             self.drop(used=used)
             return taken
@@ -336,7 +336,7 @@ class UnitGradients:
             self.store_away()
         pending = {s: source.take_pending() for s, source in self.sources.items() if s.has_gradient}
         taken = TakenGradients(
-            self.working_set, self.unit.tier, self.key, nbytes=self.nbytes, factors=self.factors,
+            *tiers, self.key, nbytes=self.nbytes, factors=self.factors,
             lease=None if self.buffer is None else self.buffer.lease,
             pending={segment: changes for segment, changes in pending.items() if changes},
         )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from tiered.store.residency.working_set import WorkingSet
 from tiered.tiers.device_tier import GradientBuffer
 from tiered.tiers.schedule import Rooms
+from tiered.tiers.update_place import HostPlace, UpdatePlace
 from tiered.zero.gradients.stored_gradient import Compute, StoredGradient
 from tiered.zero.gradients.used_gradients import UsedGradient
 from tiered.zero.parameters.open_units import OpenUnits
@@ -76,6 +77,7 @@ class OpenGradients:
         self.rooms = Rooms(self._working_set.has)  # for the schedule: buffers that will be leased
         self._root = open_units.root
         self._tier = open_units.root.tier
+        self.place: UpdatePlace = HostPlace(self._tier)  # of updates
         self._distance = distance
         self._open: dict[_Gradients, None] = {}
         self._lent: tuple[_Gradients, GradientBuffer] | None = None

@@ -180,6 +180,7 @@ class UnitLayouts:
         moves: Moves,
     ) -> None:
         self.shares = shares
+        self.update_on = "auto"  # where updates compute: "cpu", "device", or what is measured to be shorter
         self.nbytes: dict[str, int] = {}
         self.rooms_nbytes: dict[str, int] = {}
         self.are_held = False  # all keys, the optimizer's among them

@@ -47,8 +47,8 @@ class Change:
         with torch.no_grad():
             self._apply(gradient, *self._others, **self._kwargs)
 
-    def on_host(self, bring: Callable[[torch.Tensor], Callable[[], torch.Tensor]]) -> Callable[[torch.Tensor], None]:
-        """Return the operation for the gradient's bytes in DRAM; ``bring(tensor)()`` is a tensor's value there."""
+    def elsewhere(self, bring: Callable[[torch.Tensor], Callable[[], torch.Tensor]]) -> Callable[[torch.Tensor], None]:
+        """Return the operation for the gradient's bytes elsewhere; ``bring(tensor)()`` is a tensor's value there."""
         brought = tree_map_only(torch.Tensor, bring, (self._others, self._kwargs))
 
         def change(gradient: torch.Tensor) -> None:

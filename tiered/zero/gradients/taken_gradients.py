@@ -8,6 +8,7 @@ import torch
 
 from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.tiers.device_tier import ComputeTier
+from tiered.tiers.update_place import UpdatePlace
 from tiered.zero.gradients.stand_in import Change
 from tiered.zero.parameters.unit import Segment
 
@@ -22,12 +23,13 @@ class TakenGradients:
     autograd put them; the budget has their bytes already, and ``key`` is only their name.
     """
 
-    __slots__ = ("_factors", "_own", "_pending", "_tier", "_working_set", "key", "lease", "nbytes")
+    __slots__ = ("_factors", "_own", "_pending", "_place", "_tensor", "_tier", "_working_set", "key", "lease", "nbytes")
 
     def __init__(
         self,
         working_set: WorkingSet,
         tier: ComputeTier,
+        place: UpdatePlace,
         key: str,
         *,
         nbytes: int,
@@ -41,9 +43,11 @@ class TakenGradients:
         self.key = key
         self.lease = lease
         self.nbytes = nbytes
-        on_host = {id(factor): tier.on_host(factor) for factor in factors.values()}  # most often one for all
-        self._factors = {segment: on_host[id(factor)] for segment, factor in factors.items()}
-        self._pending = {s: [change.on_host(tier.on_host) for change in each] for s, each in (pending or {}).items()}
+        self._place = place
+        self._tensor: torch.Tensor | None = None  # the leased bytes, where the update computes
+        there = {id(factor): place.number(factor) for factor in factors.values()}  # most often one for all
+        self._factors = {segment: there[id(factor)] for segment, factor in factors.items()}
+        self._pending = {s: [change.elsewhere(place.number) for change in each] for s, each in (pending or {}).items()}
         self._own = own
 
     def open(self) -> None:
@@ -52,6 +56,8 @@ class TakenGradients:
             return
         if self.lease is None:
             self.lease = self._tier.lease(self.key, "rw" if self._pending else "r")
+        if self._tensor is None:
+            self._tensor = self._place.bring(self.lease)
             pending, self._pending = self._pending, {}
             for segment, changes in pending.items():
                 for change in changes:
@@ -67,12 +73,12 @@ class TakenGradients:
         """Return the (numel,) gradient of ``segment`` in memory order; after ``open``."""
         if self._own is not None:
             return self._own[segment]
-        assert self.lease is not None
-        return segment.gradient_flat(self.lease.tensor)
+        assert self._tensor is not None
+        return segment.gradient_flat(self._tensor)
 
     def store_away(self) -> bool:
         """Give the bytes back to the working set, for now; return whether they were leased."""
-        lease, self.lease = self.lease, None
+        lease, self.lease, self._tensor = self.lease, None, None
         if lease is not None:
             lease.release()
             self._working_set.swap_out([self.key])
@@ -80,10 +86,12 @@ class TakenGradients:
 
     def delete(self) -> str:
         """Forget the gradients; return the key when a caller still sees its bytes and it must be deleted later."""
-        lease, self.lease = self.lease, None
+        lease, self.lease, self._tensor = self.lease, None, None
         if self._own is not None:
             self._own = {}
-        elif lease is None:
+        elif lease is None or self._place.device.type != "cpu":
+            if lease is not None:
+                self._place.give_back(lease)
             self._tier.delete(self.key)
         elif not self._working_set.discard(lease):  # order: bytes released first would be written for nothing
             return self.key

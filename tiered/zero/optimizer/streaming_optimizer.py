@@ -33,6 +33,7 @@ from tiered.zero.optimizer.committed_optimizer import (
 )
 from tiered.zero.optimizer.loaded_state import StateDictReader
 from tiered.zero.optimizer.optimizer_state import OptimizerState, StateUnit
+from tiered.zero.optimizer.place_choice import choose_place
 from tiered.zero.optimizer.plain import PlainUnit
 from tiered.zero.optimizer.unit_update import UnitUpdate
 from tiered.zero.optimizer.update import PlainSupply, Source, UpdatePipeline
@@ -80,6 +81,7 @@ class StreamingOptimizer(Optimizer):
         self._engines: list[Engine] = []
         self._threads: dict[Engine, UpdateThread] = {}
         self._plain: PlainUnit | None = None
+        self._updates_on = "cpu"
         self._is_attached = False
         self._frozen: list[dict[str, Any]] | None = None  # the hyperparameters of the step that has begun
         self._pipeline: UpdatePipeline
@@ -108,15 +110,14 @@ class StreamingOptimizer(Optimizer):
 
     def _find_store(self, store: Store | None) -> Store:
         stores: list[Store] = [] if store is None else [store]
-        for parameter in self._parameters():
-            if isinstance(parameter, TieredParameter):
-                engine = parameter.segment.unit.engine if isinstance(parameter.segment.unit, Unit) else None
-                if not isinstance(engine, Engine):
-                    what = f"{self._title} on parameters made by construct"
-                    raise UsageError(f"{what}; expected tiered.shard(model, ...) first")
-                if engine not in self._engines:
-                    self._engines.append(engine)
-                    stores.append(engine.store)
+        for parameter in [each for each in self._parameters() if isinstance(each, TieredParameter)]:
+            engine = parameter.segment.unit.engine if isinstance(parameter.segment.unit, Unit) else None
+            if not isinstance(engine, Engine):
+                what = f"{self._title} on parameters made by construct"
+                raise UsageError(f"{what}; expected tiered.shard(model, ...) first")
+            if engine not in self._engines:
+                self._engines.append(engine)
+                stores.append(engine.store)
         if not stores:
             raise UsageError(f"{self._title} on plain parameters; expected store= to keep the optimizer state in")
         if any(other is not stores[0] for other in stores):
@@ -178,11 +179,13 @@ class StreamingOptimizer(Optimizer):
         self._store.register("tiered.optimizer", RegisteredOptimizer(self))
         self._is_attached = True
         for engine in self._engines:
-            self._drive(engine)
+            self._drive(engine, committed)
 
-    def _drive(self, engine: Engine) -> None:
+    def _drive(self, engine: Engine, committed: dict[str, Any] | None) -> None:
         """Have the units of ``engine`` updated from now on, in a thread of their own."""
-        largest = max((bucket.nbytes for unit in engine.units for bucket in self._state.buckets[unit]), default=0)
+        buckets = [bucket for unit in engine.units for bucket in self._state.buckets[unit]]
+        self._updates_on = choose_place(engine, self._pipeline, self.rule, self.param_groups[0], buckets, committed)
+        largest = max((bucket.nbytes for bucket in buckets), default=0)
         thread = self._threads[engine] = UpdateThread(engine, buckets_bytes=3 * whole_pages(largest))
         self._store.add_producer(thread)
         engine.phase.updates_in_backward = self.in_backward
@@ -196,10 +199,8 @@ class StreamingOptimizer(Optimizer):
         parameters are updated behind it, while the next forward runs; a caller that looks at them waits for that. The
         next call raises the error of such an update. Plain parameters are updated when this returns.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         with INTERRUPTS, torch.no_grad():
             if self.in_backward:
                 self._check_unchanged()
@@ -276,8 +277,7 @@ class StreamingOptimizer(Optimizer):
         unit.outdate()
 
     def _hand_over(self, engine: Engine, unit: Unit) -> None:
-        gradients = unit.gradients
-        managed = [s for s in unit.segments if s.has_gradient and s in self._known]
+        gradients, managed = unit.gradients, [s for s in unit.segments if s.has_gradient and s in self._known]
         self._check(unit)
         if not managed:
             gradients.drop(used=self.in_backward)
@@ -381,6 +381,7 @@ class StreamingOptimizer(Optimizer):
         hyper = [{k: v for k, v in group.items() if k not in {"params", "param_names"}} for group in self.param_groups]
         return {
             **self._description(),
+            "update_on": self._updates_on,
             "steps": {s.name: n for s, n in self._state.steps.items()},
             "without_moments": [s.name for s, n in self._state.steps.items() if n and s not in self._state.begun],
             "hyperparameters": hyper,

@@ -13,6 +13,8 @@ from tiered.store.residency.working_set import Lease
 from tiered.zero.optimizer.update import Source
 
 if TYPE_CHECKING:
+    import torch
+
     from tiered.tiers.schedule import SharedSchedule
     from tiered.zero.formats.codec import Bucket
     from tiered.zero.formats.rules import Hyperparameters
@@ -31,8 +33,8 @@ class UnitUpdate:
     """
 
     __slots__ = (
-        "_leases", "_parameter_keys", "_pipeline", "_schedule", "_sources", "buckets", "gradients", "hypers", "keys",
-        "nbytes", "unit",
+        "_leases", "_parameter_keys", "_pipeline", "_place", "_schedule", "_sources", "_tensors", "buckets",
+        "gradients", "hypers", "keys", "nbytes", "unit",
     )  # fmt: skip
 
     def __init__(
@@ -53,7 +55,9 @@ class UnitUpdate:
         self.keys = [*self._parameter_keys.values(), gradients.key, *(bucket.key for bucket in self.buckets)]
         self._pipeline = pipeline
         self._schedule = schedule
+        self._place = unit.gradients.open_gradients.place
         self._leases: dict[int, Lease] = {}  # of the spans with elements to update, by their numbers
+        self._tensors: dict[int, torch.Tensor] = {}  # their bytes, where the update computes
         self._sources: dict[Segment, Source] = {}  # views of leased bytes
 
     def __repr__(self) -> str:
@@ -65,17 +69,17 @@ class UnitUpdate:
 
     def open(self, key: str) -> Lease:
         """Lease the bucket ``key``, the parameters and the gradients; blocks."""
-        working_set = self.unit.working_set
         if not self._sources:
             self._lease_parameters()
             self.gradients.open()
             self._schedule.take_back([*self._parameter_keys.values(), self.gradients.key])
-        return working_set.lease(key, "rw")
+        return self.unit.tier.lease(key, "rw")
 
     def _lease_parameters(self) -> None:
         for span, key in self._parameter_keys.items():
             if span not in self._leases:
                 self._leases[span] = self.unit.tier.lease(key, "rw")
+                self._tensors[span] = self._place.bring(self._leases[span])
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """Ask for the buckets ``keys`` through the schedule, which puts all later reads in order."""
@@ -85,7 +89,7 @@ class UnitUpdate:
         """Return the contribution of ``segment``; None when it has no gradient."""
         source, hyper = self._sources.get(segment), self.hypers.get(segment)
         if source is None and hyper is not None:
-            flat, gradient = segment.flat(self._leases[segment.span].tensor), self.gradients.flat(segment)
+            flat, gradient = segment.flat(self._tensors[segment.span]), self.gradients.flat(segment)
             source = Source(flat, gradient, self.gradients.factor(segment), hyper)
             self._sources[segment] = source
         return source
@@ -97,9 +101,10 @@ class UnitUpdate:
 
     def _release_parameters(self) -> None:
         self._sources.clear()  # lifetime: before the leases that they are views of
+        self._tensors.clear()
         leases, self._leases = self._leases, {}
         for lease in leases.values():
-            lease.release(is_written=True)
+            self._place.put_back(lease)
         if leases and not self._schedule.is_settled:
             self.unit.working_set.swap_out([lease.key for lease in leases.values()])
 
@@ -107,7 +112,10 @@ class UnitUpdate:
         """Give everything back; return the gradients' key if a caller still sees its bytes, else ""."""
         self._schedule.take_back(self.keys)
         self._release_parameters()
-        return self.gradients.delete()
+        left = self.gradients.delete()
+        for key in self.keys:
+            self._place.settle(key)  # order: who waits for this update may read, and commit, the bytes in DRAM
+        return left
 
 
 def outcome_of(action: Callable[[], object]) -> BaseException | None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.tiers.host_tier import HostTier
+from tiered.tiers.update_place import DevicePlace, HostPlace, UpdatePlace
 from tiered.zero.formats.codec import Bucket, update_piece
 from tiered.zero.formats.rules import Hyperparameters
 from tiered.zero.formats.tile_scratch import TileScratch
@@ -82,11 +84,24 @@ class UpdatePipeline:
     """
 
     def __init__(self, working_set: WorkingSet, tile_numel: int) -> None:
+        self.tile_numel = tile_numel
+        self.scratch_nbytes = TileScratch.nbytes(tile_numel)
         self._working_set = working_set
-        self._buffer = working_set.reserve(TileScratch.nbytes(tile_numel), is_lasting=True)
+        self._buffer = working_set.reserve(self.scratch_nbytes, is_lasting=True)
         memory = torch.frombuffer(self._buffer.memory, dtype=torch.uint8)
         self.scratch = TileScratch(memory, tile_numel)
         self._is_open = True
+        self._place: UpdatePlace = HostPlace(HostTier(working_set))
+        self._scratch_there = self.scratch
+
+    def move_to(self, place: DevicePlace) -> None:
+        """Run the updates of sharded parameters at ``place`` from now on. Raises CapacityError."""
+        buffer = place.memory.take(self.scratch_nbytes)
+        if buffer is None:
+            raise place.memory.explain(self.scratch_nbytes)
+        with place.computing():
+            buffer.use(place.stream)
+            self._place, self._scratch_there = place, TileScratch(buffer.tensor, self.tile_numel)
 
     def run(self, buckets: Sequence[Bucket[Segment]], supply: Supply, use: Callable[[str], None]) -> None:
         """Update in place every piece of ``buckets`` that ``supply`` has a source for; blocks.
@@ -97,13 +112,15 @@ class UpdatePipeline:
         keys = [bucket.key for bucket in buckets]
         for index, bucket in enumerate(buckets):
             supply.read_ahead(keys[index : index + 1 + _READ_AHEAD])
-            self._update(bucket, supply, use)
+            with self._place.computing():
+                self._update(bucket, supply, use)
             supply.done(bucket.key)
 
     def _update(self, bucket: Bucket[Segment], supply: Supply, use: Callable[[str], None]) -> None:
         lease = supply.open(bucket.key)
         try:
             begun_s = time.monotonic()
+            state = self._place.bring(lease)
             use(bucket.key)  # order: once it is leased, or keys read ahead would push it out as just used
             for piece in bucket.pieces:
                 source = supply.source(piece.segment)
@@ -112,18 +129,19 @@ class UpdatePipeline:
                         piece,
                         source.parameter,
                         source.gradient,
-                        lease.tensor,
+                        state,
                         source.hyper,
                         source.factor,
-                        self.scratch,
+                        self._scratch_there,
                     )
             self._working_set.recorder.worked("update bucket", bucket.key, begun_s)
         finally:
-            lease.release(is_written=True)  # a view found by gc.get_objects() is not written
+            self._place.put_back(lease)
 
     def close(self) -> None:
         """Give the scratch back. Idempotent."""
         if self._is_open:
             self._is_open = False
             self.scratch.release()
+            self._scratch_there.release()
             self._working_set.unreserve(self._buffer)

@@ -1,0 +1,199 @@
+"""Copies: bytes on their way between DRAM and a compute device, on two streams beside the caller's.
+
+Only bytes are copied: casts, norms and sums are the caller's, on the compute device. A copy is waited for
+by the caller that needs its bytes in DRAM, and by no other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from tiered.errors import DeadlineError
+from tiered.store.records.entry import EntryState
+from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.tiers.device_memory import DeviceBuffer
+from tiered.tiers.device_tier import bytes_of
+
+__all__ = ["Copies"]
+
+_SHORTEST_S, _LONGEST_S = 20e-6, 1e-3  # between two looks at an event
+
+
+class _Copy(NamedTuple):
+    """A copy in flight: the lease of its bytes in DRAM is the copy's until ``event``."""
+
+    event: torch.Event
+    lease: Lease
+    is_out: bool
+    source: torch.Tensor | None  # that must live as long; None where a buffer's own events see to that
+
+
+class Copies:
+    """The copies of one model to ``device`` and back. Thread-safe.
+
+    Invariants: *bytes in DRAM that a copy reads or writes are leased until its event has come*; a copy out comes after
+    all operations that made its bytes, a copy into a buffer after all that used the buffer before.
+    """
+
+    def __init__(self, working_set: WorkingSet, device: torch.device, *, deadline_s: float) -> None:
+        self.device = device
+        self.in_bytes = 0  # copied in so far
+        self.out_bytes = 0
+        self.stream_in = torch.Stream(device=device)
+        self.stream_out = torch.Stream(device=device)
+        self._working_set = working_set
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._sweeping = threading.RLock()  # until the leases of copies that have ended are given back
+        self._in_flight: dict[str, list[_Copy]] = {}  # by key, oldest first
+
+    def __repr__(self) -> str:
+        return f"Copies({self.device}, {len(self._in_flight)} keys in flight)"
+
+    def current_stream(self) -> torch.Stream:
+        """Return the caller's stream. Never called inside of these two streams."""
+        return torch.accelerator.current_stream(self.device)
+
+    # -- buffers -------------------------------------------------------------------------------------------------
+
+    def fill(self, buffer: DeviceBuffer, lease: Lease) -> None:
+        """Copy the bytes of ``lease`` into ``buffer``; the lease must last until ``let_go``, or ``empty``."""
+        buffer.begin_filling(self.stream_in)
+        with self.stream_in:
+            buffer.tensor.copy_(lease.tensor, non_blocking=True)
+        buffer.filled(self.stream_in.record_event())
+        self.in_bytes += buffer.nbytes
+
+    def let_go(self, buffer: DeviceBuffer, lease: Lease) -> None:
+        """Give ``lease`` back once the copy of its bytes that fills ``buffer`` has ended."""
+        assert buffer.ready is not None
+        self._note(buffer.ready, lease, is_out=False)
+
+    def empty(self, buffer: DeviceBuffer, lease: Lease) -> None:
+        """Copy ``buffer`` to the bytes of ``lease``, which is given back when they are there."""
+        self._note(self._copy_out(buffer, lease.tensor), lease, is_out=True)
+
+    def write(self, buffer: DeviceBuffer, lease: Lease) -> None:
+        """Copy ``buffer`` to the bytes of ``lease``, which stays the caller's; blocks until they are there."""
+        self._wait(self._copy_out(buffer, lease.tensor), f"copy out of {lease.key!r}")
+
+    def _copy_out(self, buffer: DeviceBuffer, target: torch.Tensor) -> torch.Event:
+        buffer.use(self.stream_out)
+        buffer.let_wait(self.stream_out)
+        with self.stream_out:
+            target.copy_(buffer.tensor, non_blocking=True)
+        self.out_bytes += buffer.nbytes
+        return self.stream_out.record_event()
+
+    # -- tensors of the caller's ---------------------------------------------------------------------------------
+
+    def put(self, storage: torch.UntypedStorage, lease: Lease, shift: int) -> None:
+        """Copy ``storage``, which lives until then, to the bytes of ``lease`` from ``shift`` on; it ends then, too."""
+        source = bytes_of(storage)
+        self.stream_out.wait_event(self.current_stream().record_event())
+        with self.stream_out, torch.no_grad():
+            lease.tensor[shift:].copy_(source, non_blocking=True)
+        self.out_bytes += source.nbytes
+        self._note(self.stream_out.record_event(), lease, is_out=True, source=source)
+
+    def get(self, lease: Lease) -> torch.Tensor:
+        """Return the bytes of ``lease`` in new memory of torch's allocator; the lease ends with the copy."""
+        stream = self.current_stream()
+        flat = torch.empty(lease.tensor.nbytes, dtype=torch.uint8, device=self.device)
+        self.stream_in.wait_event(stream.record_event())  # order: the memory was another tensor's on that stream
+        with self.stream_in:
+            flat.copy_(lease.tensor, non_blocking=True)
+        event = self.stream_in.record_event()
+        stream.wait_event(event)
+        self.in_bytes += flat.nbytes
+        self._note(event, lease, is_out=False)
+        return flat
+
+    def on_host(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Copy ``value``, a few bytes, to page-locked memory of its own; the call of the result waits for them."""
+        self.stream_out.wait_event(self.current_stream().record_event())
+        copy = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+        with self.stream_out:
+            copy.copy_(value, non_blocking=True)
+        event = self.stream_out.record_event()
+
+        def wait() -> torch.Tensor:
+            self._wait(event, f"copy of a number, {value.shape}")  # Lifetime: the value lives until then
+            return copy
+
+        return wait
+
+    # -- DRAM ----------------------------------------------------------------------------------------------------
+
+    def is_in_dram(self, key: str) -> bool:
+        """Return whether ``key`` can be leased for reading without a wait."""
+        with self._working_set.condition:
+            entry = self._working_set.records.entries.get(key)
+            residence = None if entry is None else entry.residence
+            if entry is None or residence is None or residence.open_writers:
+                return False
+            return entry.state is not EntryState.ARRIVING
+
+    def lease(self, key: str, mode: str) -> Lease:
+        """Lease the bytes of ``key`` once no copy uses them, or for reading none writes them; blocks."""
+        self.settle(key, reads=mode != "r")
+        return self._working_set.lease(key, mode)
+
+    def settle(self, key: str, *, reads: bool = True) -> None:
+        """Wait for the copies of the bytes of ``key``, those that only read them with ``reads``. DeadlineError."""
+        with self._lock:
+            copies = list(self._in_flight.get(key, ()))
+        for copy in copies:
+            if reads or copy.is_out:
+                self._wait(copy.event, f"copy {'out' if copy.is_out else 'in'} of {key!r}")
+        self.sweep()
+
+    def settle_all(self) -> None:
+        """Wait for all copies in flight. DeadlineError."""
+        for key in list(self._in_flight):
+            self.settle(key)
+
+    def settle_one(self) -> bool:
+        """For a caller that waits for DRAM: wait for the copy submitted first; return whether there was one."""
+        key = next(iter(list(self._in_flight)), None)
+        if key is None:
+            return False
+        self.settle(key)
+        return True
+
+    def sweep(self) -> None:
+        """Give the leases back whose copies have ended."""
+        if not self._in_flight:
+            return
+        with self._sweeping:  # order: who finds no copy of a key in flight finds its lease given back
+            ended: list[_Copy] = []
+            with self._lock:
+                for key, copies in list(self._in_flight.items()):
+                    while copies and copies[0].event.query():
+                        ended.append(copies.pop(0))
+                    if not copies:
+                        del self._in_flight[key]
+            for copy in ended:
+                copy.lease.release(is_written=copy.is_out)
+            self._working_set.swap_out([copy.lease.key for copy in ended if copy.is_out])
+
+    def _note(self, event: torch.Event, lease: Lease, *, is_out: bool, source: torch.Tensor | None = None) -> None:
+        with self._lock:
+            self._in_flight.setdefault(lease.key, []).append(_Copy(event, lease, is_out, source))
+
+    def _wait(self, event: torch.Event, what: str) -> None:
+        """Wait until ``event`` has come; in the calling thread, without torch's own wait, which has no deadline."""
+        until_s, pause_s = time.monotonic() + self._deadline_s, _SHORTEST_S
+        while not event.query():
+            if time.monotonic() > until_s:
+                raise DeadlineError(
+                    f"{what} on {self.device} has not ended within {self._deadline_s:g} s; the device may hang: see its"
+                    " driver's log"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_S)
