@@ -18,6 +18,7 @@ from tiered.bytes.free_memory import free_memory
 from tiered.errors import CapacityError, UsageError
 from tiered.store.store import Store
 from tiered.units import format_bytes
+from tiered.zero.accelerator_state import accelerator_type, generator_states, set_generator_states
 from tiered.zero.engine import Engine
 from tiered.zero.frames import num_on_stack
 from tiered.zero.parameters.parameter import TieredParameter
@@ -187,7 +188,7 @@ class RandomState:
         name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
         return {
             "torch": torch.get_rng_state(),
-            "accelerators": _states_of_accelerators(),
+            "accelerators": {accelerator_type(): generator_states()},
             "numpy": (str(name), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)),
             "python": random.getstate(),
         }
@@ -196,27 +197,10 @@ class RandomState:
         """Set all generators to the states that ``state_dict`` returned."""
         torch.set_rng_state(state["torch"])
         states = state.get("accelerators") or {"cuda": state.get("cuda", [])}  # an earlier release knew no others
-        for index, device_state in enumerate(states.get(_accelerator_type(), [])):
-            if index < torch.accelerator.device_count():
-                torch.get_device_module(_accelerator_type()).set_rng_state(device_state, index)
+        set_generator_states(states.get(accelerator_type(), []))
         name, keys, position, has_gauss, gauss = state["numpy"]
         np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
         random.setstate(state["python"])
-
-
-def _accelerator_type() -> str:
-    """Return the type of this process's accelerator, "" where there is none."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "" if found is None else found.type
-
-
-def _states_of_accelerators() -> dict[str, list[torch.Tensor]]:
-    """Return the state of each device's generator, by the devices' type."""
-    word = _accelerator_type()
-    if not word:
-        return {}
-    module = torch.get_device_module(word)
-    return {word: [module.get_rng_state(index) for index in range(torch.accelerator.device_count())]}
 
 
 def hook_state_dicts(model: nn.Module, engine: Engine) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from tiered.errors import UsageError
+from tiered.zero.accelerator_state import accelerator_type
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Unit
 
@@ -37,8 +38,7 @@ class GradScaler(TorchGradScaler):
         enabled: bool = True,
     ) -> None:
         if device == "auto":
-            found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-            device = "cpu" if found is None else found.type
+            device = accelerator_type() or "cpu"
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

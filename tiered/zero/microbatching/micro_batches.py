@@ -107,7 +107,7 @@ class _Micros:
         due = [
             (micro, gradient) for micro, gradient in zip(self.micros, gradients, strict=True) if gradient is not None
         ]
-        works = [functools.partial(torch.autograd.backward, micro.take(), gradient) for micro, gradient in due]
+        works = [functools.partial(_backward, micro.take(), gradient) for micro, gradient in due]
         if engine is None:
             for work in works:
                 work()
@@ -121,6 +121,12 @@ class _Micros:
         finally:  # recomputes that took turns inside one module did not put back its own, but each other's
             for module, own in zip(modules, buffers, strict=True):
                 module.__dict__["_buffers"] = own
+
+
+def _backward(loss: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Run the backward of ``loss`` in this thread: autograd's own for a compute device waits for the lanes."""
+    with torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.backward(loss, gradient)
 
 
 class _Joined(torch.autograd.Function):

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Hashable, Sequence
 
 from tiered.errors import UsageError
-from tiered.zero.microbatching.random_draws import RandomStates, advance, count_draws
+from tiered.zero.microbatching.random_draws import Draws, RandomStates, advance, count_draws
 
 __all__ = ["BackwardStreams", "DrawCounts", "ForwardStreams"]
 
@@ -23,27 +23,29 @@ class DrawCounts:
     """The counts of random numbers that micro-batches of one model draw in their forward, by the micro-batch's kind."""
 
     def __init__(self) -> None:
-        self._counts: dict[Hashable, int | None] = {}  # None: not draws of torch's generator alone
+        self._counts: dict[Hashable, Draws | None] = {}  # None: not draws of torch's generator alone
         self._num_mistakes = 0
         self._may_presume = True
 
-    def count(self, kind: Hashable, *, draws_nothing: bool) -> int | None:
-        """Return how many numbers a micro-batch of ``kind`` will draw; None where that is not known.
+    def count(self, kind: Hashable, *, draws_nothing: bool) -> Draws | None:
+        """Return how many numbers a micro-batch of ``kind`` will draw, () for none; None where that is not known.
 
         ``draws_nothing`` is the presumption, as long as it was never wrong.
         """
         if self._num_mistakes >= _MAX_MISTAKES:
             return None
-        return self._counts.get(kind, 0 if draws_nothing and self._may_presume else None)
+        return self._counts.get(kind, () if draws_nothing and self._may_presume else None)
 
     def learn(self, kind: Hashable, start: RandomStates, end: RandomStates) -> None:
         """A micro-batch of ``kind`` drew from ``start`` to ``end``, which was unknown or predicted otherwise."""
         if self._num_mistakes >= _MAX_MISTAKES or (kind in self._counts and self._counts[kind] is None):
             return  # such counts cannot be predicted
         count = count_draws(start, end)
+        if count is not None and not any(count):
+            count = ()
         if kind in self._counts and count != self._counts[kind]:
             self._was_wrong()
-        self._may_presume = self._may_presume and count == 0
+        self._may_presume = self._may_presume and count == ()
         self._counts[kind] = count
 
     def _was_wrong(self) -> None:
@@ -109,11 +111,11 @@ class ForwardStreams:
 
     def finish(self) -> None:
         """Leave the generators as the last micro-batch has left them."""
-        if not self._now[-1].same_as(self._starts[-1]) and self._count(-1) in (None, 0):
+        if not self._now[-1].same_as(self._starts[-1]) and self._count(-1) in (None, ()):
             self._draw_counts.learn(self._kinds[-1], self._starts[-1], self._now[-1])
         self._now[-1].restore()
 
-    def _count(self, index: int) -> int | None:
+    def _count(self, index: int) -> Draws | None:
         return self._draw_counts.count(self._kinds[index], draws_nothing=self._draws_nothing)
 
     def _start(self, index: int) -> RandomStates:
@@ -122,7 +124,7 @@ class ForwardStreams:
             return self._starts[0]
         if self._has_ended[index - 1]:
             return self._now[index - 1]
-        return advance(self._starts[index - 1], self._count(index - 1) or 0)
+        return advance(self._starts[index - 1], self._count(index - 1) or ())
 
 
 class BackwardStreams:

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from tiered.zero.accelerator_state import accelerator_type
 from tiered.zero.activations.saved import pair_in_force
 
 __all__ = ["Settings", "ThreadState"]
@@ -24,7 +25,8 @@ class ThreadState:
     def __init__(self) -> None:
         self._is_grad_enabled = torch.is_grad_enabled()
         self._is_inference = torch.is_inference_mode_enabled()
-        devices = _devices()
+        devices = [device for device in ("cpu", accelerator_type()) if device]
+        self._stream = torch.accelerator.current_stream() if accelerator_type() else None
         self._autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
         self._is_casting_once = torch.is_autocast_cache_enabled()
         self._function_modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
@@ -38,6 +40,8 @@ class ThreadState:
 
     def _run(self, work: Callable[[], Any]) -> Any:
         torch.get_num_threads()  # order: OpenMP counts per thread, and a new one has torch's count from this call on
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._stream)
         for device, is_enabled, dtype in self._autocast:
             torch.set_autocast_enabled(device, is_enabled)
             torch.set_autocast_dtype(device, dtype)
@@ -57,12 +61,6 @@ class ThreadState:
                 torch._C._push_on_torch_dispatch_stack(mode)
                 stack.callback(torch._C._pop_torch_dispatch_stack, None)
             return work()
-
-
-def _devices() -> list[str]:
-    """Return the types of the devices that this process computes on."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return ["cpu"] if found is None else ["cpu", found.type]
 
 
 class Settings:
