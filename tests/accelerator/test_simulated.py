@@ -1,0 +1,392 @@
+"""The simulated accelerator reports each planted race, none where all waits are there, and computes as the CPU."""
+
+from __future__ import annotations
+
+import copy
+import mmap
+import threading
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+N = 1024
+PAGE = mmap.PAGESIZE
+
+
+def _event(stream: torch.Stream) -> torch.Event:
+    event = torch.Event(device="sim")
+    event.record(stream)
+    return event
+
+
+def _pinned(values: torch.Tensor) -> torch.Tensor:
+    return values.pin_memory()
+
+
+# ---------------------------------------------------------------------------------------------------------- races
+
+
+def _round_trip(sim: ModuleType, missing: str) -> list[str]:
+    """Copy in, compute, copy out, with one wait left out; return the races."""
+    compute, copy_in, copy_out = torch.accelerator.current_stream(), torch.Stream("sim"), torch.Stream("sim")
+    host, back = _pinned(torch.arange(float(N))), _pinned(torch.empty(N))
+    device = torch.zeros(N, device="sim")
+    if missing != "zeros before copy in":
+        copy_in.wait_event(_event(compute))
+    with copy_in:
+        device.copy_(host, non_blocking=True)
+        arrived = _event(copy_in)
+    if missing == "host write after copy in":
+        sim.host_touch(host, write=True)
+    if missing != "copy in before compute":
+        compute.wait_event(arrived)
+    result = device * 2
+    if missing != "compute before copy out":
+        copy_out.wait_event(_event(compute))
+    with copy_out:
+        back.copy_(result, non_blocking=True)
+        left = _event(copy_out)
+    if missing != "copy out before host read":
+        left.synchronize()
+    sim.host_touch(back, write=False)
+    if missing == "copy out before free":
+        with copy_out:
+            back.copy_(result, non_blocking=True)
+        del result
+    torch.accelerator.synchronize()
+    assert back.equal(torch.arange(float(N)) * 2)
+    return sim.races()  # type: ignore[no-any-return]
+
+
+def test_a_round_trip_with_all_its_waits_has_no_race(sim: ModuleType) -> None:
+    assert _round_trip(sim, "") == []
+
+
+@pytest.mark.parametrize(
+    ("missing", "sides"),
+    [
+        ("zeros before copy in", ("copy (host to device) on stream", "zero_ on stream 0 writes")),
+        ("copy in before compute", ("mul", "copy (host to device) on stream")),
+        ("compute before copy out", ("copy (device to host) on stream", "on stream 0 writes")),
+        ("copy out before host read", ("host_touch on the host reads", "copy (device to host) on stream")),
+        ("host write after copy in", ("host_touch on the host writes", "copy (host to device) on stream")),
+        ("copy out before free", ("the host frees", "copy (device to host) on stream")),
+    ],
+)
+def test_a_missing_wait_is_reported_with_both_sides(sim: ModuleType, missing: str, sides: tuple[str, str]) -> None:
+    races = _round_trip(sim, missing)
+    assert races
+    assert all(side in races[0] for side in sides), races
+
+
+def test_record_stream_makes_a_free_legal(sim: ModuleType) -> None:
+    side, host = torch.Stream("sim"), _pinned(torch.ones(N))
+    device = torch.empty(N, device="sim")
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        device.copy_(host, non_blocking=True)
+    device.record_stream(side)
+    del device
+    assert sim.races() == []
+
+
+def test_interleaved_views_share_no_byte(sim: ModuleType) -> None:
+    table, side = torch.zeros(64, 8, device="sim"), torch.Stream("sim")
+    side.wait_stream(torch.accelerator.current_stream())
+    table[:, ::2].fill_(1)
+    with side:
+        table[:, 1::2].fill_(2)
+    assert sim.races() == []
+    with side:
+        table[:, 2:3].fill_(3)
+    assert len(sim.races()) == 1
+    torch.accelerator.synchronize()
+
+
+def test_a_query_that_answers_true_orders_the_host(sim: ModuleType) -> None:
+    sim.set_query_delay(2)
+    host, side = _pinned(torch.ones(N)), torch.Stream("sim")
+    with side:
+        device = torch.empty(N, device="sim")
+        device.copy_(host, non_blocking=True)
+        event = _event(side)
+    assert [event.query() for _ in range(3)] == [False, False, True]
+    sim.host_touch(host, write=True)
+
+
+def test_the_guard_notes_an_early_write_of_numpy(sim: ModuleType) -> None:
+    sim.guard_pinned(True)
+    host, side = _pinned(torch.zeros(4 * PAGE, dtype=torch.uint8)), torch.Stream("sim")
+    view = np.frombuffer(host.numpy(), dtype=np.uint8)  # type: ignore[call-overload]
+    with side:
+        device = torch.empty(2 * PAGE, dtype=torch.uint8, device="sim")
+        device.copy_(host[: 2 * PAGE], non_blocking=True)
+    host.numpy()[3 * PAGE] = 1  # not in flight
+    assert view[5] == 0  # reading is no race
+    assert sim.races() == []
+    host.numpy()[5] = 7
+    races = sim.races()
+    assert len(races) == 1
+    assert "writes 1 bytes" in races[0] and "copy (host to device)" in races[0]
+    side.synchronize()
+    host.numpy()[PAGE + 5] = 7
+
+
+def test_the_guard_notes_an_early_read(sim: ModuleType) -> None:
+    sim.guard_pinned(True)
+    device, side = torch.ones(N, device="sim"), torch.Stream("sim")
+    host = _pinned(torch.zeros(N))
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        host.copy_(device, non_blocking=True)
+        event = _event(side)
+    assert host[3] == 1
+    assert "reads 1 bytes" in sim.races()[0]
+    event.synchronize()
+    assert host.sum() == N
+
+
+# --------------------------------------------------------------------------------------------------------- memory
+
+
+def test_memory_is_counted_and_limited(sim: ModuleType) -> None:
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    tensor = torch.empty(1 << 20, dtype=torch.uint8, device="sim")
+    assert tensor.view(torch.float32).isnan().all().item()
+    assert torch.accelerator.memory_allocated() - before == 1 << 20
+    sim.set_memory_limit(before + (2 << 20))
+    assert torch.accelerator.get_memory_info() == (1 << 20, before + (2 << 20))
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty((1 << 20) + 1, dtype=torch.uint8, device="sim")
+    del tensor
+    assert torch.accelerator.memory_allocated() == before
+    assert torch.accelerator.max_memory_allocated() >= before + (1 << 20)
+
+
+def test_pinned_memory_is_known_by_range(sim: ModuleType) -> None:
+    memory = torch.zeros(8 * PAGE, dtype=torch.uint8)
+    address = memory.data_ptr()
+    sim.host_register(address, 4 * PAGE)
+    sim.host_register(address + 4 * PAGE, PAGE)
+    # PyTorch asks for the first byte of the tensor's storage, so each of these needs a storage of its own.
+    assert torch.from_numpy(memory.numpy()[4 * PAGE :]).is_pinned()
+    assert not torch.from_numpy(memory.numpy()[5 * PAGE :]).is_pinned()
+    with pytest.raises(RuntimeError, match="already registered"):
+        sim.host_register(address + PAGE, 4 * PAGE)
+    with pytest.raises(RuntimeError, match="no registered memory"):
+        sim.host_unregister(address + PAGE)
+    device = torch.empty(8 * PAGE, dtype=torch.uint8, device="sim")
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        device[: 2 * PAGE].copy_(memory[3 * PAGE : 5 * PAGE], non_blocking=True)
+    sim.host_unregister(address)
+    sim.host_unregister(address + 4 * PAGE)
+    assert not memory.is_pinned()
+
+
+# ------------------------------------------------------------------------------------------------ counters and faults
+
+
+def test_copies_and_blocking_calls_are_counted(sim: ModuleType) -> None:
+    pinned, pageable = _pinned(torch.ones(N)), torch.ones(N)
+    sim.keep_log()
+    device = pinned.to("sim", non_blocking=True)
+    assert sim.blocking() == {}
+    pageable.to("sim", non_blocking=True)
+    worker = threading.Thread(target=torch.accelerator.synchronize, name="worker")
+    worker.start()
+    worker.join()
+    assert device.sum().item() == N
+    assert device[device > 0].numel() == N
+    assert sim.counts().host_to_device == (1, 4 * N)
+    assert sim.counts().pageable_host_to_device == (1, 4 * N)
+    assert sim.blocking() == {
+        "MainThread": {"blocking copy": 1, "item": 1, "nonzero": 1},
+        "worker": {"device synchronize": 1},
+    }
+    copies = [entry for entry in sim.log() if entry.kind == "copy"]
+    assert [(entry.name, entry.nbytes) for entry in copies] == [
+        ("copy (host to device)", 4 * N),
+        ("copy (pageable host to device)", 4 * N),
+    ]
+    assert copies[0].address == pinned.data_ptr()
+
+
+def test_planned_faults_come_at_their_call(sim: ModuleType) -> None:
+    device, memory = torch.zeros(N, device="sim"), torch.zeros(2 * PAGE, dtype=torch.uint8)
+    sim.fail_copy(2)
+    device.copy_(torch.ones(N))
+    with pytest.raises(RuntimeError, match="planned to fail"):
+        device.cpu()
+    device.cpu()
+    sim.fail_registration(1)
+    with pytest.raises(RuntimeError, match="planned to fail"):
+        sim.host_register(memory.data_ptr(), PAGE)
+
+
+def test_a_hung_event_never_completes(sim: ModuleType) -> None:
+    sim.hang_events(True)
+    event = _event(torch.accelerator.current_stream())
+    assert not event.query()
+    with pytest.raises(RuntimeError, match="never completes"):
+        event.synchronize()
+    sim.reset()
+    event.synchronize()
+
+
+def test_nothing_is_there_until_it_is_enabled(sim: ModuleType) -> None:
+    sim.disable()
+    assert not torch.accelerator.is_available()
+    assert torch.accelerator.current_accelerator(check_available=True) is None
+    assert not torch.ones(1).is_pinned()
+    sim.enable()
+    assert torch.accelerator.current_accelerator(check_available=True) == torch.device("sim")
+
+
+# ------------------------------------------------------------------------------------------------------ random numbers
+
+
+def test_the_device_draws_from_its_own_generator(sim: ModuleType) -> None:
+    torch.manual_seed(3)
+    host, device = torch.rand(8), torch.rand(8, device="sim").cpu()
+    assert host.equal(device)  # both seeded, each its own
+    state = torch.sim.get_rng_state()  # type: ignore[attr-defined]
+    first = torch.randn(8, device="sim").cpu()
+    torch.rand(8)
+    torch.sim.set_rng_state(state)  # type: ignore[attr-defined]
+    assert torch.randn(8, device="sim").cpu().equal(first)
+    with torch.random.fork_rng(device_type="sim"):
+        torch.rand(8, device="sim")
+    generator = torch.Generator("sim").manual_seed(3)
+    assert torch.rand(8, device="sim", generator=generator).cpu().equal(host)
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.rand(8, device="sim", generator=torch.Generator())
+    cpu = torch.get_rng_state()
+    nn.functional.dropout(torch.ones(N, device="sim"), 0.5)
+    assert torch.get_rng_state().equal(cpu)
+
+
+def test_checkpoint_draws_the_same_dropout_again(sim: ModuleType) -> None:
+    layer = nn.Linear(64, 64, device="sim")
+    masks = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.dropout(layer(x), 0.5)
+        masks.append((y == 0).cpu())
+        return y
+
+    with set_checkpoint_early_stop(False):
+        checkpoint(forward, torch.ones(4, 64, device="sim"), use_reentrant=False).sum().backward()
+    assert len(masks) == 2 and masks[0].equal(masks[1])
+
+
+# ----------------------------------------------------------------------------------------------------- operators
+
+
+def _beside_the_cpu(module: nn.Module, run: Callable[[nn.Module, torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+    ours = copy.deepcopy(module).to("sim")
+    expected, found = run(module, x), run(ours, x.to("sim"))
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(found.cpu(), expected)
+    for (name, parameter), mine in zip(module.named_parameters(), ours.parameters(), strict=True):
+        assert mine.grad is not None and mine.grad.device.type == "sim"
+        torch.testing.assert_close(mine.grad.cpu(), parameter.grad, msg=name)
+    for buffer, mine in zip(module.buffers(), ours.buffers(), strict=True):
+        torch.testing.assert_close(mine.cpu(), buffer)
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layers_compute_as_on_the_cpu(sim: ModuleType, name: str) -> None:
+    layer = getattr(nn, name)(8, 16, num_layers=2, bidirectional=True, batch_first=True)
+    _beside_the_cpu(layer, lambda layer, x: layer(x)[0].square().sum(), torch.randn(3, 5, 8))
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, groups=4)), (2, 3, 9, 9)),
+        (nn.ConvTranspose2d(4, 6, 3, stride=2), (2, 4, 5, 5)),
+        (nn.Conv1d(4, 6, 3, padding=1, bias=False), (2, 4, 9)),
+        (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU()), (6, 8)),
+        (nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), (2, 5, 16)),
+        (nn.Sequential(nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(32, 3), nn.LogSoftmax(1)), (2, 8, 4)),
+    ],
+)
+def test_layers_compute_as_on_the_cpu(sim: ModuleType, module: nn.Module, shape: tuple[int, ...]) -> None:
+    _beside_the_cpu(module, lambda layer, x: layer(x).square().sum(), torch.randn(shape))
+
+
+def test_embedding_and_cross_entropy_have_the_bits_of_the_cpu(sim: ModuleType) -> None:
+    model, x = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)), torch.randint(0, 11, (4, 6))
+    ours = copy.deepcopy(model).to("sim")
+    for each, tokens in ((model, x), (ours, x.to("sim"))):
+        nn.functional.cross_entropy(each(tokens).flatten(0, 1), tokens.flatten()).backward()
+    assert all(q.grad.cpu().equal(p.grad) for p, q in zip(model.parameters(), ours.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_adamw_has_the_bits_of_the_cpu(sim: ModuleType, options: dict[str, bool]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    ours = copy.deepcopy(model).to("sim")
+    for each in (model, ours):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1, **options)
+        for step in range(3):
+            for parameter in each.parameters():
+                parameter.grad = torch.full_like(parameter, 0.5 + step)
+            nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+            optimizer.step()
+    for p, q in zip(model.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(q.detach().cpu(), p.detach())
+
+
+def test_grad_scaler_skips_a_step_that_overflows(sim: ModuleType) -> None:
+    layer = nn.Linear(4, 4, device="sim")
+    optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=1.0), torch.amp.GradScaler("sim", init_scale=8.0)
+    before = layer.weight.detach().clone()
+    scaler.scale(layer(torch.full((1, 4), torch.inf, device="sim")).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0 and layer.weight.equal(before)
+
+
+def test_autocast_casts_by_the_lists(sim: ModuleType) -> None:
+    layer, x = nn.Linear(8, 8, device="sim"), torch.randn(2, 8, device="sim")
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        y = layer(x)
+        assert y.dtype == torch.bfloat16
+        assert nn.functional.softmax(y, -1).dtype == torch.float32
+        assert nn.functional.layer_norm(y, (8,)).dtype == torch.float32
+        assert (y + x).dtype == torch.float32
+        y.float().sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+
+
+def test_storages_and_views_behave(sim: ModuleType) -> None:
+    flat = torch.arange(16.0, device="sim")
+    storage, before = flat.untyped_storage(), torch.accelerator.memory_allocated()
+    storage.resize_(0)
+    assert torch.accelerator.memory_allocated() == before - 512
+    storage.resize_(64)
+    flat.copy_(torch.arange(16.0))
+    parameter = nn.Parameter(torch.empty(2, 2, device="sim"))
+    parameter.data = flat[4:8].view(2, 2)
+    assert parameter.data_ptr() == flat.data_ptr() + 16
+    assert copy.deepcopy(flat).cpu().equal(flat.cpu())
+    assert flat.unfold(0, 4, 4).cpu().equal(torch.arange(16.0).unfold(0, 4, 4))
+    other = torch.empty(0, dtype=torch.int16, device="sim")
+    other.set_(storage, 2, (3,), (2,))
+    assert other.cpu().equal(flat.cpu().view(torch.int16)[2:8:2])
+    assert torch.empty(0, device="sim").resize_(5).shape == (5,)
+    assert flat.to(torch.int64).cpu().equal(torch.arange(16))
+    assert flat.nonzero().cpu().equal(flat.cpu().nonzero())
+
+
+def test_tensors_of_two_devices_do_not_mix(sim: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(3) + torch.ones(3, device="sim")
