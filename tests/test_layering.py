@@ -44,8 +44,8 @@ ORDER = {
               "copies", "accelerator", "update_place"),
     "ranks": ("comm",),
     "zero": ("layout", "division", "export", "frames", "forks", "accelerator_state", "step", "kernels", "formats",
-             "parameters", "gradients", "activations", "microbatching", "engine", "store_events", "model_state", "optimizer",
-             "compute_device", "construct", "weights", "shard", "unsharded"),
+             "parameters", "gradients", "activations", "microbatching", "engine", "store_events", "model_state",
+             "optimizer", "compute_device", "construct", "weights", "shard", "unsharded"),
 }  # fmt: skip
 """The rooms of each floor, files of the floor itself among them: each imports only what stands before it."""
 

@@ -216,6 +216,7 @@ def _device_module() -> types.ModuleType:
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.Stream = lambda *_, **options: torch.Stream(device="sim", **options)
     module.Event = lambda **options: torch.Event(device="sim", **options)
+    module._initialized = True  # a checkpoint keeps the states of generators of such a device alone
     module._is_in_bad_fork = lambda: not is_enabled()  # then torch.manual_seed seeds nothing here
     module.default_generator = generator
     module.default_generators = (generator,)

@@ -16,7 +16,7 @@ import torch
 from tiered.errors import DeadlineError
 from tiered.store.records.entry import EntryState
 from tiered.store.residency.working_set import Lease, WorkingSet
-from tiered.tiers.device_memory import DeviceBuffer
+from tiered.tiers.device_memory import DeviceBuffer, on_stream
 from tiered.tiers.device_tier import bytes_of
 
 __all__ = ["Copies"]
@@ -64,7 +64,7 @@ class Copies:
     def fill(self, buffer: DeviceBuffer, lease: Lease) -> None:
         """Copy the bytes of ``lease`` into ``buffer``; the lease must last until ``let_go``, or ``empty``."""
         buffer.begin_filling(self.stream_in)
-        with self.stream_in:
+        with on_stream(self.stream_in):
             buffer.tensor.copy_(lease.tensor, non_blocking=True)
         buffer.filled(self.stream_in.record_event())
         self.in_bytes += buffer.nbytes
@@ -85,7 +85,7 @@ class Copies:
     def _copy_out(self, buffer: DeviceBuffer, target: torch.Tensor) -> torch.Event:
         buffer.use(self.stream_out)
         buffer.let_wait(self.stream_out)
-        with self.stream_out:
+        with on_stream(self.stream_out):
             target.copy_(buffer.tensor, non_blocking=True)
         self.out_bytes += buffer.nbytes
         return self.stream_out.record_event()
@@ -96,7 +96,7 @@ class Copies:
         """Copy ``storage``, which lives until then, to the bytes of ``lease`` from ``shift`` on; it ends then, too."""
         source = bytes_of(storage)
         self.stream_out.wait_event(self.current_stream().record_event())
-        with self.stream_out, torch.no_grad():
+        with on_stream(self.stream_out), torch.no_grad():
             lease.tensor[shift:].copy_(source, non_blocking=True)
         self.out_bytes += source.nbytes
         self._note(self.stream_out.record_event(), lease, is_out=True, source=source)
@@ -106,7 +106,7 @@ class Copies:
         stream = self.current_stream()
         flat = torch.empty(lease.tensor.nbytes, dtype=torch.uint8, device=self.device)
         self.stream_in.wait_event(stream.record_event())  # order: the memory was another tensor's on that stream
-        with self.stream_in:
+        with on_stream(self.stream_in):
             flat.copy_(lease.tensor, non_blocking=True)
         event = self.stream_in.record_event()
         stream.wait_event(event)
@@ -118,12 +118,13 @@ class Copies:
         """Copy ``value``, a few bytes, to page-locked memory of its own; the call of the result waits for them."""
         self.stream_out.wait_event(self.current_stream().record_event())
         copy = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
-        with self.stream_out:
+        with on_stream(self.stream_out):
             copy.copy_(value, non_blocking=True)
+        value.record_stream(self.stream_out)  # Lifetime: the caller may drop it first
         event = self.stream_out.record_event()
 
         def wait() -> torch.Tensor:
-            self._wait(event, f"copy of a number, {value.shape}")  # Lifetime: the value lives until then
+            self._wait(event, "copy of a number")
             return copy
 
         return wait

@@ -15,7 +15,26 @@ import torch
 from tiered.errors import CapacityError
 from tiered.units import format_bytes
 
-__all__ = ["Content", "DeviceBuffer", "DeviceMemory"]
+__all__ = ["Content", "DeviceBuffer", "DeviceMemory", "on_stream"]
+
+
+class on_stream:
+    """A block whose operations run on ``stream``; any number of threads may be in such blocks of one stream.
+
+    torch's own, ``with stream:``, keeps the stream that was current before in the stream object itself.
+    """
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.accelerator.set_stream(self._before)
 
 
 class Content(NamedTuple):
@@ -188,7 +207,7 @@ class DeviceMemory:
         return buffer
 
     def _allocate(self, nbytes: int) -> DeviceBuffer:
-        with self._stream:  # Order: the allocator's next user of this memory, once dropped, follows this stream
+        with on_stream(self._stream):  # order: the next user of this memory, once dropped, comes after this stream
             buffer = DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
         self.allocated_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
@@ -199,7 +218,7 @@ class DeviceMemory:
         self._take(buffer)
         buffer.begin_filling(self._stream)
         self.allocated_bytes -= buffer.nbytes
-        with self._stream:
+        with on_stream(self._stream):
             buffer.free()
 
     def _sweep(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from tiered.store.residency.working_set import Lease
 from tiered.tiers.accelerator import AcceleratorTier
-from tiered.tiers.device_memory import DeviceBuffer, DeviceMemory
+from tiered.tiers.device_memory import DeviceBuffer, DeviceMemory, on_stream
 
 __all__ = ["DevicePlace", "HostPlace", "UpdatePlace"]
 
@@ -96,7 +96,7 @@ class DevicePlace:
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a block whose operations run on this place's stream."""
-        return self.stream
+        return on_stream(self.stream)
 
     def bring(self, lease: Lease) -> torch.Tensor:
         """Copy the leased bytes in; the stream waits for them. Raises CapacityError."""
@@ -132,6 +132,7 @@ class DevicePlace:
 
         def wait() -> torch.Tensor:
             self.stream.wait_event(made)
+            value.record_stream(self.stream)  # Lifetime: the caller may drop it first
             return value
 
         return wait

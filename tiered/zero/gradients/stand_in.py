@@ -226,7 +226,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, found_inf, inv_scale = args
 
     def unscale(tensor: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        func([tensor], torch.zeros_like(found_inf), inv_scale)  # a non-finite value was found when the caller asked
+        func([tensor], torch.zeros_like(inv_scale), inv_scale)  # a non-finite value was found when the caller asked
 
     if ordinary := [tensor for tensor in tensors if not isinstance(tensor, StandIn)]:
         func(ordinary, found_inf, inv_scale)  # order: reading the others may have these given back
