@@ -88,7 +88,7 @@ class GPT(nn.Module):
         return x
 
     def logits(self, tokens: Tensor) -> Tensor:
-        x = self.emb(tokens) + self.pos(torch.arange(tokens.shape[1]))
+        x = self.emb(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device))
         for first in range(0, len(self.blocks), self.region):
             run = partial(self.run, first)
             x = run(x) if self.around is None else checkpoint(run, x, use_reentrant=self.around)

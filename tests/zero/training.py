@@ -119,14 +119,14 @@ def start(
     hold: Any = "auto",
     activations: Any = "auto",
     seed: int = SEED,
+    **options: Any,
 ) -> Session:
-    """Build, shard and get ready to train; the seeds are those of the reference."""
+    """Build, shard with ``options``, and get ready to train; the seeds are those of the reference."""
     torch.manual_seed(seed)
     with tiered.construct(store):
         model = case.build()
-    model = tiered.shard(
-        model, store, unit=case.unit, param_dtype=recipe.param_dtype, hold=hold, activations=activations
-    )
+    options |= {"param_dtype": recipe.param_dtype, "hold": hold, "activations": activations}
+    model = tiered.shard(model, store, unit=case.unit, **options)
     optimizer = getattr(tiered, recipe.optimizer)(recipe.groups(model), update=update, **recipe.adamw)
     scheduler = None if recipe.schedule is None else recipe.schedule(optimizer)
     if scheduler is not None:
@@ -191,7 +191,7 @@ def assert_same(trained: Trained, expected: Trained) -> None:
     for what in ("losses", "norms", "seen"):
         ours, theirs = getattr(trained, what), getattr(expected, what)
         assert len(ours) == len(theirs), f"{what}: {len(ours)} of {len(theirs)}"
-        different = [index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)]
+        different = [index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a.cpu(), b.cpu())]
         assert not different, f"{what} differ at {different}: {ours} instead of {theirs}"
     assert trained.num_updates == expected.num_updates
     for what in ("parameters", "buffers", "exp_avg", "exp_avg_sq", "masters"):
@@ -199,7 +199,7 @@ def assert_same(trained: Trained, expected: Trained) -> None:
         if what == "masters":  # a parameter that is its own has none
             theirs = {name: master for name, master in theirs.items() if name in expected.cast}
         assert ours.keys() == theirs.keys(), what
-        different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+        different = [name for name in theirs if not torch.equal(ours[name].cpu(), theirs[name].cpu())]
         assert not different, f"{what} differ: {different}"
         assert all(ours[name].dtype == theirs[name].dtype for name in theirs), what
 

@@ -169,9 +169,9 @@ class Copies:
 
     def sweep(self) -> None:
         """Give the leases back whose copies have ended."""
-        if not self._in_flight:
-            return
         with self._sweeping:  # order: who finds no copy of a key in flight finds its lease given back
+            if not self._in_flight:
+                return
             ended: list[_Copy] = []
             with self._lock:
                 for key, copies in list(self._in_flight.items()):
