@@ -209,6 +209,7 @@ def _device_module() -> types.ModuleType:
     module.device = device
     module.is_available = is_enabled
     module.is_initialized = is_enabled
+    module._initialized = True  # torch.utils.checkpoint asks, and keeps the generator's state only then
     module.device_count = lambda: int(is_enabled())
     module.current_device = lambda: 0
     module.set_device = lambda index: None

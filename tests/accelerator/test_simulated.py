@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import mmap
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -16,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 N = 1024
 PAGE = mmap.PAGESIZE
+ROOT = Path(__file__).parents[2]
 
 
 def _event(stream: torch.Stream) -> torch.Event:
@@ -105,6 +110,26 @@ def test_interleaved_views_share_no_byte(sim: ModuleType) -> None:
     with side:
         table[:, 2:3].fill_(3)
     assert len(sim.races()) == 1
+    torch.accelerator.synchronize()
+
+
+def test_running_statistics_are_written_though_no_schema_says_so(sim: ModuleType) -> None:
+    norm, side = nn.BatchNorm1d(4, device="sim"), torch.Stream("sim")
+    x = torch.randn(8, 4, device="sim")
+    side.wait_stream(torch.accelerator.current_stream())
+    norm(x)
+    with side:
+        norm.running_mean.clone()
+    torch.accelerator.synchronize()
+    assert any("running" in race or "batch_norm" in race for race in sim.races())
+
+
+def test_results_of_another_stream_need_a_wait(sim: ModuleType) -> None:
+    side = torch.Stream("sim")
+    with side:
+        result = torch.linalg.svdvals(torch.eye(3, device="sim"))
+    result + 1
+    assert "svd" in sim.races()[0]
     torch.accelerator.synchronize()
 
 
@@ -248,6 +273,16 @@ def test_nothing_is_there_until_it_is_enabled(sim: ModuleType) -> None:
     assert torch.accelerator.current_accelerator(check_available=True) == torch.device("sim")
 
 
+def test_a_backward_before_the_device_was_loaded_does_no_harm(sim: ModuleType) -> None:
+    program = (
+        "import torch; torch.ones(2, requires_grad=True).sum().backward();"
+        "from tests.accelerator import simulated; simulated.enable();"
+        "x = torch.ones(2, device='sim', requires_grad=True); (x * 3).sum().backward(); print(x.grad.sum().item())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "6.0\n", done.stderr
+
+
 # ------------------------------------------------------------------------------------------------------ random numbers
 
 
@@ -384,6 +419,12 @@ def test_storages_and_views_behave(sim: ModuleType) -> None:
     assert other.cpu().equal(flat.cpu().view(torch.int16)[2:8:2])
     assert torch.empty(0, device="sim").resize_(5).shape == (5,)
     assert flat.to(torch.int64).cpu().equal(torch.arange(16))
+    turned = torch.tensor([1 + 2j], device="sim").conj()
+    assert turned.cpu().item() == (turned + 0).item() == 1 - 2j
+    file = io.BytesIO()
+    torch.save(flat, file)
+    file.seek(0)
+    assert torch.load(file).device.type == "sim"
     assert flat.nonzero().cpu().equal(flat.cpu().nonzero())
 
 

@@ -18,7 +18,7 @@ namespace sim::pages {
 namespace {
 
 constexpr uintptr_t PAGE = 4096;
-constexpr int NUM_FLIGHTS = 4096, NUM_COPIERS = 64, NUM_FAULTS = 256;
+constexpr int NUM_FLIGHTS = 4096, NUM_COPIERS = 64, NUM_FAULTS = 256, NUM_GUARDED = 1024;
 
 struct Flight {  // a copy in flight
   std::atomic<bool> used{false};
@@ -36,11 +36,17 @@ struct Fault {
   char name[48] = {};
 };
 
+// A registration whose pages were closed once. A fault may come late: its copy has ended, its pages are open again.
+struct Guarded {
+  std::atomic<uintptr_t> lo{0}, hi{0};
+};
+
 std::mutex mutex;  // of everything but what the handler reads
 std::atomic<bool> guarding{false};
 std::atomic<int> num_flights{0};  // all in use lie below
 Flight flights[NUM_FLIGHTS];
 Fault faults[NUM_FAULTS];
+Guarded guarded[NUM_GUARDED];
 std::atomic<int> num_faults{0};
 std::atomic<pid_t> copiers[NUM_COPIERS];
 struct sigaction before;
@@ -50,6 +56,19 @@ pid_t thread_id() { return pid_t(syscall(SYS_gettid)); }
 
 void protect(uintptr_t lo, uintptr_t hi, int how) {
   if (lo < hi) mprotect(reinterpret_cast<void*>(lo), hi - lo, how);
+}
+
+// Whether there is room to note these pages for the handler.
+bool add_guarded(uintptr_t lo, uintptr_t hi) {
+  for (auto& range : guarded)
+    if (range.lo == lo && range.hi == hi) return true;
+  for (auto& range : guarded)
+    if (range.hi == 0) {
+      range.lo = lo;
+      range.hi = hi;
+      return true;
+    }
+  return false;
 }
 
 // Close the pages in [lo, hi) again as far as copies in flight need it.
@@ -76,13 +95,14 @@ void note(uintptr_t address, bool host_writes, const Flight& f) {
 }
 
 bool is_ours(uintptr_t address, bool host_writes) {
-  bool found = false, copying = false;
+  bool found = std::any_of(std::begin(guarded), std::end(guarded),
+                           [&](auto& range) { return range.lo <= address && address < range.hi; });
+  bool copying = false;
   pid_t self = thread_id();
   for (auto& copier : copiers) copying = copying || copier == self;
   for (int i = 0; i < num_flights; i++) {
     auto& f = flights[i];
     if (!f.used || address < f.page_lo || address >= f.page_hi) continue;
-    found = true;
     if (!copying && address >= f.lo && address < f.hi && (f.write || host_writes)) note(address, host_writes, f);
   }
   return found;
@@ -169,7 +189,8 @@ void close(uintptr_t lo, uintptr_t hi, bool write, const Step& step, const std::
   std::lock_guard<std::mutex> lock(mutex);
   uintptr_t page_lo = std::max(lo & ~(PAGE - 1), (outer_lo + PAGE - 1) & ~(PAGE - 1));
   uintptr_t page_hi = std::min((hi + PAGE - 1) & ~(PAGE - 1), outer_hi & ~(PAGE - 1));
-  for (int i = 0; i < NUM_FLIGHTS && page_lo < page_hi; i++) {
+  if (page_lo >= page_hi || !add_guarded((outer_lo + PAGE - 1) & ~(PAGE - 1), outer_hi & ~(PAGE - 1))) return;
+  for (int i = 0; i < NUM_FLIGHTS; i++) {
     auto& f = flights[i];
     if (f.used) continue;
     f.lo = lo, f.hi = hi, f.page_lo = page_lo, f.page_hi = page_hi, f.write = write, f.step = step;
@@ -205,6 +226,8 @@ void forget(uintptr_t lo, uintptr_t hi) {
     f.used = false;
     protect(f.page_lo, f.page_hi, PROT_READ | PROT_WRITE);
   }
+  for (auto& range : guarded)
+    if (lo <= range.lo && range.hi <= hi) range.hi = 0;
 }
 
 std::vector<std::string> take_faults() {
