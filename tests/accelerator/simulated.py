@@ -47,6 +47,7 @@ __all__ = [
     "races",
     "refusal",
     "reset",
+    "set_allocation_writes",
     "set_memory_limit",
     "set_poison",
     "set_query_delay",
@@ -280,6 +281,7 @@ def reset() -> None:
     library.reset_ledger()
     library.set_memory_limit(0)
     library.set_poison(True)
+    library.set_allocation_writes(False)
 
 
 # ----------------------------------------------------------------------------------------------------- what is seen
@@ -347,6 +349,14 @@ def set_memory_limit(nbytes: int | None) -> None:
 def set_poison(on: bool) -> None:
     """Fill fresh device memory with bytes of 0xFF (NaN in every floating dtype)."""
     _loaded().set_poison(on)
+
+
+def set_allocation_writes(on: bool = True) -> None:
+    """Take an allocation for a write on its stream, since the memory may be what work of that stream still uses.
+
+    Another stream that uses the tensor must then wait for the one that it was allocated on.
+    """
+    _loaded().set_allocation_writes(on)
 
 
 def guard_pinned(on: bool = True) -> None:

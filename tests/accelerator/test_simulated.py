@@ -100,6 +100,17 @@ def test_record_stream_makes_a_free_legal(sim: ModuleType) -> None:
     assert sim.races() == []
 
 
+def test_an_allocation_counts_as_a_write_if_wished(sim: ModuleType) -> None:
+    host, side = _pinned(torch.ones(N)), torch.Stream("sim")
+    for strict in (False, True):
+        sim.set_allocation_writes(strict)
+        device = torch.empty(N, device="sim")
+        with side:
+            device.copy_(host, non_blocking=True)
+        assert len(sim.races()) == strict
+        side.synchronize()
+
+
 def test_interleaved_views_share_no_byte(sim: ModuleType) -> None:
     table, side = torch.zeros(64, 8, device="sim"), torch.Stream("sim")
     side.wait_stream(torch.accelerator.current_stream())

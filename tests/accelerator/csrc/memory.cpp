@@ -33,8 +33,10 @@ class DeviceMemory final : public c10::DeviceAllocator {
     size_t size = rounded(nbytes);
     void* memory = take(size, nbytes);
     if (poison) memset(memory, 0xFF, size);
-    add_block(reinterpret_cast<uintptr_t>(memory), size, current_stream());
-    log(current_stream(), "allocate", "", int64_t(size), reinterpret_cast<uintptr_t>(memory));
+    auto address = reinterpret_cast<uintptr_t>(memory);
+    add_block(address, size, current_stream());
+    if (allocation_writes) submit(current_stream(), "allocate", {{dense_layout(address, size), true}});
+    log(current_stream(), "allocate", "", int64_t(size), address);
     return {memory, memory, &release, DEVICE};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -64,7 +66,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
 
   std::atomic<size_t> limit{0};
-  std::atomic<bool> poison{true};
+  std::atomic<bool> poison{true}, allocation_writes{false};
 
  private:
   using Stats = c10::CachingDeviceAllocator::DeviceStats;
@@ -212,6 +214,7 @@ c10::Allocator* pinned_allocator() {
 
 void set_memory_limit(int64_t nbytes) { device_memory().limit = size_t(nbytes); }
 void set_poison(bool on) { device_memory().poison = on; }
+void set_allocation_writes(bool on) { device_memory().allocation_writes = on; }
 
 void host_register(uintptr_t address, int64_t nbytes) {
   TORCH_CHECK(!registration_fails(), "sim: the registration was planned to fail");

@@ -11,6 +11,7 @@ c10::Allocator* pinned_allocator();
 
 void set_memory_limit(int64_t nbytes);  // 0: the machine's memory
 void set_poison(bool on);
+void set_allocation_writes(bool on);
 
 void host_register(uintptr_t address, int64_t nbytes);
 void host_unregister(uintptr_t address);

@@ -13,6 +13,7 @@ namespace py = pybind11;
 namespace sim {  // of memory.h, which needs PyTorch's headers
 void set_memory_limit(int64_t nbytes);
 void set_poison(bool on);
+void set_allocation_writes(bool on);
 void host_register(uintptr_t address, int64_t nbytes);
 void host_unregister(uintptr_t address);
 void set_enabled(bool on);
@@ -62,6 +63,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   def(m, "plan_failed_registration", &sim::plan_failed_registration);
   def(m, "set_memory_limit", &sim::set_memory_limit);
   def(m, "set_poison", &sim::set_poison);
+  def(m, "set_allocation_writes", &sim::set_allocation_writes);
   def(m, "host_register", &sim::host_register);
   def(m, "host_unregister", &sim::host_unregister);
   m.def("set_name_of_thread", [](py::object name) {
