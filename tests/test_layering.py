@@ -37,7 +37,8 @@ FLOORS = {
 
 ORDER = {
     "bytes": ("free_memory", "interrupt", "exit_and_fork", "condition", "critical_section", "private_file",
-              "address_ranges", "arena", "pinned_arena", "host_tensor", "device"),
+              "memory_mapping", "address_ranges", "arena", "slots", "registrar", "pinned_arena", "host_tensor",
+              "device"),
     "store": ("waiting", "format", "transfers", "catalog", "space", "records", "residency", "values", "lifetime",
               "generations", "assembly", "statistics", "store"),
     "tiers": ("placement", "trace", "schedule", "device_tier", "host_tier", "device_memory",

@@ -54,9 +54,19 @@ class AddressRanges:
             start = last
 
     def find_warm(self, nbytes: int) -> int | None:
-        """Return the start of the smallest warm range of at least ``nbytes``."""
+        """Return the start of the smallest warm range of at least ``nbytes``, the lowest of equals."""
+        found = self.best_fit(nbytes)
+        return None if found is None else found[0]
+
+    def best_fit(self, nbytes: int, *, is_high: bool = False) -> tuple[int, int] | None:
+        """Return (start, end) of the smallest warm range of at least ``nbytes``; of equals the lowest, or highest."""
         index = bisect.bisect_left(self._by_size, (nbytes, 0))
-        return self._by_size[index][1] if index < len(self._by_size) else None
+        if index == len(self._by_size):
+            return None
+        if is_high:
+            index = bisect.bisect_left(self._by_size, (self._by_size[index][0] + 1, 0)) - 1
+        size, start = self._by_size[index]
+        return start, start + size
 
     def find_any(self, nbytes: int) -> int | None:
         """Return where ``nbytes`` fit with the most warm bytes among them, the lowest of equals; None if nowhere."""

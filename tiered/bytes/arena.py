@@ -7,13 +7,12 @@ bytes make way: an arena never waits and never chooses a victim.
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +20,7 @@ from typing import TypeVar
 import torch
 
 from tiered.bytes.address_ranges import AddressRanges
+from tiered.bytes.memory_mapping import DONTNEED, HUGE_PAGE_NBYTES, MemoryMapping, advise, array_type
 from tiered.errors import CapacityError, ClosedError, UsageError
 from tiered.units import GiB, KiB, MiB, format_bytes, round_up
 
@@ -29,16 +29,10 @@ __all__ = ["PAGE_NBYTES", "Arena", "ArenaStatistics", "Buffer", "Watched"]
 PAGE_NBYTES = 4 * KiB
 """Buffers start at, and are, multiples of this."""
 
-_HUGE_PAGE_NBYTES = 2 * MiB
 _SLACK_NBYTES = 64 * MiB  # address space, not memory: room for buffers of odd sizes in a small arena
 _DEBUG_RANGE_NBYTES = 64 * GiB  # address space an arena without reuse maps at a time
 _POISONED_NBYTES = 256 * MiB  # released bytes an arena without reuse keeps filled with 0xFF
 
-# <sys/mman.h> and <asm-generic/mman-common.h> on Linux
-_PROT_READ_WRITE = 0x3
-_MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000
-_MAP_FAILED = ctypes.c_void_p(-1).value
-_MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_DONTDUMP = 4, 10, 14, 16
 _HUGE_PAGE_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 _T = TypeVar("_T")
@@ -64,9 +58,10 @@ Watched = weakref.ref[ctypes.Array[ctypes.c_uint8]]
 class Buffer:
     """An aligned slice of an arena, leased until ``Arena.release``."""
 
-    __slots__ = ("_aliases", "address", "memory", "nbytes")
+    __slots__ = ("_aliases", "_keeps_pages", "address", "memory", "nbytes")
 
-    def __init__(self, address: int, memory: memoryview) -> None:
+    def __init__(self, address: int, memory: memoryview, *, keeps_pages: bool = False) -> None:
+        self._keeps_pages = keeps_pages
         self.address = address
         self.nbytes = memory.nbytes
         self.memory = memory  # uint8, writeable, all of the buffer; dead after release
@@ -88,7 +83,7 @@ class Buffer:
         """
         assert 0 <= nbytes <= self.nbytes, (nbytes, self.nbytes)
         # An empty tensor has a storage of one byte, which it never shows: a storage of none could not be watched.
-        array = _array_type(max(nbytes, 1)).from_address(self.address)
+        array = array_type(max(nbytes, 1)).from_address(self.address)
         self._aliases = [alias for alias in self._aliases if alias() is not None]
         watched = weakref.ref(array, on_dead)
         self._aliases.append(watched)
@@ -103,15 +98,16 @@ class Buffer:
                 weakref.finalize(array, _end, alias.__callback__, alias, action).atexit = False
 
     def give_pages_back(self) -> None:
-        """Give the memory back to the kernel until the next touch; the bytes are undefined from now on."""
-        _advise(self.address, self.nbytes, _MADV_DONTNEED)
+        """Give the memory back to the kernel until the next touch, if the arena does that; the bytes are undefined."""
+        if not self._keeps_pages:
+            advise(self.address, self.nbytes, DONTNEED)
 
     def __repr__(self) -> str:
         return f"Buffer(0x{self.address:x}, {format_bytes(self.nbytes)}, aliased={self.is_aliased})"
 
 
 class Arena:
-    """Buffers under a budget: ``allocate_nowait(n)`` succeeds if and only if ``leased_nbytes + n <= nbytes``.
+    """Buffers under a budget: ``allocate_nowait(n)`` succeeds if and only if ``n <= free_nbytes``.
 
     Address space is plentiful and memory is not, so the mapping is larger than the budget, and fragmentation costs
     addresses only. Free ranges are *warm* (they occupy memory) or *cold*; a lease reuses the best fitting warm range,
@@ -123,6 +119,9 @@ class Arena:
     its memory does not exist there, and methods raise UsageError.
     """
 
+    is_pinned = False  # page-locked for an accelerator
+    keeps_pages = False  # free memory, once touched, stays with the process
+
     def __init__(self, nbytes: int, *, reuse: bool = True) -> None:
         """Map the address space for a budget of ``nbytes``. Raises ValueError; CapacityError when there is none."""
         if nbytes < 0:
@@ -132,7 +131,7 @@ class Arena:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._is_closed = False
-        self._mappings: list[_Mapping] = []
+        self._mappings: list[MemoryMapping] = []
         self._free = AddressRanges()
         self._poisoned: deque[tuple[int, int]] = deque()  # (start, end) of released ranges, oldest first
         self._poisoned_nbytes = 0
@@ -141,10 +140,7 @@ class Arena:
         self._discarded_nbytes = 0
         self._num_leased = 0
         self._has_huge_pages = _has_huge_pages()
-        if reuse:
-            self._map([max(4 * nbytes, nbytes + _SLACK_NBYTES), nbytes + _SLACK_NBYTES, nbytes])
-        else:
-            self._map([_DEBUG_RANGE_NBYTES + nbytes])
+        self._map(self._first_sizes())
 
     @property
     def leased_nbytes(self) -> int:
@@ -156,8 +152,31 @@ class Arena:
         """Most bytes that were ever leased at one time."""
         return self._peak_nbytes
 
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of the budget that are not leased."""
+        return self.nbytes - self._leased_nbytes
+
+    def could_place(self, nbytes: int, evictable_nbytes: int, evictable: Iterable[tuple[int, int]]) -> bool:
+        """Return whether ``nbytes`` could be leased once the leased buffers ``evictable`` were released.
+
+        They are (address, nbytes) and ``evictable_nbytes`` in all; an arena whose budget alone decides asks for none.
+        """
+        return round_up(nbytes, PAGE_NBYTES) - evictable_nbytes <= self.free_nbytes
+
+    def in_the_way(self, nbytes: int, evictable: Iterable[tuple[int, int]]) -> list[int] | None:
+        """Return the addresses of those of ``evictable`` that take up the place for ``nbytes`` that costs fewest bytes.
+
+        None where there is no such place. In this arena nothing stands in the way but the budget.
+        """
+        return []
+
+    def cuts(self, address: int, nbytes: int) -> list[tuple[int, int]]:
+        """Return (offset, nbytes) of the parts of ``nbytes`` at ``address`` that one copy of a device may move each."""
+        return [(0, nbytes)] if nbytes else []
+
     def allocate_nowait(self, nbytes: int) -> Buffer | None:
-        """Lease a buffer of ``nbytes`` rounded up to whole pages, or return None when the budget does not allow it.
+        """Lease a buffer of ``nbytes`` rounded up to whole pages, or return None where there is no room for it.
 
         Its contents are undefined. The caller owns it until ``release``. Raises ClosedError, UsageError in a fork.
         """
@@ -169,10 +188,12 @@ class Arena:
             if self._leased_nbytes + size > self.nbytes:
                 return None
             start = self._place(size) if size else self._mappings[0].start
+            if start is None:
+                return None
             self._leased_nbytes += size
             self._peak_nbytes = max(self._peak_nbytes, self._leased_nbytes)
             self._num_leased += 1
-            return Buffer(start, self._memory(start, size))
+            return Buffer(start, self._memory(start, size), keeps_pages=self.keeps_pages)
 
     def release(self, buffer: Buffer) -> None:
         """Give ``buffer`` back; no tensor on it may be alive, and its ``memory`` may not be used again.
@@ -184,12 +205,8 @@ class Arena:
         start, end = buffer.address, buffer.address + buffer.nbytes
         buffer.memory.release()  # lifetime: a later use of it raises ValueError; so does a second release of the buffer
         with self._lock:
-            if start == end:
-                pass
-            elif self._reuse:
-                self._free.insert(start, end, is_warm=True)
-            else:
-                self._poison(start, end)
+            if start != end:
+                self._take_back(start, end)
             self._leased_nbytes -= buffer.nbytes
             self._num_leased -= 1
             if self._is_closed and not self._num_leased:
@@ -219,11 +236,18 @@ class Arena:
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "open"
         leased, budget = format_bytes(self._leased_nbytes), format_bytes(self.nbytes)
-        return f"Arena({state}, {leased} of {budget} leased in {self._num_leased} buffers)"
+        return f"{type(self).__name__}({state}, {leased} of {budget} leased in {self._num_leased} buffers)"
 
     # Below: under the lock
 
-    def _place(self, size: int) -> int:
+    def _first_sizes(self) -> list[int]:
+        """Return how much address space to map at first: the largest of these that the kernel grants."""
+        if self._reuse:
+            return [max(4 * self.nbytes, self.nbytes + _SLACK_NBYTES), self.nbytes + _SLACK_NBYTES, self.nbytes]
+        return [_DEBUG_RANGE_NBYTES + self.nbytes]
+
+    def _place(self, size: int) -> int | None:
+        """Take ``size`` bytes of free addresses, which the budget allows; None where they are too scattered."""
         if not self._reuse:
             return self._place_anew(size)
         start = self._free.find_warm(size)
@@ -236,6 +260,13 @@ class Arena:
         # Order: the memory that this lease is about to touch is given back elsewhere before it is touched.
         self._discard(self._leased_nbytes + size + self._free.warm_nbytes - self.nbytes)
         return start
+
+    def _take_back(self, start: int, end: int) -> None:
+        """Add released addresses to the free ones."""
+        if self._reuse:
+            self._free.insert(start, end, is_warm=True)
+        else:
+            self._poison(start, end)
 
     def _place_anew(self, size: int) -> int:
         """Return addresses that were never leased."""
@@ -252,20 +283,20 @@ class Arena:
         self._poisoned_nbytes += end - start
         while self._poisoned_nbytes > _POISONED_NBYTES:
             start, end = self._poisoned.popleft()
-            _advise(start, end - start, _MADV_DONTNEED)
+            advise(start, end - start, DONTNEED)
             self._poisoned_nbytes -= end - start
 
     def _discard(self, excess: int) -> None:
         """Give at least ``excess`` warm free bytes back to the kernel, if so many are warm."""
         # Whole huge pages first: a half that is given back comes back as small pages, which halve the bandwidth.
-        for granule in (_HUGE_PAGE_NBYTES, PAGE_NBYTES):
+        for granule in (HUGE_PAGE_NBYTES, PAGE_NBYTES):
             for start, end in self._free.largest_warm() if excess > 0 else ():
                 inner_start, inner_end = round_up(start, granule), end // granule * granule
                 inner_start = max(inner_start, inner_end - round_up(excess, granule))
                 if inner_start >= inner_end:
                     continue
                 self._free.take(inner_start, inner_end)
-                _advise(inner_start, inner_end - inner_start, _MADV_DONTNEED)
+                advise(inner_start, inner_end - inner_start, DONTNEED)
                 self._free.insert(inner_start, inner_end, is_warm=False)
                 self._discarded_nbytes += inner_end - inner_start
                 excess -= inner_end - inner_start
@@ -275,7 +306,7 @@ class Arena:
     def _map(self, sizes: list[int]) -> None:
         """Map the largest of ``sizes`` that the kernel grants (limits on address space may refuse the larger ones)."""
         for size in sizes:
-            mapping = _Mapping.create(round_up(max(size, 1), _HUGE_PAGE_NBYTES))
+            mapping = MemoryMapping.create(round_up(max(size, 1), HUGE_PAGE_NBYTES))
             if mapping is not None:
                 self._mappings.append(mapping)
                 self._free.insert(mapping.start, mapping.start + len(mapping.memory), is_warm=False)
@@ -306,59 +337,9 @@ class Arena:
             )
 
 
-class _Mapping:
-    """A private anonymous mapping with huge pages, which children of a fork do not inherit."""
-
-    __slots__ = ("_address", "_nbytes", "memory", "start")
-
-    def __init__(self, address: int, nbytes: int, start: int, usable_nbytes: int) -> None:
-        self._address = address
-        self._nbytes = nbytes
-        self.start = start  # multiple of a huge page
-        self.memory = memoryview(_array_type(usable_nbytes).from_address(start)).cast("B")
-
-    @classmethod
-    def create(cls, nbytes: int) -> _Mapping | None:
-        """Map ``nbytes`` at a multiple of a huge page, or return None when the kernel refuses."""
-        # Rounding up to a huge page leaves at least a small page of the extra one behind the usable range: a gap that
-        # keeps the ranges of two mappings from ever being neighbours.
-        total = nbytes + _HUGE_PAGE_NBYTES
-        address = _libc().mmap(None, total, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
-        if address == _MAP_FAILED:
-            return None
-        # Order: all advice before the first touch. DONTFORK also keeps a fork from moving pages under running I/O.
-        _advise(address, total, _MADV_HUGEPAGE)
-        _advise(address, total, _MADV_DONTFORK)
-        _advise(address, total, _MADV_DONTDUMP)
-        return cls(address, total, round_up(address, _HUGE_PAGE_NBYTES), nbytes)
-
-    def unmap(self) -> None:
-        self.memory.release()
-        _libc().munmap(self._address, self._nbytes)
-
-
 def _end(on_dead: Callable[[_T], object], alias: _T, action: Callable[[], object]) -> None:
     on_dead(alias)
     action()
-
-
-@functools.lru_cache(maxsize=4096)  # a ctypes array type costs 20 us to make, and each size needs its own
-def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_uint8]]:
-    return ctypes.c_uint8 * nbytes
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return libc
-
-
-def _advise(address: int, nbytes: int, advice: int) -> None:
-    _libc().madvise(address, nbytes, advice)  # only ever a hint, except DONTNEED, which cannot fail on our own pages
 
 
 def _has_huge_pages() -> bool:

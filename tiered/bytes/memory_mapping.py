@@ -1,0 +1,72 @@
+"""Private anonymous memory of the kernel, with huge pages, that children of a fork do not inherit."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+from tiered.units import MiB, round_up
+
+__all__ = ["DONTNEED", "HUGE_PAGE_NBYTES", "MemoryMapping", "advise", "array_type"]
+
+HUGE_PAGE_NBYTES = 2 * MiB
+
+# <sys/mman.h> and <asm-generic/mman-common.h> on Linux
+DONTNEED = 4
+_DONTFORK, _HUGEPAGE, _DONTDUMP = 10, 14, 16
+_PROT_READ_WRITE = 0x3
+_MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class MemoryMapping:
+    """A private anonymous mapping with huge pages, which children of a fork do not inherit."""
+
+    __slots__ = ("_address", "_nbytes", "memory", "start")
+
+    def __init__(self, address: int, nbytes: int, start: int, usable_nbytes: int) -> None:
+        self._address = address
+        self._nbytes = nbytes
+        self.start = start  # multiple of a huge page
+        self.memory = memoryview(array_type(usable_nbytes).from_address(start)).cast("B")
+
+    @classmethod
+    def create(cls, nbytes: int) -> MemoryMapping | None:
+        """Map ``nbytes`` at a multiple of a huge page, or return None when the kernel refuses."""
+        # Rounding up to a huge page leaves at least a small page of the extra one behind the usable range: a gap that
+        # keeps the ranges of two mappings from ever being neighbours.
+        total = nbytes + HUGE_PAGE_NBYTES
+        address = _libc().mmap(None, total, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
+        if address == _MAP_FAILED:
+            return None
+        # Order: all advice before the first touch. DONTFORK also keeps a fork from moving pages under running I/O.
+        advise(address, total, _HUGEPAGE)
+        advise(address, total, _DONTFORK)
+        advise(address, total, _DONTDUMP)
+        return cls(address, total, round_up(address, HUGE_PAGE_NBYTES), nbytes)
+
+    def unmap(self) -> None:
+        """Give memory and addresses back to the kernel; nothing may use them any more."""
+        self.memory.release()
+        _libc().munmap(self._address, self._nbytes)
+
+
+@functools.lru_cache(maxsize=4096)  # a ctypes array type costs 20 us to make, and each size needs its own
+def array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_uint8]]:
+    """Return the type of ``nbytes`` bytes."""
+    return ctypes.c_uint8 * nbytes
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+def advise(address: int, nbytes: int, advice: int) -> None:
+    """Tell the kernel how the memory is used."""
+    _libc().madvise(address, nbytes, advice)  # only ever a hint, except DONTNEED, which cannot fail on our own pages
