@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.bytes.registrars import WatchedRegistrar
 from tests.devices.simulated_disk import SimulatedDisk
+from tests.store import rig
 from tests.store.catalogs import SqliteHome
 from tests.store.places import quick_directory
-from tests.store.rig import BUDGET_NBYTES, GatedStore, simulated_store
+from tests.store.rig import BUDGET_NBYTES, GatedStore, pinned_arena, simulated_store
 from tiered.bytes.arena import Arena
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store
@@ -22,6 +25,22 @@ def quick_path() -> Iterator[Path]:
     """A new directory, in memory where that is offered: for tests to which flushes are nothing but time."""
     with quick_directory() as path:
         yield path
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests of a module that says ``BOTH_ARENAS`` with a page-locked arena, too."""
+    if getattr(metafunc.module, "BOTH_ARENAS", False):
+        metafunc.parametrize("arena_of_the_rig", ["plain", "pinned"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def arena_of_the_rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Which arena the rig's stores have."""
+    registrar = WatchedRegistrar()
+    if getattr(request, "param", "plain") == "pinned":
+        monkeypatch.setattr(rig, "Arena", partial(pinned_arena, registrar))
+    yield
+    assert not registrar.registered
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from tests.devices.simulated_disk import SimulatedDisk
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Device, DeviceStatistics, Operation
 from tiered.bytes.device.memory import MemoryDevice
+from tiered.bytes.pinned_arena import PinnedArena
+from tiered.bytes.registrar import Registrar
 from tiered.errors import TieredError
 from tiered.store.catalog.catalog import Catalog
 from tiered.store.catalog.memory_catalog import MemoryCatalog
@@ -33,8 +35,10 @@ def simulated_store(
     durable: bool = True,
     deadline_s: float = WAIT_S,
     wrap: Callable[[Device], Device] = lambda device: device,
+    arena: Arena | None = None,
 ) -> Store:
     """Open the store on ``disk``, creating it where there is none. ``wrap`` puts an adaptor around each device."""
+    arena = Arena(budget_nbytes) if arena is None else arena
     disk = SimulatedDisk(capacity_nbytes=4 * MiB, can_lose_power=False) if disk is None else disk
     catalog = None
     if durable:
@@ -42,7 +46,12 @@ def simulated_store(
         root = empty_root(uuid.UUID(int=7).bytes, num_devices)
         catalog = MemoryCatalog.create(disk, root) if is_new else MemoryCatalog(disk)
     devices = [wrap(MemoryDevice(disk, index)) for index in range(num_devices)]
-    return Store._from_parts(Parts(Arena(budget_nbytes), devices, catalog), durable=durable, deadline_s=deadline_s)
+    return Store._from_parts(Parts(arena, devices, catalog), durable=durable, deadline_s=deadline_s)
+
+
+def pinned_arena(registrar: Registrar, nbytes: int) -> PinnedArena:
+    """Return an arena of four pieces, where half of the tensors here are large."""
+    return PinnedArena(nbytes, registrar, piece_nbytes=nbytes // 3, large_nbytes=16 * KiB)
 
 
 def numbers(nbytes: int, seed: int = 0) -> torch.Tensor:

@@ -18,6 +18,8 @@ from tiered.errors import CorruptionError, DeviceError, LeaseError
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
+BOTH_ARENAS = True
+
 BUDGET = 1 * MiB  # batches of 32 KiB, and 128 KiB of dirty bytes before they begin
 SIZES = (1025, 4096, 5000, 12 * KiB, 32 * KiB, 100, 70 * KiB)  # small ones, an inline one and one with its own buffer
 

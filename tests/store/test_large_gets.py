@@ -16,6 +16,8 @@ from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.store import Store
 from tiered.units import MiB
 
+BOTH_ARENAS = True
+
 NBYTES = 2 * BLOCK_NBYTES + 1000
 BUDGET_NBYTES = 64 * MiB
 

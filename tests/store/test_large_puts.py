@@ -18,6 +18,8 @@ from tiered.store.transfers.transfer import Transfer
 from tiered.store.values import values
 from tiered.units import KiB, MiB
 
+BOTH_ARENAS = True
+
 NBYTES = 2 * BLOCK_NBYTES + 100 * KiB + 5  # three blocks, the last one short
 SIZE = 2 * BLOCK_NBYTES + 104 * KiB  # on the device
 OLD, NEW = numbers(NBYTES, 1), numbers(NBYTES, 2)

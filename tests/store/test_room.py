@@ -18,6 +18,8 @@ from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
+BOTH_ARENAS = True
+
 NUM_SMALL = 8
 SMALL_NBYTES = 16 * KiB  # all of them are the budget
 LARGE_NBYTES = 96 * KiB

@@ -13,6 +13,8 @@ from tiered.bytes.device.base import IOClass
 from tiered.errors import DeviceError
 from tiered.units import KiB, MiB
 
+BOTH_ARENAS = True
+
 KEYS = [f"k{i}" for i in range(8)]
 NBYTES = 8 * KiB
 

@@ -16,6 +16,8 @@ from tiered.errors import (
 from tiered.store.residency.working_set import WorkingSet
 from tiered.units import KiB
 
+BOTH_ARENAS = True
+
 PAGE = 4 * KiB
 BUDGET = 16 * PAGE  # of the stores here
 

@@ -20,6 +20,8 @@ from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store
 from tiered.units import KiB
 
+BOTH_ARENAS = True
+
 PAGE = 4 * KiB
 BUDGET = 16 * PAGE  # of the stores here
 

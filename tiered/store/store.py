@@ -22,13 +22,14 @@ from tiered.stats import StoreStatistics
 from tiered.store.assembly import assemble
 from tiered.store.generations.damage import DroppedKey, drop_damaged
 from tiered.store.generations.registry import Stateful, committed_state
-from tiered.store.lifetime.opening import Parts, open_parts
+from tiered.store.lifetime.opening import Parts, dram_budget, new_arena, open_parts
 from tiered.store.lifetime.service import too_late, warn_of_nested_close
 from tiered.store.records.entry import Record
 from tiered.store.records.producers import Producer
 from tiered.store.residency.lease import Lease, LeaseBlock, Mode
 from tiered.store.statistics import store_statistics
 from tiered.store.values.streaming import VerifyReport
+from tiered.units import parse_bytes
 
 __all__ = ["Store"]
 
@@ -62,19 +63,17 @@ class Store(MutableMapping[str, torch.Tensor]):
         """Open or create the store in ``directories``, striped over them; blocks.
 
         ``dram`` bounds all that it keeps in DRAM, in bytes or as "8GiB" (default: half of free memory).
-        ``device_memory`` will bound its bytes on a compute device; this release uses none: leave it out.
+        ``device_memory`` bounds its bytes on the accelerator, such as "20GiB" (default: ``tiered.shard`` decides from
+        free memory). With 0 it serves none; else ``dram`` is page-locked for the current one: choose that before.
         ``durable=False`` makes swap space that vanishes with the process. ``engine`` moves the bytes: "auto", "uring",
         "threads", "aiofiles", "mmap" or "memory". ``mode`` "a" opens or creates, "x" creates, "r" only reads. Raises
         UsageError, CapacityError, CorruptionError, DeviceError; nothing stays open then.
         """
-        if device_memory is not None:
-            raise UsageError(
-                f"device_memory={device_memory!r}: this release keeps nothing on a compute device; leave it out"
-            )
-        self.device_memory = None
+        self.device_memory = None if device_memory is None else parse_bytes(device_memory)
         try:
             with INTERRUPTS:
-                parts = open_parts(directories, dram=dram, arena=_arena, durable=durable, engine=engine, mode=mode)
+                arena = _arena or new_arena(dram_budget(dram), serves_accelerator=self.device_memory != 0)
+                parts = open_parts(directories, arena, durable=durable, engine=engine, mode=mode)
                 self._assemble(parts, durable=durable, mode=mode, deadline_s=_DEADLINE_S)
         except KeyboardInterrupt:  # it may have come when all was open, and the caller has no store
             if hasattr(self, "_generations"):

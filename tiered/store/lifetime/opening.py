@@ -10,11 +10,15 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Device
 from tiered.bytes.device.engines import DEVICES, open_device
 from tiered.bytes.device.memory import MemoryDevice, MemoryDisk
 from tiered.bytes.free_memory import free_memory
+from tiered.bytes.pinned_arena import PinnedArena
+from tiered.bytes.registrar import NoRegistrar, registrar_for
 from tiered.errors import CapacityError, TieredError, UsageError
 from tiered.store.catalog.catalog import Catalog, SqliteCatalog
 from tiered.store.catalog.memory_catalog import MemoryCatalog
@@ -24,7 +28,7 @@ from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_d
 from tiered.store.space.bandwidth import profiled_weights
 from tiered.units import MiB, format_bytes, parse_bytes
 
-__all__ = ["ENGINES", "MIN_DRAM_NBYTES", "Parts", "dram_budget", "empty_root", "open_parts"]
+__all__ = ["ENGINES", "MIN_DRAM_NBYTES", "Parts", "dram_budget", "empty_root", "new_arena", "open_parts"]
 
 ENGINES = ("auto", *DEVICES, "memory")
 MIN_DRAM_NBYTES = 8 * MiB
@@ -86,19 +90,24 @@ def dram_budget(dram: int | str | None) -> int:
     return budget
 
 
+def new_arena(nbytes: int, *, serves_accelerator: bool) -> Arena:
+    """Return an arena of ``nbytes``, page-locked for this process's accelerator if there is one to serve."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True) if serves_accelerator else None
+    if accelerator is None:
+        return Arena(nbytes)
+    return PinnedArena(nbytes, registrar_for(accelerator.type) or NoRegistrar(accelerator.type))
+
+
 def empty_root(store_uuid: bytes, num_directories: int) -> Root:
     """Return the root of a store in which nothing was committed."""
     return Root(store_uuid, generation=0, next_key_id=1, num_directories=num_directories, state=encode({}))
 
 
-def open_parts(
-    paths: Sequence[Path], *, dram: int | str | None, arena: Arena | None, durable: bool, engine: str, mode: str
-) -> Parts:
-    """Open or create a store's devices and catalog around ``arena``, or one of ``dram``; it is theirs to close.
+def open_parts(paths: Sequence[Path], arena: Arena, *, durable: bool, engine: str, mode: str) -> Parts:
+    """Open or create a store's devices and catalog around ``arena``, which is theirs to close.
 
     Raises UsageError, CapacityError, DeviceError and others, with everything closed.
     """
-    arena = Arena(dram_budget(dram)) if arena is None else arena
     try:
         return _open_around(arena, paths, durable, engine, mode)
     except BaseException:

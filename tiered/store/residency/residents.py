@@ -11,17 +11,17 @@ import itertools
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
 
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.condition import Condition
 from tiered.store.records.entry import Alias, Entry, EntryState, Residence, Stored
 from tiered.store.records.table import Table
 from tiered.store.residency.ended_leases import EndedLeases
+from tiered.store.residency.eviction_policy import EvictionPolicy, LeastRecentlyUsed
 from tiered.store.residency.share import Share
 
-__all__ = ["EvictionPolicy", "LeastRecentlyUsed", "Residents", "be_thread", "this_thread"]
+__all__ = ["Residents", "be_thread", "this_thread"]
 
 
 _MOVING = (EntryState.ARRIVING, EntryState.DEPARTING)  # a transfer has the buffer, perhaps one that was not started yet
@@ -47,33 +47,6 @@ def this_thread() -> int:
 def be_thread(number: int) -> None:
     """Count the calling thread's leases as those of the thread of that number, which waits while this one runs."""
     _thread.number = number
-
-
-class EvictionPolicy(Protocol):
-    """Chooses the keys to evict; it sees names and sizes, never bytes."""
-
-    def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
-        """Return the key to evict among ``evictable`` (name -> bytes, least recently used first).
-
-        ``incoming`` is the key that a prefetch wants room for, and None means that it should not have it. It is None
-        for a caller that waits: then there must be an answer. Called under the store's lock: never call the store.
-        """
-
-    def is_worth_waiting(self, victim: str, leaving: Iterable[str]) -> bool:
-        """Return whether to keep ``victim``, and wait for one of ``leaving``, which can be evicted once it is written.
-
-        As ``victim``, called under the store's lock.
-        """
-
-
-class LeastRecentlyUsed:
-    """The default policy: the key not used for longest goes first, also for prefetches, and at once."""
-
-    def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
-        return next(iter(evictable), None)
-
-    def is_worth_waiting(self, victim: str, leaving: Iterable[str]) -> bool:
-        return False
 
 
 class Residents:
@@ -129,7 +102,31 @@ class Residents:
             victim = self._victim()
             if victim is None:
                 return None
+            if self.arena.free_nbytes >= nbytes:
+                return self._take_scattered(nbytes, self.clean)
             self._evict(victim)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether ``take_nowait`` would find a place for ``nbytes`` once it may evict every clean entry."""
+        return self.arena.could_place(nbytes, self.clean_bytes, self._places(self.clean))
+
+    def _take_scattered(self, nbytes: int, names: Iterable[str]) -> Buffer | None:
+        """Lease a buffer where the free bytes suffice and are scattered: evict those of ``names`` in its way."""
+        evictable = dict(zip(self._places(names), names, strict=True))
+        in_the_way = self.arena.in_the_way(nbytes, evictable)
+        if in_the_way is None:
+            return None
+        for (address, size), name in evictable.items():
+            if size and address in in_the_way:
+                self._evict(name)
+        return self.arena.allocate_nowait(nbytes)
+
+    def _places(self, names: Iterable[str]) -> Iterator[tuple[int, int]]:
+        """Yield the address and the bytes of each of the resident ``names``, while they are asked for."""
+        for name in names:
+            residence = self._entries[name].residence
+            assert residence is not None
+            yield residence.buffer.address, residence.buffer.nbytes
 
     def is_worth_waiting(self) -> bool:
         """Return whether to wait for a write in flight, rather than evict an entry that is clean now."""
@@ -153,12 +150,20 @@ class Residents:
 
         ``beside``: bytes that must be free then, for leases that come before its use.
         """
-        while self.arena.leased_nbytes + nbytes + beside > self.arena.nbytes:
+        while self.arena.free_nbytes < nbytes + beside:
             victim = self.policy.victim(self.clean, incoming) if self.clean else None
             if victim is None or victim not in self.clean or self._is_worth_waiting(victim):
                 return None
             self._evict(victim)
-        return self.arena.allocate_nowait(nbytes)
+        buffer = self.arena.allocate_nowait(nbytes)
+        if buffer is None:
+            offered = [name for name, size in self.clean.items() if self._is_offered(name, size, incoming)]
+            buffer = self._take_scattered(nbytes, offered)
+        return buffer
+
+    def _is_offered(self, name: str, nbytes: int, incoming: str) -> bool:
+        """Whether the policy would evict this clean entry for a prefetch of ``incoming``."""
+        return self.policy.victim({name: nbytes}, incoming) == name and not self._is_worth_waiting(name)
 
     def give_back(self, buffer: Buffer) -> None:
         self.arena.release(buffer)

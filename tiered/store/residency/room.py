@@ -18,7 +18,8 @@ from tiered.bytes.arena import Buffer
 from tiered.errors import CapacityError, DeadlineError, TieredError
 from tiered.store.records.entry import Entry, EntryState, Residence
 from tiered.store.records.records import Records
-from tiered.store.residency.residents import EvictionPolicy, Residents, this_thread
+from tiered.store.residency.eviction_policy import EvictionPolicy
+from tiered.store.residency.residents import Residents, this_thread
 from tiered.store.residency.write_back import Shortage, WriteBack
 from tiered.store.space.space import Space
 from tiered.store.transfers.transfer import start_all
@@ -144,8 +145,10 @@ class Room:
             if self._has_room(needed, is_held=is_held) and not self._residents.is_worth_waiting():
                 return
             reason = Wait.COMMIT if self._is_waiting_for_commit() else Wait.WRITE
-            leased = self._residents.arena.leased_nbytes - self._residents.clean_bytes
-            missing = needed + leased - self.budget_bytes - self.write_back.writing_bytes
+            lacking = self._lacking(needed)
+            if lacking <= 0 and self._is_admitted(needed, is_held=is_held):  # the bytes would suffice: scattered
+                lacking = needed
+            missing = lacking - self.write_back.writing_bytes
             transfers, shortage = self.write_back.plan(self._residents.dirty, missing)
             is_waiting = not transfers and shortage is None and self._is_moving()
             if is_waiting:
@@ -206,7 +209,7 @@ class Room:
                 self.num_waiting -= 1
         with self._condition:
             self._residents.drain()
-            is_admitted = is_held or self._residents.share.admits(needed)
+            is_admitted = self._is_admitted(needed, is_held=is_held)
             if self._has_room(needed, is_held=is_held) or self._is_moving() or (is_admitted and self._residents.dirty):
                 return
             me, my_number = threading.current_thread(), this_thread()
@@ -293,9 +296,14 @@ class Room:
 
     def _has_room(self, needed: int, *, is_held: bool) -> bool:
         """Whether evicting all clean entries would be enough."""
-        if not is_held and not self._residents.share.admits(needed):
-            return False
-        return self._residents.arena.leased_nbytes - self._residents.clean_bytes + needed <= self.budget_bytes
+        return self._is_admitted(needed, is_held=is_held) and self._residents.has_room(needed)
+
+    def _is_admitted(self, needed: int, *, is_held: bool) -> bool:
+        return is_held or self._residents.share.admits(needed)
+
+    def _lacking(self, needed: int) -> int:
+        """Return how many bytes more would have to be clean or free, wherever they lie."""
+        return needed - self._residents.arena.free_nbytes - self._residents.clean_bytes
 
     def _is_moving(self) -> bool:
         """Whether something is in flight that will make bytes evictable or free."""
@@ -337,11 +345,13 @@ class Room:
         leased = [residence for residence in used if not residence.is_lingering]
         held = sum(entry.nbytes for entry in resident if entry.held)
         reserved = sum(buffer.nbytes for buffer in self._reservations)
+        is_scattered = self._lacking(needed) <= 0 and not self._residents.has_room(needed)
+        scattered = "; enough bytes are free, but scattered between these" if is_scattered else ""
         return (
             f"no room for {format_bytes(needed)} in the DRAM budget of {format_bytes(self.budget_bytes)}: "
             f"{_describe(leased)} leased, {_describe(self._lingering())} kept alive by tensors made from past leases, "
-            f"{format_bytes(held)} held, {format_bytes(reserved)} reserved; release leases, clone() what is kept, "
-            "or give a larger dram="
+            f"{format_bytes(held)} held, {format_bytes(reserved)} reserved{scattered}; release leases, clone() what is"
+            " kept, or give a larger dram="
         )
 
     def _lingering(self) -> list[Residence]:

@@ -22,11 +22,12 @@ from tiered.store.format.spec import Spec, is_kept
 from tiered.store.records.deferred_seal import DeferredSeal
 from tiered.store.records.entry import Alias, Entry, EntryState, Granted, Residence
 from tiered.store.records.records import Records
+from tiered.store.residency.eviction_policy import EvictionPolicy
 from tiered.store.residency.keys import Keys
 from tiered.store.residency.lease import Lease, tensor_over
 from tiered.store.residency.lease_needs import LeaseNeeds
 from tiered.store.residency.modes import refuse_modes
-from tiered.store.residency.residents import EvictionPolicy, Residents
+from tiered.store.residency.residents import Residents
 from tiered.store.residency.room import Room
 from tiered.store.residency.swap_in import SwapIn
 from tiered.store.space.space import Space
@@ -70,8 +71,7 @@ class WorkingSet:
         self.deferred_seal = DeferredSeal(records, condition, self._progress, deadline_s=deadline_s)
         self.swap_in = SwapIn(residents, records, space, condition, self.room)
         self.keys = Keys(records, residents, self.room, space, condition, deadline_s=deadline_s)
-        self.streamed_in_bytes = 0
-        self.streamed_out_bytes = 0
+        self.streamed_in_bytes = self.streamed_out_bytes = 0
         self._refuse = refuse
         self._nested_calls = nested_calls
         self._is_read_only = is_read_only

@@ -249,7 +249,7 @@ class Values:
         if self._streams.must_stream(row.nbytes):
             return True
         arena = self._working_set.residents.arena
-        return row.nbytes >= _DIRECT_NBYTES and arena.leased_nbytes + row.nbytes > arena.nbytes
+        return row.nbytes >= _DIRECT_NBYTES and not arena.could_place(row.nbytes, 0, ())
 
 
 def _copy_and_digest(buffer: Buffer, tensor: torch.Tensor, store_uuid: bytes, key_id: int, generation: int) -> bytes:

@@ -1,0 +1,283 @@
+"""Stores with a page-locked arena: which ones have it, and memory that is free but scattered."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.bytes.registrars import WatchedRegistrar
+from tests.store.rig import WAIT_S, await_true, numbers, read_key, simulated_store, write_key
+from tiered.bytes.arena import Arena
+from tiered.bytes.pinned_arena import PinnedArena
+from tiered.bytes.registrar import add_registrar
+from tiered.errors import CapacityError, DeadlineError
+from tiered.store.residency.lease import Lease
+from tiered.store.residency.working_set import WorkingSet
+from tiered.store.store import Store
+from tiered.units import GiB, KiB, MiB
+
+PAGE = 4 * KiB
+BUDGET = 16 * PAGE
+QUARTERS = [f"quarter {index}" for index in range(4)]
+
+
+# Which stores have it
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """An accelerator of type "sim", which torch says is there."""
+    device = SimpleNamespace(type="sim")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+    return device
+
+
+def test_a_store_beside_an_accelerator_is_page_locked_until_it_is_closed(accelerator: SimpleNamespace) -> None:
+    registrar = WatchedRegistrar()
+    add_registrar("sim", registrar)
+    with Store(engine="memory", dram="16MiB", device_memory="1GiB") as store:
+        assert store.device_memory == 1 * GiB
+        arena = store._parts.arena
+        assert isinstance(arena, PinnedArena) and arena.is_pinned and "PinnedArena(open" in repr(store)
+        assert sum(registrar.registered.values()) == 16 * MiB
+        store["a"] = numbers(10_000)
+        view = store.working_set.lease("a", "r").tensor
+    assert registrar.registered  # a tensor outlives the store
+    assert view[:3].tolist() == numbers(10_000)[:3].tolist()
+    del view
+    await_true(lambda: not registrar.registered)
+    assert registrar.num_unregistered == 1
+
+
+@pytest.mark.parametrize("device_memory", [0, "0GiB"])
+def test_a_store_without_device_memory_serves_no_accelerator(
+    accelerator: SimpleNamespace, device_memory: int | str
+) -> None:
+    with Store(engine="memory", dram="8MiB", device_memory=device_memory) as store:
+        assert store.device_memory == 0 and type(store._parts.arena) is Arena
+
+
+def test_without_an_accelerator_nothing_is_page_locked() -> None:
+    with Store(engine="memory", dram="8MiB") as store:
+        assert store.device_memory is None and type(store._parts.arena) is Arena
+
+
+def test_an_accelerator_without_a_registrar_is_one_warning(
+    accelerator: SimpleNamespace, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    accelerator.type = "other"
+    with caplog.at_level(logging.WARNING, "tiered"), Store(tmp_path / "run", dram="8MiB") as store:
+        store["a"] = numbers(10_000)
+        assert torch.equal(store["a"], numbers(10_000))
+    (record,) = [record for record in caplog.records if "page-locked" in record.message]
+    assert "no registrar is known for devices of type 'other'" in record.message
+
+
+def test_a_store_that_cannot_be_opened_unregisters(accelerator: SimpleNamespace) -> None:
+    registrar = WatchedRegistrar()
+    add_registrar("sim", registrar)
+    with pytest.raises(Exception, match="unknown"):
+        Store(engine="none", dram="8MiB")
+    assert registrar.num_registered == 1 and not registrar.registered
+
+
+# Scattered memory
+
+
+@contextmanager
+def store_of(arena: Arena, deadline_s: float = WAIT_S) -> Iterator[Store]:
+    """A store over a simulated disk with ``arena``."""
+    with simulated_store(arena=arena, deadline_s=deadline_s) as store:
+        yield store
+
+
+def arena_of(num_pages: int) -> PinnedArena:
+    return PinnedArena(num_pages * PAGE, WatchedRegistrar(), large_nbytes=3 * PAGE)
+
+
+@pytest.fixture
+def working_set() -> Iterator[WorkingSet]:
+    """A working set in which four keys of a quarter of the budget lie side by side, clean, the first one oldest."""
+    with store_of(arena_of(16)) as store:
+        for key in QUARTERS:
+            write_key(store.working_set, key, 4 * PAGE, 1)
+        fill(store.working_set)
+        yield store.working_set
+
+
+def fill(working_set: WorkingSet) -> None:
+    working_set.swap_out(QUARTERS)
+    working_set.unreserve(working_set.reserve(BUDGET))
+    leases = [working_set.lease(key, "r") for key in QUARTERS]
+    addresses = [lease.residence.buffer.address for lease in leases]
+    assert addresses == [addresses[0] + index * 4 * PAGE for index in range(4)]
+    for lease in leases:
+        lease.release()
+
+
+def resident(working_set: WorkingSet) -> list[int]:
+    return [index for index, key in enumerate(QUARTERS) if working_set.is_resident(key)]
+
+
+def test_leases_between_free_bytes_are_a_capacity_error_that_says_scattered(working_set: WorkingSet) -> None:
+    held = [working_set.lease(QUARTERS[index], "r") for index in (1, 3)]
+    with pytest.raises(CapacityError, match=r"no room for 32\.0 KiB .*enough bytes are free, but scattered"):
+        working_set.reserve(8 * PAGE)
+    working_set.unreserve(working_set.reserve(4 * PAGE))
+    held.pop(0).release()
+    working_set.unreserve(working_set.reserve(8 * PAGE))
+    held.pop().release()
+
+
+def test_a_budget_that_is_too_small_is_no_scattered_one(working_set: WorkingSet) -> None:
+    held = [working_set.lease(key, "r") for key in QUARTERS[:3]]
+    with pytest.raises(CapacityError) as raised:
+        working_set.reserve(8 * PAGE)
+    assert "scattered" not in str(raised.value)
+    for lease in held:
+        lease.release()
+
+
+def test_no_more_is_evicted_than_is_in_the_way(working_set: WorkingSet) -> None:
+    """The two oldest do not touch: one more goes, and not all of them."""
+    read_key(working_set, QUARTERS[1])
+    read_key(working_set, QUARTERS[3])
+    working_set.unreserve(working_set.reserve(8 * PAGE))
+    assert resident(working_set) == [3]
+
+
+def test_dirty_keys_between_free_bytes_are_written_and_evicted(working_set: WorkingSet) -> None:
+    for index in (1, 3):
+        working_set.lease(QUARTERS[index], "rw").release()
+    working_set.unreserve(working_set.reserve(4 * PAGE))
+    working_set.unreserve(working_set.reserve(12 * PAGE))
+    assert len(resident(working_set)) <= 1
+    assert [read_key(working_set, key) for key in QUARTERS] == [1] * 4
+
+
+def test_a_caller_waits_for_the_lease_between_free_bytes(working_set: WorkingSet) -> None:
+    has_it, may_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        lease = working_set.lease(QUARTERS[1], "r")
+        has_it.set()
+        assert may_go.wait(WAIT_S)
+        lease.release()
+
+    def let_go() -> None:
+        await_true(lambda: working_set.room.num_waiting == 1)
+        may_go.set()
+
+    mine = working_set.lease(QUARTERS[3], "r")
+    threads = [threading.Thread(target=hold), threading.Thread(target=let_go)]
+    threads[0].start()
+    assert has_it.wait(WAIT_S)
+    threads[1].start()
+    working_set.unreserve(working_set.reserve(8 * PAGE))
+    mine.release()
+    for thread in threads:
+        thread.join(WAIT_S)
+
+
+class Keeping:
+    """Evicts for a prefetch only the keys it may, the last one by name first."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
+        allowed = [name for name in evictable if incoming is None or name in self.names]
+        return max(allowed, default=None)
+
+    def is_worth_waiting(self, victim: str, leaving: Iterable[str]) -> bool:
+        return False
+
+
+def test_a_prefetch_evicts_only_what_the_policy_offers(working_set: WorkingSet) -> None:
+    write_key(working_set, "half", 8 * PAGE, 2)
+    working_set.swap_out(["half"])
+    fill(working_set)
+    policy = Keeping(QUARTERS[0], QUARTERS[2])
+    working_set.set_policy(policy)
+    assert working_set.prefetch(["half"]) == 0  # there are enough bytes now, and no place
+    assert resident(working_set) == [1, 3]
+    policy.names = (QUARTERS[3],)
+    assert working_set.prefetch(["half"]) == 8 * PAGE
+    assert resident(working_set) == [1] and read_key(working_set, "half") == 2
+
+
+@pytest.mark.parametrize("num_pages", [40, 90])
+def test_a_steady_load_evicts_no_more_than_in_a_plain_arena(num_pages: int) -> None:
+    counts: list[int] = []
+    for arena in (Arena(num_pages * PAGE), arena_of(num_pages)):
+        with store_of(arena) as store:
+            working_set = store.working_set
+            sizes = [5 * PAGE if index % 3 else 8 * PAGE for index in range(9)]
+            buckets = [(index, part) for index in range(9) for part in range(3)]
+            keys = {f"unit {index}": size for index, size in enumerate(sizes)}
+            keys |= {f"bucket {index}/{part}": 2 * PAGE for index, part in buckets}
+            for key, nbytes in keys.items():
+                write_key(working_set, key, nbytes, 1)
+            store.commit()
+            for step in range(6):
+                if step == 3:
+                    before = working_set.statistics().num_evictions
+                for index in range(9):
+                    read_key(working_set, f"unit {index}")
+                for index in reversed(range(9)):
+                    read_key(working_set, f"unit {index}")
+                    for part in range(3):
+                        read_key(working_set, f"bucket {index}/{part}")
+            counts.append(working_set.statistics().num_evictions - before)
+    assert counts[1] <= counts[0] and counts[0], counts
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_threads_with_leases_of_every_size_go_on_or_are_told_that_there_is_no_room(seed: int) -> None:
+    with store_of(arena_of(40), deadline_s=0.2) as store:  # threads that hold something may wait for each other
+        working_set = store.working_set
+        sizes = [1, 2, 3, 5, 7, 8, 11, 13, 2, 3, 5, 4]
+        for index, size in enumerate(sizes):
+            write_key(working_set, f"k{index}", size * PAGE, index)
+        failures: list[BaseException] = []
+
+        def work(number: int) -> None:
+            rng = random.Random(seed * 10 + number)
+            held: list[Lease] = []
+            try:
+                for _ in range(120):
+                    index = rng.randrange(len(sizes))
+                    if held and rng.random() < 0.5:
+                        held.pop(0).release()
+                    if rng.random() < 0.2:
+                        working_set.prefetch([f"k{rng.randrange(len(sizes))}"])
+                    try:
+                        lease = working_set.lease(f"k{index}", "r")
+                    except (CapacityError, DeadlineError):
+                        while held:
+                            held.pop().release()
+                        continue
+                    assert lease.tensor[0] == lease.tensor[-1] == index
+                    held.append(lease)
+                    if len(held) > 2:
+                        held.pop(0).release()
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                while held:
+                    held.pop().release()
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(3 * WAIT_S)
+        assert not failures and not any(thread.is_alive() for thread in threads)
