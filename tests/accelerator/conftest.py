@@ -8,6 +8,17 @@ from types import ModuleType
 import pytest
 
 from tests.accelerator import simulated
+from tiered.bytes.registrar import add_registrar
+
+
+class _Registrar:
+    """The simulated device's way to lock pages."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        simulated.host_register(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        simulated.host_unregister(address)
 
 
 @pytest.fixture
@@ -16,6 +27,7 @@ def sim() -> Iterator[ModuleType]:
     if simulated.refusal() is not None:
         pytest.skip(str(simulated.refusal()))
     simulated.enable()
+    add_registrar("sim", _Registrar())
     try:
         yield simulated
         assert simulated.races() == []

@@ -191,7 +191,8 @@ def assert_same(trained: Trained, expected: Trained) -> None:
     for what in ("losses", "norms", "seen"):
         ours, theirs = getattr(trained, what), getattr(expected, what)
         assert len(ours) == len(theirs), f"{what}: {len(ours)} of {len(theirs)}"
-        different = [index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a.cpu(), b.cpu())]
+        pairs = [(a.cpu(), b.cpu()) for a, b in zip(ours, theirs, strict=True)]
+        different = [index for index, pair in enumerate(pairs) if not torch.equal(*pair)]
         assert not different, f"{what} differ at {different}: {ours} instead of {theirs}"
     assert trained.num_updates == expected.num_updates
     for what in ("parameters", "buffers", "exp_avg", "exp_avg_sq", "masters"):

@@ -65,7 +65,7 @@ class Copies:
         """Copy the bytes of ``lease`` into ``buffer``; the lease must last until ``let_go``, or ``empty``."""
         buffer.begin_filling(self.stream_in)
         with on_stream(self.stream_in):
-            buffer.tensor.copy_(lease.tensor, non_blocking=True)
+            self._copy(buffer.tensor, lease.tensor)
         buffer.filled(self.stream_in.record_event())
         self.in_bytes += buffer.nbytes
 
@@ -86,9 +86,19 @@ class Copies:
         buffer.use(self.stream_out)
         buffer.let_wait(self.stream_out)
         with on_stream(self.stream_out):
-            target.copy_(buffer.tensor, non_blocking=True)
+            self._copy(target, buffer.tensor)
         self.out_bytes += buffer.nbytes
         return self.stream_out.record_event()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy bytes, (nbytes,) uint8 each and one of them in DRAM, in as many pieces as these were page-locked in."""
+        host = target if target.is_cpu else source
+        cuts = self._working_set.residents.arena.cuts(host.data_ptr(), host.nbytes)
+        if len(cuts) == 1:
+            target.copy_(source, non_blocking=True)
+            return
+        for offset, nbytes in cuts:
+            target[offset : offset + nbytes].copy_(source[offset : offset + nbytes], non_blocking=True)
 
     # -- tensors of the caller's ---------------------------------------------------------------------------------
 
@@ -97,7 +107,7 @@ class Copies:
         source = bytes_of(storage)
         self.stream_out.wait_event(self.current_stream().record_event())
         with on_stream(self.stream_out), torch.no_grad():
-            lease.tensor[shift:].copy_(source, non_blocking=True)
+            self._copy(lease.tensor[shift:], source)
         self.out_bytes += source.nbytes
         self._note(self.stream_out.record_event(), lease, is_out=True, source=source)
 
@@ -107,7 +117,7 @@ class Copies:
         flat = torch.empty(lease.tensor.nbytes, dtype=torch.uint8, device=self.device)
         self.stream_in.wait_event(stream.record_event())  # order: the memory was another tensor's on that stream
         with on_stream(self.stream_in):
-            flat.copy_(lease.tensor, non_blocking=True)
+            self._copy(flat, lease.tensor)
         event = self.stream_in.record_event()
         stream.wait_event(event)
         self.in_bytes += flat.nbytes
