@@ -52,7 +52,8 @@ def _descriptors() -> dict[str, str]:
 
 
 def _leaks(threads: set[threading.Thread], descriptors: dict[str, str], arenas: weakref.WeakSet[Arena]) -> list[str]:
-    found = [f"thread {thread.name}" for thread in threading.enumerate() if thread not in threads]
+    others = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]  # torch's
+    found = [f"thread {thread.name}" for thread in others if thread not in threads]
     now = _descriptors()
     found += [f"descriptor {number}: {what}" for number, what in now.items() if descriptors.get(number) != what]
     return found + [f"{arena!r}: {arena.leased_nbytes} bytes leased" for arena in arenas if arena.leased_nbytes]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,11 @@ from tests.models import CASES, Case
 from tests.reference import Recipe, Trained
 from tests.zero.training import reference, start
 from tiered.errors import CapacityError
+from tiered.units import MiB
 
-__all__ = ["case_on", "device_store", "reference_on", "smallest_device_memory", "train_on"]
+__all__ = ["ROOMY_NBYTES", "case_on", "reference_on", "smallest_device_memory"]
+
+ROOMY_NBYTES = 32 * MiB
 
 
 def case_on(device: str, name: str) -> Case:
@@ -36,38 +37,21 @@ def case_on(device: str, name: str) -> Case:
     return Case(build, batch, case.loss, case.unit)
 
 
+def reference_on(device: str, name: str, recipe: Recipe) -> Trained:
+    """Return what plain PyTorch leaves of case ``name`` on ``device``."""
+    return _reference_on(device, name, recipe.param_dtype, recipe.max_norm, recipe.num_micro_steps)
+
+
 @cache
-def reference_on(device: str, name: str, recipe_of: Callable[[], Recipe]) -> Trained:
-    """Return what plain PyTorch leaves of case ``name`` on ``device`` under the recipe that ``recipe_of()`` returns."""
-    return reference(case_on(device, name), recipe_of())
+def _reference_on(device: str, name: str, dtype: torch.dtype | None, max_norm: float | None, num: int) -> Trained:
+    return reference(case_on(device, name), Recipe(param_dtype=dtype, max_norm=max_norm, num_micro_steps=num))
 
 
-@contextmanager
-def device_store(directory: Path, *, dram: int, device_memory: int, **options: Any) -> Iterator[tiered.Store]:
-    """Open a store with both budgets, and see that it kept to them."""
-    with tiered.Store(directory, dram=dram, device_memory=device_memory, **options) as store:
-        yield store
-        assert store.working_set.residents.arena.peak_nbytes <= dram
-
-
-def train_on(
-    device: str, name: str, recipe: Recipe, store: tiered.Store, update: str = "step", **options: Any
-) -> Trained:
-    """Train case ``name`` on ``device`` through ``store``."""
-    session = start(case_on(device, name), recipe, store, update, device=device, **options)
-    trained = session.run()
-    memory = session.model.blocks[0].unit if False else None  # type: ignore[union-attr,index]
-    del memory
-    return trained
-
-
-def smallest_device_memory(
-    device: str, name: str, recipe: Recipe, directory: Path, *, dram: int, **options: Any
-) -> int:
+def smallest_device_memory(name: str, recipe: Recipe, directory: Path, **options: Any) -> int:
     """Return the smallest device budget for case ``name``, in bytes, as the refusal of one too small names it."""
-    with pytest.raises(CapacityError) as refusal:
-        with device_store(directory, dram=dram, device_memory=1, durable=False) as store:
-            start(case_on(device, name), recipe, store, device=device, **options)
+    with tiered.Store(directory, dram=ROOMY_NBYTES, device_memory=1, durable=False) as store:
+        with pytest.raises(CapacityError) as refusal:
+            start(case_on(options["device"], name), recipe, store, **options)
     found = re.search(r"smallest that works is (\d+) bytes", str(refusal.value))
     assert found is not None, refusal.value
     return int(found[1])

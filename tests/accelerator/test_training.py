@@ -1,0 +1,171 @@
+"""Three tiers: the bits of plain PyTorch in memory on the same device, within both budgets, and nobody waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import tiered
+from tests.accelerator.training import ROOMY_NBYTES, case_on, reference_on, smallest_device_memory
+from tests.reference import Recipe
+from tests.zero.training import assert_same, start
+from tiered.errors import UsageError
+
+pytestmark = [  # of torch itself on a device whose operators are the CPU's
+    pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning"),
+]
+
+BF16 = torch.bfloat16
+
+ROWS: list[tuple[str, torch.dtype | None, str, str, str, bool, int, float | None]] = [
+    # case, param_dtype, update, update_on, activations, whether the device has the smallest budget, micro-steps, clip
+    ("gpt", None, "step", "cpu", "keep", False, 1, 0.5),
+    ("gpt", BF16, "step", "device", "swap", True, 3, 0.5),
+    ("gpt", BF16, "backward", "cpu", "recompute", True, 1, None),
+    ("gpt", None, "backward", "device", "swap", False, 1, None),
+    ("tied_head", None, "step", "device", "recompute", True, 2, None),
+    ("tied_functional", BF16, "backward", "cpu", "keep", False, 1, None),
+    ("checkpoint_around_reentrant", None, "backward", "cpu", "keep", True, 1, None),
+    ("checkpoint_inside", BF16, "step", "device", "keep", False, 1, 0.5),
+    ("cnn", None, "step", "cpu", "swap", True, 2, 0.5),
+    ("cnn", BF16, "backward", "device", "keep", False, 1, None),
+    ("cnn_channels_last", None, "step", "device", "keep", True, 1, None),
+    ("lstm", None, "step", "device", "keep", True, 1, 0.5),
+    ("gru", BF16, "step", "cpu", "swap", False, 2, None),
+    ("data_dependent_order", None, "backward", "device", "recompute", True, 1, None),
+    ("data_dependent_order", BF16, "step", "cpu", "keep", True, 1, 0.5),
+    ("called_twice", None, "backward", "cpu", "swap", True, 1, None),
+    ("nested_units", BF16, "step", "cpu", "recompute", True, 1, 0.5),
+    ("units_of_one_layer", None, "step", "cpu", "keep", True, 2, None),
+    ("output_is_view_of_weight", None, "step", "device", "swap", True, 1, None),
+    ("penalty_in_loop", None, "step", "cpu", "keep", True, 1, None),
+    ("mixed_dtypes", None, "backward", "device", "keep", True, 1, None),
+    ("odd_sizes", BF16, "backward", "device", "swap", True, 1, None),
+    ("frozen_part", BF16, "step", "device", "recompute", False, 2, None),
+    ("unused_parameter", None, "step", "cpu", "keep", True, 1, 0.5),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
+def test_bits(row: Any, sim: ModuleType, tmp_path: Path) -> None:
+    name, dtype, update, update_on, activations, is_tight, num_micro_steps, max_norm = row
+    recipe = Recipe(param_dtype=dtype, num_micro_steps=num_micro_steps, max_norm=max_norm)
+    expected = reference_on("sim", name, recipe)
+    options = {"device": "sim", "update_on": update_on, "activations": activations}
+    budget = ROOMY_NBYTES
+    if is_tight:
+        budget = smallest_device_memory(name, recipe, tmp_path / "refused", **options)
+        options["hold"] = 0
+    sim.reset()
+    sim.guard_pinned()
+    sim.set_query_delay(2)
+    with tiered.Store(tmp_path / "store", dram=ROOMY_NBYTES, device_memory=budget) as store:
+        session = start(case_on("sim", name), recipe, store, update, **options)
+        trained = session.run()
+        tier = next(session.model.parameters()).segment.unit.tier  # type: ignore[attr-defined]
+        assert tier.memory.peak_bytes <= budget
+        assert store.working_set.residents.arena.is_pinned
+    assert_same(trained, expected)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("update_on", ["cpu", "device"])
+def test_no_thread_makes_a_call_that_waits_for_the_device(
+    update: str, update_on: str, sim: ModuleType, tmp_path: Path
+) -> None:
+    max_norm = 0.5 if update == "step" else None
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        options = {"device": "sim", "update_on": update_on, "activations": "keep"}
+        session = start(case_on("sim", "gpt"), Recipe(max_norm=max_norm), store, update, **options)
+        batches = [session.case.batch(index) for index in range(6)]
+        for step, batch in enumerate(batches):
+            if step == 3:
+                sim.reset()
+            session.case.loss(session.model, batch).backward()
+            if max_norm is not None:
+                tiered.clip_grad_norm_(session.model, max_norm)
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        assert sim.blocking() == {}
+
+
+def test_a_run_goes_from_the_cpu_to_the_device_and_back(sim: ModuleType, tmp_path: Path) -> None:
+    recipe = Recipe(param_dtype=BF16)
+    options: dict[str, Any] = {"update_on": "cpu", "activations": "keep"}
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=0) as store:
+        session = start(case_on("cpu", "gpt"), recipe, store, device="cpu", **options)
+        for step in range(2):
+            session.run_step(step)
+        before, moments = session.model.state_dict(), session.optimizer.state_dict()["state"]
+        store.commit({"step": 2})
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        session = start(case_on("sim", "gpt"), recipe, store, device="sim", **options)
+        assert store.resume() == {"step": 2}
+        assert all(torch.equal(value, before[name]) for name, value in session.model.state_dict().items())
+        for index, state in session.optimizer.state_dict()["state"].items():
+            assert all(torch.equal(value, moments[index][name]) for name, value in state.items())
+        session.run_step(2)
+        after = session.model.state_dict()
+        assert not torch.equal(after["emb.weight"], before["emb.weight"])
+        store.commit({"step": 3})
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=0) as store:
+        session = start(case_on("cpu", "gpt"), recipe, store, device="cpu", **options)
+        assert store.resume() == {"step": 3}
+        assert all(torch.equal(value, after[name]) for name, value in session.model.state_dict().items())
+
+
+def test_a_run_updated_on_the_device_is_not_resumed_elsewhere_unasked(sim: ModuleType, tmp_path: Path) -> None:
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        session = start(case_on("sim", "gpt"), Recipe(), store, device="sim", update_on="device")
+        session.run_step(0)
+        store.commit({"step": 1})
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=0) as store:
+        with pytest.raises(UsageError, match="updated on a compute device"):
+            start(case_on("cpu", "gpt"), Recipe(), store, device="cpu")
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=0) as store:
+        start(case_on("cpu", "gpt"), Recipe(), store, device="cpu", update_on="cpu")
+        assert store.resume() == {"step": 1}
+
+
+def test_values_written_inside_unsharded_are_kept(sim: ModuleType, tmp_path: Path) -> None:
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        session = start(case_on("sim", "gpt"), Recipe(), store, device="sim")
+        with tiered.unsharded(session.model), torch.no_grad():
+            for parameter in session.model.parameters():
+                assert parameter.device.type == "sim"
+                parameter.fill_(3.0)
+        assert all(torch.equal(value, torch.full_like(value, 3.0)) for value in session.model.state_dict().values())
+
+
+def test_a_tensor_that_keeps_a_buffer_alive_is_not_overwritten(sim: ModuleType, tmp_path: Path) -> None:
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        session = start(case_on("sim", "gpt"), Recipe(), store, device="sim", hold=0)
+        kept: list[torch.Tensor] = []
+        block = session.model.blocks[1]  # type: ignore[union-attr,index]
+        hook = block.register_forward_hook(lambda module, *_: kept.append(module.ln1.weight.detach().view(-1)))
+        session.run_step(0)
+        hook.remove()
+        before = [tensor.cpu() for tensor in kept]
+        for step in range(1, 3):
+            session.run_step(step)
+        assert all(torch.equal(tensor.cpu(), value) for tensor, value in zip(kept, before, strict=True))
+        kept.clear()
+        session.run_step(3)
+
+
+def test_a_device_budget_that_is_too_small_names_the_smallest(sim: ModuleType, tmp_path: Path) -> None:
+    smallest = smallest_device_memory("gpt", Recipe(), tmp_path / "one", device="sim", update_on="cpu")
+    with tiered.Store(tmp_path / "two", dram=ROOMY_NBYTES, device_memory=smallest - 1) as store:
+        with pytest.raises(tiered.CapacityError, match=f"smallest that works is {smallest} bytes"):
+            start(case_on("sim", "gpt"), Recipe(), store, device="sim", update_on="cpu")
+
+
+def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES) as store:
+        with pytest.raises(UsageError, match="expected 'auto', 'cpu' or the accelerator of this process"):
+            start(case_on("cpu", "gpt"), Recipe(), store, device="cuda")
