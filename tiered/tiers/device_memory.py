@@ -85,9 +85,7 @@ class DeviceBuffer:
         self._streams[number] = stream
 
     def begin_filling(self, stream: torch.Stream) -> None:
-        """``stream`` is about to write all of the bytes: it waits for the end of all earlier uses."""
-        if self.ready is not None:
-            stream.wait_event(self.ready)
+        """``stream``, the one that filled it before, is about to: it waits for the end of all earlier uses."""
         for event in self._after.values():
             stream.wait_event(event)
 
@@ -209,6 +207,7 @@ class DeviceMemory:
     def _allocate(self, nbytes: int) -> DeviceBuffer:
         with on_stream(self._stream):  # order: the next user of this memory, once dropped, comes after this stream
             buffer = DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+        buffer.filled(self._stream.record_event())  # order: on this stream it comes after the memory's last user
         self.allocated_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         self.num_allocations += 1
