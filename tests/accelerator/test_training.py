@@ -169,3 +169,42 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES) as store:
         with pytest.raises(UsageError, match="expected 'auto', 'cpu' or the accelerator of this process"):
             start(case_on("cpu", "gpt"), Recipe(), store, device="cuda")
+
+
+def test_a_step_copies_parameters_in_twice_and_gradients_out_once(sim: ModuleType, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"device": "sim", "update_on": "cpu", "activations": "keep", "hold": 0}
+    budget = smallest_device_memory("gpt", Recipe(), tmp_path / "refused", **options)
+    with tiered.Store(tmp_path / "store", dram=ROOMY_NBYTES, device_memory=budget) as store:
+        session = start(case_on("sim", "gpt"), Recipe(), store, **options)
+        units = next(session.model.parameters()).segment.unit.engine.units  # type: ignore[attr-defined]
+        copies = units[0].tier.copies
+        for step in range(3):
+            session.run_step(step)
+        before = copies.in_bytes, copies.out_bytes
+        session.run_step(3)
+        assert copies.in_bytes - before[0] <= 2 * sum(unit.nbytes for unit in units)
+        assert copies.out_bytes - before[1] == sum(unit.layout.gradient_nbytes for unit in units)
+
+
+def test_the_next_unit_is_on_its_way_before_the_last_operation_of_this_one(sim: ModuleType, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"device": "sim", "update_on": "cpu", "activations": "keep"}
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        session = start(case_on("sim", "gpt"), Recipe(), store, **options)
+        for step in range(2):
+            session.run_step(step)
+        session.optimizer.state_dict()  # the updates have ended
+        tokens = session.case.batch(3)[0]
+        seen: list[tuple[int, int]] = []
+        for block in session.model.blocks:  # type: ignore[union-attr]
+            copies = block.ln1.weight.segment.unit.tier.copies  # type: ignore[union-attr]
+            block.register_forward_hook(lambda *_, copies=copies: seen.append((len(seen), copies.in_bytes)))
+        with torch.no_grad():
+            session.model(tokens)
+            seen.clear()
+            session.optimizer.zero_grad()
+            session.model.blocks[0].ln1.weight.segment.unit.tier.memory.forget()  # type: ignore[union-attr,index]
+            before = copies.in_bytes
+            session.model(tokens)
+        nbytes = [block.ln1.weight.segment.unit.nbytes for block in session.model.blocks]  # type: ignore[union-attr]
+        for number, (_, copied) in enumerate(seen[:-1]):  # as block ``number`` ends, the one after it was copied, too
+            assert copied - before >= sum(nbytes[: number + 2]), seen
