@@ -1,4 +1,4 @@
-"""Faults of a compute device: a step that one meets raises, nothing that was committed is lost, and a rollback goes on."""
+"""Faults of a compute device: a step raises, nothing that was committed is lost, and a rollback goes on."""
 
 from __future__ import annotations
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.bytes.registrars import WatchedRegistrar
+from tiered.bytes.registrar import add_registrar
 from tiered.doctor import compute
 from tiered.doctor.compute import check_compute_device, compute_checks, group_checks, kernel_checks
 from tiered.doctor.examination import examine
@@ -39,6 +42,18 @@ def test_without_a_gpu_nothing_is_lacking(tmp_path: Path, monkeypatch: pytest.Mo
     findings = examine([compute_checks()], 120)
     assert [finding.outcome for finding in findings] == [Outcome.OK, Outcome.OK]
     assert all(finding.found.startswith("not there: ") for finding in findings)
+
+
+def test_memory_is_page_locked_by_the_registrar_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(type="sim doctor")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+    finding = compute.check_pinned_memory()
+    assert finding.outcome is Outcome.BROKEN and "no registrar is known" in finding.found
+    registrar = WatchedRegistrar()
+    add_registrar("sim doctor", registrar)
+    finding = compute.check_pinned_memory()
+    assert finding.outcome is Outcome.OK and "page-locked for sim doctor" in finding.found
+    assert registrar.num_registered == registrar.num_unregistered == 1
 
 
 @pytest.mark.parametrize(

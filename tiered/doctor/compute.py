@@ -5,12 +5,14 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import os
+from contextlib import closing
 from pathlib import Path
 
 import torch
 import torch.distributed
 
-from tiered.bytes.arena import Arena
+from tiered.bytes.pinned_arena import PinnedArena
+from tiered.bytes.registrar import NoRegistrar, registrar_for
 from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
 from tiered.units import MiB, format_bytes
 from tiered.zero.formats.kernel_trial import COMPACT_COST, INSTALL_COMPACT
@@ -76,31 +78,19 @@ def check_compute_device() -> Finding:
 
 
 def check_pinned_memory() -> Finding:
-    """Page-lock a piece of an arena for CUDA, as the store's arena is."""
+    """Page-lock a small arena for the accelerator, as the store does with its DRAM budget."""
     name = "pinned memory"
-    if not torch.cuda.is_available():
-        return ok(MACHINE, name, "not there: without a compute device nothing needs it")
-    torch.ones(1, dtype=torch.float32, device="cuda")  # order: the registration needs CUDA's context
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
-    arena = Arena(_TRIAL_NBYTES)
-    buffer = arena.allocate_nowait(_TRIAL_NBYTES)
-    assert buffer is not None  # the arena is new and as large
-    try:
-        result = int(cudart.cudaHostRegister(buffer.address, buffer.nbytes, 0))
-        if result == 0:
-            cudart.cudaHostUnregister(buffer.address)
-    finally:
-        arena.release(buffer)
-        arena.close()
-    if result == 0:
-        return ok(MACHINE, name, f"{format_bytes(_TRIAL_NBYTES)} of an arena were page-locked for CUDA")
-    return broken(
-        MACHINE,
-        name,
-        f"cudaHostRegister failed with CUDA error {result}",
-        cost="copies in and out are slower and do not overlap with computing",
-        mend="raise the limit on locked memory (ulimit -l unlimited), or in a container: --ulimit memlock=-1",
-    )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return ok(MACHINE, name, "not there: no accelerator, and nothing else needs it")
+    device_type = accelerator.type
+    with closing(PinnedArena(_TRIAL_NBYTES, registrar_for(device_type) or NoRegistrar(device_type))) as arena:
+        reason = arena.why_pageable
+    if reason is None:
+        return ok(MACHINE, name, f"{format_bytes(_TRIAL_NBYTES)} of an arena were page-locked for {device_type}")
+    cost = "copies in and out are slower and do not overlap with computing"
+    mend = "raise the limit on locked memory (ulimit -l unlimited), or in a container: --ulimit memlock=-1"
+    return broken(MACHINE, name, f"an arena is not page-locked for {device_type}: {reason}", cost=cost, mend=mend)
 
 
 def check_process_groups() -> Finding:
