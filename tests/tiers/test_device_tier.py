@@ -9,8 +9,7 @@ import torch
 import tiered
 from tiered.ranks.comm import NullComm
 from tiered.store.residency.working_set import WorkingSet
-from tiered.tiers.device_tier import BufferState, ParameterPlace, ShardState, UnitBuffer
-from tiered.tiers.host_tier import HostTier
+from tiered.tiers.device_tier import BufferState, HostTier, ParameterPlace, ShardState, UnitBuffer
 
 SPANS = [("a", torch.float32), ("b", torch.bfloat16)]
 PIECES = [

@@ -16,8 +16,8 @@ import torch
 from tiered.errors import DeadlineError
 from tiered.store.records.entry import EntryState
 from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.tiers.compute_tier import bytes_of
 from tiered.tiers.device_memory import DeviceBuffer, on_stream
-from tiered.tiers.device_tier import bytes_of
 
 __all__ = ["Copies"]
 

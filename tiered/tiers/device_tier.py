@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 
-from tiered.store.residency.working_set import Lease
+from tiered.bytes.free_memory import free_memory
+from tiered.bytes.interrupt import uninterrupted_block
+from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.tiers.compute_tier import Collectives, ComputeTier, Gathered, bytes_of
 
-__all__ = [
-    "BufferState",
-    "Collectives",
-    "ComputeTier",
-    "Gathered",
-    "GradientBuffer",
-    "ParameterPlace",
-    "ShardState",
-    "UnitBuffer",
-    "bytes_of",
-]
+__all__ = ["BufferState", "HostPlace", "HostTier", "ParameterPlace", "ShardState", "UnitBuffer"]
 
 
 class ShardState(enum.Enum):
@@ -53,114 +46,184 @@ class ParameterPlace(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Gathered(Protocol):
-    """A unit's spans where computing happens, until ``release``. One thread at a time.
+class HostGathered:
+    """Spans that are used where they lie in DRAM: the leases' own tensors."""
 
-    ``tensors``: (nbytes,) uint8 each, one per span. ``leases``: those of the spans' bytes in DRAM that lie there as
-    long as the spans are gathered, or none.
-    """
+    __slots__ = ("leases", "tensors")
 
-    tensors: list[torch.Tensor]
-    leases: tuple[Lease, ...]
+    def __init__(self, leases: Sequence[Lease]) -> None:
+        self.leases = tuple(leases)
+        self.tensors = [lease.tensor for lease in leases]
 
     def use(self) -> None:
-        """An operation on the caller's stream is about to use the spans: it comes after the copies of them."""
+        """Nothing to wait for."""
 
     def is_there(self, span: int) -> bool:
-        """Return whether ``tensors[span]`` is memory of the span still, because a tensor that lies in it lives."""
+        """Return whether a tensor on the lease's bytes lives."""
+        return not self.leases[span].release()
 
     def write_back(self) -> None:
-        """Have the bytes of ``leases`` be those of ``tensors``; blocks."""
+        """The bytes are the leases' own."""
 
     def release(self, unchanged: Collection[int]) -> None:
-        """Give everything back. ``unchanged``: the spans leased for writing whose bytes are as they were."""
+        """Give the leases back; bytes that a tensor still shows stay counted until it dies."""
+        self.tensors = []
+        for number, lease in enumerate(self.leases):
+            lease.release(is_unchanged=number in unchanged)
 
 
-class GradientBuffer(Protocol):
-    """The gradients of one unit where computing happens, until one of the last three calls. One thread at a time.
+class HostGradients:
+    """Gradients that are used where they lie in DRAM, leased."""
 
-    ``tensor``: (nbytes,) uint8. ``lease``: that of the same bytes in DRAM, None where they are elsewhere.
-    """
+    __slots__ = ("_working_set", "lease")
+
+    def __init__(self, working_set: WorkingSet, lease: Lease) -> None:
+        self.lease = lease
+        self._working_set = working_set
 
     @property
-    def tensor(self) -> torch.Tensor: ...
-
-    @property
-    def lease(self) -> Lease | None: ...
+    def tensor(self) -> torch.Tensor:
+        """The lease's own tensor."""
+        return self.lease.tensor
 
     def use(self) -> None:
-        """An operation on the caller's stream is about to use the bytes."""
+        """Nothing to wait for."""
 
     def release(self) -> None:
-        """Give back what was only read."""
+        """Give the lease back."""
+        self.lease.release()
 
     def store(self) -> None:
-        """Give the bytes to the working set, which has them until they are read again. Blocks where DRAM is short."""
+        """Give the lease back, and begin to write the bytes."""
+        self.lease.release()
+        self._working_set.swap_out([self.lease.key])
 
     def discard(self) -> bool:
-        """Delete the bytes and their key; return False where a caller sees them: the key is to be deleted later."""
+        """Delete the key; return False where a caller sees its bytes."""
+        return self._working_set.discard(self.lease)
 
 
-class ComputeTier(Protocol):
-    """Memory in which a unit's parameters and gradients are used."""
+class HostTier:
+    """Computing on the CPU: bytes in DRAM are where they are used, so nothing is copied."""
 
-    device: torch.device
-    keeps_gradients: bool  # whether they stay where computing happens, until DRAM is short
+    __slots__ = ("_working_set", "device")
+
+    keeps_gradients = True
+
+    def __init__(self, working_set: WorkingSet) -> None:
+        self.device = torch.device("cpu")
+        self._working_set = working_set
+
+    def __repr__(self) -> str:
+        return "HostTier()"
+
+    def gather(self, keys: Sequence[str], version: Hashable, mode: str) -> HostGathered:
+        """Lease ``keys``; the arena owns the bytes."""
+        leases: list[Lease] = []
+        try:
+            for key in keys:
+                leases.append(self._working_set.lease(key, mode))
+        except BaseException:
+            for lease in leases:
+                lease.release()
+            raise
+        return HostGathered(leases)
 
     def attach(self, distance: Callable[[str], int], give_back: Callable[[], bool]) -> None:
-        """``distance(key)``: after how many uses it comes next; ``give_back()``: some buffer, if the caller can."""
+        """The working set asks both by itself."""
 
     def free_nbytes(self) -> int:
-        """Return the bytes that are free where computing happens, beside tiered's budget. Does not block."""
+        """Return the bytes that this process may take, less those of the budget that it has not touched yet."""
+        working_set = self._working_set
+        return free_memory() - (working_set.budget_bytes - working_set.residents.arena.leased_nbytes)
 
     def put(self, storage: torch.UntypedStorage, key: str, shift: int) -> None:
-        """Put the bytes of ``storage`` into ``key``, which was created, from byte ``shift`` on; blocks."""
+        """Copy the bytes of ``storage`` to ``key``; blocks while room is made."""
+        lease = self._working_set.lease(key, "w")
+        with torch.no_grad():
+            lease.tensor[shift:].copy_(bytes_of(storage))
+        lease.release()
 
     def get(self, key: str) -> torch.Tensor:
-        """Return the bytes of ``key`` where computing happens, (nbytes,) uint8 for reading. Blocks. CapacityError."""
+        """Lease ``key``; the bytes are the arena's own, the caller's until the last tensor on them has died."""
+        lease = self._working_set.lease(key, "r")
+        flat = lease.tensor
+        lease.release()
+        return flat
 
     def settle_one(self) -> bool:
-        """For a caller that waits for DRAM: wait for the end of a copy; return whether one was in flight."""
+        """There are no copies."""
+        return False
 
-    def scratch(self, nbytes: int) -> AbstractContextManager[torch.Tensor]:
-        """Lend (nbytes,) uint8 of undefined bytes where computing happens; no tensor on them may live on. Blocks."""
+    @uninterrupted_block
+    def scratch(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """Lend (nbytes,) uint8 of the budget. Blocks where memory is short."""
+        buffer = self._working_set.reserve(nbytes)
+        try:
+            yield torch.frombuffer(buffer.memory, dtype=torch.uint8, count=nbytes)
+        finally:
+            self._working_set.unreserve(buffer)
 
-    def gather(self, keys: Sequence[str], version: Hashable, mode: str) -> Gathered:
-        """Bring the bytes of ``keys`` to where computing happens, leased for ``mode``; blocks on a swap in.
+    def new_gradients(self, key: str, nbytes: int) -> HostGradients:
+        """Lease the bytes of ``key``; blocks while room is made."""
+        return HostGradients(self._working_set, self._working_set.lease(key, "w"))
 
-        ``version``: the same bytes have the same one. Raises the errors of ``WorkingSet.lease``, and CapacityError.
-        """
-
-    def new_gradients(self, key: str, nbytes: int) -> GradientBuffer:
-        """Return a buffer whose bytes are undefined, to be those of ``key``, which was created; blocks."""
-
-    def gradients(self, key: str, mode: str) -> GradientBuffer:
-        """Return the bytes of ``key`` where computing happens, for reading ("r") or to be changed ("rw"); blocks."""
+    def gradients(self, key: str, mode: str) -> HostGradients:
+        """Lease the bytes of ``key``; blocks on a swap in."""
+        return HostGradients(self._working_set, self._working_set.lease(key, mode))
 
     def on_host(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Have the few bytes of ``value`` brought to DRAM; the call of the result, in any thread, waits for them."""
+        """The value is there."""
+        return lambda: value
 
     def lease(self, key: str, mode: str) -> Lease:
-        """Lease the bytes of ``key`` in DRAM, once no copy of them is in flight that forbids it; blocks."""
+        """Lease the bytes of ``key``; blocks on a swap in."""
+        return self._working_set.lease(key, mode)
 
     def settle(self, key: str) -> None:
-        """Wait until no copy uses the bytes of ``key`` in DRAM."""
+        """There are no copies."""
 
     def delete(self, key: str) -> None:
-        """Delete ``key`` once no copy uses its bytes; blocks."""
+        """Delete ``key``."""
+        self._working_set.delete([key])
 
     def outdate(self, keys: Sequence[str]) -> None:
-        """The bytes of ``keys`` have changed in DRAM: copies of them elsewhere are of no use."""
+        """There are no copies."""
 
     def forget(self) -> None:
-        """All bytes may have changed in DRAM: wait for the copies in flight, and give all memory back."""
+        """There are no copies."""
 
 
-class Collectives(Protocol):
-    """The operations of all ranks together on a unit's buffer."""
+class HostPlace:
+    """Updates on the CPU: the bytes are the leases' own."""
 
-    def all_gather(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the whole spans: (nbytes,) uint8 each."""
+    def __init__(self, tier: ComputeTier) -> None:
+        self.device = torch.device("cpu")
+        self._tier = tier
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Return a block that changes nothing."""
+        return nullcontext()
+
+    def bring(self, lease: Lease) -> torch.Tensor:
+        """Return the lease's own tensor."""
+        return lease.tensor
+
+    def put_back(self, lease: Lease) -> None:
+        """Give the lease back; a view found by gc.get_objects() is not written."""
+        lease.release(is_written=True)
+
+    def give_back(self, lease: Lease) -> None:
+        """Give the lease back."""
+        lease.release()
+
+    def number(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Bring ``value`` to DRAM."""
+        return self._tier.on_host(value)
+
+    def settle(self, key: str) -> None:
+        """Wait for copies that others have submitted."""
+        self._tier.settle(key)
 
 
 class UnitBuffer:
@@ -260,10 +323,3 @@ class UnitBuffer:
 
 
 _serials = itertools.count()
-
-
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the bytes of ``storage``: (nbytes,) uint8, the storage's own memory."""
-    content = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    content.set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload]  # a storage is a source too
-    return content

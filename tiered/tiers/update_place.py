@@ -1,14 +1,12 @@
-"""UpdatePlace: where an update computes, beside the bytes in DRAM or on the compute device.
+"""DevicePlace: updates on the compute device. Their bytes are leased in DRAM, and copied there and back.
 
-The update's bytes are leased in DRAM either way. An update on the device has them copied there and back, bucket by
-bucket, in memory that is set aside for it.
+That is done bucket by bucket, in memory that is set aside for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -16,71 +14,7 @@ from tiered.store.residency.working_set import Lease
 from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.device_memory import DeviceBuffer, DeviceMemory, on_stream
 
-__all__ = ["DevicePlace", "HostPlace", "UpdatePlace"]
-
-
-class UpdatePlace(Protocol):
-    """The memory and the stream that updates compute in; one thread at a time."""
-
-    device: torch.device
-
-    def computing(self) -> AbstractContextManager[object]:
-        """Return a block whose operations are the update's."""
-
-    def bring(self, lease: Lease) -> torch.Tensor:
-        """Return the leased bytes where the update computes, (nbytes,) uint8; until one of the next two."""
-
-    def put_back(self, lease: Lease) -> None:
-        """Give a lease back whose bytes were written; does not wait for a copy."""
-
-    def give_back(self, lease: Lease) -> None:
-        """Give a lease back whose bytes were read; does not wait for a copy."""
-
-    def number(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Have ``value``, a few bytes of the caller's stream, there for the update, which calls the result."""
-
-    def settle(self, key: str) -> None:
-        """Wait until the bytes of ``key`` are those in DRAM and no copy uses them."""
-
-
-class _Numbers(Protocol):
-    """A tier, as it brings numbers to DRAM and waits for copies."""
-
-    def on_host(self, value: torch.Tensor) -> Callable[[], torch.Tensor]: ...
-
-    def settle(self, key: str) -> None: ...
-
-
-class HostPlace:
-    """Updates on the CPU: the bytes are the leases' own."""
-
-    def __init__(self, tier: _Numbers) -> None:
-        self.device = torch.device("cpu")
-        self._tier = tier
-
-    def computing(self) -> AbstractContextManager[object]:
-        """Return a block that changes nothing."""
-        return nullcontext()
-
-    def bring(self, lease: Lease) -> torch.Tensor:
-        """Return the lease's own tensor."""
-        return lease.tensor
-
-    def put_back(self, lease: Lease) -> None:
-        """Give the lease back; a view found by gc.get_objects() is not written."""
-        lease.release(is_written=True)
-
-    def give_back(self, lease: Lease) -> None:
-        """Give the lease back."""
-        lease.release()
-
-    def number(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Bring ``value`` to DRAM."""
-        return self._tier.on_host(value)
-
-    def settle(self, key: str) -> None:
-        """Wait for copies that others have submitted."""
-        self._tier.settle(key)
+__all__ = ["DevicePlace"]
 
 
 class DevicePlace:

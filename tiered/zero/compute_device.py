@@ -10,7 +10,7 @@ from torch import nn
 from tiered.errors import CapacityError, UsageError
 from tiered.store.store import Store
 from tiered.tiers.accelerator import AcceleratorTier
-from tiered.tiers.host_tier import HostTier
+from tiered.tiers.device_tier import HostTier
 from tiered.units import MiB, format_bytes
 from tiered.zero.formats.budget import work_sizes
 from tiered.zero.layout import UnitLayout

@@ -21,8 +21,8 @@ from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
 from tiered.store.store import Store
 from tiered.tiers.accelerator import AcceleratorTier
-from tiered.tiers.device_tier import Gathered
-from tiered.tiers.host_tier import HostTier
+from tiered.tiers.compute_tier import Gathered
+from tiered.tiers.device_tier import HostTier
 from tiered.zero.compute_device import choose_device, give_room, tier_of
 from tiered.zero.frames import num_on_stack
 from tiered.zero.parameters.functorch import guard_functorch

@@ -20,7 +20,7 @@ from torch.utils import swap_tensors
 from tiered.errors import UsageError
 from tiered.store.generations.registry import taking_apart
 from tiered.store.store import Store
-from tiered.tiers.device_tier import ComputeTier
+from tiered.tiers.compute_tier import ComputeTier
 from tiered.units import format_bytes
 from tiered.zero.activations.activations import ActivationRule, words_of
 from tiered.zero.compute_device import check_update_on, choose_device, give_memory, move_buffers, tier_of

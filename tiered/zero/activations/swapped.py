@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, UsageError
-from tiered.tiers.device_tier import bytes_of
+from tiered.tiers.compute_tier import bytes_of
 from tiered.units import KiB, format_bytes
 from tiered.zero.activations.freed_objects import FreedObjects
 from tiered.zero.activations.saved import check_unmodified

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tiered.errors import UsageError
-from tiered.tiers.device_tier import GradientBuffer
+from tiered.tiers.compute_tier import GradientBuffer
 from tiered.zero.gradients.own_gradients import OwnGradients
 from tiered.zero.parameters.metadata import without_dispatch
 from tiered.zero.parameters.unit import Segment

@@ -13,7 +13,7 @@ import torch
 
 from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
-from tiered.tiers.device_tier import GradientBuffer
+from tiered.tiers.compute_tier import GradientBuffer
 from tiered.zero.gradients.clip_factors import BETWEEN_CLIP_AND_STEP, ClipFactors
 from tiered.zero.gradients.open_gradients import OpenGradients
 from tiered.zero.gradients.own_gradients import OwnGradients

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 
 from tiered.store.residency.working_set import WorkingSet
-from tiered.tiers.device_tier import GradientBuffer
+from tiered.tiers.compute_tier import GradientBuffer, UpdatePlace
+from tiered.tiers.device_tier import HostPlace
 from tiered.tiers.schedule import Rooms
-from tiered.tiers.update_place import HostPlace, UpdatePlace
 from tiered.zero.gradients.stored_gradient import Compute, StoredGradient
 from tiered.zero.gradients.used_gradients import UsedGradient
 from tiered.zero.parameters.open_units import OpenUnits

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tiered.tiers.device_tier import GradientBuffer
+from tiered.tiers.compute_tier import GradientBuffer
 from tiered.zero.parameters.unit import Segment
 
 __all__ = ["OwnGradients"]

@@ -11,7 +11,7 @@ import torch
 
 from tiered.bytes.interrupt import uninterrupted_block
 from tiered.errors import UsageError
-from tiered.tiers.device_tier import ComputeTier
+from tiered.tiers.compute_tier import ComputeTier
 from tiered.zero.gradients.stand_in import Change
 
 __all__ = ["Compute", "StoredGradient", "with_pending"]

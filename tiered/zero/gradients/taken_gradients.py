@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from tiered.store.residency.working_set import Lease, WorkingSet
-from tiered.tiers.device_tier import ComputeTier
-from tiered.tiers.update_place import UpdatePlace
+from tiered.tiers.compute_tier import ComputeTier, UpdatePlace
 from tiered.zero.gradients.stand_in import Change
 from tiered.zero.parameters.unit import Segment
 

@@ -16,7 +16,11 @@ from tiered.zero.layout import CUT_NUMEL
 from tiered.zero.optimizer.loaded_state import StateDictReader
 from tiered.zero.parameters.unit import Segment
 
-__all__ = ["RegisteredOptimizer", "bucket_numel_of", "compare", "groups_of", "managed_of", "steps_of", "withhold_steps"]
+__all__ = ["RegisteredOptimizer", "bucket_numel_of", "compare", "groups_of", "managed_of", "steps_of", "update_on_of",
+           "withhold_steps"]  # fmt: skip
+
+
+_MOST_STEPS = 1 << 53  # that a floating number counts singly
 
 
 class CommittedOptimizer(Protocol):
@@ -52,6 +56,14 @@ def bucket_numel_of(committed: dict[str, Any]) -> int:
     return numel
 
 
+def update_on_of(committed: dict[str, Any]) -> str:
+    """Return where a committed optimizer computed: "cpu" or "device"."""
+    word = committed.get("update_on", "cpu")  # an earlier release knew no other place
+    if word not in ("cpu", "device"):
+        raise ValueError(f"updates on {word!r}")
+    return str(word)
+
+
 def managed_of(committed: dict[str, Any], segments: Iterable[Segment]) -> list[Collection[Segment]]:
     """Return those of ``segments`` that had state from the start, then each group that got state together later."""
     by_name = {segment.name: segment for segment in segments}
@@ -64,8 +76,9 @@ def managed_of(committed: dict[str, Any], segments: Iterable[Segment]) -> list[C
 def steps_of(committed: dict[str, Any], names: Sequence[str]) -> list[int]:
     """Return the step counts of the parameters of these ``names``."""
     steps = [operator.index(committed["steps"][name]) for name in names]
-    if any(step < 0 for step in steps):
-        raise ValueError(f"a step count of {min(steps)}")
+    for step in steps:
+        if not 0 <= step < _MOST_STEPS:
+            raise ValueError(f"a step count of {step if abs(step) < _MOST_STEPS else 'too many digits'}")
     return steps
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,28 +28,29 @@ _NUM_TRIALS = 3  # of each; the shortest counts
 
 
 def choose_place(
-    engine: Engine, pipeline: UpdatePipeline, rule: Rule, group: dict[str, Any], buckets: Sequence[Bucket[Segment]],
-    committed: dict[str, Any] | None,
+    engine: Engine, pipeline: UpdatePipeline, rule: Rule, group: dict[str, Any],
+    buckets_of: Mapping[Any, Sequence[Bucket[Segment]]], before: str | None,
 ) -> str:  # fmt: skip
     """Have the updates of ``engine`` compute where ``shard(update_on=)`` says; return "cpu" or "device".
 
-    "auto" keeps what ``committed`` has, or takes what a trial of one tile finds shorter, copies included; ``group`` has
-    the hyperparameters of that. Raises UsageError for a run that was updated on a device and has none now.
+    "auto" keeps the place of ``before``, or takes what a trial of one tile finds shorter, copies included; ``group``
+    has the hyperparameters of that. Raises UsageError for a run that was updated on a device and has none now.
     """
-    tier, word, before = engine.tier, engine.layouts.update_on, (committed or {}).get("update_on", "cpu")
+    tier, word = engine.tier, engine.layouts.update_on
     if not isinstance(tier, AcceleratorTier):
-        if committed is not None and before == "device" and word == "auto":
+        if before == "device" and word == "auto":
             raise UsageError(
                 "the store's run was updated on a compute device, and this model is on the CPU; expected that device,"
                 " or tiered.shard(..., update_on='cpu'): the bits of later steps are then the CPU's"
             )
         return "cpu"
+    buckets = [bucket for unit in engine.units for bucket in buckets_of[unit]]
     sizes = [bucket.nbytes for bucket in buckets]
     largest = max((unit.layout.gradient_nbytes for unit in engine.units), default=0)
     scratch = pipeline.scratch_nbytes
     place = DevicePlace(tier, 2 * largest + 3 * whole_pages(max(sizes, default=0)) + scratch)
     if word == "auto":
-        word = before if committed is not None else _shorter(place, pipeline, rule, group, buckets)
+        word = before or _shorter(place, pipeline, rule, group, buckets)
     if word == "device":
         tier.memory.budget_bytes -= place.memory.budget_bytes
         engine.open_gradients.place = place

@@ -29,6 +29,7 @@ from tiered.zero.optimizer.committed_optimizer import (
     groups_of,
     managed_of,
     steps_of,
+    update_on_of,
     withhold_steps,
 )
 from tiered.zero.optimizer.loaded_state import StateDictReader
@@ -135,11 +136,8 @@ class StreamingOptimizer(Optimizer):
     @uninterrupted
     def _attach(self) -> None:
         """Lay the state out, create it or adopt it, and register for the store's commits."""
-        named = {
-            id(p): name
-            for group in self.param_groups
-            for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
-        }
+        pairs = [zip(group["params"], group.get("param_names", ()), strict=False) for group in self.param_groups]
+        named = {id(p): name for each in pairs for p, name in each}
         plain = [p for p in self._parameters() if not isinstance(p, TieredParameter)]
         if plain and self.in_backward:
             raise UsageError(
@@ -156,6 +154,7 @@ class StreamingOptimizer(Optimizer):
         units: list[StateUnit] = [unit for engine in self._engines for unit in engine.units]
         units += [self._plain] if self._plain is not None else []
         managed: list[Collection[Segment]] = [{s for p, s in self._segments.items() if p.requires_grad}]
+        before = None  # the place where updates were computed
         numel = bucket_numel_for(sum(s.numel for s in unit.segments if s in managed[0]) for unit in units)
         if committed is not None:
             with taking_apart("tiered.optimizer", by=self._title):
@@ -163,15 +162,18 @@ class StreamingOptimizer(Optimizer):
                 managed = managed_of(committed, self._known)
         self._pipeline = UpdatePipeline(self._store.working_set, tile_numel_for(numel, [s.numel for s in self._known]))
         try:
-            scratch = self._pipeline.scratch
-            layouts = Layouts(self.format, self.rule)
+            scratch, layouts = self._pipeline.scratch, Layouts(self.format, self.rule)
             self._state = OptimizerState(self._store, units, managed, layouts, bucket_numel=numel, scratch=scratch)
             if committed is None:
                 self._state.create()
             else:
                 with taking_apart("tiered.optimizer", by=self._title):
                     compare(committed, self._description())
+                    before = update_on_of(committed)
                 self._state.adopt()
+            for engine in self._engines:
+                with_group = self._pipeline, self.rule, self.param_groups[0]
+                self._updates_on = choose_place(engine, *with_group, self._state.buckets, before)
         except BaseException:
             self._pipeline.close()
             raise
@@ -179,13 +181,11 @@ class StreamingOptimizer(Optimizer):
         self._store.register("tiered.optimizer", RegisteredOptimizer(self))
         self._is_attached = True
         for engine in self._engines:
-            self._drive(engine, committed)
+            self._drive(engine)
 
-    def _drive(self, engine: Engine, committed: dict[str, Any] | None) -> None:
+    def _drive(self, engine: Engine) -> None:
         """Have the units of ``engine`` updated from now on, in a thread of their own."""
-        buckets = [bucket for unit in engine.units for bucket in self._state.buckets[unit]]
-        self._updates_on = choose_place(engine, self._pipeline, self.rule, self.param_groups[0], buckets, committed)
-        largest = max((bucket.nbytes for bucket in buckets), default=0)
+        largest = max((bucket.nbytes for unit in engine.units for bucket in self._state.buckets[unit]), default=0)
         thread = self._threads[engine] = UpdateThread(engine, buckets_bytes=3 * whole_pages(largest))
         self._store.add_producer(thread)
         engine.phase.updates_in_backward = self.in_backward

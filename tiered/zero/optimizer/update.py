@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from tiered.store.residency.working_set import Lease, WorkingSet
-from tiered.tiers.host_tier import HostTier
-from tiered.tiers.update_place import DevicePlace, HostPlace, UpdatePlace
+from tiered.tiers.compute_tier import UpdatePlace
+from tiered.tiers.device_tier import HostPlace, HostTier
+from tiered.tiers.update_place import DevicePlace
 from tiered.zero.formats.codec import Bucket, update_piece
 from tiered.zero.formats.rules import Hyperparameters
 from tiered.zero.formats.tile_scratch import TileScratch

@@ -9,11 +9,10 @@ from torch import nn
 
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store
-from tiered.tiers.device_tier import ComputeTier
+from tiered.tiers.compute_tier import ComputeTier
 from tiered.tiers.schedule import SharedSchedule
 from tiered.zero.parameters.calls import Calls
-from tiered.zero.parameters.gather_ahead import Ahead
-from tiered.zero.parameters.open_units import OpenUnits
+from tiered.zero.parameters.open_units import Ahead, OpenUnits
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Phase
 

@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tiered.tiers.accelerator import AcceleratorTier
-from tiered.tiers.device_tier import ComputeTier
+from tiered.tiers.compute_tier import ComputeTier
+from tiered.zero.parameters.open_units import Ahead
 from tiered.zero.parameters.unit import Unit
 
-__all__ = ["Ahead", "GatherAhead", "ahead_on"]
+__all__ = ["GatherAhead", "ahead_on"]
 
 _NUM_UNITS = 2  # ahead of the one that computes
-
-
-class Ahead:
-    """Where the bytes in DRAM are those that are used, nothing is to be done ahead."""
-
-    def opened(self, unit: Unit) -> None:
-        """``unit`` was opened."""
-
-    def go_on(self) -> None:
-        """An operation of the unit that computes begins."""
 
 
 class GatherAhead(Ahead):

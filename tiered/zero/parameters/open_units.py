@@ -9,11 +9,21 @@ import torch
 
 from tiered.errors import UsageError
 from tiered.store.residency.residents import this_thread
-from tiered.tiers.device_tier import Gathered
+from tiered.tiers.compute_tier import Gathered
 from tiered.zero.parameters.unit import Unit
 from tiered.zero.step import graph_task
 
-__all__ = ["OpenUnits"]
+__all__ = ["Ahead", "OpenUnits"]
+
+
+class Ahead:
+    """The work that is done ahead of need as units open: none where bytes in DRAM are used as they lie."""
+
+    def opened(self, unit: Unit) -> None:
+        """``unit`` was opened."""
+
+    def go_on(self) -> None:
+        """An operation of the unit that computes begins."""
 
 
 class OpenUnits:

@@ -19,7 +19,8 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.ranks.comm import NullComm
 from tiered.store.residency.working_set import WorkingSet
-from tiered.tiers.device_tier import BufferState, ComputeTier, ParameterPlace, UnitBuffer
+from tiered.tiers.compute_tier import ComputeTier
+from tiered.tiers.device_tier import BufferState, ParameterPlace, UnitBuffer
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
 from tiered.zero.parameters.metadata import without_dispatch
 from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder, unrecorded

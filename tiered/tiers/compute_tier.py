@@ -1,0 +1,154 @@
+"""ComputeTier: the memory in which a model computes, as the rooms above see it, whatever device that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from tiered.store.residency.working_set import Lease
+
+__all__ = ["Collectives", "ComputeTier", "Gathered", "GradientBuffer", "UpdatePlace", "bytes_of"]
+
+
+class Gathered(Protocol):
+    """A unit's spans where computing happens, until ``release``. One thread at a time.
+
+    ``tensors``: (nbytes,) uint8 each, one per span. ``leases``: those of the spans' bytes in DRAM that lie there as
+    long as the spans are gathered, or none.
+    """
+
+    tensors: list[torch.Tensor]
+    leases: tuple[Lease, ...]
+
+    def use(self) -> None:
+        """An operation on the caller's stream is about to use the spans: it comes after the copies of them."""
+
+    def is_there(self, span: int) -> bool:
+        """Return whether ``tensors[span]`` is memory of the span still, because a tensor that lies in it lives."""
+
+    def write_back(self) -> None:
+        """Have the bytes of ``leases`` be those of ``tensors``; blocks."""
+
+    def release(self, unchanged: Collection[int]) -> None:
+        """Give everything back. ``unchanged``: the spans leased for writing whose bytes are as they were."""
+
+
+class GradientBuffer(Protocol):
+    """The gradients of one unit where computing happens, until one of the last three calls. One thread at a time.
+
+    ``tensor``: (nbytes,) uint8. ``lease``: that of the same bytes in DRAM, None where they are elsewhere.
+    """
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+    @property
+    def lease(self) -> Lease | None: ...
+
+    def use(self) -> None:
+        """An operation on the caller's stream is about to use the bytes."""
+
+    def release(self) -> None:
+        """Give back what was only read."""
+
+    def store(self) -> None:
+        """Give the bytes to the working set, which has them until they are read again. Blocks where DRAM is short."""
+
+    def discard(self) -> bool:
+        """Delete the bytes and their key; return False where a caller sees them: the key is to be deleted later."""
+
+
+class ComputeTier(Protocol):
+    """Memory in which a unit's parameters and gradients are used."""
+
+    device: torch.device
+    keeps_gradients: bool  # whether they stay where computing happens, until DRAM is short
+
+    def attach(self, distance: Callable[[str], int], give_back: Callable[[], bool]) -> None:
+        """``distance(key)``: after how many uses it comes next; ``give_back()``: some buffer, if the caller can."""
+
+    def free_nbytes(self) -> int:
+        """Return the bytes that are free where computing happens, beside tiered's budget. Does not block."""
+
+    def put(self, storage: torch.UntypedStorage, key: str, shift: int) -> None:
+        """Put the bytes of ``storage`` into ``key``, which was created, from byte ``shift`` on; blocks."""
+
+    def get(self, key: str) -> torch.Tensor:
+        """Return the bytes of ``key`` where computing happens, (nbytes,) uint8 for reading. Blocks. CapacityError."""
+
+    def settle_one(self) -> bool:
+        """For a caller that waits for DRAM: wait for the end of a copy; return whether one was in flight."""
+
+    def scratch(self, nbytes: int) -> AbstractContextManager[torch.Tensor]:
+        """Lend (nbytes,) uint8 of undefined bytes where computing happens; no tensor on them may live on. Blocks."""
+
+    def gather(self, keys: Sequence[str], version: Hashable, mode: str) -> Gathered:
+        """Bring the bytes of ``keys`` to where computing happens, leased for ``mode``; blocks on a swap in.
+
+        ``version``: the same bytes have the same one. Raises the errors of ``WorkingSet.lease``, and CapacityError.
+        """
+
+    def new_gradients(self, key: str, nbytes: int) -> GradientBuffer:
+        """Return a buffer whose bytes are undefined, to be those of ``key``, which was created; blocks."""
+
+    def gradients(self, key: str, mode: str) -> GradientBuffer:
+        """Return the bytes of ``key`` where computing happens, for reading ("r") or to be changed ("rw"); blocks."""
+
+    def on_host(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Have the few bytes of ``value`` brought to DRAM; the call of the result, in any thread, waits for them."""
+
+    def lease(self, key: str, mode: str) -> Lease:
+        """Lease the bytes of ``key`` in DRAM, once no copy of them is in flight that forbids it; blocks."""
+
+    def settle(self, key: str) -> None:
+        """Wait until no copy uses the bytes of ``key`` in DRAM."""
+
+    def delete(self, key: str) -> None:
+        """Delete ``key`` once no copy uses its bytes; blocks."""
+
+    def outdate(self, keys: Sequence[str]) -> None:
+        """The bytes of ``keys`` have changed in DRAM: copies of them elsewhere are of no use."""
+
+    def forget(self) -> None:
+        """All bytes may have changed in DRAM: wait for the copies in flight, and give all memory back."""
+
+
+class Collectives(Protocol):
+    """The operations of all ranks together on a unit's buffer."""
+
+    def all_gather(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the whole spans: (nbytes,) uint8 each."""
+
+
+class UpdatePlace(Protocol):
+    """The memory and the stream that updates compute in; one thread at a time."""
+
+    device: torch.device
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Return a block whose operations are the update's."""
+
+    def bring(self, lease: Lease) -> torch.Tensor:
+        """Return the leased bytes where the update computes, (nbytes,) uint8; until one of the next two."""
+
+    def put_back(self, lease: Lease) -> None:
+        """Give a lease back whose bytes were written; does not wait for a copy."""
+
+    def give_back(self, lease: Lease) -> None:
+        """Give a lease back whose bytes were read; does not wait for a copy."""
+
+    def number(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Have ``value``, a few bytes of the caller's stream, there for the update, which calls the result."""
+
+    def settle(self, key: str) -> None:
+        """Wait until the bytes of ``key`` are those in DRAM and no copy uses them."""
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the bytes of ``storage``: (nbytes,) uint8, the storage's own memory."""
+    content = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    content.set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload]  # a storage is a source too
+    return content
