@@ -14,6 +14,7 @@ from tests.accelerator.training import ROOMY_NBYTES, case_on, reference_on, smal
 from tests.reference import Recipe
 from tests.zero.training import assert_same, start
 from tiered.errors import UsageError
+from tiered.zero.activations import swapped
 
 pytestmark = [  # of torch itself on a device whose operators are the CPU's
     pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning"),
@@ -49,6 +50,12 @@ ROWS: list[tuple[str, torch.dtype | None, str, str, str, bool, int, float | None
     ("frozen_part", BF16, "step", "device", "recompute", False, 2, None),
     ("unused_parameter", None, "step", "cpu", "keep", True, 1, 0.5),
 ]
+
+
+@pytest.fixture(autouse=True)
+def small_ones_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations of any size are swapped."""
+    monkeypatch.setattr(swapped, "SMALLEST_NBYTES", 1)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))

@@ -104,12 +104,14 @@ class Copies:
 
     def put(self, storage: torch.UntypedStorage, lease: Lease, shift: int) -> None:
         """Copy ``storage``, which lives until then, to the bytes of ``lease`` from ``shift`` on; it ends then, too."""
-        source = bytes_of(storage)
-        self.stream_out.wait_event(self.current_stream().record_event())
+        source, stream = bytes_of(storage), self.current_stream()
+        self.stream_out.wait_event(stream.record_event())
         with on_stream(self.stream_out), torch.no_grad():
             self._copy(lease.tensor[shift:], source)
         self.out_bytes += source.nbytes
-        self._note(self.stream_out.record_event(), lease, is_out=True, source=source)
+        event = self.stream_out.record_event()
+        stream.wait_event(event)  # order: what follows may write the storage in place, as batch norm does its buffers
+        self._note(event, lease, is_out=True, source=source)
 
     def get(self, lease: Lease) -> torch.Tensor:
         """Return the bytes of ``lease`` in new memory of torch's allocator; the lease ends with the copy."""

@@ -1,0 +1,91 @@
+"""Models of transformers and adapters of PEFT on three tiers: the bits of the same model in the device's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import tiered
+from tests.accelerator.training import ROOMY_NBYTES
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{word}") for word in ("UserWarning", "FutureWarning")]
+
+VOCAB = 97
+SIZES = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def gpt2() -> nn.Module:
+    """With dropout, and a head that is tied to the embedding."""
+    return GPT2LMHeadModel(GPT2Config(n_layer=3, n_head=2, n_embd=32, n_positions=32, **SIZES))
+
+
+def llama() -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
+            max_position_embeddings=32, **SIZES,
+        )
+    )  # fmt: skip
+
+
+def lora() -> nn.Module:
+    """Adapters over a frozen base."""
+    return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def train(build: Callable[[], nn.Module], prepare: Callable[[nn.Module], Any], *, is_split: bool) -> tuple[Any, Any]:
+    """Return the losses and the state of three steps; where ``is_split``, of two micro-batches each, unit by unit."""
+    torch.manual_seed(0)
+    with torch.device("sim"):
+        model = build()
+    optimizer = prepare(model)
+    model.train()
+    torch.manual_seed(1)
+    losses = []
+    for step in range(3):
+        tokens = torch.randint(0, VOCAB, (4, 12), generator=torch.Generator().manual_seed(step)).to("sim")
+        batches = [{"input_ids": part, "labels": part} for part in (tokens.split(2) if is_split else [tokens])]
+        if is_split and isinstance(optimizer, tiered.AdamW):
+            each = tiered.micro_batches(model, batches)
+            torch.stack(each).sum().backward()
+        else:
+            each = []
+            for batch in batches:
+                each.append(model(**batch).loss)
+                each[-1].backward()
+        losses += [loss.detach() for loss in each]
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses), {name: value.cpu().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("build", "update", "is_split"),
+    [(gpt2, "step", False), (gpt2, "backward", True), (llama, "backward", False), (lora, "step", True)],
+)
+def test_bits(build: Any, update: str, is_split: bool, sim: ModuleType, tmp_path: Path) -> None:
+    def trained(model: nn.Module) -> list[nn.Parameter]:
+        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def in_memory(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(trained(model), lr=1e-2, fused=True)
+
+    losses, state = train(build, in_memory, is_split=is_split)
+    sim.reset()
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES // 2) as store:
+
+        def on_tiers(model: nn.Module) -> torch.optim.Optimizer:
+            tiered.shard(model, store, device="sim", hold=0)
+            return tiered.AdamW(trained(model), lr=1e-2, update=update)
+
+        ours, values = train(build, on_tiers, is_split=is_split)
+    assert torch.equal(ours, losses)
+    assert all(torch.equal(values[name], state[name]) for name in state)
