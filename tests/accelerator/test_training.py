@@ -215,3 +215,44 @@ def test_the_next_unit_is_on_its_way_before_the_last_operation_of_this_one(sim: 
         nbytes = [block.ln1.weight.segment.unit.nbytes for block in session.model.blocks]  # type: ignore[union-attr]
         for number, (_, copied) in enumerate(seen[:-1]):  # as block ``number`` ends, the one after it was copied, too
             assert copied - before >= sum(nbytes[: number + 2]), seen
+
+
+@pytest.mark.parametrize("engine", ["uring", "threads", "aiofiles", "mmap"])
+def test_bits_through_each_engine(engine: str, sim: ModuleType, tmp_path: Path) -> None:
+    recipe = Recipe(param_dtype=BF16)
+    options: dict[str, Any] = {"device": "sim", "update_on": "cpu", "activations": "swap", "hold": 0}
+    budget = smallest_device_memory("gpt", recipe, tmp_path / "refused", **options)
+    with tiered.Store(tmp_path / "store", dram=ROOMY_NBYTES, device_memory=budget, engine=engine) as store:
+        trained = start(case_on("sim", "gpt"), recipe, store, **options).run()
+        store.commit({"step": 4})
+    assert_same(trained, reference_on("sim", "gpt", recipe))
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_scaler_and_a_clipping_give_the_bits_that_they_give_in_memory(
+    is_ours: bool, sim: ModuleType, tmp_path: Path
+) -> None:
+    case = case_on("sim", "gpt")
+    clip = tiered.clip_grad_norm_ if is_ours else torch.nn.utils.clip_grad_norm_
+
+    def train(model: torch.nn.Module, optimizer: Any, scaler: Any, clip: Any) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            scaler.scale(case.loss(model, case.batch(step))).backward()
+            scaler.unscale_(optimizer)
+            clip(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return {name: value.cpu().clone() for name, value in model.state_dict().items()}
+
+    torch.manual_seed(0)
+    model = case.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    expected = train(model, optimizer, torch.amp.GradScaler("sim"), torch.nn.utils.clip_grad_norm_)
+    sim.reset()
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        torch.manual_seed(0)
+        model = tiered.shard(case.build(), store, device="sim", hold=0)
+        scaler = tiered.GradScaler("sim") if is_ours else torch.amp.GradScaler("sim")
+        values = train(model, tiered.AdamW(model.parameters(), lr=1e-2), scaler, clip)
+    assert all(torch.equal(values[name], expected[name]) for name in expected)
