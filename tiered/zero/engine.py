@@ -71,7 +71,7 @@ class Engine:
         self.reclaimer = Reclaimer(self.open_units, self.open_gradients, lambda: self.updates)
         self.working_set.add_reclaimer(self.reclaimer.reclaim)
         self.ahead = ahead_on(self.tier, lambda unit: self.updates.is_pending(unit))
-        self.tier.attach(distance, self.reclaimer.give_back)
+        self.tier.attach(distance, self.reclaimer.make_way)
         self.backward = Backward(self, self._gradients_came)
         self.forward = Forward(self, self.backward, self.activations, self._begin_forward)
         moves = Moves(self.finish_update, self.expect_steps, self.phase.abandon)

@@ -317,7 +317,14 @@ class UnitGradients:
                     self.open_gradients.answer(source, segment.gradient_view(self.buffer.tensor))
         buffer, self.buffer = self.buffer, None
         self.open_gradients.closed(self)
-        buffer.store()
+        try:
+            buffer.store()
+        except BaseException as error:
+            if buffer.lease is None:  # DRAM does not have them
+                self.unit.engine.give_up(f"the gradients of unit {self.unit.name!r} could not be stored: {error}")
+            buffer.release()
+            raise
+        self.open_gradients.stored(self)
         return True
 
     def take(self, *, used: bool) -> TakenGradients:

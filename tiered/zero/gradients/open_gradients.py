@@ -87,6 +87,7 @@ class OpenGradients:
         self.spares: dict[_Gradients, None] = {}  # those that have an empty buffer for gradients beside it
         self._may_stay = may_stay
         self._questions: dict[Hashable, Compute] = {}
+        self._kept: dict[str, None] = {}  # keys of stored gradients that DRAM keeps
 
     def __repr__(self) -> str:
         return f"OpenGradients({len(self._open)} open)"
@@ -213,6 +214,24 @@ class OpenGradients:
         """A unit's gradients are the working set's, or gone."""
         self._open.pop(gradients, None)
         self.rooms.leased.discard(gradients.room)
+
+    def stored(self, gradients: _Gradients) -> None:
+        """A unit's gradients left the compute device: DRAM keeps them where an update finds its share beside them."""
+        if self._tier.keeps_gradients:
+            return
+        if self._working_set.residents.share.left_bytes >= self.update_bytes + self.gathered_bytes:
+            self._working_set.hold([gradients.key])
+            self._kept[gradients.key] = None
+
+    def let_go_one(self) -> bool:
+        """Let DRAM write the kept gradients that are used last, and drop them; return whether there were any."""
+        for key in sorted(self._kept, key=self._distance, reverse=True):
+            self._kept.pop(key, None)
+            if self._working_set.has(key):  # no update has used it up
+                self._working_set.release_hold([key])
+                self._working_set.swap_out([key])
+                return True
+        return False
 
     def store_away_one(self, *, in_use: bool = False) -> bool:
         """Store the idle gradients away that are used last, or with ``in_use`` any; return whether there were any."""

@@ -30,8 +30,8 @@ class Reclaimer:
         """Help the caller; return whether a lease was given back. The update thread asks the training thread."""
         if os.getpid() != self._pid:
             return False
-        updates = self._updates()
-        if self._open_units.root.tier.settle_one():
+        updates, tier = self._updates(), self._open_units.root.tier
+        if tier.settle_one():
             return True
         if updates.is_this_thread():
             return updates.ask()
@@ -40,7 +40,16 @@ class Reclaimer:
         return self.give_back() or updates.wait_for_one()
 
     def give_back(self) -> bool:
-        """In the training thread: give the working set a lease back; return whether there was one.
+        """In the training thread: give the working set memory back; return whether there was some.
+
+        A model on a compute device has nothing in DRAM but gradients that wait.
+        """
+        if self._open_units.root.tier.keeps_gradients:
+            return self.make_way()
+        return self._open_gradients.let_go_one() or self._updates().release_gradients()
+
+    def make_way(self) -> bool:
+        """In the training thread: give memory back where the model computes; return whether there was some.
 
         Idle units go first, then gradients. Units of a backward come late, for they are about to be used, and so does
         the root.

@@ -148,13 +148,19 @@ def move_gradients(gradients: UnitGradients, lay_out_anew: Callable[[], None]) -
     except BaseException:
         gradients.key = key
         raise
-    if key:
-        buffer, old = gradients.open(), gradients.unit.tier.gradients(key, "r")
-        old.use()
-        for segment, offset in offsets.items():
-            segment.gradient_flat(buffer).copy_(old.tensor[offset : offset + segment.nbytes].view(segment.dtype))
-        gradients.note_clipped()
-        open_gradients.discard(key, old)
+    if not key:
+        return
+    unit = gradients.unit
+    try:
+        buffer, old = gradients.open(), unit.tier.gradients(key, "r")
+    except BaseException as error:
+        unit.engine.give_up(f"the gradients of unit {unit.name!r} found no room where it is laid out anew: {error}")
+        raise
+    old.use()
+    for segment, offset in offsets.items():
+        segment.gradient_flat(buffer).copy_(old.tensor[offset : offset + segment.nbytes].view(segment.dtype))
+    gradients.note_clipped()
+    open_gradients.discard(key, old)
 
 
 class Moves(NamedTuple):

@@ -169,12 +169,13 @@ def _refusal(operation: str, stand_in: StandIn) -> UsageError:
 
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    stand_in = _only_stand_in(func, args, kwargs)
+    stand_in, others = _only_stand_in(func, args, kwargs), args[1:]
+    del args  # lifetime: a question is kept longer than the gradient that it was asked about
 
     def norm(values: torch.Tensor) -> Any:
-        return func(values, *args[1:], **kwargs)
+        return func(values, *others, **kwargs)
 
-    return stand_in.source.answer((func, repr(args[1:]), repr(kwargs)), norm)
+    return stand_in.source.answer((func, repr(others), repr(kwargs)), norm)
 
 
 def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:

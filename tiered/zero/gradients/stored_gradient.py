@@ -78,7 +78,8 @@ class StoredGradient:
         self._owner_there().change(self, change)
 
     def take_pending(self) -> list[Change]:
-        """Return the changes that the stored bytes lack; the caller applies them."""
+        """Return the changes that the stored bytes lack; the caller applies them, and may change the bytes further."""
+        self.answers = {}
         pending, self.pending = self.pending, []
         return pending
 
