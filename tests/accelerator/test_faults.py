@@ -24,6 +24,8 @@ OPTIONS: dict[str, Any] = {"device": "sim", "update_on": "cpu", "activations": "
 def go_on_after_rollback(session: Session) -> None:
     """Roll the step back that failed, do it again, and see the bits of a run that nothing disturbed."""
     session.store.rollback()
+    tier = next(session.model.parameters()).segment.unit.tier  # type: ignore[attr-defined]
+    assert tier.memory.allocated_bytes == 0, "a buffer was lost"
     session.trained.losses = session.trained.losses[:2]
     for step in (2, 3):
         session.run_step(step)

@@ -12,8 +12,10 @@ import torch
 import tiered
 from tests.accelerator.training import ROOMY_NBYTES, case_on, reference_on, smallest_device_memory
 from tests.reference import Recipe
-from tests.zero.training import assert_same, start
-from tiered.errors import UsageError
+from tests.zero.training import assert_same, budget_named_in, start
+from tiered.bytes.pinned_arena import PinnedArena
+from tiered.bytes.registrar import registrar_for
+from tiered.errors import CapacityError, UsageError
 from tiered.zero.activations import swapped
 
 pytestmark = [  # of torch itself on a device whose operators are the CPU's
@@ -256,3 +258,98 @@ def test_a_scaler_and_a_clipping_give_the_bits_that_they_give_in_memory(
         scaler = tiered.GradScaler("sim") if is_ours else torch.amp.GradScaler("sim")
         values = train(model, tiered.AdamW(model.parameters(), lr=1e-2), scaler, clip)
     assert all(torch.equal(values[name], expected[name]) for name in expected)
+
+
+def small_store(directory: Path, nbytes: int, device_memory: int, **options: Any) -> tiered.Store:
+    """Open a store of a page-locked DRAM budget below the least that a user may give."""
+    registrar = registrar_for("sim")
+    assert registrar is not None
+    arena = PinnedArena(nbytes, registrar)
+    return tiered.Store(directory, dram=nbytes, device_memory=device_memory, _arena=arena, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "update", "update_on"),
+    [
+        ("gpt", BF16, "step", "device"), ("tied_head", None, "backward", "cpu"), ("nested_units", None, "step", "cpu"),
+        ("cnn", BF16, "backward", "device"), ("lstm", BF16, "step", "cpu"), ("mixed_dtypes", None, "step", "device"),
+    ],
+)  # fmt: skip
+def test_bits_with_the_smallest_budgets_of_both_tiers(
+    name: str, dtype: Any, update: str, update_on: str, sim: ModuleType, tmp_path: Path
+) -> None:
+    recipe = Recipe(param_dtype=dtype, num_micro_steps=2 if update == "step" else 1)
+    expected = reference_on("sim", name, recipe)
+    options: dict[str, Any] = {"device": "sim", "update_on": update_on, "activations": "keep", "hold": 0}
+    device_memory = smallest_device_memory(name, recipe, tmp_path / "refused", **options)
+    with pytest.raises(CapacityError) as refusal:
+        with small_store(tmp_path / "small", 64 << 10, device_memory, durable=False) as store:
+            start(case_on("sim", name), recipe, store, update, **options)
+    sim.reset()
+    with small_store(tmp_path / "store", budget_named_in(refusal.value), device_memory) as store:
+        trained = start(case_on("sim", name), recipe, store, update, **options).run()
+    assert_same(trained, expected)
+
+
+@pytest.mark.parametrize("num_micro_steps", [1, 2])
+def test_gradients_are_not_written_where_dram_has_room(num_micro_steps: int, sim: ModuleType, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"device": "sim", "update_on": "cpu", "activations": "keep"}
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES, durable=False) as store:
+        session = start(case_on("sim", "gpt"), Recipe(num_micro_steps=num_micro_steps), store, **options)
+        session.run_step(0)
+        before = store.statistics().write_bytes
+        for step in range(1, 4):
+            session.run_step(step)
+        assert store.statistics().write_bytes == before
+
+
+def test_a_norm_is_that_of_the_gradient_as_it_is_now(sim: ModuleType, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"device": "sim", "update_on": "cpu", "activations": "keep", "hold": 0}
+    budget = smallest_device_memory("gpt", Recipe(), tmp_path / "refused", **options)
+    with tiered.Store(tmp_path / "store", dram=ROOMY_NBYTES, device_memory=budget) as store:
+        session = start(case_on("sim", "gpt"), Recipe(), store, **options)
+        parameter = session.model.blocks[2].fc.weight  # type: ignore[union-attr,index]
+        norms = []
+        for index in (0, 0, 0):  # the second time the question is known, the third time the gradient is another one
+            session.case.loss(session.model, session.case.batch(index)).backward()
+            parameter.segment.unit.gradients.store_away()
+            stand_in = parameter.grad
+            norms.append(torch.linalg.vector_norm(stand_in).item())
+        parameter.segment.unit.gradients.open()
+        parameter.grad.zero_()
+        assert torch.linalg.vector_norm(stand_in).item() == 0.0
+        assert norms[0] < norms[1] < norms[2]
+
+
+def test_state_is_the_same_wherever_it_is_updated(sim: ModuleType, tmp_path: Path) -> None:
+    trained = []
+    for update_on in ("cpu", "device"):
+        with tiered.Store(tmp_path / update_on, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+            recipe = Recipe(param_dtype=BF16, adamw={"lr": 1e-2, "state": "compact"})
+            trained.append(start(case_on("sim", "gpt"), recipe, store, device="sim", update_on=update_on).run())
+    here, there = trained
+    for kept in ("parameters", "masters", "exp_avg", "exp_avg_sq"):
+        ours, theirs = getattr(here, kept), getattr(there, kept)
+        assert ours.keys() == theirs.keys() and len(ours) > 0
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours), kept
+
+
+def test_tensors_are_on_the_device_that_belongs_to_them(sim: ModuleType, tmp_path: Path) -> None:
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        session = start(case_on("sim", "gpt"), Recipe(), store, device="sim")
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            session.case.loss(session.model, case_on("cpu", "gpt").batch(0))
+        loss = session.case.loss(session.model, session.case.batch(0))
+        loss.backward()
+        parameters = list(session.model.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        loss_of = session.case.loss
+        micro = tiered.micro_batches(session.model, [session.case.batch(1)], loss=lambda model, *b: loss_of(model, b))
+        torch.stack(micro).sum().backward()
+        norm = tiered.clip_grad_norm_(session.model, 1.0)
+        for tensor in (loss, norm, *parameters, *gradients, *micro, *session.model.buffers()):
+            assert tensor.device.type == "sim"
+        session.optimizer.step()
+        assert all(value.device.type == "cpu" for value in session.model.state_dict().values())
+        for state in session.optimizer.state_dict()["state"].values():
+            assert all(value.device.type == "cpu" for value in state.values())

@@ -132,8 +132,8 @@ class AcceleratorTier:
                 buffer = None if content is None else self.memory.find(content)
                 if buffer is None:
                     lease = self.lease(key, mode)
-                    leases += [lease] if mode != "r" else []
                     buffer = self._copy_in(lease, is_owned=mode == "r")
+                    leases += [lease] if mode != "r" else []
                 taken.append((buffer, content))
         except BaseException:
             for buffer, _ in taken:
@@ -157,7 +157,7 @@ class AcceleratorTier:
         if buffer is None:
             lease.release()
             return False
-        self.copies.fill(buffer, lease)
+        self._fill(buffer, lease)
         self.copies.let_go(buffer, lease)
         self.memory.give(buffer, content)
         return True
@@ -168,17 +168,25 @@ class AcceleratorTier:
             self.memory.forget(key)
 
     def _copy_in(self, lease: Lease, *, is_owned: bool) -> DeviceBuffer:
-        """Copy the bytes of ``lease`` into a new buffer; with ``is_owned`` the lease is given back after that."""
+        """Copy the bytes of ``lease`` into a new buffer; with ``is_owned`` it ends with the copy. Failing ends it."""
         try:
             buffer = self._take(lease.tensor.nbytes)
         except BaseException:
-            if is_owned:
-                lease.release()
+            lease.release()
             raise
-        self.copies.fill(buffer, lease)
+        self._fill(buffer, lease)
         if is_owned:
             self.copies.let_go(buffer, lease)
         return buffer
+
+    def _fill(self, buffer: DeviceBuffer, lease: Lease) -> None:
+        """Copy the bytes of ``lease`` into ``buffer``; where that fails, both are given back."""
+        try:
+            self.copies.fill(buffer, lease)
+        except BaseException:
+            self.memory.give(buffer)
+            lease.release()
+            raise
 
     def _take(self, nbytes: int) -> DeviceBuffer:
         """Take a buffer of ``nbytes``, with others given back for it if need be. CapacityError."""

@@ -146,6 +146,9 @@ class UpdatePlace(Protocol):
     def settle(self, key: str) -> None:
         """Wait until the bytes of ``key`` are those in DRAM and no copy uses them."""
 
+    def close(self) -> None:
+        """No update will come any more: give all memory back. Idempotent."""
+
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return the bytes of ``storage``: (nbytes,) uint8, the storage's own memory."""

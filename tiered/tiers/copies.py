@@ -62,7 +62,10 @@ class Copies:
     # -- buffers -------------------------------------------------------------------------------------------------
 
     def fill(self, buffer: DeviceBuffer, lease: Lease) -> None:
-        """Copy the bytes of ``lease`` into ``buffer``; the lease must last until ``let_go``, or ``empty``."""
+        """Copy the bytes of ``lease`` into ``buffer``; the lease must last until ``let_go``, or ``empty``.
+
+        Where the copy fails, both are the caller's still.
+        """
         buffer.begin_filling(self.stream_in)
         with on_stream(self.stream_in):
             self._copy(buffer.tensor, lease.tensor)
@@ -75,8 +78,13 @@ class Copies:
         self._note(buffer.ready, lease, is_out=False)
 
     def empty(self, buffer: DeviceBuffer, lease: Lease) -> None:
-        """Copy ``buffer`` to the bytes of ``lease``, which is given back when they are there."""
-        self._note(self._copy_out(buffer, lease.tensor), lease, is_out=True)
+        """Copy ``buffer`` to the bytes of ``lease``, which is given back when they are there, or where that fails."""
+        try:
+            event = self._copy_out(buffer, lease.tensor)
+        except BaseException:
+            lease.release()
+            raise
+        self._note(event, lease, is_out=True)
 
     def write(self, buffer: DeviceBuffer, lease: Lease) -> None:
         """Copy ``buffer`` to the bytes of ``lease``, which stays the caller's; blocks until they are there."""
@@ -106,20 +114,28 @@ class Copies:
         """Copy ``storage``, which lives until then, to the bytes of ``lease`` from ``shift`` on; it ends then, too."""
         source, stream = bytes_of(storage), self.current_stream()
         self.stream_out.wait_event(stream.record_event())
-        with on_stream(self.stream_out), torch.no_grad():
-            self._copy(lease.tensor[shift:], source)
+        try:
+            with on_stream(self.stream_out), torch.no_grad():
+                self._copy(lease.tensor[shift:], source)
+        except BaseException:
+            lease.release()
+            raise
         self.out_bytes += source.nbytes
         event = self.stream_out.record_event()
         stream.wait_event(event)  # order: what follows may write the storage in place, as batch norm does its buffers
         self._note(event, lease, is_out=True, source=source)
 
     def get(self, lease: Lease) -> torch.Tensor:
-        """Return the bytes of ``lease`` in new memory of torch's allocator; the lease ends with the copy."""
+        """Return the bytes of ``lease`` in new memory of torch's allocator; it ends with it, or if it fails."""
         stream = self.current_stream()
-        flat = torch.empty(lease.tensor.nbytes, dtype=torch.uint8, device=self.device)
-        self.stream_in.wait_event(stream.record_event())  # order: the memory was another tensor's on that stream
-        with on_stream(self.stream_in):
-            self._copy(flat, lease.tensor)
+        try:
+            flat = torch.empty(lease.tensor.nbytes, dtype=torch.uint8, device=self.device)
+            self.stream_in.wait_event(stream.record_event())  # order: the memory was another tensor's on that stream
+            with on_stream(self.stream_in):
+                self._copy(flat, lease.tensor)
+        except BaseException:
+            lease.release()
+            raise
         event = self.stream_in.record_event()
         stream.wait_event(event)
         self.in_bytes += flat.nbytes

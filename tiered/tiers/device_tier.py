@@ -225,6 +225,9 @@ class HostPlace:
         """Wait for copies that others have submitted."""
         self._tier.settle(key)
 
+    def close(self) -> None:
+        """Nothing is kept."""
+
 
 class UnitBuffer:
     """One unit's spans where computing happens. Two facts say where its bytes are: ``shard`` and ``state``.

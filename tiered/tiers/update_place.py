@@ -27,6 +27,7 @@ class DevicePlace:
         self.memory = DeviceMemory(tier.device, budget_bytes, tier.copies.stream_in, lambda _: 0)
         self._tier = tier
         self._brought: dict[Lease, DeviceBuffer] = {}
+        self._kept: list[DeviceBuffer] = []
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a block whose operations run on this place's stream."""
@@ -37,7 +38,11 @@ class DevicePlace:
         buffer = self.memory.take(lease.tensor.nbytes)
         if buffer is None:
             raise self.memory.explain(lease.tensor.nbytes)
-        self._tier.copies.fill(buffer, lease)
+        try:
+            self._tier.copies.fill(buffer, lease)
+        except BaseException:
+            self.memory.give(buffer)
+            raise
         buffer.use(self.stream)
         self._brought[lease] = buffer
         return buffer.tensor
@@ -48,8 +53,10 @@ class DevicePlace:
         if buffer is None:  # it was never brought
             lease.release(is_unchanged=True)
             return
-        self._tier.copies.empty(buffer, lease)
-        self.memory.give(buffer)
+        try:
+            self._tier.copies.empty(buffer, lease)
+        finally:
+            self.memory.give(buffer)
 
     def give_back(self, lease: Lease) -> None:
         """The lease ends with the copy that reads its bytes."""
@@ -74,3 +81,18 @@ class DevicePlace:
     def settle(self, key: str) -> None:
         """Wait for the copies of ``key``."""
         self._tier.settle(key)
+
+    def keep(self, nbytes: int) -> torch.Tensor:
+        """Return (nbytes,) uint8 for this place's stream, until ``close``. Raises CapacityError."""
+        buffer = self.memory.take(nbytes)
+        if buffer is None:
+            raise self.memory.explain(nbytes)
+        buffer.use(self.stream)
+        self._kept.append(buffer)
+        return buffer.tensor
+
+    def close(self) -> None:
+        """Give all memory back, once no tensor lies in it. Idempotent."""
+        while self._kept:
+            self.memory.give(self._kept.pop())
+        self.memory.close()

@@ -97,12 +97,9 @@ class UpdatePipeline:
 
     def move_to(self, place: DevicePlace) -> None:
         """Run the updates of sharded parameters at ``place`` from now on. Raises CapacityError."""
-        buffer = place.memory.take(self.scratch_nbytes)
-        if buffer is None:
-            raise place.memory.explain(self.scratch_nbytes)
+        memory = place.keep(self.scratch_nbytes)
         with place.computing():
-            buffer.use(place.stream)
-            self._place, self._scratch_there = place, TileScratch(buffer.tensor, self.tile_numel)
+            self._place, self._scratch_there = place, TileScratch(memory, self.tile_numel)
 
     def run(self, buckets: Sequence[Bucket[Segment]], supply: Supply, use: Callable[[str], None]) -> None:
         """Update in place every piece of ``buckets`` that ``supply`` has a source for; blocks.
@@ -145,4 +142,5 @@ class UpdatePipeline:
             self._is_open = False
             self.scratch.release()
             self._scratch_there.release()
+            self._place.close()
             self._working_set.unreserve(self._buffer)
