@@ -127,7 +127,6 @@ class DeviceMemory:
         self.device = device
         self.budget_bytes = budget_bytes
         self.peak_bytes = 0
-        self.num_allocations = 0
         self.allocated_bytes = 0
         self._stream = stream
         self._distance = distance
@@ -210,7 +209,6 @@ class DeviceMemory:
         buffer.filled(self._stream.record_event())  # order: on this stream it comes after the memory's last user
         self.allocated_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        self.num_allocations += 1
         return buffer
 
     def _drop(self, buffer: DeviceBuffer) -> None:
