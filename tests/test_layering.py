@@ -41,7 +41,7 @@ ORDER = {
               "device"),
     "store": ("waiting", "format", "transfers", "catalog", "space", "records", "residency", "values", "lifetime",
               "generations", "assembly", "statistics", "store"),
-    "tiers": ("placement", "trace", "schedule", "compute_tier", "device_tier", "device_memory",
+    "tiers": ("placement", "trace", "schedule", "compute_tier", "device_tier", "device_memory", "device_clock",
               "copies", "accelerator", "update_place"),
     "ranks": ("comm",),
     "zero": ("layout", "division", "export", "frames", "forks", "accelerator_state", "step", "kernels", "formats",

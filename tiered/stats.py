@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
+    "ComputeDeviceStatistics",
     "MovedStatistics",
     "RecorderStatistics",
     "StoreStatistics",
@@ -47,6 +48,18 @@ class MovedStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputeDeviceStatistics:
+    """The compute device of a model, as far as it has memory of its own."""
+
+    name: str  # such as "cuda:0"
+    budget_bytes: int
+    allocated_bytes: int  # of tiered's buffers, those that are kept for later included
+    peak_bytes: int  # the most of it at one time
+    copied_in_bytes: int
+    copied_out_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RecorderStatistics:
     """The times that threads waited and worked, and the bytes moved."""
 
@@ -54,13 +67,14 @@ class RecorderStatistics:
     work: tuple[WorkStatistics, ...]
     moved: tuple[MovedStatistics, ...]
     device_busy_seconds: float  # time with at least one tensor on its way to or from the devices
+    device: ComputeDeviceStatistics | None = None  # None: the model computes on the CPU, or there is none
 
     def waits_of(self, who: str) -> dict[str, float]:
-        """Return how long the threads ``who`` waited, in seconds by reason."""
+        """Return how long the threads or the stream ``who`` waited, in seconds by reason."""
         return {wait.reason: wait.seconds for wait in self.waits if wait.who == who}
 
     def seconds_of(self, word: str) -> float:
-        """Return how long all threads together did ``word``."""
+        """Return how long all threads and streams together did ``word``."""
         return sum(work.seconds for work in self.work if work.word == word)
 
 

@@ -13,7 +13,7 @@ import torch
 import tiered
 from tests.store.rig import WAIT_S, GatedStore, simulated_store, stored, write_key
 from tiered.stats import MovedStatistics
-from tiered.store.waiting.recorder import CALLER, Recorder, Wait
+from tiered.store.waiting.recorder import CALLER, Begun, Recorder, Wait
 from tiered.units import KiB
 
 PAGE = 4 * KiB
@@ -31,14 +31,14 @@ def test_sums_are_kept_by_thread_and_word() -> None:
     begun_s = time.monotonic() - 2
 
     def work() -> None:
-        recorder.waited(Wait.READ, "b", begun_s)
-        recorder.worked("update", "b", begun_s)
+        recorder.waited(Wait.READ, "b", Begun(begun_s))
+        recorder.worked("update", "b", Begun(begun_s))
 
     thread = threading.Thread(target=work, name="tiered-update")
     thread.start()
     thread.join(WAIT_S)
-    recorder.waited(Wait.COMMIT, "", begun_s)
-    recorder.waited(Wait.COMMIT, "", begun_s)
+    recorder.waited(Wait.COMMIT, "", Begun(begun_s))
+    recorder.waited(Wait.COMMIT, "", Begun(begun_s))
     statistics = recorder.statistics()
     late_s = time.monotonic() - begun_s - 2  # however long this thread did not run
     assert 2 <= statistics.waits_of("tiered-update")["demand read"] <= 2 + late_s
@@ -69,13 +69,13 @@ def test_devices_are_busy_while_anything_is_on_its_way() -> None:
 
 def test_spans_are_recorded_only_between_start_and_stop() -> None:
     recorder = Recorder()
-    recorder.worked("forward", "before", time.monotonic())
+    recorder.worked("forward", "before", recorder.begin())
     recorder.start(10)
     begun_s = time.monotonic()
-    recorder.worked("forward", "blocks.0", begun_s)
+    recorder.worked("forward", "blocks.0", Begun(begun_s))
     recorder.end_move("k", 5, recorder.begin_move(), is_write=True)
     intervals, num_dropped = recorder.stop()
-    recorder.worked("forward", "after", time.monotonic())
+    recorder.worked("forward", "after", recorder.begin())
     assert [(interval.word, interval.subject, interval.who, interval.nbytes) for interval in intervals] == [
         ("forward", "blocks.0", CALLER, 0),
         ("swap out", "k", "", 5),
@@ -88,7 +88,7 @@ def test_the_ring_keeps_the_last_spans_and_counts_the_others() -> None:
     recorder = Recorder()
     recorder.start(3)
     for number in range(10):
-        recorder.worked("update", str(number), time.monotonic())
+        recorder.worked("update", str(number), recorder.begin())
     intervals, num_dropped = recorder.stop()
     assert [interval.subject for interval in intervals] == ["7", "8", "9"]
     assert num_dropped == 7
@@ -101,8 +101,8 @@ def test_a_wait_that_is_woken_and_goes_on_is_one_span() -> None:
     recorder.start(10)
     begun_s = time.monotonic()
     for _ in range(5):
-        recorder.waited(Wait.READ, "a", begun_s)  # begun before the last one ended, however slow this thread is
-    recorder.waited(Wait.READ, "b", begun_s)
+        recorder.waited(Wait.READ, "a", Begun(begun_s))  # begun before the last one ended, however slow this thread is
+    recorder.waited(Wait.READ, "b", Begun(begun_s))
     intervals, _ = recorder.stop()
     assert [(interval.word, interval.subject) for interval in intervals] == [
         ("wait: demand read", "a"),
@@ -114,9 +114,9 @@ def test_a_wait_that_is_woken_and_goes_on_is_one_span() -> None:
 def test_a_wait_that_begins_later_is_another_span() -> None:
     recorder = Recorder()
     recorder.start(10)
-    recorder.waited(Wait.READ, "a", time.monotonic())
+    recorder.waited(Wait.READ, "a", recorder.begin())
     time.sleep(0.001)
-    recorder.waited(Wait.READ, "a", time.monotonic())
+    recorder.waited(Wait.READ, "a", recorder.begin())
     intervals, _ = recorder.stop()
     assert [interval.subject for interval in intervals] == ["a", "a"]
     assert intervals[0].end_s < intervals[1].start_s

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 import torch
 
 from tiered.bytes.interrupt import uninterrupted_block
+from tiered.stats import ComputeDeviceStatistics
 from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.tiers.copies import Copies
 from tiered.tiers.device_memory import Content, DeviceBuffer, DeviceMemory
@@ -36,7 +37,7 @@ class DeviceGathered:
         """The caller's stream waits for the copies, where it has not yet."""
         stream = self._copies.current_stream()
         for buffer in self._buffers:
-            buffer.use(stream)
+            self._copies.let_use(buffer, stream)
 
     def is_there(self, span: int) -> bool:
         """Return whether a tensor that lies in the buffer lives."""
@@ -75,7 +76,7 @@ class DeviceGradients:
 
     def use(self) -> None:
         """The caller's stream waits until the bytes are there and earlier uses have ended."""
-        self._buffer.use(self._tier.copies.current_stream())
+        self._tier.copies.let_use(self._buffer, self._tier.copies.current_stream())
 
     def release(self) -> None:
         """Give the buffer back, for what was only read."""
@@ -106,12 +107,24 @@ class AcceleratorTier:
         self.device = device
         self.copies = Copies(working_set, device, deadline_s=working_set.deadline_s)
         self.memory = DeviceMemory(device, budget_bytes, self.copies.stream_in, self._distance_of)
+        self.memories = [self.memory]  # and that of updates, if they compute here
         self._working_set = working_set
         self._distance: Callable[[str], int] = lambda key: 0
         self._give_back: Callable[[], bool] = lambda: False
 
     def __repr__(self) -> str:
         return f"AcceleratorTier({self.device}, {self.memory!r}, {self.copies!r})"
+
+    def statistics(self) -> ComputeDeviceStatistics:
+        """Return the counters of the budget and of the copies."""
+        return ComputeDeviceStatistics(
+            name=str(self.device),
+            budget_bytes=sum(memory.budget_bytes for memory in self.memories),
+            allocated_bytes=sum(memory.allocated_bytes for memory in self.memories),
+            peak_bytes=sum(memory.peak_bytes for memory in self.memories),
+            copied_in_bytes=self.copies.in_bytes,
+            copied_out_bytes=self.copies.out_bytes,
+        )
 
     def attach(self, distance: Callable[[str], int], give_back: Callable[[], bool]) -> None:
         """``distance(key)``: after how many uses it comes next; ``give_back()``: some buffer, if the caller can."""

@@ -16,7 +16,9 @@ import torch
 from tiered.errors import DeadlineError
 from tiered.store.records.entry import EntryState
 from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.store.waiting.recorder import Wait
 from tiered.tiers.compute_tier import bytes_of
+from tiered.tiers.device_clock import COMPUTE, COPY_IN, COPY_OUT, DeviceClock
 from tiered.tiers.device_memory import DeviceBuffer, on_stream
 
 __all__ = ["Copies"]
@@ -46,6 +48,9 @@ class Copies:
         self.out_bytes = 0
         self.stream_in = torch.Stream(device=device)
         self.stream_out = torch.Stream(device=device)
+        self.clock = DeviceClock(device, working_set.recorder)
+        self.clock.name(self.stream_in, COPY_IN)
+        self.clock.name(self.stream_out, COPY_OUT)
         self._working_set = working_set
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
@@ -59,6 +64,13 @@ class Copies:
         """Return the caller's stream. Never called inside of these two streams."""
         return torch.accelerator.current_stream(self.device)
 
+    def let_use(self, buffer: DeviceBuffer, stream: torch.Stream) -> None:
+        """Have ``stream``, the caller's, wait until the bytes of ``buffer`` are there."""
+        if not buffer.is_used_on(stream):
+            begun = self.clock.mark_on(stream, COMPUTE)
+            buffer.use(stream)
+            self.clock.note_on(stream, f"wait: {Wait.COPY}", "", begun)
+
     # -- buffers -------------------------------------------------------------------------------------------------
 
     def fill(self, buffer: DeviceBuffer, lease: Lease) -> None:
@@ -68,7 +80,7 @@ class Copies:
         """
         buffer.begin_filling(self.stream_in)
         with on_stream(self.stream_in):
-            self._copy(buffer.tensor, lease.tensor)
+            self._copy(buffer.tensor, lease.tensor, lease.key)
         buffer.filled(self.stream_in.record_event())
         self.in_bytes += buffer.nbytes
 
@@ -80,7 +92,7 @@ class Copies:
     def empty(self, buffer: DeviceBuffer, lease: Lease) -> None:
         """Copy ``buffer`` to the bytes of ``lease``, which is given back when they are there, or where that fails."""
         try:
-            event = self._copy_out(buffer, lease.tensor)
+            event = self._copy_out(buffer, lease)
         except BaseException:
             lease.release()
             raise
@@ -88,25 +100,29 @@ class Copies:
 
     def write(self, buffer: DeviceBuffer, lease: Lease) -> None:
         """Copy ``buffer`` to the bytes of ``lease``, which stays the caller's; blocks until they are there."""
-        self._wait(self._copy_out(buffer, lease.tensor), f"copy out of {lease.key!r}")
+        self._wait(self._copy_out(buffer, lease), f"copy out of {lease.key!r}")
 
-    def _copy_out(self, buffer: DeviceBuffer, target: torch.Tensor) -> torch.Event:
+    def _copy_out(self, buffer: DeviceBuffer, lease: Lease) -> torch.Event:
         buffer.use(self.stream_out)
         buffer.let_wait(self.stream_out)
         with on_stream(self.stream_out):
-            self._copy(target, buffer.tensor)
+            self._copy(lease.tensor, buffer.tensor, lease.key)
         self.out_bytes += buffer.nbytes
         return self.stream_out.record_event()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy bytes, (nbytes,) uint8 each and one of them in DRAM, in as many pieces as these were page-locked in."""
-        host = target if target.is_cpu else source
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, key: str) -> None:
+        """Copy bytes of ``key``, (nbytes,) uint8 each and one of them in DRAM, on the stream that is current.
+
+        In as many pieces as those in DRAM were page-locked in.
+        """
+        is_out = target.is_cpu
+        host = target if is_out else source
         cuts = self._working_set.residents.arena.cuts(host.data_ptr(), host.nbytes)
-        if len(cuts) == 1:
-            target.copy_(source, non_blocking=True)
-            return
+        stream = self.stream_out if is_out else self.stream_in
+        begun = self.clock.mark_on(stream, COPY_OUT if is_out else COPY_IN)
         for offset, nbytes in cuts:
             target[offset : offset + nbytes].copy_(source[offset : offset + nbytes], non_blocking=True)
+        self.clock.note_on(stream, "copy out" if is_out else "copy in", key, begun, nbytes=host.nbytes)
 
     # -- tensors of the caller's ---------------------------------------------------------------------------------
 
@@ -116,7 +132,7 @@ class Copies:
         self.stream_out.wait_event(stream.record_event())
         try:
             with on_stream(self.stream_out), torch.no_grad():
-                self._copy(lease.tensor[shift:], source)
+                self._copy(lease.tensor[shift:], source, lease.key)
         except BaseException:
             lease.release()
             raise
@@ -132,7 +148,7 @@ class Copies:
             flat = torch.empty(lease.tensor.nbytes, dtype=torch.uint8, device=self.device)
             self.stream_in.wait_event(stream.record_event())  # order: the memory was another tensor's on that stream
             with on_stream(self.stream_in):
-                self._copy(flat, lease.tensor)
+                self._copy(flat, lease.tensor, lease.key)
         except BaseException:
             lease.release()
             raise

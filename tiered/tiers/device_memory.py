@@ -73,6 +73,10 @@ class DeviceBuffer:
         """Whether another tensor than ``tensor`` lies in this memory."""
         return _references_to(self._storage) > self._num_references
 
+    def is_used_on(self, stream: torch.Stream) -> bool:
+        """Return whether ``stream`` has waited for the bytes already."""
+        return stream.stream_id in self._streams
+
     def use(self, stream: torch.Stream) -> None:
         """``stream`` is about to read or write the bytes: it waits until they are there."""
         number = stream.stream_id

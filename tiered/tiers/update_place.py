@@ -12,6 +12,7 @@ import torch
 
 from tiered.store.residency.working_set import Lease
 from tiered.tiers.accelerator import AcceleratorTier
+from tiered.tiers.device_clock import UPDATE
 from tiered.tiers.device_memory import DeviceBuffer, DeviceMemory, on_stream
 
 __all__ = ["DevicePlace"]
@@ -26,6 +27,7 @@ class DevicePlace:
         self.stream = torch.Stream(device=tier.device)
         self.memory = DeviceMemory(tier.device, budget_bytes, tier.copies.stream_in, lambda _: 0)
         self._tier = tier
+        tier.copies.clock.name(self.stream, UPDATE)
         self._brought: dict[Lease, DeviceBuffer] = {}
         self._kept: list[DeviceBuffer] = []
 

@@ -20,6 +20,7 @@ from torch.utils import swap_tensors
 from tiered.errors import UsageError
 from tiered.store.generations.registry import taking_apart
 from tiered.store.store import Store
+from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.compute_tier import ComputeTier
 from tiered.units import format_bytes
 from tiered.zero.activations.activations import ActivationRule, words_of
@@ -128,6 +129,8 @@ def _register(store: Store, model: nn.Module, engine: Engine) -> None:
     """Have ``store`` report its calls to ``engine``, and commit the model's small state with the keys."""
     hook_state_dicts(model, engine)
     store.add_guard(functools.partial(prepare_for, engine))
+    if isinstance(engine.tier, AcceleratorTier):
+        store.working_set.recorder.attach(engine.tier.copies.clock, engine.tier.statistics)
     for prefix, name in _CLASSES.items():
         store.working_set.recorder.classify(f"model/{prefix}/", name)
     if store.durable:

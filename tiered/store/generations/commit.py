@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection
 
 from tiered.bytes.critical_section import ServiceThread
@@ -70,7 +69,7 @@ class Committer:
                 self._working_set.room.raise_failure()
                 if self._records.sealed is not None:  # another thread's; it came first
                     continue
-                begun_s = time.monotonic()
+                begun = self._working_set.recorder.begin(on_device=False)
                 self._refuse_writers("commit", lingering=True)
                 missing = self._take_targets()
                 if not missing:
@@ -81,7 +80,7 @@ class Committer:
                     self._working_set.keys.is_ending |= is_last
                     break
             self._working_set.room.grow(Shortage(missing, scratch=False))
-        self._working_set.recorder.worked("seal", f"generation {handed[0].generation}", begun_s)
+        self._working_set.recorder.worked("seal", f"generation {handed[0].generation}", begun)
         if not has_thread:
             self._finish(handed[0])
         return handed[0].generation
@@ -116,14 +115,14 @@ class Committer:
     def wait(self) -> None:
         """Wait until no commit runs, successful or not. Raises DeadlineError."""
         deadline = Deadline("completion of the running commit", self._working_set.deadline_s)
-        begun_s = time.monotonic()
+        begun = self._working_set.recorder.begin()
         with self._condition:
             is_waiting = self._records.sealed is not None and self.failure is None
             while self._records.sealed is not None and self.failure is None:
                 deadline.wait(self._condition, self._records.commit_progress())
             thread = self._thread
         if is_waiting:
-            self._working_set.recorder.waited(Wait.COMMIT, "", begun_s)
+            self._working_set.recorder.waited(Wait.COMMIT, "", begun)
         if thread is not None:
             thread.join()  # it has nothing left to do
 
@@ -177,12 +176,12 @@ class Committer:
 
     def _finish(self, sealed: Sealed) -> None:
         recorder, subject = self._working_set.recorder, f"generation {sealed.generation}"
-        begun_s = time.monotonic()
+        begun = recorder.begin(on_device=False)
         try:
             self._write(sealed)
-            flush_s = time.monotonic()
+            flush_begun = recorder.begin(on_device=False)
             self._working_set.space.flush()
-            recorder.worked("flush", subject, flush_s)
+            recorder.worked("flush", subject, flush_begun)
             sealed.phase += 1
             root = Root(
                 store_uuid=self.root.store_uuid,
@@ -194,7 +193,7 @@ class Committer:
             written = _written_nbytes()
             self._catalog.apply(root, list(sealed.rows.values()), [entry.key_id for entry in sealed.removed])
             self.catalog_write_bytes += _written_nbytes() - written
-            recorder.worked("commit", subject, begun_s)
+            recorder.worked("commit", subject, begun)
         except BaseException as error:  # of any kind: it must reach the caller
             self._fail(sealed, error)
             return

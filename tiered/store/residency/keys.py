@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from tiered.errors import ClosedError, LeaseError
 from tiered.store.format.spec import Spec
@@ -108,13 +107,13 @@ class Keys:
         reason = Wait.READ if entry.state is EntryState.ARRIVING else Wait.WRITE
         if entry.is_pending and entry.state is not EntryState.ARRIVING:
             reason = Wait.COMMIT
-        begun_s = time.monotonic()
+        begun = self._room.recorder.begin()
         try:
             commit = self._records.commit_progress() if entry.is_pending else None
             is_moving = entry.state in (EntryState.ARRIVING, EntryState.DEPARTING)
             deadline.wait(self._condition, (commit, self._space.progress.num_blocks if is_moving else 0))
         finally:
-            self._room.recorder.waited(reason, entry.name, begun_s)
+            self._room.recorder.waited(reason, entry.name, begun)
             if residence is not None:
                 self._residents.unclaim(residence)
 

@@ -136,7 +136,7 @@ class Room:
         Raises CapacityError when no step is left, DeadlineError, and errors of the background.
         """
         needed = self._space.round_up(nbytes)
-        begun_s = time.monotonic()
+        begun = self.recorder.begin()
         with self._condition:
             if self._has_nothing() and deadline not in self._queue:
                 self._queue.append(deadline)
@@ -158,7 +158,7 @@ class Room:
             self.grow(shortage)
         elif not transfers and not is_waiting:
             self._reclaim(needed, deadline, is_held=is_held)
-        self.recorder.waited(reason, "", begun_s)
+        self.recorder.waited(reason, "", begun)
 
     def pump(self) -> None:
         """Start to write the oldest dirty bytes when they exceed an eighth of the budget; does not wait for them."""

@@ -6,7 +6,6 @@ Nothing becomes resident. A stream keeps the extents it reads as they are until 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -218,11 +217,11 @@ class DirectGet:
         while self._num_flying or self._left:
             INTERRUPTS.look()
             self._start_more()
-            begun_s = time.monotonic()
+            begun = self._working_set.recorder.begin(on_device=False)
             with condition:
                 while self._num_flying and not self._is_due():
                     deadline.wait(condition, self._num_flying)
-            self._working_set.recorder.waited(Wait.READ, self._row.name, begun_s)
+            self._working_set.recorder.waited(Wait.READ, self._row.name, begun)
             if self._error is not None:
                 raise self._error
         if self._error is not None:

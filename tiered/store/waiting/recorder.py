@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tiered.bytes.critical_section import CRITICAL_SECTION
-from tiered.stats import MovedStatistics, RecorderStatistics, WaitStatistics, WorkStatistics
+from tiered.stats import ComputeDeviceStatistics, MovedStatistics, RecorderStatistics, WaitStatistics, WorkStatistics
 
-__all__ = ["CALLER", "Interval", "Recorder", "Wait"]
+__all__ = ["CALLER", "Begun", "Interval", "Recorder", "StreamClock", "Wait"]
 
 CALLER = "caller"
 """Every thread that is not one of tiered's own: in training, the thread that runs the model."""
@@ -32,6 +32,7 @@ class Wait(StrEnum):
     UPDATE = "update"
     WRITE = "write-back"  # room in the DRAM budget, which is made by writing
     COMMIT = "commit"
+    COPY = "copy in"  # to a compute device; streams wait for it, threads do not
 
 
 class Interval(NamedTuple):
@@ -39,10 +40,30 @@ class Interval(NamedTuple):
 
     word: str  # such as "forward", "swap in", "wait: commit"
     subject: str  # a unit's name, a key, a generation
-    who: str  # CALLER, or the name of one of our threads; "" for a transfer
+    who: str  # CALLER, or the name of one of our threads or of a device's stream; "" for a transfer
     start_s: float
     end_s: float
     nbytes: int  # moved; 0 where nothing was
+
+
+class Begun(NamedTuple):
+    """The beginning of a wait or a piece of work."""
+
+    at_s: float
+    mark: Any = None  # the same moment on a stream of a compute device, if there is one
+
+
+class StreamClock(Protocol):
+    """Times on the streams of a compute device."""
+
+    def mark(self, *, is_caller: bool = True) -> Any:
+        """Mark this moment on the current stream; without ``is_caller`` on one of tiered's own streams alone."""
+
+    def note(self, word: str, subject: str, begun: Any) -> None:
+        """``word`` has lasted since ``begun`` on the current stream."""
+
+    def collect(self) -> None:
+        """Tell the recorder of all that has ended."""
 
 
 class Recorder:
@@ -54,6 +75,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.is_recording = False
+        self.clock: StreamClock | None = None
+        self.device: Callable[[], ComputeDeviceStatistics] | None = None
         self._lock = threading.Lock()
         self._totals: dict[tuple[str, str], _Total] = {}  # (who, word); few
         self._classes: dict[str, str] = {}  # prefix of keys -> class
@@ -70,13 +93,26 @@ class Recorder:
         with CRITICAL_SECTION.lock, self._lock:
             self._classes[prefix] = name
 
-    def waited(self, reason: Wait, subject: str, begun_s: float) -> None:
-        """This thread waited for ``reason`` since ``begun_s``."""
-        self._note(_WAIT_WORDS[reason], subject, begun_s)
+    def attach(self, clock: StreamClock, device: Callable[[], ComputeDeviceStatistics]) -> None:
+        """From now on waits and work count on the streams of a compute device, too; ``device()``: its counters."""
+        self.clock, self.device = clock, device
 
-    def worked(self, word: str, subject: str, begun_s: float) -> None:
-        """This thread did ``word`` with ``subject`` since ``begun_s``."""
-        self._note(word, subject, begun_s)
+    def begin(self, *, on_device: bool = True) -> Begun:
+        """A wait or a piece of work of this thread begins; ``on_device``: its stream's time counts as well."""
+        mark = None
+        if self.clock is not None and on_device:
+            mark = self.clock.mark(is_caller=_CURRENT.who == CALLER)
+        return Begun(time.monotonic(), mark)
+
+    def waited(self, reason: Wait, subject: str, begun: Begun) -> None:
+        """This thread waited for ``reason`` since ``begun``."""
+        self.worked(_WAIT_WORDS[reason], subject, begun)
+
+    def worked(self, word: str, subject: str, begun: Begun) -> None:
+        """This thread did ``word`` with ``subject`` since ``begun``."""
+        if begun.mark is not None and self.clock is not None:
+            self.clock.note(word, subject, begun.mark)
+        self.add(word, subject, _CURRENT.who, begun.at_s, time.monotonic())
 
     def begin_move(self) -> float:
         """A tensor is on its way to or from the devices; return when that was, for ``end_move``."""
@@ -104,6 +140,8 @@ class Recorder:
 
     def statistics(self) -> RecorderStatistics:
         """Return the sums so far."""
+        if self.clock is not None:
+            self.clock.collect()
         with CRITICAL_SECTION.lock, self._lock:
             busy_s = self._busy_s + (time.monotonic() - self._busy_since_s if self._num_in_flight else 0.0)
             totals = [(who, word, total.num, total.seconds) for (who, word), total in self._totals.items()]
@@ -114,6 +152,7 @@ class Recorder:
                 work=tuple(WorkStatistics(*total) for total in totals if total[1] not in _REASONS),
                 moved=tuple(MovedStatistics(name, *nbytes) for name, nbytes in self._moved.items()),
                 device_busy_seconds=busy_s,
+                device=None if self.device is None else self.device(),
             )
 
     # Below: interval by interval
@@ -129,21 +168,22 @@ class Recorder:
 
     def stop(self) -> tuple[list[Interval], int]:
         """Stop; return the intervals in the order of their ends, and how many older ones were dropped."""
+        if self.clock is not None:
+            self.clock.collect()
         with CRITICAL_SECTION.lock, self._lock:
             ring, self._ring, self.is_recording = self._ring, _Ring(0), False
         return list(ring), ring.num_dropped
 
-    def _note(self, word: str, subject: str, begun_s: float) -> None:
-        now_s = time.monotonic()
-        who = _CURRENT.who
+    def add(self, word: str, subject: str, who: str, start_s: float, end_s: float, *, nbytes: int = 0) -> None:
+        """Note that ``who``, a thread or a stream, did ``word`` from ``start_s`` to ``end_s``."""
         with CRITICAL_SECTION.lock, self._lock:
             total = self._totals.get((who, word))
             if total is None:
                 total = self._totals[who, word] = _Total()
             total.num += 1
-            total.seconds += now_s - begun_s
+            total.seconds += end_s - start_s
             if self.is_recording:
-                self._ring.add(word, subject, who, begun_s, now_s, 0)
+                self._ring.add(word, subject, who, start_s, end_s, nbytes)
 
 
 class _Current(threading.local):

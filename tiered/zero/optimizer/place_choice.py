@@ -53,6 +53,7 @@ def choose_place(
         word = before or _shorter(place, pipeline, rule, group, buckets)
     if word == "device":
         tier.memory.budget_bytes -= place.memory.budget_bytes
+        tier.memories.append(place.memory)
         engine.open_gradients.place = place
         pipeline.move_to(place)
     _log.info("update_on=%r", word)

@@ -6,7 +6,6 @@ hyperparameters; update_thread.py decides in which thread.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -117,8 +116,8 @@ class UpdatePipeline:
     def _update(self, bucket: Bucket[Segment], supply: Supply, use: Callable[[str], None]) -> None:
         lease = supply.open(bucket.key)
         try:
-            begun_s = time.monotonic()
             state = self._place.bring(lease)
+            begun = self._working_set.recorder.begin()
             use(bucket.key)  # order: once it is leased, or keys read ahead would push it out as just used
             for piece in bucket.pieces:
                 source = supply.source(piece.segment)
@@ -132,7 +131,7 @@ class UpdatePipeline:
                         source.factor,
                         self._scratch_there,
                     )
-            self._working_set.recorder.worked("update bucket", bucket.key, begun_s)
+            self._working_set.recorder.worked("update bucket", bucket.key, begun)
         finally:
             self._place.put_back(lease)
 

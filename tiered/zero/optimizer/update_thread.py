@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Set
 
@@ -247,7 +246,7 @@ class UpdateThread:
         if has_ended:
             return
         assert thread is not None
-        me, begun_s = threading.get_ident(), time.monotonic()
+        me, begun = threading.get_ident(), self._working_set.recorder.begin()
         deadline = Deadline(f"the update of {subject or 'all units'!r}", self._deadline_s)
         may_give = this_thread() == self._open_units.thread  # open units are the training thread's
         try:
@@ -260,7 +259,7 @@ class UpdateThread:
             if may_give:
                 self._waiting.discard(me)
                 self._answer(has_given=False)  # order: no thread is left to give memory back
-            self._working_set.recorder.waited(reason, subject, begun_s)
+            self._working_set.recorder.waited(reason, subject, begun)
 
     def _wait_once(self, is_over: Callable[[], bool], deadline: Deadline, *, may_give: bool) -> bool:
         """Wait for a change; give memory back where the update asks for it. Return whether to wait on."""
@@ -331,13 +330,13 @@ class UpdateThread:
             return None
 
     def _update(self, update: UnitUpdate) -> BaseException | None:
-        begun_s = time.monotonic()
+        begun = self._working_set.recorder.begin()
         failure: BaseException | None = None
         for action in (functools.partial(update.run, self._use), functools.partial(self._end, update)):
             error = outcome_of(action)
             if error is not None and not isinstance(error, _CancelledError):
                 failure = failure or error
-        self._working_set.recorder.worked("update", update.unit.name, begun_s)
+        self._working_set.recorder.worked("update", update.unit.name, begun)
         if failure is not None:
             failure.add_note(f"while unit {update.unit.name!r} was updated")
         return failure

@@ -6,7 +6,6 @@ set decides where the bytes go afterwards.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -19,6 +18,7 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.ranks.comm import NullComm
 from tiered.store.residency.working_set import WorkingSet
+from tiered.store.waiting.recorder import Begun
 from tiered.tiers.compute_tier import ComputeTier
 from tiered.tiers.device_tier import BufferState, ParameterPlace, UnitBuffer
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
@@ -175,7 +175,7 @@ class Unit:
     """
 
     __slots__ = (
-        "__weakref__", "_digests", "_opened_s", "_parameters", "_token", "_word", "buffer", "engine",
+        "__weakref__", "_digests", "_opened", "_parameters", "_token", "_word", "buffer", "engine",
         "gradients", "key", "keys", "layout", "name", "nbytes", "num_ops", "owner", "segments", "tier",
         "trainable_keys", "version", "versions", "working_set",
     )  # fmt: skip
@@ -196,7 +196,7 @@ class Unit:
         self.versions: tuple[int, ...] = ()  # version counters of the parameters when they were shown
         self._parameters = [segment.parameter for segment in self.segments]
         self._token: weakref.ref[ReferenceToken] | None = None
-        self._opened_s = 0.0
+        self._opened = Begun(0.0)
         self._digests: tuple[int, ...] = ()  # of the spans, where they were leased for writing
         self._word = ""  # the use it was opened for, for the recorder
         for segment in self.segments:
@@ -259,7 +259,7 @@ class Unit:
                 self._digests = tuple([digest(lease.tensor) for lease in buffer.leases])
             self.engine.opened(self)
             # Order: once others are parked, so that a thread has ended its work on one unit before the next begins.
-            self._opened_s = time.monotonic()
+            self._opened = self.working_set.recorder.begin()
         return buffer.tensors
 
     @uninterrupted
@@ -281,7 +281,7 @@ class Unit:
         buffer = self.buffer
         if self.num_ops or buffer.state is BufferState.NONE:
             return buffer.state is BufferState.NONE
-        self.working_set.recorder.worked(self._word, self.name, self._opened_s)
+        self.working_set.recorder.worked(self._word, self.name, self._opened)
         written = ""
         if buffer.state is BufferState.SHOWN:
             written = self._hide(check=buffer.mode == "r")
