@@ -15,7 +15,17 @@ import pytest
 
 from tests.bytes.test_uring import check_round_trip
 from tiered.bytes.device.engines import open_device
-from tiered.bytes.device.profile import PROFILE_NAME, Profile, find_profile, load_profile, write_profile
+from tiered.bytes.device.profile import (
+    LINK_PROFILE_NAME,
+    PROFILE_NAME,
+    LinkProfile,
+    Profile,
+    find_profile,
+    load_link_profile,
+    load_profile,
+    write_link_profile,
+    write_profile,
+)
 from tiered.bytes.device.uring import UringDevice
 from tiered.errors import CapacityError, DeviceError
 from tiered.units import KiB, MiB
@@ -288,6 +298,39 @@ class TestWriting:
     def test_nonsense_cannot_be_written(self, bad: dict[str, object]) -> None:
         with pytest.raises(ValueError, match=r"engine|read_depth|duplex|isoformat"):
             replace(PROFILE, **bad)
+
+
+class TestLink:
+    """The rates of copies to a compute device lie beside those of the drive, and neither is in the other's way."""
+
+    LINK = LinkProfile(
+        device="cuda", in_bytes_per_s=25e9, out_bytes_per_s=24e9, duplex=0.9,
+        measured_at="2026-11-21T03:50:00+00:00", kernel="6.18.44",
+    )  # fmt: skip
+
+    def test_both_are_found_from_below(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        write_profile(tmp_path, PROFILE)
+        assert load_link_profile(tmp_path) is None
+        assert write_link_profile(tmp_path, self.LINK) == tmp_path / LINK_PROFILE_NAME
+        for directory in (tmp_path, tmp_path / "runs" / "demo"):
+            assert (load_profile(directory), load_link_profile(directory)) == (PROFILE, self.LINK)
+        assert json.loads((tmp_path / LINK_PROFILE_NAME).read_bytes()) == asdict(self.LINK)
+        assert stat.S_IMODE((tmp_path / LINK_PROFILE_NAME).stat().st_mode) == 0o600
+        assert not warnings(caplog)
+
+    @pytest.mark.parametrize(
+        "values",
+        [{"version": 2}, {"device": 1}, {"in_bytes_per_s": 0}, {"duplex": None}, {"kernel": "a\nb"}, {"more": 1}],
+    )
+    def test_nonsense_is_one_warning(
+        self, values: dict[str, object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        file = write_link_profile(tmp_path, self.LINK)
+        file.write_text(json.dumps(asdict(self.LINK) | values))
+        for _ in range(2):
+            assert load_link_profile(tmp_path) is None
+        (warning,) = warnings(caplog)
+        assert str(file) in warning and warning.endswith(f"tiered bench {tmp_path} --device auto")
 
 
 def kind(fd: int) -> str:

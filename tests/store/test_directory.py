@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered.bytes.device.profile import PROFILE_NAME
+from tiered.bytes.device.profile import LINK_PROFILE_NAME, PROFILE_NAME
 from tiered.bytes.private_file import create_private_file
 from tiered.errors import CorruptionError, DeviceError, UsageError
 from tiered.store.lifetime import directory as directory_module
@@ -85,19 +85,20 @@ def test_an_empty_directory_becomes_private(tmp_path):
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
 
 
-def test_the_profile_of_the_drive_is_no_obstacle_and_stays(tmp_path):
-    for name in (PROFILE_NAME, f"{PROFILE_NAME}.12ab34cd"):  # the second is left by a write that was cut short
+@pytest.mark.parametrize("profile", [PROFILE_NAME, LINK_PROFILE_NAME])
+def test_a_profile_is_no_obstacle_and_stays(tmp_path, profile):
+    for name in (profile, f"{profile}.12ab34cd"):  # the second is left by a write that was cut short
         (tmp_path / name).write_text("measured")
     for mode in "xax":  # creation, a creation that is done again, and one more
         Directories.open([tmp_path], mode).close()
     make_store(tmp_path)
     Directories.open([tmp_path]).close()
-    for name in (PROFILE_NAME, f"{PROFILE_NAME}.12ab34cd"):
+    for name in (profile, f"{profile}.12ab34cd"):
         assert (tmp_path / name).read_text() == "measured"
-    (tmp_path.parent / "scratch").mkdir()
-    (tmp_path.parent / "scratch" / PROFILE_NAME).write_text("measured")
-    scratch_directories([tmp_path.parent / "scratch"])
-    assert os.listdir(tmp_path.parent / "scratch") == [PROFILE_NAME]
+    (tmp_path.parent / f"scratch{profile}").mkdir()
+    (tmp_path.parent / f"scratch{profile}" / profile).write_text("measured")
+    scratch_directories([tmp_path.parent / f"scratch{profile}"])
+    assert os.listdir(tmp_path.parent / f"scratch{profile}") == [profile]
 
 
 def test_a_store_opens_with_its_directories_in_any_order(two):

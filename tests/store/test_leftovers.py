@@ -14,7 +14,7 @@ import torch
 
 from tests.rigs.warm_python import WarmPython
 from tests.store.rig import numbers
-from tiered.bytes.device.profile import PROFILE_NAME
+from tiered.bytes.device.profile import LINK_PROFILE_NAME, PROFILE_NAME
 from tiered.cli import main
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.lifetime.directory import Directories
@@ -58,7 +58,10 @@ def assert_sound(run: Path) -> None:
         assert store.verify().is_clean
 
 
-LEFT = ("identity.new", "catalog.db.new", "catalog.db.new-journal", f"{PROFILE_NAME}.0123abcd", "scratch-" + "0f" * 8)
+LEFT = (
+    "identity.new", "catalog.db.new", "catalog.db.new-journal", f"{PROFILE_NAME}.0123abcd",
+    f"{LINK_PROFILE_NAME}.0123abcd", "scratch-" + "0f" * 8,
+)  # fmt: skip
 
 
 def test_leftovers_go_and_the_run_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tiered.bytes.device.profile import Profile, write_profile
-from tiered.train.bound import Bandwidth, Bound, profiled_bandwidth
+from tiered.bytes.device.profile import LinkProfile, Profile, write_link_profile, write_profile
+from tiered.train.bound import Bandwidth, Bound, profiled_bandwidth, profiled_link
 
 
 def bound(step_s: float = 10.0, **given: Any) -> Bound:
@@ -78,3 +78,16 @@ def test_the_bandwidth_is_the_profiles(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     for directories in ([tmp_path], [tmp_path / "run", tmp_path / "other"]):
         assert profiled_bandwidth(directories) == Bandwidth(3e9, 2e9, 0.1, "measured by tiered bench")
+
+
+def test_the_bandwidth_of_a_link_is_that_of_a_device_of_the_type(tmp_path: Path) -> None:
+    directories = [tmp_path / "never measured", tmp_path / "a" / "run"]
+    assert profiled_link(directories, "cuda") is None
+    (tmp_path / "a").mkdir()
+    profile = LinkProfile(
+        device="cuda", in_bytes_per_s=25e9, out_bytes_per_s=20e9, duplex=0.8,
+        measured_at="2026-11-21T03:50:00+00:00", kernel="6.18",
+    )  # fmt: skip
+    write_link_profile(tmp_path / "a", profile)
+    assert profiled_link(directories, "cuda") == Bandwidth(25e9, 20e9, 0.8, "measured by tiered bench --device")
+    assert profiled_link(directories, "xpu") is None

@@ -9,16 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiered.bytes.device.profile import load_profile
+from tiered.bytes.device.profile import load_link_profile, load_profile
 
-__all__ = ["Bandwidth", "Bound", "profiled_bandwidth"]
+__all__ = ["Bandwidth", "Bound", "profiled_bandwidth", "profiled_link"]
 
 _HIDDEN = 0.05  # of the step: less waiting than that is hidden I/O
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """The bandwidth of all drives together, in bytes per second, and how little reads and writes disturb each other."""
+    """The bandwidth of all drives together, in bytes per second, and how little reads and writes disturb each other.
+
+    Or that of copies to a compute device, which are reads here, and from it.
+    """
 
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -49,6 +52,20 @@ def profiled_bandwidth(directories: Sequence[Path]) -> Bandwidth | None:
         min(profile.duplex or 0.0 for profile in found),
         "measured by tiered bench",
     )
+
+
+def profiled_link(directories: Sequence[Path], device_type: str) -> Bandwidth | None:
+    """Return the bandwidth of copies to a compute device of ``device_type`` and back, by ``tiered bench --device``.
+
+    All directories are of one machine, so the first of them that has a profile of such a device tells. Blocks.
+    """
+    for directory in directories:
+        profile = load_link_profile(directory)
+        if profile is not None and profile.device == device_type:
+            return Bandwidth(
+                profile.in_bytes_per_s, profile.out_bytes_per_s, profile.duplex, "measured by tiered bench --device"
+            )
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,39 +1,52 @@
-"""The small file of one directory that says how fast its drive was measured to be, and with which settings.
+"""The small files of one directory that say how fast its drive, and copies to a compute device, were measured to be.
 
-``tiered bench`` writes it; the opening of a device and ``tiered doctor`` read it. It is advice: a wrong profile costs a
-warning and nothing else. Measuring, and choosing an engine, happen elsewhere.
+``tiered bench`` writes them. The opening of a device and ``tiered doctor`` read the drive's profile; the bound of a
+training step has both. Measuring, and choosing an engine, happen elsewhere; profile_file.py finds, reads and writes.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import secrets
-import stat
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 
 from tiered.bytes.device.direct import MIN_ALIGNMENT
-from tiered.bytes.device.files import translate
-from tiered.units import GiB, KiB
+from tiered.bytes.device.profile_file import LONGEST_TEXT, find_profile_file, write_profile_file
+from tiered.units import GiB
 
-__all__ = ["ENGINES", "PROFILE_NAME", "Profile", "find_profile", "load_profile", "write_profile"]
+__all__ = [
+    "ENGINES",
+    "LINK_PROFILE_NAME",
+    "PROFILE_NAME",
+    "LinkProfile",
+    "Profile",
+    "find_link_profile",
+    "find_profile",
+    "load_link_profile",
+    "load_profile",
+    "write_link_profile",
+    "write_profile",
+]
 
 PROFILE_NAME = ".tiered-profile.json"
-"""The file's name; a name that begins with it and goes on with "." is a write that was cut short."""
+"""The name of the drive's file; a name that begins with it and goes on with "." is a write that was cut short."""
+
+LINK_PROFILE_NAME = ".tiered-link.json"
+"""The name of the file about copies between DRAM and a compute device; as above."""
 
 ENGINES = ("uring", "threads", "aiofiles", "mmap")
 """The engines a profile may name."""
 
 _VERSION = 1
-_LARGEST_NBYTES = 64 * KiB  # never read more of a file that may be anybody's
 _SLOWEST_BYTES_PER_S, _FASTEST_BYTES_PER_S = 1e5, 1e12  # a broken USB stick, and far beyond any drive
+_FASTEST_COPY_BYTES_PER_S = 1e13  # far beyond any link
 _LARGEST_BLOCK_NBYTES, _DEEPEST = GiB, 65536
-_LONGEST_TEXT = 200
 
+_T = TypeVar("_T", "Profile", "LinkProfile")
 _log = logging.getLogger("tiered")
 _said: set[str] = set()  # complaints that were logged
 
@@ -54,8 +67,6 @@ class Profile:
     kernel: str
 
     def __post_init__(self) -> None:
-        if type(self.version) is not int or self.version != _VERSION:
-            raise ValueError(f"version must be {_VERSION}, got {self.version!r}")
         if self.engine not in ENGINES:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {self.engine!r}")
         for name in ("read_bytes_per_s", "write_bytes_per_s"):
@@ -67,18 +78,40 @@ class Profile:
             raise ValueError(f"block_nbytes must be a multiple of {MIN_ALIGNMENT}, got {self.block_nbytes}")
         for name in ("read_depth", "write_depth"):
             _check_count(name, getattr(self, name), 1, _DEEPEST)
-        for name in ("measured_at", "kernel"):
-            _check_text(name, getattr(self, name))
-        datetime.fromisoformat(self.measured_at)
+        _check_origin(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProfile:
+    """The rates of copies between page-locked DRAM and a compute device. ValueError for values that none can have."""
+
+    version: int = _VERSION
+    device: str  # the type of the compute device, such as "cuda"
+    in_bytes_per_s: float  # to the device, alone, through memory larger than the caches
+    out_bytes_per_s: float  # from it, as well
+    duplex: float  # 0: both directions share the link, 1: neither slows the other
+    measured_at: str  # ISO 8601
+    kernel: str
+
+    def __post_init__(self) -> None:
+        _check_text("device", self.device)
+        for name in ("in_bytes_per_s", "out_bytes_per_s"):
+            _check_number(name, getattr(self, name), _SLOWEST_BYTES_PER_S, _FASTEST_COPY_BYTES_PER_S)
+        _check_number("duplex", self.duplex, 0, 1)
+        _check_origin(self)
 
 
 def load_profile(directory: str | os.PathLike[str]) -> Profile | None:
     """Return the profile that ``find_profile`` finds; log its complaints, once in this process."""
     profile, complaints = find_profile(directory)
-    for complaint in complaints:
-        if complaint not in _said:
-            _said.add(complaint)
-            _log.warning("%s", complaint)
+    _say(complaints)
+    return profile
+
+
+def load_link_profile(directory: str | os.PathLike[str]) -> LinkProfile | None:
+    """Return the profile that ``find_link_profile`` finds; log its complaints, once in this process."""
+    profile, complaints = find_link_profile(directory)
+    _say(complaints)
     return profile
 
 
@@ -88,19 +121,13 @@ def find_profile(directory: str | os.PathLike[str]) -> tuple[Profile | None, lis
     A directory that does not exist yet counts as its parent. A file is passed over with a complaint unless it is a
     sound profile that only we or root may write to. Never raises for the contents of the disk; blocks.
     """
-    complaints: list[str] = []
-    for place in _places(directory):
-        try:
-            return _read(place / PROFILE_NAME), complaints
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            reason = str((isinstance(error, OSError) and error.strerror) or error or repr(error))
-            complaints.append(
-                f"{place / PROFILE_NAME} is ignored: {reason[: 2 * _LONGEST_TEXT]}; "
-                f"remove it, or measure again: tiered bench {place}"
-            )
-    return None, complaints
+    return find_profile_file(directory, PROFILE_NAME, lambda values: _parsed(Profile, values))
+
+
+def find_link_profile(directory: str | os.PathLike[str]) -> tuple[LinkProfile | None, list[str]]:
+    """Return the profile of the compute device that was measured beside ``directory``; as ``find_profile``."""
+    options = " --device auto"
+    return find_profile_file(directory, LINK_PROFILE_NAME, lambda values: _parsed(LinkProfile, values), options=options)
 
 
 def write_profile(directory: str | os.PathLike[str], profile: Profile) -> Path:
@@ -108,89 +135,38 @@ def write_profile(directory: str | os.PathLike[str], profile: Profile) -> Path:
 
     The file is 0600 under any umask. At any instant either the old or the new profile is there. Raises TieredError.
     """
-    path = Path(directory) / PROFILE_NAME
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            _replace(descriptor, f"{json.dumps(asdict(profile), indent=1)}\n".encode())
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise translate(error, f"cannot write {path}") from error
-    return path
+    return write_profile_file(directory, PROFILE_NAME, asdict(profile))
 
 
-def _places(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield the directory, or its nearest existing parent, and those above it up to the mount point."""
-    path = Path(os.path.realpath(directory))
-    device = None
-    for place in (path, *path.parents):
-        try:
-            status = os.stat(place)
-        except OSError:
-            if device is None:
-                continue
-            return
-        if device not in (None, status.st_dev):
-            return
-        device = status.st_dev
-        yield place
+def write_link_profile(directory: str | os.PathLike[str], profile: LinkProfile) -> Path:
+    """Put ``profile`` into ``directory`` as ``write_profile`` does."""
+    return write_profile_file(directory, LINK_PROFILE_NAME, asdict(profile))
 
 
-def _read(path: Path) -> Profile:
-    """Return the profile in ``path``. Raises OSError, ValueError, TypeError or RecursionError for anything else."""
-    # NONBLOCK: a FIFO must not hang the open.
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        _check_private(os.fstat(fd))
-        content = os.read(fd, _LARGEST_NBYTES + 1)
-    finally:
-        os.close(fd)
-    if len(content) > _LARGEST_NBYTES:
-        raise ValueError(f"it is larger than {_LARGEST_NBYTES} bytes")
-    try:
-        values = json.loads(content)
-    except ValueError as error:
-        raise ValueError("it is not JSON") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"expected one JSON object, got {type(values).__name__}")
+def _say(complaints: Iterable[str]) -> None:
+    for complaint in complaints:
+        if complaint not in _said:
+            _said.add(complaint)
+            _log.warning("%s", complaint)
+
+
+def _parsed(kind: type[_T], values: dict[str, object]) -> _T:
+    """Return the profile of ``values``. Raises ValueError or TypeError where they are none."""
     if values.get("version") != _VERSION:
         raise ValueError(f"expected version {_VERSION}, got {values.get('version')!r}")
-    names = {field.name for field in fields(Profile)}
+    names = {field.name for field in fields(kind)}
     if values.keys() != names:
         raise ValueError(f"missing or unknown: {', '.join(sorted(map(repr, values.keys() ^ names)))}")
-    return Profile(**values)
+    return kind(**values)  # type: ignore[arg-type]  # it checks each value
 
 
-def _check_private(status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        raise ValueError("it is not a regular file with one name")
-    if status.st_uid not in (0, os.geteuid()):
-        raise ValueError(f"it belongs to user {status.st_uid}, neither you nor root")
-    if status.st_mode & 0o022:
-        raise ValueError(f"others may write to it ({stat.filemode(status.st_mode)})")
-
-
-def _replace(descriptor: int, content: bytes) -> None:
-    """Make ``content`` the profile in the directory open as ``descriptor``, durably. Raises OSError."""
-    temporary = f"{PROFILE_NAME}.{secrets.token_hex(4)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(temporary, flags, 0o600, dir_fd=descriptor)
-    try:
-        try:
-            os.fchmod(fd, 0o600)  # against the umask
-            with memoryview(content) as rest:
-                done = 0
-                while done < len(rest):
-                    done += os.write(fd, rest[done:])
-            os.fsync(fd)  # order: before the rename, or a power cut could leave the name on an empty file
-        finally:
-            os.close(fd)
-        os.rename(temporary, PROFILE_NAME, src_dir_fd=descriptor, dst_dir_fd=descriptor)
-    except BaseException:
-        os.unlink(temporary, dir_fd=descriptor)
-        raise
-    os.fsync(descriptor)
+def _check_origin(profile: Profile | LinkProfile) -> None:
+    """Check the names that both kinds of profile have."""
+    if type(profile.version) is not int or profile.version != _VERSION:
+        raise ValueError(f"version must be {_VERSION}, got {profile.version!r}")
+    for name in ("measured_at", "kernel"):
+        _check_text(name, getattr(profile, name))
+    datetime.fromisoformat(profile.measured_at)
 
 
 def _check_number(name: str, value: object, least: float, most: float) -> None:
@@ -204,5 +180,5 @@ def _check_count(name: str, value: object, least: int, most: int) -> None:
 
 
 def _check_text(name: str, value: object) -> None:
-    if not isinstance(value, str) or len(value) > _LONGEST_TEXT or not value.isprintable():
-        raise ValueError(f"{name} must be a line of at most {_LONGEST_TEXT} characters, got {value!r:.50}")
+    if not isinstance(value, str) or len(value) > LONGEST_TEXT or not value.isprintable():
+        raise ValueError(f"{name} must be a line of at most {LONGEST_TEXT} characters, got {value!r:.50}")

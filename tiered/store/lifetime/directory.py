@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from tiered.bytes.device.profile import PROFILE_NAME
+from tiered.bytes.device.profile import LINK_PROFILE_NAME, PROFILE_NAME
 from tiered.bytes.private_file import create_private_file, fsync_directory, refuse_trap
 from tiered.errors import CapacityError, CorruptionError, DeviceError, UsageError
 from tiered.store.lifetime.identity import Identity
@@ -38,6 +38,7 @@ _NAMES = {LOCK_NAME, _IDENTITY, CATALOG_NAME, f"{CATALOG_NAME}-journal"}
 _DATA = re.compile(r"data-\d{3,}")
 # Files that an interrupted creation, or mkfs, may leave in a directory that holds no store.
 _LEFTOVERS = {LOCK_NAME, f"{_IDENTITY}.new", f"{CATALOG_NAME}.new", f"{CATALOG_NAME}.new-journal", "lost+found"}
+_PROFILES = (f"{PROFILE_NAME}.", f"{LINK_PROFILE_NAME}.")
 _OWNED = re.compile(rf"{_IDENTITY}|{_DATA.pattern}|{re.escape(CATALOG_NAME)}(-journal|\.new|\.new-journal)?")
 
 Mode = Literal["a", "x", "r", "w"]
@@ -193,8 +194,8 @@ def _look_into(path: Path) -> Identity | None:
                 f"owner alone: look whether its files are your own, then chmod 700 it"
             )
         return Identity.read(path / _IDENTITY)
-    # The drive's profile, measured before there was a store, is no obstacle; and it is not the store's to remove.
-    foreign = [name for name in names if name not in _LEFTOVERS and not f"{name}.".startswith(f"{PROFILE_NAME}.")]
+    # A profile, measured before there was a store, is no obstacle; and it is not the store's to remove.
+    foreign = [name for name in names if name not in _LEFTOVERS and not f"{name}.".startswith(_PROFILES)]
     if foreign:
         raise UsageError(
             f"{path} holds {foreign[0]!r} and no store: give an empty directory, or one that does not exist yet"

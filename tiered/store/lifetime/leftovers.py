@@ -18,7 +18,7 @@ from types import TracebackType
 
 import numpy as np
 
-from tiered.bytes.device.profile import PROFILE_NAME
+from tiered.bytes.device.profile import LINK_PROFILE_NAME, PROFILE_NAME
 from tiered.bytes.private_file import fsync_directory
 from tiered.errors import CorruptionError, TieredError, UsageError
 from tiered.store.catalog.catalog import SqliteCatalog
@@ -30,9 +30,10 @@ _CREATION = ("identity.new", f"{CATALOG_NAME}.new", f"{CATALOG_NAME}.new-journal
 _UNFINISHED = (*_CREATION, "identity", "lock")  # order: the lock last; without an identity nothing else is ours
 _DATA = re.compile(r"data-(\d{3,})")
 _BENCH = re.compile(r"\.tiered-bench-[a-z0-9_]{8}")
+_PROFILES = "|".join(map(re.escape, (PROFILE_NAME, LINK_PROFILE_NAME)))
 # Files that live for an instant: named before their content is whole, or until they are unnamed.
 _BRIEF = {
-    re.compile(rf"{re.escape(PROFILE_NAME)}\.[0-9a-f]{{8}}"): "a profile that was not finished",
+    re.compile(rf"({_PROFILES})\.[0-9a-f]{{8}}"): "a profile that was not finished",
     re.compile(r"scratch-[0-9a-f]{16}"): "scratch space of a process that is gone",
 }
 _BRIEF_S = 60.0  # younger ones may be in their instant now
