@@ -33,6 +33,7 @@ __all__ = [
     "counts",
     "disable",
     "enable",
+    "fail_allocation",
     "fail_copy",
     "fail_registration",
     "guard_pinned",
@@ -379,6 +380,11 @@ def hang_events(on: bool = True) -> None:
 def fail_copy(at: int) -> None:
     """Raise RuntimeError for the ``at``-th copy between host and device from now; 0: none."""
     _loaded().plan_failed_copy(at)
+
+
+def fail_allocation(at: int) -> None:
+    """Raise torch.OutOfMemoryError for the ``at``-th allocation from now; 0: none."""
+    _loaded().plan_failed_allocation(at)
 
 
 def fail_registration(at: int) -> None:

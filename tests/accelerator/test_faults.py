@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +16,8 @@ import tiered
 from tests.accelerator.training import ROOMY_NBYTES, case_on, reference_on, smallest_device_memory
 from tests.reference import Recipe
 from tests.zero.training import Session, assert_same, start
-from tiered.errors import DeadlineError
+from tiered.errors import DeadlineError, StepAbandonedError
+from tiered.zero.activations import swapped
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -32,9 +35,9 @@ def go_on_after_rollback(session: Session) -> None:
     assert_same(session.collect(), reference_on("sim", "gpt", session.recipe))
 
 
-def begun(store: tiered.Store, **options: Any) -> Session:
+def begun(store: tiered.Store, update: str = "step", **options: Any) -> Session:
     """Return a session that has made and committed two steps."""
-    session = start(case_on("sim", "gpt"), Recipe(), store, **(OPTIONS | options))
+    session = start(case_on("sim", "gpt"), Recipe(), store, update, **(OPTIONS | options))
     for step in range(2):
         session.run_step(step)
     store.commit({"step": 2})
@@ -67,12 +70,99 @@ def test_a_copy_that_never_ends_is_an_error_at_the_deadline(sim: ModuleType, tmp
         go_on_after_rollback(session)
 
 
+DIALS = (
+    r"budget device_memory= of .* has .* \(at most so far .*smaller batch.*recompute.*swap.*device_memory=.*update_on"
+)
+"""The words beside torch's own, whoever asked for the memory."""
+
+
+def try_step(session: Session, store: tiered.Store, batch: Any) -> str:
+    """Try a step; return the part of it that ran out of memory, "" where none did."""
+    part = "forward"
+    try:
+        loss = session.case.loss(session.model, batch)
+        part = "backward"
+        loss.backward()
+        part = "update"
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+        store.commit({"step": 3})
+    except torch.OutOfMemoryError as error:
+        assert re.search(DIALS, "\n".join(error.__notes__)), error.__notes__
+        return part
+    return ""
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize(("update_on", "activations"), [("cpu", "swap"), ("device", "recompute")])
+def test_an_allocation_that_fails_costs_one_step_and_names_the_dials(
+    update: str, update_on: str, activations: str, sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swapped, "SMALLEST_NBYTES", 1)
+    failed: Counter[str] = Counter()
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        session = begun(store, update, update_on=update_on, activations=activations)
+        batch = session.case.batch(2)
+        for at in (*range(1, 170, 13), *range(170, 360, 9)):  # the first backward allocation is about the 165th
+            store.rollback()
+            sim.fail_allocation(at)
+            part = try_step(session, store, batch)
+            sim.fail_allocation(0)
+            assert part, f"allocation {at}"
+            failed[part] += 1
+        go_on_after_rollback(session)
+    assert failed["forward"] > 10 and failed["backward"] > 10
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_an_update_without_memory_abandons_the_step_with_the_dials_in_the_message(
+    update: str, sim: ModuleType, tmp_path: Path
+) -> None:
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        session = begun(store, update, update_on="device")
+        batch = session.case.batch(2)
+        for at in range(1, 6):
+            store.rollback()
+            place = next(session.model.parameters()).segment.unit.gradients.open_gradients.place  # type: ignore[attr-defined]
+            place.memory.close()  # or it would ask for none
+            loss = session.case.loss(session.model, batch)
+            if update == "step":
+                loss.backward()
+            sim.fail_allocation(at if update == "step" else 130 + at)
+            with pytest.raises(torch.OutOfMemoryError, match=DIALS):
+                loss.backward() if update == "backward" else None
+                session.optimizer.step()
+                store.commit({"step": 3})
+            for call in (lambda: session.case.loss(session.model, batch), session.optimizer.step, store.commit):
+                with pytest.raises(StepAbandonedError, match=DIALS):
+                    call()
+        go_on_after_rollback(session)
+
+
+@pytest.mark.parametrize("at", [1, 30, 100, 170, 200, 280])
+def test_a_forward_or_backward_without_memory_can_be_done_again(at: int, sim: ModuleType, tmp_path: Path) -> None:
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        session = begun(store)
+        store.rollback()
+        batch = session.case.batch(2)
+        device_module = torch.get_device_module("sim")
+        random = torch.get_rng_state(), device_module.get_rng_state()
+        sim.fail_allocation(at)
+        assert try_step(session, store, batch) == ("forward" if at < 160 else "backward")
+        session.optimizer.zero_grad()
+        torch.set_rng_state(random[0])  # of dropout
+        device_module.set_rng_state(random[1])
+        for step in (2, 3):
+            session.run_step(step)
+        assert_same(session.collect(), reference_on("sim", "gpt", session.recipe))
+
+
 def test_a_device_without_memory_costs_one_step(sim: ModuleType, tmp_path: Path) -> None:
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
         session = begun(store)
+        batch = session.case.batch(2)
         sim.set_memory_limit(torch.accelerator.memory_allocated() + 4096)
-        with pytest.raises(torch.OutOfMemoryError):
-            session.run_step(2)
+        assert try_step(session, store, batch) == "forward"
         sim.set_memory_limit(None)
         go_on_after_rollback(session)
 

@@ -263,6 +263,11 @@ def test_planned_faults_come_at_their_call(sim: ModuleType) -> None:
     sim.fail_registration(1)
     with pytest.raises(RuntimeError, match="planned to fail"):
         sim.host_register(memory.data_ptr(), PAGE)
+    sim.fail_allocation(2)
+    torch.empty(N, device="sim")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(N, device="sim")
+    torch.empty(N, device="sim")
 
 
 def test_a_hung_event_never_completes(sim: ModuleType) -> None:

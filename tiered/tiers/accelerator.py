@@ -14,7 +14,8 @@ from tiered.bytes.interrupt import uninterrupted_block
 from tiered.stats import ComputeDeviceStatistics
 from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.tiers.copies import Copies
-from tiered.tiers.device_memory import Content, DeviceBuffer, DeviceMemory
+from tiered.tiers.device_memory import Content, DeviceBuffer, DeviceMemory, note_dials
+from tiered.units import format_bytes
 
 __all__ = ["AcceleratorTier"]
 
@@ -166,9 +167,15 @@ class AcceleratorTier:
         if not self.copies.is_in_dram(key):
             return False
         lease = self.lease(key, "r")
-        buffer = self.memory.take(lease.tensor.nbytes, sooner=content)
+        buffer = None
+        try:
+            buffer = self.memory.take(lease.tensor.nbytes, sooner=content)
+        except torch.OutOfMemoryError:  # whoever needs the bytes will say so
+            pass
+        finally:
+            if buffer is None:
+                lease.release()
         if buffer is None:
-            lease.release()
             return False
         self._fill(buffer, lease)
         self.copies.let_go(buffer, lease)
@@ -204,9 +211,13 @@ class AcceleratorTier:
     def _take(self, nbytes: int) -> DeviceBuffer:
         """Take a buffer of ``nbytes``, with others given back for it if need be. CapacityError."""
         self.copies.sweep()
-        while (buffer := self.memory.take(nbytes)) is None:
-            if not self._give_back():
-                raise self.memory.explain(nbytes)
+        try:
+            while (buffer := self.memory.take(nbytes)) is None:
+                if not self._give_back():
+                    raise self.memory.explain(nbytes)
+        except torch.OutOfMemoryError as error:
+            self.note_dials(error, f"tiered's buffer of {format_bytes(nbytes)}")
+            raise
         return buffer
 
     # -- gradients, numbers, activations -------------------------------------------------------------------------
@@ -238,13 +249,23 @@ class AcceleratorTier:
         free, _ = torch.accelerator.get_memory_info(self.device)
         return int(free) - (self.memory.budget_bytes - self.memory.allocated_bytes)
 
+    def note_dials(self, error: BaseException, what: str) -> str:
+        """Have a torch.OutOfMemoryError, met in ``what``, name the budget and the user's dials; return these words."""
+        return note_dials(error, what, self.memories)
+
     def put(self, storage: torch.UntypedStorage, key: str, shift: int) -> None:
         """Copy the bytes of ``storage``, which stay alive until then, to ``key``; blocks where DRAM is short."""
         self.copies.put(storage, self.lease(key, "w"), shift)
 
     def get(self, key: str) -> torch.Tensor:
         """Copy the bytes of ``key`` to new memory of torch's allocator, outside of the budget; blocks on a swap in."""
-        return self.copies.get(self.lease(key, "r"))
+        lease = self.lease(key, "r")
+        nbytes = lease.tensor.nbytes
+        try:
+            return self.copies.get(lease)
+        except torch.OutOfMemoryError as error:
+            self.note_dials(error, f"{format_bytes(nbytes)} of swapped activations")
+            raise
 
     # -- DRAM ----------------------------------------------------------------------------------------------------
 

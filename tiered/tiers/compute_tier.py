@@ -70,6 +70,9 @@ class ComputeTier(Protocol):
     def attach(self, distance: Callable[[str], int], give_back: Callable[[], bool]) -> None:
         """``distance(key)``: after how many uses it comes next; ``give_back()``: some buffer, if the caller can."""
 
+    def note_dials(self, error: BaseException, what: str) -> str:
+        """Have an error of the compute device's memory, met in ``what``, name the user's dials; return these words."""
+
     def free_nbytes(self) -> int:
         """Return the bytes that are free where computing happens, beside tiered's budget. Does not block."""
 

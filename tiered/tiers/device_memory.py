@@ -7,7 +7,7 @@ were copied in are copied in again only where there was no room for them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from tiered.errors import CapacityError
 from tiered.units import format_bytes
 
-__all__ = ["Content", "DeviceBuffer", "DeviceMemory", "on_stream"]
+__all__ = ["Content", "DeviceBuffer", "DeviceMemory", "note_dials", "on_stream"]
 
 
 class on_stream:
@@ -245,6 +245,40 @@ class DeviceMemory:
             )
 
 
+def note_dials(error: BaseException, what: str, memories: Sequence[DeviceMemory]) -> str:
+    """Have a torch.OutOfMemoryError, met in ``what``, name the budget of ``memories`` and the user's dials.
+
+    These words, which are returned, are a note of the error. An error that has them keeps them. "" for other errors.
+    """
+    if not isinstance(error, torch.OutOfMemoryError):
+        return ""
+    known = next((note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)), "")
+    if not known:
+        known = f"{_NOTE} {what}. {_describe(memories)} {_DIALS}"
+        error.add_note(known)
+    return str(known)
+
+
+def _describe(memories: Sequence[DeviceMemory]) -> str:
+    device = memories[0].device
+    budget, used, peak = (
+        format_bytes(sum(getattr(memory, name) for memory in memories))
+        for name in ("budget_bytes", "allocated_bytes", "peak_bytes")
+    )
+    free, total = (format_bytes(nbytes) for nbytes in torch.accelerator.get_memory_info(device))
+    return (
+        f"Of the budget device_memory= of {budget} on {device}, tiered has {used} (at most so far {peak}). The device"
+        f" has {free} free of {total}; torch's allocator keeps"
+        f" {format_bytes(torch.accelerator.memory_reserved(device))} and uses"
+        f" {format_bytes(torch.accelerator.memory_allocated(device))} of it."
+    )
+
+
+_NOTE = "tiered: compute-device memory ran out in"
+_DIALS = (
+    'Expected one of: a smaller batch; tiered.shard(..., activations="recompute") or "swap"; a smaller device_memory=,'
+    ' which leaves the activations more; update_on="cpu"'
+)
 _NEVER = 1 << 62
 _references_to_cdata: Callable[[int], int] = torch._C._storage_Use_Count
 

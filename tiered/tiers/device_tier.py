@@ -132,6 +132,10 @@ class HostTier:
     def attach(self, distance: Callable[[str], int], give_back: Callable[[], bool]) -> None:
         """The working set asks both by itself."""
 
+    def note_dials(self, error: BaseException, what: str) -> str:
+        """There is no compute device."""
+        return ""
+
     def free_nbytes(self) -> int:
         """Return the bytes that this process may take, less those of the budget that it has not touched yet."""
         working_set = self._working_set

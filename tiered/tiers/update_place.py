@@ -18,6 +18,21 @@ from tiered.tiers.device_memory import DeviceBuffer, DeviceMemory, on_stream
 __all__ = ["DevicePlace"]
 
 
+class _Computing(on_stream):
+    """A block on the update's stream; an error of the device's memory names the dials."""
+
+    __slots__ = ("_tier",)
+
+    def __init__(self, stream: torch.Stream, tier: AcceleratorTier) -> None:
+        super().__init__(stream)
+        self._tier = tier
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__()
+        if isinstance(raised[1], BaseException):
+            self._tier.note_dials(raised[1], "an update")
+
+
 class DevicePlace:
     """Updates on the compute device, on a stream of their own, in ``memory`` of their own."""
 
@@ -33,7 +48,7 @@ class DevicePlace:
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a block whose operations run on this place's stream."""
-        return on_stream(self.stream)
+        return _Computing(self.stream, self._tier)
 
     def bring(self, lease: Lease) -> torch.Tensor:
         """Copy the leased bytes in; the stream waits for them. Raises CapacityError."""

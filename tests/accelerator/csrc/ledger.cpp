@@ -12,7 +12,7 @@ std::vector<Traffic> copies(NUM_DIRECTIONS);
 std::map<std::pair<std::string, std::string>, int64_t> blocked;
 std::vector<LogEntry> entries;
 std::atomic<bool> logging{false};
-int64_t copies_to_failure = 0, registrations_to_failure = 0;
+int64_t copies_to_failure = 0, registrations_to_failure = 0, allocations_to_failure = 0;
 std::function<std::string()> name_of_thread;
 
 using Lock = std::lock_guard<std::mutex>;
@@ -83,6 +83,11 @@ void plan_failed_registration(int64_t k) {
   registrations_to_failure = k;
 }
 
+void plan_failed_allocation(int64_t k) {
+  Lock lock(mutex);
+  allocations_to_failure = k;
+}
+
 bool copy_fails() {
   Lock lock(mutex);
   return counts_down(copies_to_failure);
@@ -93,6 +98,11 @@ bool registration_fails() {
   return counts_down(registrations_to_failure);
 }
 
+bool allocation_fails() {
+  Lock lock(mutex);
+  return counts_down(allocations_to_failure);
+}
+
 void set_name_of_thread(std::function<std::string()> name) { name_of_thread = std::move(name); }
 
 void reset_ledger() {
@@ -101,7 +111,7 @@ void reset_ledger() {
   blocked.clear();
   entries.clear();
   logging = false;
-  copies_to_failure = registrations_to_failure = 0;
+  copies_to_failure = registrations_to_failure = allocations_to_failure = 0;
 }
 
 }  // namespace sim

@@ -31,8 +31,10 @@ std::vector<LogEntry> logged();
 // The k-th call from now fails; 0: none.
 void plan_failed_copy(int64_t k);
 void plan_failed_registration(int64_t k);
+void plan_failed_allocation(int64_t k);
 bool copy_fails();
 bool registration_fails();
+bool allocation_fails();
 
 void set_name_of_thread(std::function<std::string()> name);
 void reset_ledger();

@@ -78,7 +78,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   void* take(size_t size, size_t requested) {
     std::lock_guard<std::mutex> lock(mutex_);
     size_t live = size_t(stats_.allocated_bytes[0].current);
-    if (live + size > limit_()) {
+    if (live + size > limit_() || allocation_fails()) {
       stats_.num_ooms++;
       TORCH_CHECK_WITH(OutOfMemoryError, false, "sim out of memory. Tried to allocate ", requested, " bytes; ", live,
                        " of ", limit_(), " bytes are allocated.");

@@ -61,6 +61,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   def(m, "logged", &sim::logged);
   def(m, "plan_failed_copy", &sim::plan_failed_copy);
   def(m, "plan_failed_registration", &sim::plan_failed_registration);
+  def(m, "plan_failed_allocation", &sim::plan_failed_allocation);
   def(m, "set_memory_limit", &sim::set_memory_limit);
   def(m, "set_poison", &sim::set_poison);
   def(m, "set_allocation_writes", &sim::set_allocation_writes);

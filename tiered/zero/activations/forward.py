@@ -6,6 +6,7 @@ of a step.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,8 @@ class Forward:
     @uninterrupted
     def end_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """After the forward of ``module``, also one that failed; return the output to hand on."""
+        if output is None and (error := sys.exc_info()[1]) is not None:
+            self._conductor.tier.note_dials(error, f"the forward of {type(module).__name__}")
         return self.exit(module, output)
 
     def enter(self, module: nn.Module, unit: Unit | None) -> None:

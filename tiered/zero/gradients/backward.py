@@ -17,6 +17,7 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.store.residency.residents import be_thread
 from tiered.zero.frames import num_on_stack
+from tiered.zero.gradients.failed_backwards import report_failures_to
 from tiered.zero.gradients.used_gradients import check_used, show_used
 from tiered.zero.parameters.conductor import Conductor
 from tiered.zero.parameters.parameter import without_dispatch
@@ -35,6 +36,7 @@ class Backward:
         self._units = conductor.units
         self._phase = conductor.phase
         self._calls = conductor.calls
+        self._tier = conductor.tier
         self._open_units = conductor.open_units
         self._gradients_came = gradients_came
         self._tasks: set[int] = set()
@@ -43,6 +45,9 @@ class Backward:
         self._waiting: dict[Unit, None] = {}  # accumulated, but not known to be final
         self._watched: set[Segment] = set()
         self._has_graphs = False  # of gradients; a gradient that lies in a buffer can keep none
+        self._why = ""  # this backward failed, where it is known
+        if self._tier.device.type != "cpu":
+            report_failures_to(self)
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Follow the gradient of a tiered parameter that requires one."""
@@ -75,6 +80,11 @@ class Backward:
             be_thread(self._open_units.thread)  # which waits while this one works
         torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 
+    def failed(self, error: BaseException) -> None:
+        """A backward has raised ``error``; it may be one of another model."""
+        if self._is_running or self._phase.is_between:
+            self._why = self._tier.note_dials(error, "a backward")
+
     @uninterrupted
     def settle(self) -> None:
         """Notice a backward that failed: its end was never reported. A refused backward has harmed nothing."""
@@ -83,11 +93,13 @@ class Backward:
         self._tasks.clear()
         self._waiting.clear()
         is_harmful, self._is_harmful = self._is_harmful and self._is_updating(), False
+        why, self._why = self._why, ""
         self._is_running = self._has_graphs = False
         self._phase.is_between = False
         self._clear_accumulated()
         if is_harmful:
-            self._phase.abandon("a backward failed after parameters were updated or gradients accumulated")
+            reason = "a backward failed after parameters were updated or gradients accumulated"
+            self._phase.abandon(f"{reason}: {why}" if why else reason)
 
     def check_used(self) -> None:
         """Raise UsageError, once, for gradients that were put or dropped since the backward has used them.
@@ -111,6 +123,7 @@ class Backward:
         self._tasks.clear()
         self._waiting.clear()
         self._is_running = self._has_graphs = self._is_harmful = False
+        self._why = ""
         self._clear_accumulated()
 
     def forget_touches(self) -> None:

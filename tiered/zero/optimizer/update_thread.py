@@ -185,7 +185,7 @@ class UpdateThread:
         """Raise the error of an update that has failed since the last call, if any; the step is abandoned."""
         error, self.failure = self.failure, None
         if error is not None:
-            self._abandon(f"{self._what_failed}: {error}")
+            self._abandon(": ".join([self._what_failed, str(error), *getattr(error, "__notes__", ())]))
             raise error
 
     def pending_keys(self) -> Set[str]:
