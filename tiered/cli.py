@@ -111,6 +111,16 @@ MicroBatches = Annotated[
         help="With --accumulate: all micro-steps through a unit before the next, or one by one. Default: vertical.",
     ),
 ]
+Device = Annotated[
+    str | None, typer.Option(metavar="auto|cpu|NAME", help="Where the model computes, such as cuda. Default: auto.")
+]
+DeviceMemory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="tiered's share of the device's memory. Default: from what is free.")
+]
+UpdateOn = Annotated[
+    str | None,
+    typer.Option(metavar="auto|cpu|device", help="Where the optimizer computes. Default: auto, what is shorter."),
+]
 Timeline = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write what every thread did and waited for, for ui.perfetto.dev.")
 ]
@@ -173,6 +183,9 @@ def train(
     hold: Hold = None,
     activations: Activations = None,
     micro_batches: MicroBatches = None,
+    device: Device = None,
+    device_memory: DeviceMemory = None,
+    update_on: UpdateOn = None,
     seed: Seed = None,
     resume: Resume = False,
     fresh: Fresh = False,
@@ -185,7 +198,8 @@ def train(
     options: dict[str, Any] = dict(
         layers=layers, width=width, heads=heads, context=context, batch=batch, lr=lr, clip=clip, accumulate=accumulate,
         dtype=dtype, update=update, state=state, seed=seed, steps=steps, commit_every=commit_every,
-        activations=activations, micro_batches=micro_batches,
+        activations=activations, micro_batches=micro_batches, device=device, update_on=update_on,
+        device_memory=_parsed("--device-memory", parse_bytes, device_memory),
         hold=hold if hold == "auto" else _parsed("--hold", parse_bytes, hold),
         data=tuple(str(path.absolute()) for path in data or ()) or None,
         dram=_parsed("--dram", parse_bytes, dram), params=_parsed("--params", parse_count, params),

@@ -215,6 +215,7 @@ def _device_module() -> types.ModuleType:
     module.device_count = lambda: int(is_enabled())
     module.current_device = lambda: 0
     module.set_device = lambda index: None
+    module.get_device_name = lambda device=None: "a simulated accelerator"
     module.synchronize = lambda device=None: torch.accelerator.synchronize()
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.Stream = lambda *_, **options: torch.Stream(device="sim", **options)

@@ -76,6 +76,7 @@ class Bound:
     compute_s: float  # the training thread, its waits left out
     update_s: float  # the update's own thread, its waits left out
     nvme_s: float
+    copy_s: float  # between DRAM and a compute device
     is_read: bool  # more of ``nvme_s`` goes into reads than into writes
     waits: Mapping[str, float]  # of the training thread, seconds by reason
 
@@ -90,6 +91,7 @@ class Bound:
         write_bytes: float,
         device_busy_s: float,
         bandwidth: Bandwidth | None,
+        copy_s: float = 0.0,
     ) -> Bound:
         """Return the bound of a step. Without ``bandwidth`` the devices' busy time counts: bytes / it was seen.
 
@@ -101,12 +103,12 @@ class Bound:
             nvme_s = min(nvme_s, seconds) if device_busy_s else seconds
             is_read = read_bytes / bandwidth.read_bytes_per_s > write_bytes / bandwidth.write_bytes_per_s
         compute_s = max(0.0, step_s - sum(waits.values()))
-        return cls(step_s, compute_s, update_s, min(nvme_s, step_s), is_read, dict(waits))
+        return cls(step_s, compute_s, update_s, min(nvme_s, step_s), min(copy_s, step_s), is_read, dict(waits))
 
     @property
     def seconds(self) -> float:
-        """max(compute, NVMe, update)."""
-        return max(self.compute_s, self.nvme_s, self.update_s)
+        """max(compute, NVMe, copies, update)."""
+        return max(self.compute_s, self.nvme_s, self.copy_s, self.update_s)
 
     @property
     def step_over_bound(self) -> float:
@@ -123,11 +125,16 @@ class Bound:
         """The resource that limited the step, in one line."""
         if not self.step_s or not self.seconds:
             return "nothing was measured"
-        if self.nvme_s >= max(self.compute_s, self.update_s):
-            second = max(self.compute_s, self.update_s, self.nvme_s / 2)  # a second drive: twice the bandwidth
+        if self.nvme_s >= max(self.compute_s, self.update_s, self.copy_s):
+            second = max(self.compute_s, self.update_s, self.copy_s, self.nvme_s / 2)  # twice the bandwidth
             return (
                 f"disk-{'read' if self.is_read else 'write'} bound: {self.nvme_s / self.step_s:.0%} of the step; "
                 f"a second drive would save {1 - second / self.seconds:.0%}"
+            )
+        if self.copy_s > max(self.compute_s, self.update_s):
+            return (
+                f"PCIe bound: copies take {self.copy_s / self.step_s:.0%} of the step; "
+                "a larger batch or --device-memory would help"
             )
         if self.update_s > self.compute_s:
             return f"update bound: {self.update_s / self.step_s:.0%} of the step; more CPU cores would help"
@@ -142,4 +149,5 @@ _WHAT = {
     "update": "updates",
     "write-back": "write-back: a larger DRAM budget would help",
     "commit": "commits",
+    "copy in": "copies to the device: a larger --device-memory would help",
 }

@@ -16,11 +16,12 @@ from tiered.units import MiB, format_bytes
 from tiered.zero.formats.layout import FORMATS
 
 __all__ = [
-    "ACTIVATIONS", "DTYPES", "MICRO_BATCHES", "STATES", "UPDATES", "RunConfig", "RunDials", "committed_step",
+    "ACTIVATIONS", "DTYPES", "MICRO_BATCHES", "PLACES", "STATES", "UPDATES", "RunConfig", "RunDials", "committed_step",
 ]  # fmt: skip
 
 ACTIVATIONS = ("auto", "keep", "recompute", "swap")
 MICRO_BATCHES = ("vertical", "plain")
+PLACES = ("auto", "cpu", "device")
 
 DTYPES = ("bf16", "fp32")
 UPDATES = ("backward", "step")
@@ -31,7 +32,7 @@ _MIN_DRAM = 16 * MiB
 
 _LARGEST = 1 << 53  # of a number in a configuration
 _LARGEST_SEED = 1 << 63  # the largest that torch's generators take
-_MAY_BE_ZERO = ("seed", "dram", "hold")
+_MAY_BE_ZERO = ("seed", "dram", "hold", "device_memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,10 @@ def _shape_of_params(given: Mapping[str, object]) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class RunDials:
-    """The dials that may change while a run lives: they change its time and place, never a loss."""
+    """The dials that may change while a run lives: they change its time and place.
+
+    They change no loss on one device; another device has its own last bits.
+    """
 
     steps: int = 24
     dram: int = 1 << 30  # bytes
@@ -146,11 +150,15 @@ class RunDials:
     hold: str | int = "auto"  # how much of dram keeps bytes for good: "auto", or bytes
     activations: str = "auto"
     micro_batches: str = "vertical"  # how the micro-steps of a step run: unit by unit, or one after the other
+    device: str = "auto"  # where the model computes
+    device_memory: int | None = None  # bytes for tiered there; None: from the free memory
+    update_on: str = "auto"  # where the optimizer computes
 
     def __post_init__(self) -> None:
         _check_range(steps=self.steps, commit_every=self.commit_every, dram=self.dram)
         _check_one_of(ACTIVATIONS, activations=self.activations)
         _check_one_of(MICRO_BATCHES, micro_batches=self.micro_batches)
+        _check_one_of(PLACES, update_on=self.update_on)
         if isinstance(self.hold, str) and self.hold != "auto":
             raise ValueError(f"hold must be auto, 0 or a size, got {self.hold!r}")
         if self.dram < _MIN_DRAM:
@@ -167,8 +175,8 @@ class RunDials:
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,), "float": (float, int), "float | None": (float, int, type(None)), "str": (str,),
-    "str | int": (str, int), "tuple[str, ...]": (tuple, list),
+    "int": (int,), "int | None": (int, type(None)), "float": (float, int), "float | None": (float, int, type(None)),
+    "str": (str,), "str | int": (str, int), "tuple[str, ...]": (tuple, list),
 }  # fmt: skip
 
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import tiered
 from tiered.console.interruption import Interruption
 from tiered.console.question import confirm
@@ -26,6 +28,7 @@ from tiered.train.plan import Plan
 from tiered.train.summary import RunSummary
 from tiered.train.timeline import write_timeline
 from tiered.units import MiB, spell_bytes, spell_count
+from tiered.zero.compute_device import named_device
 
 __all__ = ["Request", "train"]
 
@@ -70,7 +73,7 @@ class Request:
 
 def _spelled(name: str, value: object) -> str:
     """Return the value of an option as people write it."""
-    spell = {"dram": spell_bytes, "hold": spell_bytes, "params": spell_count}.get(name)
+    spell = {"dram": spell_bytes, "hold": spell_bytes, "device_memory": spell_bytes, "params": spell_count}.get(name)
     return spell(value) if spell and isinstance(value, int) else str(value)
 
 
@@ -166,13 +169,22 @@ def _find(request: Request) -> ExistingRun | None:
 def _plan(request: Request, found: ExistingRun | None) -> Plan:
     state = found.state if found else {}
     config = RunConfig.of_committed(state["config"], request.given) if found else RunConfig.of_given(request.given)
+    dials = RunDials.of_committed(state.get("dials", {}), request.given)
     return Plan(
         config,
-        RunDials.of_committed(state.get("dials", {}), request.given),
+        dials,
         request.directories,
         durable=request.durable,
         first_step=committed_step(state),
+        device=_device(dials),
     )
+
+
+def _device(dials: RunDials) -> torch.device:
+    """Return where the model computes. Raises UsageError for a device that is not there."""
+    if dials.device == "auto" and dials.device_memory == 0:
+        return torch.device("cpu")
+    return named_device(dials.device)
 
 
 def _confirm_removal(request: Request) -> None:

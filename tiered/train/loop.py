@@ -19,6 +19,7 @@ from tiered.console.interruption import Interruption
 from tiered.errors import TieredError, UsageError
 from tiered.train.data import Loader
 from tiered.train.model import GPT
+from tiered.train.peak import matrix_flop_per_s
 from tiered.train.plan import Plan
 from tiered.train.progress import Display, StepRecord, open_display
 from tiered.train.stopwatch import Stopwatch
@@ -84,7 +85,9 @@ class TrainingLoop:
         """
         plan = self._plan
         try:
-            with tiered.Store(*plan.directories, dram=plan.dials.dram, durable=plan.durable) as store:
+            with tiered.Store(
+                *plan.directories, dram=plan.dials.dram, device_memory=_device_memory(plan), durable=plan.durable
+            ) as store:
                 with open_display(plan.dials.steps, first_step=plan.first_step, quiet=quiet) as display:
                     return self._train(store, display)
         except _StoppedError:
@@ -98,6 +101,9 @@ class TrainingLoop:
         display.note(f"{'going on with' if self._plan.first_step else 'building'} the model")
         model, optimizer, step = self._build(store)
         self._is_built = True
+        device, peak = self._plan.device, 0.0
+        if device.type != "cpu":
+            peak = matrix_flop_per_s(device, _DTYPES[self._config.dtype])
         if self._interruption.requested:
             raise _StoppedError
         records: list[StepRecord] = []
@@ -112,7 +118,7 @@ class TrainingLoop:
             records.append(stopwatch.lap(step, loss, self._config.tokens_per_step))
             display.step(records[-1])
         self._finish(store, step)
-        return RunSummary.of(self._plan, records, store, self._write_timeline(store))
+        return RunSummary.of(self._plan, records, store, peak_flop_per_s=peak, timeline=self._write_timeline(store))
 
     def _write_timeline(self, store: tiered.Store) -> str:
         """Write the timeline if one was asked for; return a line about it."""
@@ -124,12 +130,13 @@ class TrainingLoop:
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)
         torch.manual_seed(config.seed)
-        with tiered.construct(store):
+        dials, device = self._plan.dials, self._plan.device
+        with tiered.construct(store, device=device):
             built = GPT(config.shape)
-        dials = self._plan.dials
         model = tiered.shard(
-            built, store, param_dtype=_DTYPES[config.dtype], activations=dials.activations, hold=dials.hold
-        )
+            built, store, param_dtype=_DTYPES[config.dtype], device=device, activations=dials.activations,
+            hold=dials.hold, update_on=dials.update_on,
+        )  # fmt: skip
         optimizer = tiered.AdamW(model.parameters(), lr=config.lr, update=config.update, state=config.state)
         if not self._plan.durable:
             return model, optimizer, 0
@@ -154,7 +161,7 @@ class TrainingLoop:
 
         The bits are those of one micro-step after the other.
         """
-        losses = tiered.micro_batches(model, [next(self._loader) for _ in range(self._config.accumulate)])
+        losses = tiered.micro_batches(model, [self._next_batch() for _ in range(self._config.accumulate)])
         values = [_checked(loss, step) for loss in losses]
         torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
         return sum(values) / len(values)
@@ -165,11 +172,19 @@ class TrainingLoop:
         for micro_step in range(config.accumulate):
             only_adds = config.update == "backward" and micro_step < config.accumulate - 1
             with tiered.accumulate(model) if only_adds else nullcontext():
-                tokens, targets = next(self._loader)  # each int64 (batch, context)
+                tokens, targets = self._next_batch()
                 loss = model(tokens, targets)
                 total += _checked(loss, step)
                 (loss if config.accumulate == 1 else loss / config.accumulate).backward()
         return total / config.accumulate
+
+    def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the next tokens and targets where the model computes, each int64 (batch, context)."""
+        tokens, targets = next(self._loader)
+        device = self._plan.device
+        if device.type == "cpu":
+            return tokens, targets
+        return tuple(each.pin_memory().to(device, non_blocking=True) for each in (tokens, targets))  # type: ignore[return-value]
 
     def _commit(self, store: tiered.Store, step: int) -> None:
         """Seal ``step``, and note which step is durable by now."""
@@ -188,6 +203,11 @@ class TrainingLoop:
         if self._plan.durable:
             store.wait_for_commit()
             self._note_durable(store)
+
+
+def _device_memory(plan: Plan) -> int | None:
+    """Return the budget of the store on the plan's device, in bytes; None: from what is free there."""
+    return 0 if plan.device.type == "cpu" else plan.dials.device_memory
 
 
 def _checked(loss: torch.Tensor, step: int) -> float:

@@ -18,6 +18,7 @@ from tiered.train.budget import check_budget
 from tiered.train.config import RunConfig, RunDials
 from tiered.train.data import Corpus
 from tiered.units import divide_up, format_bytes, format_count
+from tiered.zero.accelerator_state import describe_device
 from tiered.zero.formats.layout import Layouts
 from tiered.zero.formats.rules import AdamWRule
 
@@ -38,6 +39,10 @@ _MANY_BYTES = 10 * 10**12
 """Bytes that a run may write before it is worth a warning: one percent of a consumer drive's rated life."""
 
 
+_CPU = torch.device("cpu")
+_PLACES = {"auto": "the CPU or there, whichever is measured to be shorter", "cpu": "the CPU", "device": "it"}
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The forecast of one run; all byte counts are upper bounds, reached when no state stays in DRAM."""
@@ -47,11 +52,21 @@ class Plan:
     directories: tuple[Path, ...]
     durable: bool
     first_step: int  # steps done before this process
+    device: torch.device = _CPU  # where the model computes
 
     @property
     def num_params(self) -> int:
         """The model's parameters."""
         return self.config.shape.num_params
+
+    @property
+    def step_flop(self) -> float:
+        """Arithmetic operations of one step, what is computed a second time not counted.
+
+        Per token 6 for each parameter and 12 x layers x width x context for attention (PaLM, arXiv:2204.02311, B).
+        """
+        shape = self.config.shape
+        return self.config.tokens_per_step * (6.0 * self.num_params + 12.0 * shape.layers * shape.width * shape.context)
 
     @property
     def state_bytes_per_param(self) -> float:
@@ -136,9 +151,20 @@ class Plan:
             f"lr {config.lr:g}{extras}, update {config.update}, seed {config.seed}",
             f"memory  a DRAM budget of {format_bytes(dials.dram)}; training in memory would need "
             f"{format_bytes(IN_MEMORY_BYTES_PER_PARAM * self.num_params)} and activations",
+            *self._device_lines(),
             f"space   {format_bytes(self.space_nbytes)} ({sets}) in {where}",
             f"writes  up to {format_bytes(self.write_nbytes)} in all, {format_bytes(self.step_write_nbytes)} per step, "
             f"{format_bytes(each)} per 1,000 steps and directory",
+        ]
+
+    def _device_lines(self) -> list[str]:
+        if self.device.type == "cpu":
+            return []
+        asked = self.dials.device_memory
+        budget = "half of what is free or less" if asked is None else format_bytes(asked)
+        return [
+            f"device  {describe_device(self.device)}: {budget} of its memory for tiered, activations on top; "
+            f"updates on {_PLACES[self.dials.update_on]}"
         ]
 
     def warnings(self) -> list[str]:

@@ -32,6 +32,8 @@ class StepRecord:
     moved: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # bytes read and written by class
     update_seconds: float = 0.0  # in which any thread updated parameters and state
     device_busy_seconds: float = 0.0  # with something on its way to or from the devices
+    copied: tuple[int, int] = (0, 0)  # bytes, to a compute device and back
+    copy_seconds: tuple[float, float] = (0.0, 0.0)  # that its copy streams worked, in and out
 
     @property
     def outline(self) -> str:

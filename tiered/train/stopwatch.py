@@ -7,6 +7,7 @@ import time
 import tiered
 from tiered.stats import StoreStatistics
 from tiered.store.waiting.recorder import CALLER
+from tiered.tiers.device_clock import COMPUTE
 from tiered.train.progress import StepRecord
 
 __all__ = ["Stopwatch"]
@@ -24,7 +25,7 @@ class Stopwatch:
         """Return the record of the step that ends now."""
         now, before = self._store.statistics(), self._before
         end_s = time.perf_counter()
-        waits = _differences(before.recorder.waits_of(CALLER), now.recorder.waits_of(CALLER))
+        waits = _differences(_waits(before), _waits(now))
         record = StepRecord(
             step=step,
             loss=loss,
@@ -37,9 +38,32 @@ class Stopwatch:
             moved=_moved(before, now),
             update_seconds=now.recorder.seconds_of("update bucket") - before.recorder.seconds_of("update bucket"),
             device_busy_seconds=now.recorder.device_busy_seconds - before.recorder.device_busy_seconds,
+            copied=_copied(before, now),
+            copy_seconds=_copy_seconds(before, now),
         )
         self._before, self._begun_s = now, end_s
         return record
+
+
+def _waits(counters: StoreStatistics) -> dict[str, float]:
+    """Return how long the training thread has waited; on a compute device, how long its stream stood idle for that."""
+    recorder = counters.recorder
+    return recorder.waits_of(CALLER if recorder.device is None else COMPUTE)
+
+
+def _copied(before: StoreStatistics, now: StoreStatistics) -> tuple[int, int]:
+    """Return the bytes copied to a compute device and back between two snapshots."""
+    here, there = now.recorder.device, before.recorder.device
+    if here is None or there is None:
+        return 0, 0
+    return here.copied_in_bytes - there.copied_in_bytes, here.copied_out_bytes - there.copied_out_bytes
+
+
+def _copy_seconds(before: StoreStatistics, now: StoreStatistics) -> tuple[float, float]:
+    into, out = (
+        now.recorder.seconds_of(word) - before.recorder.seconds_of(word) for word in ("copy in", "copy out")
+    )
+    return into, out
 
 
 def _written(counters: StoreStatistics) -> int:

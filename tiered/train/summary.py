@@ -7,13 +7,14 @@ import resource
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
 import tiered
-from tiered.train.bound import Bandwidth, Bound, profiled_bandwidth
+from tiered.stats import ComputeDeviceStatistics
+from tiered.train.bound import Bandwidth, Bound, profiled_bandwidth, profiled_link
 from tiered.train.plan import Plan
 from tiered.train.progress import StepRecord
 from tiered.units import format_bytes
@@ -34,10 +35,21 @@ class RunSummary:
     generation: int
     stall_seconds: float
     bandwidth: Bandwidth | None  # as measured before; None: only this run's own counts are known
+    link: Bandwidth | None  # of copies to the compute device
+    device: ComputeDeviceStatistics | None
+    peak_flop_per_s: float  # of that device, 0 where it is the CPU
     timeline: str  # a line about it, "" without one
 
     @classmethod
-    def of(cls, plan: Plan, records: Sequence[StepRecord], store: tiered.Store, timeline: str = "") -> RunSummary:
+    def of(
+        cls,
+        plan: Plan,
+        records: Sequence[StepRecord],
+        store: tiered.Store,
+        *,
+        peak_flop_per_s: float = 0.0,
+        timeline: str = "",
+    ) -> RunSummary:
         """Return the summary of ``records`` and the store's counters now."""
         counters = store.statistics()
         return cls(
@@ -50,6 +62,9 @@ class RunSummary:
             generation=store.generation,
             stall_seconds=counters.stall_seconds,
             bandwidth=profiled_bandwidth(plan.directories),
+            link=profiled_link(plan.directories, plan.device.type),
+            device=counters.recorder.device,
+            peak_flop_per_s=peak_flop_per_s,
             timeline=timeline,
         )
 
@@ -81,7 +96,28 @@ class RunSummary:
             write_bytes=self._mean([record.write_bytes for record in self.records]),
             device_busy_s=self._mean([record.device_busy_seconds for record in self.records]),
             bandwidth=self.bandwidth,
+            copy_s=self.copy_s,
         )
+
+    @property
+    def copy_s(self) -> float:
+        """The least time for the copies of the mean step: by the measured rates, or else the busier stream's time."""
+        into, out = (self._mean([record.copy_seconds[way] for record in self.records]) for way in (0, 1))
+        if self.link is None:
+            return max(into, out)
+        return self.link.seconds(*(self._mean([record.copied[way] for record in self.records]) for way in (0, 1)))
+
+    @property
+    def copied_per_param(self) -> tuple[float, float]:
+        """The medians of the bytes copied to a compute device and back in a step, per parameter."""
+        into, out = (self._median([record.copied[way] for record in self.records]) for way in (0, 1))
+        return into / self.plan.num_params, out / self.plan.num_params
+
+    @property
+    def share_of_peak(self) -> float:
+        """The arithmetic of a step over what the device is capable of in that time; 0 on the CPU."""
+        seconds = self._median([record.seconds for record in self.records])
+        return self.plan.step_flop / seconds / self.peak_flop_per_s if self.peak_flop_per_s and seconds else 0.0
 
     @property
     def read_bytes_per_param(self) -> float:
@@ -114,6 +150,7 @@ class RunSummary:
             f"memory  peak RSS {format_bytes(_peak_rss_bytes())}, of it {format_bytes(self.peak_dram_bytes)} "
             f"of a DRAM budget of {format_bytes(self.plan.dials.dram)}",
             f"wrote   {format_bytes(self.bytes_written)} in all",
+            *self._device_lines(),
         ]
         lines += self._bound_lines()
         verdict = f"verdict {self.bound.verdict}"
@@ -127,13 +164,24 @@ class RunSummary:
             verdict,
         ]
 
+    def _device_lines(self) -> list[str]:
+        if self.device is None:
+            return []
+        into, out = self.copied_per_param
+        return [
+            f"device  {self.device.name}: peak {format_bytes(self.device.peak_bytes)} of a budget of "
+            f"{format_bytes(self.device.budget_bytes)}; {into:.1f} bytes in and {out:.1f} out per parameter and step",
+            f"peak    {self.share_of_peak:.1%} of the {self.peak_flop_per_s / 1e12:.3g} TFLOP/s of a matrix product",
+        ]
+
     def _bound_lines(self) -> list[str]:
         bound, waits = self.bound, sorted(self.waits.items(), key=lambda item: -item[1])
         told = [f"{seconds:.2f} s {reason}" for reason, seconds in waits if seconds >= 0.005]
+        copies = "" if self.device is None else f"PCIe {bound.copy_s:.2f}, "
         source = self.bandwidth.source if self.bandwidth else "as seen in this run; measure the drive: tiered bench DIR"
         return [
             f"waited  {', '.join(told) or 'for nothing'} per step",
-            f"bound   {bound.seconds:.2f} s (compute {bound.compute_s:.2f}, NVMe {bound.nvme_s:.2f}, update "
+            f"bound   {bound.seconds:.2f} s (compute {bound.compute_s:.2f}, NVMe {bound.nvme_s:.2f}, {copies}update "
             f"{bound.update_s:.2f}), step/bound {bound.step_over_bound:.2f}; bandwidth {source}",
             *([f"drawn   {self.timeline}"] if self.timeline else []),
         ]
@@ -160,12 +208,29 @@ class RunSummary:
             "bound_seconds": self.bound.seconds,
             "step_over_bound": self.bound.step_over_bound,
             "verdict": self.bound.verdict,
+            **self._device_as_json(),
             "versions": {
                 "tiered": tiered.__version__,
                 "torch": torch.__version__,
                 "numpy": np.__version__,
                 "python": platform.python_version(),
             },
+        }
+
+
+    def _device_as_json(self) -> dict[str, object]:
+        if self.device is None:
+            return {}
+        into, out = self.copied_per_param
+        return {
+            "device": {
+                **asdict(self.device),
+                "copied_in_bytes_per_param": into,
+                "copied_out_bytes_per_param": out,
+                "copy_bound_seconds": self.copy_s,
+                "share_of_peak": self.share_of_peak,
+                "matrix_flop_per_s": self.peak_flop_per_s,
+            }
         }
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["accelerator_type", "generator_states", "set_generator_states"]
+__all__ = ["accelerator_type", "describe_device", "generator_states", "set_generator_states"]
 
 
 def accelerator_type() -> str:
     """Return the type of this process's accelerator, "" where there is none."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "" if found is None else found.type
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the name of ``device`` and, where its driver tells, that of the card."""
+    name = getattr(torch.get_device_module(device.type), "get_device_name", None)
+    return str(device) if name is None else f"{device} ({name(device)})"
 
 
 def generator_states() -> list[torch.Tensor]:

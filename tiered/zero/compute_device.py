@@ -15,7 +15,7 @@ from tiered.units import MiB, format_bytes
 from tiered.zero.formats.budget import work_sizes
 from tiered.zero.layout import UnitLayout
 
-__all__ = ["check_update_on", "choose_device", "give_memory", "give_room", "move_buffers", "tier_of"]
+__all__ = ["check_update_on", "choose_device", "give_memory", "give_room", "move_buffers", "named_device", "tier_of"]
 
 _log = logging.getLogger("tiered")
 
@@ -28,26 +28,33 @@ def choose_device(word: str | torch.device, store: Store) -> torch.device:
 
     "auto" is the accelerator of this process, the CPU where there is none or ``store`` serves none. UsageError.
     """
+    if word == "auto" and store.device_memory == 0:
+        return torch.device("cpu")
+    device = named_device(word)
+    if device.type != "cpu" and store.device_memory == 0:
+        raise UsageError(
+            f"device={str(word)!r} with a store of device_memory=0; expected a budget such as device_memory='20GiB'"
+        )
+    return device
+
+
+def named_device(word: str | torch.device) -> torch.device:
+    """Return the device that ``word`` names, with its index; "auto" is the accelerator of this process, or the CPU.
+
+    UsageError.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if word == "auto":
-        if store.device_memory == 0 or not torch.accelerator.is_available():
-            return torch.device("cpu")
-        found = torch.accelerator.current_accelerator()
-        assert found is not None
-        word = found
+        word = accelerator or "cpu"
     try:
         device = torch.device(word)
     except (RuntimeError, TypeError) as error:
         raise UsageError(f"device={word!r}; expected 'auto', 'cpu' or an accelerator such as 'cuda'") from error
     if device.type == "cpu":
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or accelerator.type != device.type:
         there = "there is none" if accelerator is None else f"it is {accelerator.type!r}"
         raise UsageError(f"device={str(word)!r}; expected 'auto', 'cpu' or the accelerator of this process: {there}")
-    if store.device_memory == 0:
-        raise UsageError(
-            f"device={str(word)!r} with a store of device_memory=0; expected a budget such as device_memory='20GiB'"
-        )
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     return torch.device(device.type, index)
 
