@@ -34,6 +34,7 @@ class Recipe:
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     between: Callable[[nn.Module, int], list[Tensor]] | None = None
     optimizer: str = "AdamW"
+    updates_on: str = ""  # the device of masters and moments; "": the parameter's own
     adamw: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.05})
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -100,8 +101,11 @@ class MasterAdamW:
                 parameter.data = original.to(recipe.param_dtype)
             if not parameter.requires_grad:
                 continue
-            is_master = parameter.dtype != torch.bfloat16
-            self.masters[parameter] = parameter if is_master else nn.Parameter(original.float().clone())
+            is_cast = parameter.dtype == torch.bfloat16
+            there = recipe.updates_on or parameter.device
+            is_master = not is_cast and torch.device(there) == parameter.device
+            master = original.float() if is_cast else original
+            self.masters[parameter] = parameter if is_master else nn.Parameter(master.to(there, copy=True))
         groups = [
             group | {"params": [self.masters[p] for p in group["params"] if p in self.masters]}
             for group in recipe.groups(model)
@@ -111,10 +115,15 @@ class MasterAdamW:
 
     def step(self, max_norm: float | None = None) -> Tensor | None:
         """Update every parameter that has a gradient; return the norm before clipping, if asked to clip."""
+        gradients = {
+            parameter: parameter.grad.float() if parameter.dtype == torch.bfloat16 else parameter.grad
+            for parameter in self.masters
+            if parameter.grad is not None
+        }
+        norm = None if max_norm is None else _clip(list(gradients.values()), max_norm)
         for parameter, master in self.masters.items():
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-        norm = None if max_norm is None else nn.utils.clip_grad_norm_(self.masters.values(), max_norm)
+            gradient = gradients.get(parameter)
+            master.grad = None if gradient is None else gradient.to(master.device)
         self.num_updates.update(master for master in self.masters.values() if master.grad is not None)
         self.optimizer.step()
         with torch.no_grad():
@@ -127,6 +136,14 @@ class MasterAdamW:
         """Forget all gradients."""
         for parameter in self.masters:
             parameter.grad = None
+
+
+def _clip(gradients: list[Tensor], max_norm: float) -> Tensor:
+    """Clip ``gradients`` where they are, by torch's own function; return their norm."""
+    holders = [torch.empty_like(gradient) for gradient in gradients]
+    for holder, gradient in zip(holders, gradients, strict=True):
+        holder.grad = gradient
+    return nn.utils.clip_grad_norm_(holders, max_norm)
 
 
 def train(
@@ -168,7 +185,7 @@ def _collect(model: nn.Module, optimizer: MasterAdamW, trained: Trained) -> None
             continue
         master = optimizer.masters[parameter]
         trained.masters[name] = master.detach().clone()
-        if master is not parameter:
+        if parameter.dtype == torch.bfloat16:
             trained.cast.add(name)
         if optimizer.num_updates[master]:
             state = optimizer.optimizer.state[master]

@@ -1,13 +1,16 @@
-"""The simulated accelerator, enabled for one test, and without a race that the test did not ask for."""
+"""The device of each test: the simulated one, without a race that the test did not ask for, or a real one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from tests.accelerator import simulated
+from tests.accelerator.training import DEVICE
 from tiered.bytes.registrar import add_registrar
 
 
@@ -21,9 +24,31 @@ class _Registrar:
         simulated.host_unregister(address)
 
 
+class _Real:
+    """A real device: it needs no reset, and neither delays an event nor tells of a race."""
+
+    def reset(self) -> None: ...
+
+    def guard_pinned(self) -> None: ...
+
+    def set_query_delay(self, num_queries: int) -> None: ...
+
+    def races(self) -> list[str]:
+        return []
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On a real device leave those tests out that plant faults in the simulated one, or count its calls."""
+    if DEVICE == "sim":
+        return
+    others = [item for item in items if "accelerator" not in getattr(item, "fixturenames", ())]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+
+
 @pytest.fixture
 def sim() -> Iterator[ModuleType]:
-    """Enable the device for the test; races that the test does not take itself fail it."""
+    """Enable the simulated device for the test; races that the test does not take itself fail it."""
     if simulated.refusal() is not None:
         pytest.skip(str(simulated.refusal()))
     simulated.enable()
@@ -33,3 +58,16 @@ def sim() -> Iterator[ModuleType]:
         assert simulated.races() == []
     finally:
         simulated.disable()
+
+
+@pytest.fixture
+def accelerator(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Return the device of type ``DEVICE``: what a test asks of it that a real one cannot do does nothing there."""
+    if DEVICE == "sim":
+        yield request.getfixturevalue("sim")
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield _Real()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import tiered
-from tests.accelerator.training import ROOMY_NBYTES
+from tests.accelerator.training import DEVICE, ROOMY_NBYTES
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{word}") for word in ("UserWarning", "FutureWarning")]
 
@@ -44,14 +43,14 @@ def lora() -> nn.Module:
 def train(build: Callable[[], nn.Module], prepare: Callable[[nn.Module], Any], *, is_split: bool) -> tuple[Any, Any]:
     """Return the losses and the state of three steps; where ``is_split``, of two micro-batches each, unit by unit."""
     torch.manual_seed(0)
-    with torch.device("sim"):
+    with torch.device(DEVICE):
         model = build()
     optimizer = prepare(model)
     model.train()
     torch.manual_seed(1)
     losses = []
     for step in range(3):
-        tokens = torch.randint(0, VOCAB, (4, 12), generator=torch.Generator().manual_seed(step)).to("sim")
+        tokens = torch.randint(0, VOCAB, (4, 12), generator=torch.Generator().manual_seed(step)).to(DEVICE)
         batches = [{"input_ids": part, "labels": part} for part in (tokens.split(2) if is_split else [tokens])]
         if is_split and isinstance(optimizer, tiered.AdamW):
             each = tiered.micro_batches(model, batches)
@@ -71,7 +70,7 @@ def train(build: Callable[[], nn.Module], prepare: Callable[[nn.Module], Any], *
     ("build", "update", "is_split"),
     [(gpt2, "step", False), (gpt2, "backward", True), (llama, "backward", False), (lora, "step", True)],
 )
-def test_bits(build: Any, update: str, is_split: bool, sim: ModuleType, tmp_path: Path) -> None:
+def test_bits(build: Any, update: str, is_split: bool, accelerator: Any, tmp_path: Path) -> None:
     def trained(model: nn.Module) -> list[nn.Parameter]:
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -79,11 +78,11 @@ def test_bits(build: Any, update: str, is_split: bool, sim: ModuleType, tmp_path
         return torch.optim.AdamW(trained(model), lr=1e-2, fused=True)
 
     losses, state = train(build, in_memory, is_split=is_split)
-    sim.reset()
+    accelerator.reset()
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES // 2) as store:
 
         def on_tiers(model: nn.Module) -> torch.optim.Optimizer:
-            tiered.shard(model, store, device="sim", hold=0)
+            tiered.shard(model, store, device=DEVICE, hold=0)
             return tiered.AdamW(trained(model), lr=1e-2, update=update)
 
         ours, values = train(build, on_tiers, is_split=is_split)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered
-from tests.accelerator.training import ROOMY_NBYTES
+from tests.accelerator.training import DEVICE, ROOMY_NBYTES
 from tiered.tiers.device_memory import on_stream
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -43,7 +42,7 @@ class Block(nn.Module):
         self.side = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, rows: Tensor) -> Tensor:
-        here, side = torch.accelerator.current_stream(), torch.Stream(device="sim")
+        here, side = torch.accelerator.current_stream(), torch.Stream(device=DEVICE)
         side.wait_stream(here)
         with on_stream(side):
             aside = self.side(rows).tanh()
@@ -69,8 +68,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Tens
     """Train three steps, each in a stream of its own."""
     losses, here = [], torch.accelerator.current_stream()
     for step in range(3):
-        rows = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step)).to("sim")
-        own = torch.Stream(device="sim")
+        rows = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+        own = torch.Stream(device=DEVICE)
         own.wait_stream(here)
         with on_stream(own):
             loss = model(rows)
@@ -87,19 +86,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Tens
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
-def test_bits_on_the_callers_own_streams(update: str, sim: ModuleType, tmp_path: Path) -> None:
+def test_bits_on_the_callers_own_streams(update: str, accelerator: Any, tmp_path: Path) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
-        with torch.device("sim"):
+        with torch.device(DEVICE):
             return Blocks()
 
     model = build()
     losses, state = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
     del model
-    assert sim.races() == []
-    sim.reset()
+    assert accelerator.races() == []
+    accelerator.reset()
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
-        model = tiered.shard(build(), store, device="sim", hold=0)
+        model = tiered.shard(build(), store, device=DEVICE, hold=0)
         ours, values = train(model, tiered.AdamW(model.parameters(), lr=1e-2, update=update))
     assert all(map(torch.equal, ours, losses))
     assert all(torch.equal(values[name], state[name]) for name in state)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
+from tests.accelerator.training import DEVICE
 from tiered.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -35,13 +36,13 @@ def run(tmp_path: Path) -> Run:
     [("--device-memory", "16MiB", "--update-on", "device"), ("--accumulate", "2", "--clip", "1", "--update-on", "cpu")],
 )
 def test_a_run_says_what_the_device_did(
-    options: tuple[str, ...], run: Run, sim: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: tuple[str, ...], run: Run, accelerator: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--steps", "3", "--timeline", str(tmp_path / "timeline.json"), *options) == 0
     out, err = capsys.readouterr()
     assert not err
-    assert "\ndevice  sim:0 (a simulated accelerator): " in out
-    assert "\ndevice  sim:0: peak " in out and "\npeak " in out and ", PCIe " in out
+    assert f"\ndevice  {DEVICE}:0 (" in out
+    assert f"\ndevice  {DEVICE}:0: peak " in out and "\npeak " in out and ", PCIe " in out
     assert out.splitlines()[-1].startswith("verdict ")
     found = json.loads((tmp_path / "run.json").read_text())
     device = found["device"]
@@ -53,10 +54,10 @@ def test_a_run_says_what_the_device_did(
     assert {"stream: compute", "stream: copy in", "stream: copy out"} <= names
 
 
-def test_a_run_goes_on_there_and_comes_back(run: Run, sim: ModuleType, tmp_path: Path) -> None:
+def test_a_run_goes_on_there_and_comes_back(run: Run, accelerator: Any, tmp_path: Path) -> None:
     assert run("--steps", "2", "--device", "cpu") == 0
     losses = json.loads((tmp_path / "run.json").read_text())["losses"]
-    assert run("--resume", "--steps", "4", "--device", "sim", "--update-on", "cpu") == 0
+    assert run("--resume", "--steps", "4", "--device", DEVICE, "--update-on", "cpu") == 0
     found = json.loads((tmp_path / "run.json").read_text())
     assert found["steps"] == [3, 4] and found["losses"][-1] < losses[0]
     assert run("--resume", "--steps", "5", "--device", "cpu") == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 import tiered
-from tests.accelerator.training import ROOMY_NBYTES, case_on, reference_on, smallest_device_memory
+from tests.accelerator.training import DEVICE, ROOMY_NBYTES, case_on, reference_on, smallest_device_memory
 from tests.reference import Recipe
-from tests.zero.training import assert_same, budget_named_in, start
+from tests.zero.training import assert_same, budget_named_in, reference, start
 from tiered.bytes.pinned_arena import PinnedArena
 from tiered.bytes.registrar import registrar_for
 from tiered.errors import CapacityError, UsageError
@@ -61,25 +62,35 @@ def small_ones_swap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
-def test_bits(row: Any, sim: ModuleType, tmp_path: Path) -> None:
+def test_bits(row: Any, accelerator: Any, tmp_path: Path) -> None:
     name, dtype, update, update_on, activations, is_tight, num_micro_steps, max_norm = row
     recipe = Recipe(param_dtype=dtype, num_micro_steps=num_micro_steps, max_norm=max_norm)
-    expected = reference_on("sim", name, recipe)
-    options = {"device": "sim", "update_on": update_on, "activations": activations}
+    expected = reference_on(DEVICE, name, recipe, update_on)
+    options = {"device": DEVICE, "update_on": update_on, "activations": activations}
     budget = ROOMY_NBYTES
     if is_tight:
         budget = smallest_device_memory(name, recipe, tmp_path / "refused", **options)
         options["hold"] = 0
-    sim.reset()
-    sim.guard_pinned()
-    sim.set_query_delay(2)
+    accelerator.reset()
+    accelerator.guard_pinned()
+    accelerator.set_query_delay(2)
     with tiered.Store(tmp_path / "store", dram=ROOMY_NBYTES, device_memory=budget) as store:
-        session = start(case_on("sim", name), recipe, store, update, **options)
+        session = start(case_on(DEVICE, name), recipe, store, update, **options)
         trained = session.run()
         tier = next(session.model.parameters()).segment.unit.tier  # type: ignore[attr-defined]
         assert tier.memory.peak_bytes <= budget
         assert store.working_set.residents.arena.is_pinned
     assert_same(trained, expected)
+
+
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_a_reference_that_is_updated_on_the_cpu_has_the_same_bits_here(dtype: Any, sim: ModuleType) -> None:
+    recipe = Recipe(param_dtype=dtype, max_norm=0.5)
+    there = reference(case_on("sim", "gpt"), replace(recipe, updates_on="cpu"))
+    assert next(iter(there.masters.values())).device.type == "cpu"
+    expected = reference_on("sim", "gpt", recipe)
+    there.masters = {name: master for name, master in there.masters.items() if name in expected.cast}
+    assert_same(there, expected)
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
@@ -89,8 +100,8 @@ def test_no_thread_makes_a_call_that_waits_for_the_device(
 ) -> None:
     max_norm = 0.5 if update == "step" else None
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
-        options = {"device": "sim", "update_on": update_on, "activations": "keep"}
-        session = start(case_on("sim", "gpt"), Recipe(max_norm=max_norm), store, update, **options)
+        options = {"device": DEVICE, "update_on": update_on, "activations": "keep"}
+        session = start(case_on(DEVICE, "gpt"), Recipe(max_norm=max_norm), store, update, **options)
         batches = [session.case.batch(index) for index in range(6)]
         for step, batch in enumerate(batches):
             if step == 3:
@@ -103,7 +114,7 @@ def test_no_thread_makes_a_call_that_waits_for_the_device(
         assert sim.blocking() == {}
 
 
-def test_a_run_goes_from_the_cpu_to_the_device_and_back(sim: ModuleType, tmp_path: Path) -> None:
+def test_a_run_goes_from_the_cpu_to_the_device_and_back(accelerator: Any, tmp_path: Path) -> None:
     recipe = Recipe(param_dtype=BF16)
     options: dict[str, Any] = {"update_on": "cpu", "activations": "keep"}
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=0) as store:
@@ -113,7 +124,7 @@ def test_a_run_goes_from_the_cpu_to_the_device_and_back(sim: ModuleType, tmp_pat
         before, moments = session.model.state_dict(), session.optimizer.state_dict()["state"]
         store.commit({"step": 2})
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
-        session = start(case_on("sim", "gpt"), recipe, store, device="sim", **options)
+        session = start(case_on(DEVICE, "gpt"), recipe, store, device=DEVICE, **options)
         assert store.resume() == {"step": 2}
         assert all(torch.equal(value, before[name]) for name, value in session.model.state_dict().items())
         for index, state in session.optimizer.state_dict()["state"].items():
@@ -128,9 +139,9 @@ def test_a_run_goes_from_the_cpu_to_the_device_and_back(sim: ModuleType, tmp_pat
         assert all(torch.equal(value, after[name]) for name, value in session.model.state_dict().items())
 
 
-def test_a_run_updated_on_the_device_is_not_resumed_elsewhere_unasked(sim: ModuleType, tmp_path: Path) -> None:
+def test_a_run_updated_on_the_device_is_not_resumed_elsewhere_unasked(accelerator: Any, tmp_path: Path) -> None:
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
-        session = start(case_on("sim", "gpt"), Recipe(), store, device="sim", update_on="device")
+        session = start(case_on(DEVICE, "gpt"), Recipe(), store, device=DEVICE, update_on="device")
         session.run_step(0)
         store.commit({"step": 1})
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=0) as store:
@@ -141,19 +152,19 @@ def test_a_run_updated_on_the_device_is_not_resumed_elsewhere_unasked(sim: Modul
         assert store.resume() == {"step": 1}
 
 
-def test_values_written_inside_unsharded_are_kept(sim: ModuleType, tmp_path: Path) -> None:
+def test_values_written_inside_unsharded_are_kept(accelerator: Any, tmp_path: Path) -> None:
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
-        session = start(case_on("sim", "gpt"), Recipe(), store, device="sim")
+        session = start(case_on(DEVICE, "gpt"), Recipe(), store, device=DEVICE)
         with tiered.unsharded(session.model), torch.no_grad():
             for parameter in session.model.parameters():
-                assert parameter.device.type == "sim"
+                assert parameter.device.type == DEVICE
                 parameter.fill_(3.0)
         assert all(torch.equal(value, torch.full_like(value, 3.0)) for value in session.model.state_dict().values())
 
 
-def test_a_tensor_that_keeps_a_buffer_alive_is_not_overwritten(sim: ModuleType, tmp_path: Path) -> None:
+def test_a_tensor_that_keeps_a_buffer_alive_is_not_overwritten(accelerator: Any, tmp_path: Path) -> None:
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
-        session = start(case_on("sim", "gpt"), Recipe(), store, device="sim", hold=0)
+        session = start(case_on(DEVICE, "gpt"), Recipe(), store, device=DEVICE, hold=0)
         kept: list[torch.Tensor] = []
         block = session.model.blocks[1]  # type: ignore[union-attr,index]
         hook = block.register_forward_hook(lambda module, *_: kept.append(module.ln1.weight.detach().view(-1)))
@@ -167,11 +178,11 @@ def test_a_tensor_that_keeps_a_buffer_alive_is_not_overwritten(sim: ModuleType, 
         session.run_step(3)
 
 
-def test_a_device_budget_that_is_too_small_names_the_smallest(sim: ModuleType, tmp_path: Path) -> None:
-    smallest = smallest_device_memory("gpt", Recipe(), tmp_path / "one", device="sim", update_on="cpu")
+def test_a_device_budget_that_is_too_small_names_the_smallest(accelerator: Any, tmp_path: Path) -> None:
+    smallest = smallest_device_memory("gpt", Recipe(), tmp_path / "one", device=DEVICE, update_on="cpu")
     with tiered.Store(tmp_path / "two", dram=ROOMY_NBYTES, device_memory=smallest - 1) as store:
         with pytest.raises(tiered.CapacityError, match=f"smallest that works is {smallest} bytes"):
-            start(case_on("sim", "gpt"), Recipe(), store, device="sim", update_on="cpu")
+            start(case_on(DEVICE, "gpt"), Recipe(), store, device=DEVICE, update_on="cpu")
 
 
 def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
@@ -180,11 +191,11 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
             start(case_on("cpu", "gpt"), Recipe(), store, device="cuda")
 
 
-def test_a_step_copies_parameters_in_twice_and_gradients_out_once(sim: ModuleType, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"device": "sim", "update_on": "cpu", "activations": "keep", "hold": 0}
+def test_a_step_copies_parameters_in_twice_and_gradients_out_once(accelerator: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"device": DEVICE, "update_on": "cpu", "activations": "keep", "hold": 0}
     budget = smallest_device_memory("gpt", Recipe(), tmp_path / "refused", **options)
     with tiered.Store(tmp_path / "store", dram=ROOMY_NBYTES, device_memory=budget) as store:
-        session = start(case_on("sim", "gpt"), Recipe(), store, **options)
+        session = start(case_on(DEVICE, "gpt"), Recipe(), store, **options)
         units = next(session.model.parameters()).segment.unit.engine.units  # type: ignore[attr-defined]
         copies = units[0].tier.copies
         for step in range(3):
@@ -195,10 +206,10 @@ def test_a_step_copies_parameters_in_twice_and_gradients_out_once(sim: ModuleTyp
         assert copies.out_bytes - before[1] == sum(unit.layout.gradient_nbytes for unit in units)
 
 
-def test_the_next_unit_is_on_its_way_before_the_last_operation_of_this_one(sim: ModuleType, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"device": "sim", "update_on": "cpu", "activations": "keep"}
+def test_the_next_unit_is_on_its_way_before_the_last_operation_of_this_one(accelerator: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"device": DEVICE, "update_on": "cpu", "activations": "keep"}
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
-        session = start(case_on("sim", "gpt"), Recipe(), store, **options)
+        session = start(case_on(DEVICE, "gpt"), Recipe(), store, **options)
         for step in range(2):
             session.run_step(step)
         session.optimizer.state_dict()  # the updates have ended
@@ -220,21 +231,21 @@ def test_the_next_unit_is_on_its_way_before_the_last_operation_of_this_one(sim: 
 
 
 @pytest.mark.parametrize("engine", ["uring", "threads", "aiofiles", "mmap"])
-def test_bits_through_each_engine(engine: str, sim: ModuleType, tmp_path: Path) -> None:
+def test_bits_through_each_engine(engine: str, accelerator: Any, tmp_path: Path) -> None:
     recipe = Recipe(param_dtype=BF16)
-    options: dict[str, Any] = {"device": "sim", "update_on": "cpu", "activations": "swap", "hold": 0}
+    options: dict[str, Any] = {"device": DEVICE, "update_on": "cpu", "activations": "swap", "hold": 0}
     budget = smallest_device_memory("gpt", recipe, tmp_path / "refused", **options)
     with tiered.Store(tmp_path / "store", dram=ROOMY_NBYTES, device_memory=budget, engine=engine) as store:
-        trained = start(case_on("sim", "gpt"), recipe, store, **options).run()
+        trained = start(case_on(DEVICE, "gpt"), recipe, store, **options).run()
         store.commit({"step": 4})
-    assert_same(trained, reference_on("sim", "gpt", recipe))
+    assert_same(trained, reference_on(DEVICE, "gpt", recipe, "cpu"))
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_a_scaler_and_a_clipping_give_the_bits_that_they_give_in_memory(
-    is_ours: bool, sim: ModuleType, tmp_path: Path
+    is_ours: bool, accelerator: Any, tmp_path: Path
 ) -> None:
-    case = case_on("sim", "gpt")
+    case = case_on(DEVICE, "gpt")
     clip = tiered.clip_grad_norm_ if is_ours else torch.nn.utils.clip_grad_norm_
 
     def train(model: torch.nn.Module, optimizer: Any, scaler: Any, clip: Any) -> dict[str, torch.Tensor]:
@@ -250,19 +261,19 @@ def test_a_scaler_and_a_clipping_give_the_bits_that_they_give_in_memory(
     torch.manual_seed(0)
     model = case.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    expected = train(model, optimizer, torch.amp.GradScaler("sim"), torch.nn.utils.clip_grad_norm_)
-    sim.reset()
+    expected = train(model, optimizer, torch.amp.GradScaler(DEVICE), torch.nn.utils.clip_grad_norm_)
+    accelerator.reset()
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
         torch.manual_seed(0)
-        model = tiered.shard(case.build(), store, device="sim", hold=0)
-        scaler = tiered.GradScaler("sim") if is_ours else torch.amp.GradScaler("sim")
+        model = tiered.shard(case.build(), store, device=DEVICE, hold=0)
+        scaler = tiered.GradScaler(DEVICE) if is_ours else torch.amp.GradScaler(DEVICE)
         values = train(model, tiered.AdamW(model.parameters(), lr=1e-2), scaler, clip)
     assert all(torch.equal(values[name], expected[name]) for name in expected)
 
 
 def small_store(directory: Path, nbytes: int, device_memory: int, **options: Any) -> tiered.Store:
     """Open a store of a page-locked DRAM budget below the least that a user may give."""
-    registrar = registrar_for("sim")
+    registrar = registrar_for(DEVICE)
     assert registrar is not None
     arena = PinnedArena(nbytes, registrar)
     return tiered.Store(directory, dram=nbytes, device_memory=device_memory, _arena=arena, **options)
@@ -276,26 +287,26 @@ def small_store(directory: Path, nbytes: int, device_memory: int, **options: Any
     ],
 )  # fmt: skip
 def test_bits_with_the_smallest_budgets_of_both_tiers(
-    name: str, dtype: Any, update: str, update_on: str, sim: ModuleType, tmp_path: Path
+    name: str, dtype: Any, update: str, update_on: str, accelerator: Any, tmp_path: Path
 ) -> None:
     recipe = Recipe(param_dtype=dtype, num_micro_steps=2 if update == "step" else 1)
-    expected = reference_on("sim", name, recipe)
-    options: dict[str, Any] = {"device": "sim", "update_on": update_on, "activations": "keep", "hold": 0}
+    expected = reference_on(DEVICE, name, recipe, update_on)
+    options: dict[str, Any] = {"device": DEVICE, "update_on": update_on, "activations": "keep", "hold": 0}
     device_memory = smallest_device_memory(name, recipe, tmp_path / "refused", **options)
     with pytest.raises(CapacityError) as refusal:
         with small_store(tmp_path / "small", 64 << 10, device_memory, durable=False) as store:
-            start(case_on("sim", name), recipe, store, update, **options)
-    sim.reset()
+            start(case_on(DEVICE, name), recipe, store, update, **options)
+    accelerator.reset()
     with small_store(tmp_path / "store", budget_named_in(refusal.value), device_memory) as store:
-        trained = start(case_on("sim", name), recipe, store, update, **options).run()
+        trained = start(case_on(DEVICE, name), recipe, store, update, **options).run()
     assert_same(trained, expected)
 
 
 @pytest.mark.parametrize("num_micro_steps", [1, 2])
-def test_gradients_are_not_written_where_dram_has_room(num_micro_steps: int, sim: ModuleType, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"device": "sim", "update_on": "cpu", "activations": "keep"}
+def test_gradients_are_not_written_where_dram_has_room(num_micro_steps: int, accelerator: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"device": DEVICE, "update_on": "cpu", "activations": "keep"}
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES, durable=False) as store:
-        session = start(case_on("sim", "gpt"), Recipe(num_micro_steps=num_micro_steps), store, **options)
+        session = start(case_on(DEVICE, "gpt"), Recipe(num_micro_steps=num_micro_steps), store, **options)
         session.run_step(0)
         before = store.statistics().write_bytes
         for step in range(1, 4):
@@ -303,11 +314,11 @@ def test_gradients_are_not_written_where_dram_has_room(num_micro_steps: int, sim
         assert store.statistics().write_bytes == before
 
 
-def test_a_norm_is_that_of_the_gradient_as_it_is_now(sim: ModuleType, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"device": "sim", "update_on": "cpu", "activations": "keep", "hold": 0}
+def test_a_norm_is_that_of_the_gradient_as_it_is_now(accelerator: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"device": DEVICE, "update_on": "cpu", "activations": "keep", "hold": 0}
     budget = smallest_device_memory("gpt", Recipe(), tmp_path / "refused", **options)
     with tiered.Store(tmp_path / "store", dram=ROOMY_NBYTES, device_memory=budget) as store:
-        session = start(case_on("sim", "gpt"), Recipe(), store, **options)
+        session = start(case_on(DEVICE, "gpt"), Recipe(), store, **options)
         parameter = session.model.blocks[2].fc.weight  # type: ignore[union-attr,index]
         norms = []
         for index in (0, 0, 0):  # the second time the question is known, the third time the gradient is another one
@@ -321,12 +332,12 @@ def test_a_norm_is_that_of_the_gradient_as_it_is_now(sim: ModuleType, tmp_path: 
         assert norms[0] < norms[1] < norms[2]
 
 
-def test_state_is_the_same_wherever_it_is_updated(sim: ModuleType, tmp_path: Path) -> None:
+def test_state_is_the_same_wherever_it_is_updated(accelerator: Any, tmp_path: Path) -> None:
     trained = []
     for update_on in ("cpu", "device"):
         with tiered.Store(tmp_path / update_on, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
             recipe = Recipe(param_dtype=BF16, adamw={"lr": 1e-2, "state": "compact"})
-            trained.append(start(case_on("sim", "gpt"), recipe, store, device="sim", update_on=update_on).run())
+            trained.append(start(case_on(DEVICE, "gpt"), recipe, store, device=DEVICE, update_on=update_on).run())
     here, there = trained
     for kept in ("parameters", "masters", "exp_avg", "exp_avg_sq"):
         ours, theirs = getattr(here, kept), getattr(there, kept)
@@ -334,9 +345,9 @@ def test_state_is_the_same_wherever_it_is_updated(sim: ModuleType, tmp_path: Pat
         assert all(torch.equal(ours[name], theirs[name]) for name in ours), kept
 
 
-def test_tensors_are_on_the_device_that_belongs_to_them(sim: ModuleType, tmp_path: Path) -> None:
+def test_tensors_are_on_the_device_that_belongs_to_them(accelerator: Any, tmp_path: Path) -> None:
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
-        session = start(case_on("sim", "gpt"), Recipe(), store, device="sim")
+        session = start(case_on(DEVICE, "gpt"), Recipe(), store, device=DEVICE)
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
             session.case.loss(session.model, case_on("cpu", "gpt").batch(0))
         loss = session.case.loss(session.model, session.case.batch(0))
@@ -348,7 +359,7 @@ def test_tensors_are_on_the_device_that_belongs_to_them(sim: ModuleType, tmp_pat
         torch.stack(micro).sum().backward()
         norm = tiered.clip_grad_norm_(session.model, 1.0)
         for tensor in (loss, norm, *parameters, *gradients, *micro, *session.model.buffers()):
-            assert tensor.device.type == "sim"
+            assert tensor.device.type == DEVICE
         session.optimizer.step()
         assert all(value.device.type == "cpu" for value in session.model.state_dict().values())
         for state in session.optimizer.state_dict()["state"].values():

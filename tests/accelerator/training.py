@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -18,9 +19,11 @@ from tests.zero.training import reference, start
 from tiered.errors import CapacityError
 from tiered.units import MiB
 
-__all__ = ["ROOMY_NBYTES", "case_on", "reference_on", "smallest_device_memory"]
+__all__ = ["DEVICE", "ROOMY_NBYTES", "case_on", "reference_on", "smallest_device_memory"]
 
 ROOMY_NBYTES = 32 * MiB
+DEVICE = os.environ.get("TIERED_TEST_DEVICE", "sim")
+"""The type of device that tests run on: the simulated one, or a real one where a machine has it."""
 
 
 def case_on(device: str, name: str) -> Case:
@@ -37,14 +40,21 @@ def case_on(device: str, name: str) -> Case:
     return Case(build, batch, case.loss, case.unit)
 
 
-def reference_on(device: str, name: str, recipe: Recipe) -> Trained:
-    """Return what plain PyTorch leaves of case ``name`` on ``device``."""
-    return _reference_on(device, name, recipe.param_dtype, recipe.max_norm, recipe.num_micro_steps)
+def reference_on(device: str, name: str, recipe: Recipe, update_on: str = "device") -> Trained:
+    """Return what plain PyTorch leaves of case ``name`` on ``device``, updated there or on the CPU.
+
+    The simulated device has the bits of the CPU, so one reference serves both.
+    """
+    updates_on = "cpu" if update_on == "cpu" and device != "sim" else ""
+    return _reference_on(device, name, recipe.param_dtype, recipe.max_norm, recipe.num_micro_steps, updates_on)
 
 
 @cache
-def _reference_on(device: str, name: str, dtype: torch.dtype | None, max_norm: float | None, num: int) -> Trained:
-    return reference(case_on(device, name), Recipe(param_dtype=dtype, max_norm=max_norm, num_micro_steps=num))
+def _reference_on(
+    device: str, name: str, dtype: torch.dtype | None, max_norm: float | None, num: int, where: str
+) -> Trained:
+    recipe = Recipe(param_dtype=dtype, max_norm=max_norm, num_micro_steps=num, updates_on=where)
+    return reference(case_on(device, name), recipe)
 
 
 def smallest_device_memory(name: str, recipe: Recipe, directory: Path, **options: Any) -> int:
