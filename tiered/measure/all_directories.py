@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
-from tiered.bytes.device.profile import write_profile
 from tiered.measure.display import BenchDisplay
 from tiered.measure.report import TENSOR_TITLE, BenchReport, TensorRow
+from tiered.measure.scratch_folders import ScratchFolders
 from tiered.measure.settings import BenchSettings
-from tiered.measure.suite import PREFIX, profile_of
 from tiered.measure.tensors import measure_tensors
 
 __all__ = ["AllDirectories"]
@@ -38,7 +34,7 @@ class AllDirectories:
         self._display = display
         self._check = check
         self._engine = engine
-        self._folders: list[Path] = []
+        self._folders = ScratchFolders()
 
     def run(self) -> list[TensorRow]:
         """Put, get and lease tensors; return a row for each. Blocks; raises TieredError; cleans up.
@@ -56,7 +52,7 @@ class AllDirectories:
         self._display.line(f"\na store over all {len(report.directories)}; raw: the sum of each alone\n{TENSOR_TITLE}")
         try:
             found = measure_tensors(
-                self._make_folders(),
+                self._folders.make_profiled(report),
                 settings.together_tensor_nbytes,
                 total_nbytes=settings.tensors_nbytes,
                 dram_nbytes=settings.dram_nbytes,
@@ -75,15 +71,7 @@ class AllDirectories:
 
     def abandon(self) -> None:
         """Remove the folders; from a signal handler too."""
-        for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _make_folders(self) -> Sequence[Path]:
-        report = self._report
-        for one in report.directories:
-            self._folders.append(Path(tempfile.mkdtemp(dir=one.directory, prefix=PREFIX)))
-            write_profile(self._folders[-1], profile_of(one, report.machine, report.measured_at))
-        return self._folders
+        self._folders.remove()
 
     def _checked(self, gb_per_s: float) -> Callable[[], float]:
         def rate() -> float:

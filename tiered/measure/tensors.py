@@ -22,7 +22,7 @@ from tiered.measure.cold import forget
 from tiered.measure.settings import NUM_TENSOR_WARM_UPS
 from tiered.units import MiB, divide_up
 
-__all__ = ["TensorRounds", "measure_tensors"]
+__all__ = ["TensorRounds", "measure_tensors", "new_source", "put_tensors"]
 
 _SOURCE_NBYTES = 256 * MiB  # of random bytes that puts copy from: more than a processor's cache
 _MIN_DRAM_NBYTES = 64 * MiB
@@ -69,10 +69,7 @@ def measure_tensors(
     removes the store.
     """
     keys = [f"tensor/{number}" for number in range(max(1, divide_up(total_nbytes, tensor_nbytes)))]
-    source = torch.empty(
-        max(tensor_nbytes, min(_SOURCE_NBYTES, len(keys) * tensor_nbytes)), dtype=torch.uint8, device="cpu"
-    )
-    source.view(torch.int64).random_()
+    source = new_source(tensor_nbytes, len(keys))
     target = torch.ones(tensor_nbytes, dtype=torch.uint8, device="cpu")  # touched
     dram = max(dram_nbytes, _MIN_DRAM_NBYTES)
     rates: dict[str, tuple[list[float], list[float]]] = {op: ([], []) for op in ("put", "get", "lease")}
@@ -84,7 +81,7 @@ def measure_tensors(
     with tiered.Store(*directories, dram=dram, engine=engine) as store:
         for turn in range(-NUM_TENSOR_WARM_UPS, rounds):
             raw_gb_per_s = raw["write"]() if turn >= 0 else 0.0
-            seconds = _put(store, keys, source, tensor_nbytes)
+            seconds = put_tensors(store, keys, source, tensor_nbytes)
             if turn >= 0:
                 note("put", seconds, raw_gb_per_s)
     for op in ("get", "lease") * rounds:
@@ -100,7 +97,15 @@ def measure_tensors(
     ]
 
 
-def _put(store: tiered.Store, keys: Sequence[str], source: torch.Tensor, tensor_nbytes: int) -> float:
+def new_source(tensor_nbytes: int, num_tensors: int) -> torch.Tensor:
+    """Return random bytes to put ``num_tensors`` from: (nbytes,) uint8 of so many that no cache holds them."""
+    nbytes = max(tensor_nbytes, min(_SOURCE_NBYTES, num_tensors * tensor_nbytes))
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    source.view(torch.int64).random_()
+    return source
+
+
+def put_tensors(store: tiered.Store, keys: Sequence[str], source: torch.Tensor, tensor_nbytes: int) -> float:
     """Put a tensor under each key and commit; return the seconds it took."""
     num_pieces = len(source) // tensor_nbytes
     pieces = source[: num_pieces * tensor_nbytes].view(num_pieces, tensor_nbytes)
