@@ -145,6 +145,13 @@ Measured = Annotated[
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Under a minute, with the most telling points only.")]
 Engine = Annotated[str, typer.Option(help="auto, uring, threads, aiofiles or mmap.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|TYPE",
+        help="Also measure copies to this accelerator, such as cuda or cuda:1, and all three tiers at once.",
+    ),
+]
 Sustained = Annotated[float, typer.Option(metavar="SECONDS", help="Also write, then read, so long without a pause.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the figures; needs the extra `plot`.")]
 
@@ -269,6 +276,7 @@ def bench(
     directories: Measured,
     quick: Quick = False,
     engine: Engine = "auto",
+    device: Device = None,
     sustained: Sustained = 0.0,
     json: Json = None,
     plot: Plot = None,
@@ -281,6 +289,7 @@ def bench(
         BenchRequest(
             directories=tuple(directories),
             engine=engine,
+            device=device,
             quick=quick,
             sustained_s=sustained,
             yes=yes,

@@ -15,6 +15,7 @@ __all__ = [
     "divide_up",
     "format_bytes",
     "format_count",
+    "format_short",
     "parse_bytes",
     "parse_count",
     "round_up",
@@ -74,6 +75,11 @@ def format_bytes(nbytes: float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def format_short(nbytes: int) -> str:
+    """Return a whole number of KiB, MiB or GiB as "128K" for a column of a table."""
+    return format_bytes(nbytes).replace(".0 ", " ").replace(" KiB", "K").replace(" MiB", "M").replace(" GiB", "G")
 
 
 def format_count(count: float) -> str:

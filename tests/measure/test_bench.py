@@ -367,6 +367,15 @@ class TestSettings:
         rest += 8 * MiB  # the file's last block, and small things
         assert settings.write_nbytes(has_fio=False) == (8 + 3 * 4) * MiB + rest
         assert settings.write_nbytes(has_fio=True) == (8 + 5 * 4) * MiB + 128 * KiB + rest
+        tiers = settings.write_nbytes(has_fio=False, has_device=True) - settings.write_nbytes(has_fio=False)
+        assert tiers == 4 * (MiB + 2 * 2 * KiB + 4 * MiB)  # both directions' tensors, a warm-up and a round; commits
+
+    def test_tensors_that_pass_three_tiers_exceed_their_dram(self) -> None:
+        for settings in (FULL, QUICK):
+            assert settings.tier_dram_nbytes <= settings.tensors_nbytes // 2
+            assert settings.tier_tensor_nbytes == 16 * MiB <= settings.tier_dram_nbytes // 16
+        assert QUICK.estimate_s(has_fio=True) + QUICK.device_estimate_s() < 55
+        assert QUICK.write_nbytes(has_fio=True, has_device=True) <= 30 * GiB
 
     def test_little_room_makes_smaller_files(self) -> None:
         assert FULL.fitted(10 * GiB).file_nbytes == GiB

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from tiered.measure.copying import LinkRates
 from tiered.measure.swapping import SwapRates
-from tiered.measure.verdict import Best, best_of, duplex_of, step_seconds, verdict_of
+from tiered.measure.verdict import Best, best_of, compute_verdict_of, duplex_of, step_seconds, verdict_of
 from tiered.units import KiB, MiB
 
 
@@ -138,3 +139,21 @@ class TestVerdict:
         found = verdict_of([best(), best(block_bytes=MiB)], together)
         assert "read 7.0 GB/s, write 12.0 GB/s with each at its own best" in found
         assert "these 2 drives takes 3.0 s" in found
+
+    def test_a_compute_device_has_a_part_of_the_line(self) -> None:
+        link = LinkRates(25.12, 24.06, 0.9)
+        said = compute_verdict_of("cuda:0", link, None, [1.0, 0.98, 0.99])
+        assert said == "copies to cuda:0 run at 25.1 GB/s and from it at 24.1, torch reaches the same"
+        swap = TierSwap(gb_per_s=5.21, ratio_to_bound=0.874)
+        assert compute_verdict_of("cuda:0", link, swap, [0.5]) == (
+            "copies to cuda:0 run at 25.1 GB/s and from it at 24.1, torch reaches 100 % more; all three tiers at once "
+            "move 5.2 GB/s, 87 % of min(PCIe, NVMe)"
+        )
+
+
+@dataclass(frozen=True)
+class TierSwap:
+    """The figures of a swap that the verdict says."""
+
+    gb_per_s: float
+    ratio_to_bound: float

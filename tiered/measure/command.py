@@ -10,20 +10,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from tiered.bytes.device.engines import DEVICES
-from tiered.bytes.device.profile import write_profile
+from tiered.bytes.device.profile import write_link_profile, write_profile
 from tiered.console.interruption import INTERRUPTED, Interruption
 from tiered.console.question import confirm
 from tiered.console.report_file import check_writable, write_report
 from tiered.doctor.description import DirectoryDescription, machine_description
 from tiered.errors import TieredError, UsageError
 from tiered.measure.all_directories import AllDirectories
+from tiered.measure.compute_device import ComputeDevice, accelerator_of, link_profile_of
+from tiered.measure.compute_device_report import ComputeDeviceReport
 from tiered.measure.display import BenchDisplay
 from tiered.measure.report import BenchReport, DirectoryReport
 from tiered.measure.settings import FULL, QUICK, BenchSettings
 from tiered.measure.suite import Suite, profile_of
-from tiered.measure.verdict import verdict_of
+from tiered.measure.verdict import compute_verdict_of, verdict_of
 from tiered.units import format_bytes
 
 __all__ = ["BenchRequest", "bench", "confirm_writes"]
@@ -37,6 +40,7 @@ class BenchRequest:
 
     directories: tuple[Path, ...]
     engine: str = "auto"
+    device: str | None = None  # the accelerator to measure, too
     quick: bool = False
     sustained_s: float = 0.0
     yes: bool = False
@@ -55,6 +59,8 @@ class BenchRequest:
             if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
                 raise UsageError(f"cannot measure in {directory}: it is no directory, or not yours to write; create it")
         check_writable(self.json_file, self.plot_file)
+        if self.device is not None:
+            accelerator_of(self.device)
 
 
 class _Stopped(Exception):
@@ -72,21 +78,23 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
     machine = machine_description(request.directories)
     has_fio = shutil.which("fio") is not None
     settings = settings.fitted(min((one.free_nbytes or 0 for one in machine.directories), default=0))
-    nbytes = settings.write_nbytes(has_fio=has_fio, num_directories=len(machine.directories))
+    has_device = request.device is not None
+    nbytes = settings.write_nbytes(has_fio=has_fio, num_directories=len(machine.directories), has_device=has_device)
     each = "each of the directories" if len(machine.directories) > 1 else machine.directories[0].path
     print(f"this writes at most {format_bytes(nbytes)} to {each}", flush=True)
     print("\n".join(machine.lines()), flush=True)
-    minutes = settings.estimate_s(has_fio=has_fio) * len(machine.directories) / 60
-    print(f"about {max(1, round(minutes))} min; Ctrl-C ends it in good order", flush=True)
+    seconds = settings.estimate_s(has_fio=has_fio) * len(machine.directories)
+    seconds += settings.device_estimate_s() if has_device else 0.0
+    print(f"about {max(1, round(seconds / 60))} min; Ctrl-C ends it in good order", flush=True)
     confirm_writes(machine.directories, nbytes, settings.file_nbytes, yes=request.yes)
-    suites: list[Suite | AllDirectories] = []
+    report = BenchReport(machine, settings, [])
+    parts: list[_Part] = []
 
     def farewell() -> str:
-        for suite in suites:
-            suite.abandon()
+        for part in parts:
+            part.abandon()
         return "ended at once; nothing was left behind"
 
-    report = BenchReport(machine, settings, [])
     with (
         _terminated(),
         Interruption("stopping after the round in hand (Ctrl-C again: at once)", farewell) as interruption,
@@ -98,19 +106,45 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
                 raise _Stopped
 
         try:
-            for one in machine.directories:
-                suite = Suite(one, settings, display, check, engine=request.engine)
-                suites.append(suite)
-                report.directories.append(suite.run())
-            if len(suites) > 1:
-                together = AllDirectories(report, settings, display, check, engine=request.engine)
-                suites.append(together)
-                report.together = together.run()
+            _measure(report, request, display, check, parts)
         except _Stopped:
             display.line("stopped by Ctrl-C; nothing was left behind, and nothing is reported")
             return INTERRUPTED
     _finish(report, request, plot)
     return 0
+
+
+class _Part(Protocol):
+    """A part of the measurement, which a signal may end at any time."""
+
+    def abandon(self) -> None: ...
+
+
+def _measure(
+    report: BenchReport,
+    request: BenchRequest,
+    display: BenchDisplay,
+    check: Callable[[], object],
+    parts: list[_Part],
+) -> None:
+    """Fill in ``report``: the link to a compute device, each directory, all of them, and all three tiers."""
+    settings, directories = report.settings, report.machine.directories
+    compute_device: ComputeDevice | None = None
+    if request.device is not None:
+        device = accelerator_of(request.device)
+        compute_device = ComputeDevice(report, device, display, check, engine=request.engine)
+        parts.append(compute_device)
+        compute_device.measure_link(directories[0].path)
+    for one in directories:
+        suite = Suite(one, settings, display, check, engine=request.engine)
+        parts.append(suite)
+        report.directories.append(suite.run())
+    if len(directories) > 1:
+        together = AllDirectories(report, settings, display, check, engine=request.engine)
+        parts.append(together)
+        report.together = together.run()
+    if compute_device is not None:
+        compute_device.measure_swap()
 
 
 def confirm_writes(directories: Sequence[DirectoryDescription], nbytes: int, file_nbytes: int, *, yes: bool) -> None:
@@ -134,9 +168,15 @@ def _finish(report: BenchReport, request: BenchRequest, plot: Callable[[BenchRep
     bests = [one.best for one in report.directories if one.best is not None]
     swapping = [one.swap for one in report.directories if one.swap is not None]
     report.verdict = verdict_of(bests, report.together, swapping=swapping, has_fio=shutil.which("fio") is not None)
+    found = report.compute_device
+    if found is not None:
+        ratios = [row.ratio_to_torch for row in found.copies]
+        report.verdict += f"; {compute_verdict_of(found.device, found.link, found.swap, ratios)}"
     with ExitStack() as steps:  # the last one first, and each even if others fail: minutes of measuring are in them
         steps.callback(print, f"\n{report.verdict}")
         for one in reversed(report.directories):
+            if found is not None:
+                steps.callback(_keep_link_profile, one.directory, found, report)
             steps.callback(_keep_profile, one, report)
         if plot and request.plot_file:
             steps.callback(_write_plot, report, request.plot_file, plot)
@@ -160,6 +200,16 @@ def _keep_profile(one: DirectoryReport, report: BenchReport) -> None:
         f"best: engine {one.engine}, blocks of {format_bytes(best.block_bytes)}, {best.read_depth} in flight reading, "
         f'{best.write_depth} writing; {kept} for Store(engine="auto")'
     )
+
+
+def _keep_link_profile(directory: str, found: ComputeDeviceReport, report: BenchReport) -> None:
+    """Keep and tell the rates of a compute device beside those of a directory, or say why not and go on."""
+    try:
+        path = write_link_profile(directory, link_profile_of(found, report.machine, report.measured_at))
+        kept = f"kept in {path}"
+    except TieredError as error:
+        kept = f"not kept ({error})"
+    print(f"{found.device}: {found.link}; {kept}")
 
 
 def _plotter(request: BenchRequest) -> Callable[[BenchReport], bytes] | None:

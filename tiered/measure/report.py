@@ -1,9 +1,9 @@
 """The results of a bench, as rows and as JSON. ``SCHEMA`` and ``VERSION`` fix the shape of the JSON.
 
 Version 2: an object with schema, version, measured_at, machine, settings, results (one object per point, each with at
-least op, block_bytes, depth, gb_per_s, ratio_to_fio), tensors, ratios_to_sum, verdict; and by directory engines,
-engine_reasons, fio, sustained, smart, cold, demand, swap, best. A figure that was not measured is null. GB
-are 10^9 bytes; latencies are in seconds; the order of results is that of measuring.
+least op, block_bytes, depth, gb_per_s, ratio_to_fio), tensors, ratios_to_sum, compute_device (copies, link, swap),
+verdict; and by directory engines, engine_reasons, fio, sustained, smart, cold, demand, swap, best. A figure that was
+not measured is null. GB are 10^9 bytes; latencies are in seconds; the order of results is that of measuring.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 
 from tiered.doctor.description import MachineDescription
 from tiered.measure.cold import ColdProof
+from tiered.measure.compute_device_report import ComputeDeviceReport
 from tiered.measure.demand import DemandLatency
 from tiered.measure.pairs import Pairs
 from tiered.measure.rounds import Latency
@@ -22,7 +23,7 @@ from tiered.measure.sustained import Smart, SustainedRate
 from tiered.measure.swapping import SwapRates
 from tiered.measure.tensors import TensorRounds
 from tiered.measure.verdict import Best
-from tiered.units import format_bytes
+from tiered.units import format_short
 
 __all__ = ["ROW_TITLE", "SCHEMA", "TENSOR_TITLE", "VERSION", "BenchReport", "DirectoryReport", "PointRow", "TensorRow"]
 
@@ -93,7 +94,7 @@ class PointRow:
         latency = self.latency
         spread = f"{self.gb_per_s_min:.2f}-{self.gb_per_s_max:.2f}"
         return (
-            f"{op:<11} {_block(self.block_bytes):>6} {self.depth:>4} {self.gb_per_s:>9.2f} {spread:>14} "
+            f"{op:<11} {format_short(self.block_bytes):>6} {self.depth:>4} {self.gb_per_s:>9.2f} {spread:>14} "
             f"{_said(self.fio_gb_per_s, 6, 2)} {_said(self.ratio_to_fio, 6, 2)} {latency.p50_s * 1e3:>7.2f} "
             f"{latency.p99_s * 1e3:>7.2f} {latency.p999_s * 1e3:>6.2f} {latency.max_s * 1e3:>7.2f} "
             f"{self.cpu_s_per_gb * 1e3:>10.1f} {_said(_thousandfold(self.fio_cpu_s_per_gb), 6, 1)}"
@@ -135,7 +136,7 @@ class TensorRow:
         spread = f"{self.gb_per_s_min:.2f}-{self.gb_per_s_max:.2f}"
         raw = sorted(self.raw_gb_per_s)[len(self.raw_gb_per_s) // 2]
         return (
-            f"{self.op:<8} {_block(self.tensor_bytes):>7} {self.gb_per_s:>9.2f} {spread:>14} {raw:>6.2f} "
+            f"{self.op:<8} {format_short(self.tensor_bytes):>7} {self.gb_per_s:>9.2f} {spread:>14} {raw:>6.2f} "
             f"{self.ratio_to_raw:>6.2f}"
         )
 
@@ -167,6 +168,7 @@ class BenchReport:
     settings: BenchSettings
     directories: list[DirectoryReport]
     together: list[TensorRow] = field(default_factory=list)  # a store over all directories
+    compute_device: ComputeDeviceReport | None = None
     verdict: str = ""
     measured_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
@@ -211,12 +213,9 @@ class BenchReport:
             "swap": {one.directory: one.swap and asdict(one.swap) for one in by_directory},
             "best": {one.directory: one.best and asdict(one.best) for one in by_directory},
             "ratios_to_sum": self.ratios_to_sum,
+            "compute_device": self.compute_device and asdict(self.compute_device),
             "verdict": self.verdict,
         }
-
-
-def _block(nbytes: int) -> str:
-    return format_bytes(nbytes).replace(".0 ", " ").replace(" KiB", "K").replace(" MiB", "M").replace(" GiB", "G")
 
 
 def _thousandfold(value: float | None) -> float | None:

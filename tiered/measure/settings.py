@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 from tiered.bytes.device.engines import DEVICES
 from tiered.measure.pattern import OPS, Pattern
+from tiered.store.lifetime.opening import MIN_DRAM_NBYTES
 from tiered.units import GiB, KiB, MiB, divide_up, round_up
 
-__all__ = ["FULL", "NUM_TENSOR_WARM_UPS", "QUICK", "BenchSettings", "Point"]
+__all__ = ["FULL", "NUM_TENSOR_WARM_UPS", "NUM_TIER_WARM_UPS", "QUICK", "BenchSettings", "Point"]
 
 _FIO_START_S = 0.28  # wall time of a start of fio 3.33
 _SPREAD_NBYTES = 256 * MiB  # more than a processor's cache
@@ -22,6 +23,9 @@ _ROW_NBYTES = 2 * KiB  # a tensor of at most 256 MiB costs less in the catalog a
 
 NUM_TENSOR_WARM_UPS = 2
 """A store has two sets of extents: the first write of each is no overwrite."""
+
+NUM_TIER_WARM_UPS = 1
+"""The tensors that pass three tiers were put before, which wrote the first set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,9 @@ class BenchSettings:
     tensor_rounds: int = 5
     dram_nbytes: int = 768 * MiB  # of the store
     engines: tuple[str, ...] = tuple(DEVICES)  # also tried at the best settings when none was asked for
+    copy_nbytes: int = 32 * MiB  # of one copy to or from a compute device
+    copies_nbytes: int = 2 * GiB  # that a round copies each way
+    copy_memory_nbytes: int = 256 * MiB  # of DRAM that they go through each way: more than a processor's cache
     sustained_s: float = 0.0
     window_s: float = 1.0  # of the time series
 
@@ -90,16 +97,27 @@ class BenchSettings:
         """The size of the tensors in a store over all directories: 64 MiB, less where that would be few of them."""
         return max(64 * KiB, min(64 * MiB, self.tensors_nbytes // 8 // (64 * KiB) * (64 * KiB)))
 
+    @property
+    def tier_dram_nbytes(self) -> int:
+        """The DRAM budget of the store whose tensors pass three tiers: half of those of one direction at most."""
+        return max(MIN_DRAM_NBYTES, min(self.dram_nbytes, self.tensors_nbytes // 2))
+
+    @property
+    def tier_tensor_nbytes(self) -> int:
+        """The size of tensors that pass three tiers: 16 MiB, less where DRAM had room for few of them."""
+        return min(16 * MiB, self.tier_dram_nbytes // 16 // (64 * KiB) * (64 * KiB))
+
     def pattern(self, point: Point) -> Pattern:
         """Return the pattern of ``point``."""
         return Pattern(
             point.op, point.block_nbytes, point.depth, self.file_nbytes, self.round_s, max_nbytes=self.round_nbytes
         )
 
-    def write_nbytes(self, *, has_fio: bool, num_directories: int = 1) -> int:
+    def write_nbytes(self, *, has_fio: bool, num_directories: int = 1, has_device: bool = False) -> int:
         """Return the most that will be written to each directory, fio's share and warm-ups included.
 
-        Only a time series has no bound of its own: it counts at 8 GB/s.
+        ``has_device``: tensors pass three tiers, too, with a compute device. Only a time series has no bound of its
+        own: it counts at 8 GB/s.
         """
         total = self.file_nbytes + _WRITE_BLOCK_NBYTES + _TRIAL_NBYTES
         for point in self.points:
@@ -118,13 +136,23 @@ class BenchSettings:
             total += self.tensor_rounds * self.round_nbytes  # the raw rounds beside
         if num_directories > 1:
             total += self._tensors_write_nbytes(self.together_tensor_nbytes)
+        if has_device:
+            num_puts = 2 + NUM_TIER_WARM_UPS + self.tensor_rounds  # the first are of the tensors of both directions
+            total += num_puts * self._put_write_nbytes(self.tier_tensor_nbytes)
         return int(total + self.sustained_s * _FASTEST_BYTES_PER_S)
 
     def _tensors_write_nbytes(self, tensor_nbytes: int) -> int:
         """Return the most that puts of tensors of one size write, warm-ups and commits included."""
-        num_tensors = divide_up(self.tensors_nbytes, tensor_nbytes)
-        of_a_round = num_tensors * (tensor_nbytes + _ROW_NBYTES) + _TRIAL_NBYTES
-        return (self.tensor_rounds + NUM_TENSOR_WARM_UPS) * of_a_round
+        return (self.tensor_rounds + NUM_TENSOR_WARM_UPS) * self._put_write_nbytes(tensor_nbytes)
+
+    def _put_write_nbytes(self, tensor_nbytes: int) -> int:
+        """Return the most that one put of all tensors of a size writes, its commit included."""
+        return divide_up(self.tensors_nbytes, tensor_nbytes) * (tensor_nbytes + _ROW_NBYTES) + _TRIAL_NBYTES
+
+    def device_estimate_s(self) -> float:
+        """Return about how long a compute device takes in all, at some 5 GB/s of copies and 2 GB/s of the drives."""
+        copies = 2 * 4 * (1 + self.rounds) * self.copies_nbytes / 5e9
+        return copies + 2 * (1 + NUM_TIER_WARM_UPS + self.tensor_rounds) * self.tensors_nbytes / 2e9
 
     def estimate_s(self, *, has_fio: bool) -> float:
         """Return about how long it takes per directory, at some 2 GB/s."""
@@ -173,6 +201,8 @@ QUICK = BenchSettings(
     tensors_nbytes=512 * MiB,
     tensor_rounds=3,
     dram_nbytes=384 * MiB,
+    copies_nbytes=GiB,
+    copy_memory_nbytes=128 * MiB,
     engines=(),
 )
 """Under a minute and 30 GiB written, with the pairs that matter."""

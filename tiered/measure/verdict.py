@@ -12,7 +12,18 @@ from typing import Protocol
 
 from tiered.units import format_bytes
 
-__all__ = ["Best", "Figure", "Rates", "Swapping", "best_of", "duplex_of", "step_seconds", "verdict_of"]
+__all__ = [
+    "Best",
+    "Figure",
+    "Rates",
+    "Swapping",
+    "best_of",
+    "compute_verdict_of",
+    "duplex_of",
+    "move_seconds",
+    "step_seconds",
+    "verdict_of",
+]
 
 _READ_BYTES_PER_PARAM, _WRITE_BYTES_PER_PARAM = 14, 12  # a step of state="exact" with nothing held: README
 _AS_GOOD_AS = 0.97  # of the best: fewer bytes in flight are worth 3 %, about the difference between rounds
@@ -63,6 +74,24 @@ class Swapping(Rates, Protocol):
 
     @property
     def duplex(self) -> float: ...
+
+
+class Link(Protocol):
+    """The rates of copies between DRAM and a compute device, 10^9 bytes a second."""
+
+    @property
+    def in_gb_per_s(self) -> float: ...
+    @property
+    def out_gb_per_s(self) -> float: ...
+
+
+class ThreeTiers(Protocol):
+    """The rate of a swap over three tiers, both directions together, and its share of the bound."""
+
+    @property
+    def gb_per_s(self) -> float: ...
+    @property
+    def ratio_to_bound(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +158,21 @@ def duplex_of(mixed: Rates, read_gb_per_s: float, write_gb_per_s: float) -> floa
 
 def step_seconds(num_params: float, read_gb_per_s: float, write_gb_per_s: float, *, duplex: float | None) -> float:
     """Return the I/O time of a training step: 14 bytes per parameter read, 12 written, overlapped by ``duplex``."""
-    r = num_params * _READ_BYTES_PER_PARAM / (read_gb_per_s * 1e9)
-    w = num_params * _WRITE_BYTES_PER_PARAM / (write_gb_per_s * 1e9)
-    return max(r, w) + (1 - (duplex or 0.0)) * min(r, w)
+    return move_seconds(
+        num_params * _READ_BYTES_PER_PARAM,
+        num_params * _WRITE_BYTES_PER_PARAM,
+        read_gb_per_s,
+        write_gb_per_s,
+        duplex=duplex or 0.0,
+    )
+
+
+def move_seconds(
+    read_nbytes: float, write_nbytes: float, read_gb_per_s: float, write_gb_per_s: float, *, duplex: float
+) -> float:
+    """Return the time to move bytes both ways: max(r, w) + (1 - duplex) * min(r, w), with r and w of each way alone."""
+    r, w = read_nbytes / (read_gb_per_s * 1e9), write_nbytes / (write_gb_per_s * 1e9)
+    return max(r, w) + (1 - duplex) * min(r, w)
 
 
 def verdict_of(
@@ -165,6 +206,18 @@ def verdict_of(
     )
 
 
+def compute_verdict_of(device: str, link: Link, swap: ThreeTiers | None, ratios_to_torch: Sequence[float]) -> str:
+    """Return what the verdict says about a compute device; ``ratios_to_torch``: of each kind of copy."""
+    said = (
+        f"copies to {device} run at {link.in_gb_per_s:.1f} GB/s and from it at {link.out_gb_per_s:.1f}, "
+        f"torch reaches {_beside(ratios_to_torch)}"
+    )
+    if swap is None:
+        return said
+    share = f"{swap.ratio_to_bound * 100:.0f} % of min(PCIe, NVMe)"
+    return f"{said}; all three tiers at once move {swap.gb_per_s:.1f} GB/s, {share}"
+
+
 def _shallowest(figures: Sequence[Figure]) -> Figure:
     fastest = max(figure.gb_per_s for figure in figures)
     good = [figure for figure in figures if figure.gb_per_s >= _AS_GOOD_AS * fastest]
@@ -191,11 +244,15 @@ def _beside_fio(bests: Sequence[Best], *, has_fio: bool) -> str:
         ratios = [ratio for best in bests if (ratio := getattr(best, f"{verb}_ratio_to_fio")) is not None]
         if not ratios:
             return f"fio {'did not work' if has_fio else 'is not installed'}, so there is no reference"
-        difference = 1 / statistics.median(ratios) - 1  # fio beside us
-        if abs(difference) <= _THE_SAME:
-            said.append("the same")
-        else:
-            said.append(f"{abs(difference) * 100:.0f} % {'more' if difference > 0 else 'less'}")
+        said.append(_beside(ratios))
     if said[0] == said[1]:
         return f"fio reaches {said[0]}"
     return f"fio reads {said[0]} and writes {said[1]}"
+
+
+def _beside(ratios: Sequence[float]) -> str:
+    """Return how much more a reference reaches, from ratios of ours to it."""
+    difference = 1 / statistics.median(ratios) - 1
+    if abs(difference) <= _THE_SAME:
+        return "the same"
+    return f"{abs(difference) * 100:.0f} % {'more' if difference > 0 else 'less'}"

@@ -1,0 +1,280 @@
+"""`tiered bench --device`, tiny, on the simulated device: its rows, its bytes, its refusals; no figure is judged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import tiered
+from tests.measure.test_bench import FEW, written_nbytes
+from tiered.bytes.device.profile import LINK_PROFILE_NAME, PROFILE_NAME, load_link_profile
+from tiered.cli import main
+from tiered.doctor.description import machine_description
+from tiered.errors import CapacityError, UsageError
+from tiered.measure.command import BenchRequest, bench
+from tiered.measure.compute_device import ComputeDevice, accelerator_of
+from tiered.measure.compute_device_report import BOUND_TITLE, COPY_TITLE
+from tiered.measure.copying import COPY_OPS, CopyRounds, LinkRates, LinkRounds, measure_copies
+from tiered.measure.display import BenchDisplay
+from tiered.measure.report import BenchReport
+from tiered.measure.settings import NUM_TIER_WARM_UPS
+from tiered.measure.swapping import SwapRates
+from tiered.measure.three_tiers import TierRounds, bound_gb_per_s, measure_three_tiers
+from tiered.train.bound import profiled_link
+from tiered.units import KiB, MiB
+
+TINY = replace(
+    FEW,
+    rounds=2,
+    tensors_nbytes=16 * MiB,
+    tensor_rounds=2,
+    copy_nbytes=256 * KiB,
+    copies_nbytes=2 * MiB,
+    copy_memory_nbytes=MiB,
+)
+NUM_BUFFERS = 4  # that are filled once, to be copied out in the rounds over three tiers
+
+
+def test_everything_is_measured_reported_and_cleaned_up(
+    sim: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, json_file = tmp_path / "drive", tmp_path / "bench.json"
+    directory.mkdir()
+    before = written_nbytes()
+    assert bench(BenchRequest((directory,), engine="threads", device="sim", yes=True, json_file=json_file), TINY) == 0
+    assert written_nbytes() - before <= TINY.write_nbytes(has_fio=True, has_device=True)
+    assert sorted(file.name for file in directory.iterdir()) == [LINK_PROFILE_NAME, PROFILE_NAME]
+
+    report = json.loads(json_file.read_text())
+    found = report["compute_device"]
+    assert (found["device"], found["device_type"], found["why_pageable"]) == ("sim:0", "sim", None)
+    assert [row["op"] for row in found["copies"]] == list(COPY_OPS)
+    for row in found["copies"]:
+        assert (row["block_bytes"], row["rounds"], len(row["torch_gb_per_s"])) == (256 * KiB, 2, 2)
+        assert 0 < row["gb_per_s_min"] <= row["gb_per_s"] <= row["gb_per_s_max"]
+        assert row["in_bytes"] == (0 if row["op"] == "copy out" else 2 * MiB)
+        assert row["out_bytes"] == (0 if row["op"] == "copy in" else 2 * MiB)
+    swap = found["swap"]
+    assert swap["directory"] == str(directory)
+    assert swap["num_tensors"] * swap["tensor_bytes"] == TINY.tensors_nbytes > swap["dram_bytes"]
+    assert swap["in_bytes"] == swap["out_bytes"] == swap["write_bytes"] == 2 * TINY.tensors_nbytes
+    assert swap["read_bytes"] >= 2 * TINY.tensors_nbytes - swap["dram_bytes"]
+    assert swap["ratio_to_bound"] == pytest.approx(swap["gb_per_s"] / swap["bound_gb_per_s"])
+
+    check_counts(sim, swap)
+    check_said(capsys.readouterr().out.splitlines(), report)
+    check_profile(directory, found["link"])
+
+
+def check_counts(sim: ModuleType, swap: dict[str, Any]) -> None:
+    """The device has seen the bytes of the report, those of torch's rounds and warm-ups, and no others."""
+    counts = sim.counts()
+    each_way = 2 * 2 * (1 + TINY.rounds) * TINY.copies_nbytes  # two ops, two sides
+    each_way += (NUM_TIER_WARM_UPS + TINY.tensor_rounds) * TINY.tensors_nbytes
+    assert counts.host_to_device.nbytes == each_way + NUM_BUFFERS * swap["tensor_bytes"]
+    assert counts.device_to_host.nbytes == each_way
+    assert counts.pageable_host_to_device.nbytes == counts.device_to_pageable_host.nbytes == 0
+
+
+def check_said(lines: list[str], report: dict[str, Any]) -> None:
+    """The rows are in tables of one width, and the verdict has the last word."""
+    start = lines.index(COPY_TITLE)
+    assert lines[start - 1] == "sim:0 through page-locked DRAM, beside torch's copies of its own tensors"
+    assert [line[:8].strip() for line in lines[start + 1 : start + 4]] == list(COPY_OPS)
+    row = lines.index(BOUND_TITLE) + 1
+    assert lines[row].startswith("3 tiers     512K")
+    assert {len(line) for line in (COPY_TITLE, BOUND_TITLE, lines[row], *lines[start + 1 : start + 4])} == {
+        len(BOUND_TITLE)
+    }
+    assert lines[-1] == report["verdict"]
+    assert "copies to sim:0 run at" in lines[-1] and lines[-1].endswith("% of min(PCIe, NVMe)")
+
+
+def check_profile(directory: Path, link: dict[str, float]) -> None:
+    """The rates are kept beside the drive's, for the bound of a step."""
+    profile, bandwidth = load_link_profile(directory), profiled_link([directory / "run"], "sim")
+    assert profile is not None and bandwidth is not None
+    assert [profile.in_bytes_per_s, profile.out_bytes_per_s] == pytest.approx(
+        [link["in_gb_per_s"] * 1e9, link["out_gb_per_s"] * 1e9]
+    )
+    assert (bandwidth.read_bytes_per_s, bandwidth.duplex) == (profile.in_bytes_per_s, link["duplex"])
+    assert profiled_link([directory], "cuda") is None
+
+
+def test_several_directories_are_one_store_below_the_device(sim: ModuleType, tmp_path: Path) -> None:
+    directories = (tmp_path / "a", tmp_path / "b")
+    for directory in directories:
+        directory.mkdir()
+    json_file = tmp_path / "bench.json"
+    request = BenchRequest(directories, engine="threads", device="auto", yes=True, json_file=json_file)
+    assert bench(request, replace(TINY, rounds=1, tensor_rounds=1)) == 0
+    found = json.loads(json_file.read_text())["compute_device"]
+    assert (found["device"], found["swap"]["directory"]) == ("sim:0", "+".join(map(str, directories)))
+    for directory in directories:
+        assert sorted(file.name for file in directory.iterdir()) == [LINK_PROFILE_NAME, PROFILE_NAME]
+
+
+def test_without_the_option_nothing_is_said_of_a_device(
+    sim: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    json_file = tmp_path / "bench.json"
+    assert bench(BenchRequest((tmp_path,), engine="threads", yes=True, json_file=json_file), FEW) == 0
+    assert json.loads(json_file.read_text())["compute_device"] is None
+    said = capsys.readouterr().out
+    assert "sim:0" not in said and "three tiers" not in said
+    assert not (tmp_path / LINK_PROFILE_NAME).exists()
+    assert sim.counts().host_to_device.num == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("auto", "this process has none"),
+        ("cuda", "there is none"),
+        ("cpu", "the CPU computes in DRAM, and nothing is copied"),
+        ("/nvme0/run", "expected 'auto', 'cpu' or an accelerator such as 'cuda'"),
+    ],
+)
+def test_without_an_accelerator_it_is_refused_and_nothing_written(
+    word: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", str(tmp_path), "--quick", "--yes", "--device", word]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.startswith("tiered: --device") and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_device_of_the_type_that_is_not_there_is_refused(sim: ModuleType) -> None:
+    assert accelerator_of("sim") == accelerator_of("auto") == torch.device("sim", 0)
+    with pytest.raises(UsageError, match="there are 1 devices of that type, counted from 0"):
+        accelerator_of("sim:1")
+    with pytest.raises(UsageError, match="it is 'sim'"):
+        accelerator_of("cuda")
+
+
+def test_memory_that_cannot_be_page_locked_is_said(sim: ModuleType, tmp_path: Path) -> None:
+    sim.fail_registration(1)
+    found = copies_in(tmp_path)
+    assert found.why_pageable is not None
+    counts = sim.counts()
+    assert counts.pageable_host_to_device.nbytes == counts.device_to_pageable_host.nbytes
+    assert counts.pageable_host_to_device.nbytes == 2 * 2 * TINY.copies_nbytes  # the store's, not torch's
+
+
+def copies_in(folder: Path) -> LinkRounds:
+    """Measure one round of copies."""
+    return measure_copies(
+        folder,
+        torch.device("sim", 0),
+        block_nbytes=TINY.copy_nbytes,
+        round_nbytes=TINY.copies_nbytes,
+        memory_nbytes=TINY.copy_memory_nbytes,
+        rounds=1,
+        engine="threads",
+        check=lambda: None,
+    )
+
+
+def test_copies_that_end_late_are_in_order(sim: ModuleType, tmp_path: Path) -> None:
+    """No host access comes before the event that it must wait for, and the bytes come back from the device."""
+    sim.guard_pinned()
+    sim.set_query_delay(3)
+    sim.set_allocation_writes()
+    copies_in(tmp_path)
+    measure_three_tiers(
+        [tmp_path],
+        torch.device("sim", 0),
+        tensor_nbytes=256 * KiB,
+        total_nbytes=12 * MiB,
+        dram_nbytes=8 * MiB,
+        rounds=1,
+        engine="threads",
+        check=lambda: None,
+    )
+    assert sim.races() == []
+    with tiered.Store(tmp_path, dram="8MiB", mode="r") as store:
+        for number in range(48):
+            assert torch.equal(store[f"out/{number}"], store[f"in/{number % NUM_BUFFERS}"])
+
+
+class Stopped(Exception):
+    """The user's wish."""
+
+
+@pytest.mark.parametrize("part", ["link", "swap"])
+def test_an_end_between_rounds_leaves_nothing_behind(part: str, sim: ModuleType, tmp_path: Path) -> None:
+    num_calls = 0
+
+    def check() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 4:
+            raise Stopped
+
+    with BenchDisplay() as display:
+        device = ComputeDevice(
+            BenchReport(machine_description([tmp_path]), TINY, []), torch.device("sim", 0), display, check
+        )
+        with pytest.raises(Stopped):
+            device.measure_link(str(tmp_path)) if part == "link" else three_tiers(tmp_path / "store", check)
+    if part == "link":
+        assert not list(tmp_path.iterdir())
+    assert torch.accelerator.memory_allocated() == 0
+
+
+def three_tiers(folder: Path, check: Any) -> TierRounds:
+    """Measure until ``check`` raises."""
+    return measure_three_tiers(
+        [folder],
+        torch.device("sim", 0),
+        tensor_nbytes=256 * KiB,
+        total_nbytes=2 * MiB,
+        dram_nbytes=8 * MiB,
+        rounds=5,
+        engine="threads",
+        check=check,
+    )
+
+
+def test_a_device_without_memory_is_refused_before_the_drives_are_measured(sim: ModuleType, tmp_path: Path) -> None:
+    sim.set_memory_limit(MiB)
+    with pytest.raises(CapacityError, match="sim:0 has too little free memory for the bench"):
+        bench(BenchRequest((tmp_path,), engine="threads", device="sim", yes=True), TINY)
+    assert not list(tmp_path.iterdir())
+
+
+class TestArithmetic:
+    def rounds(self, *gb_per_s: float) -> LinkRounds:
+        moved = {"copy in": (10, 0), "copy out": (0, 10), "in + out": (10, 10)}
+        rates = zip(COPY_OPS, gb_per_s, strict=True)
+        return LinkRounds(tuple(CopyRounds(op, 1, *moved[op], (rate,), (2 * rate,)) for op, rate in rates), None)
+
+    @pytest.mark.parametrize(("both", "duplex"), [(20.0, 0.0), (40.0, 1.0), (80 / 3, 0.5)])
+    def test_the_link_is_duplex_as_far_as_both_directions_overlap(self, both: float, duplex: float) -> None:
+        found = self.rounds(20.0, 20.0, both)
+        assert (found.rates.in_gb_per_s, found.rates.out_gb_per_s) == (20.0, 20.0)
+        assert found.rates.duplex == pytest.approx(duplex)
+        assert {one.ratio_to_torch for one in found.rounds} == {0.5}
+
+    @pytest.mark.parametrize(
+        ("link", "drives", "bound"),
+        [
+            (LinkRates(20, 20, 1.0), [SwapRates(1, 2.0, 4.0, 1.0)], 4.0),  # the drive: 10 read at 2, beside 10 written
+            (LinkRates(20, 20, 1.0), [SwapRates(1, 2.0, 4.0, 1.0), SwapRates(1, 2.0, 4.0, 0.0)], 20 / 3.75),
+            (LinkRates(2, 2, 0.0), [SwapRates(1, 20.0, 20.0, 1.0)], 2.0),  # the link
+        ],
+    )
+    def test_the_bound_is_the_slower_of_both_borders(
+        self, link: LinkRates, drives: list[SwapRates], bound: float
+    ) -> None:
+        nbytes = 10 * 10**9
+        found = TierRounds(1, 1, 1, (1.0,), nbytes, nbytes, nbytes, nbytes)
+        assert bound_gb_per_s(found, link, drives) == pytest.approx(bound)
+        held = replace(found, read_nbytes=0, write_nbytes=0)
+        assert bound_gb_per_s(held, LinkRates(2, 2, 0.0), drives) == pytest.approx(2.0)
