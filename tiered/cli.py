@@ -145,7 +145,7 @@ Measured = Annotated[
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Under a minute, with the most telling points only.")]
 Engine = Annotated[str, typer.Option(help="auto, uring, threads, aiofiles or mmap.")]
-Device = Annotated[
+MeasuredDevice = Annotated[
     str | None,
     typer.Option(
         metavar="auto|TYPE",
@@ -276,7 +276,7 @@ def bench(
     directories: Measured,
     quick: Quick = False,
     engine: Engine = "auto",
-    device: Device = None,
+    device: MeasuredDevice = None,
     sustained: Sustained = 0.0,
     json: Json = None,
     plot: Plot = None,
