@@ -14,7 +14,7 @@ from tests.accelerator.training import DEVICE
 from tiered.bytes.registrar import add_registrar
 
 
-class _Registrar:
+class SimulatedRegistrar:
     """The simulated device's way to lock pages."""
 
     def register(self, address: int, nbytes: int) -> None:
@@ -52,7 +52,7 @@ def sim() -> Iterator[ModuleType]:
     if simulated.refusal() is not None:
         pytest.skip(str(simulated.refusal()))
     simulated.enable()
-    add_registrar("sim", _Registrar())
+    add_registrar("sim", SimulatedRegistrar())
     try:
         yield simulated
         assert simulated.races() == []

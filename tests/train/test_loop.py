@@ -24,6 +24,7 @@ JSON_KEYS = {
     "write_bytes_per_param",
     "peak_rss_bytes",
     "dram_budget_bytes",
+    "peak_dram_bytes",
     "state_bytes",
     "bytes_written",
     "generation",

@@ -197,6 +197,7 @@ class RunSummary:
             "write_bytes_per_param": self.write_bytes_per_param,
             "peak_rss_bytes": _peak_rss_bytes(),
             "dram_budget_bytes": self.plan.dials.dram,
+            "peak_dram_bytes": self.peak_dram_bytes,
             "state_bytes": self.state_bytes,
             "bytes_written": self.bytes_written,
             "generation": self.generation,

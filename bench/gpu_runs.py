@@ -1,0 +1,156 @@
+"""The runs of bench/gpu.py: through the tiers, in device memory, and one whose calls are counted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import tiered
+from bench.gpu_sizes import TINY, Sizes
+from tests.accelerator import simulated
+from tiered.cli import main as tiered_command
+from tiered.train.model import GPT
+from tiered.units import spell_bytes
+
+__all__ = ["in_device_memory", "train", "waiting_calls"]
+
+WAITING = ("DeviceSynchronize", "StreamSynchronize", "EventSynchronize")
+
+def train(sizes: Sizes, device: torch.device, folder: Path) -> dict[str, Any]:
+    """Run ``tiered train`` as a user does, and return its figures."""
+    figures = folder / "figures.json"
+    options = {
+        "layers": sizes.layers, "width": sizes.width, "heads": sizes.shape.heads, "context": sizes.context,
+        "batch": sizes.batch, "accumulate": sizes.micro_steps, "update": "backward", "steps": sizes.steps,
+        "dram": spell_bytes(sizes.dram), "device-memory": spell_bytes(sizes.device_memory), "hold": 0,
+        "activations": "recompute", "device": device, "store": folder / "run", "json": figures,
+    }  # fmt: skip
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    try:
+        if status := tiered_command(["train", *words, "--yes"]):
+            raise SystemExit(f"tiered train ended with status {status}")
+    finally:
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        torch.accelerator.empty_cache()
+    found: dict[str, Any] = json.loads(figures.read_text())
+    return found | {"seconds": statistics.median(found["step_seconds"][1:])}
+
+
+# -- in device memory ----------------------------------------------------------------------------------------------
+
+
+class Recomputed(GPT):
+    """The same model, each block's activations computed again in backward, as the run through the tiers does."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        logits = self.head(self.ln(x)).float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class InDeviceMemory:
+    """The same training by plain PyTorch: bf16 parameters, fp32 masters, fused AdamW, all on ``device``."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        torch.manual_seed(0)
+        with device:
+            self.model = Recomputed(sizes.shape)
+        self.masters = [torch.nn.Parameter(p.detach().clone()) for p in self.model.parameters()]
+        self.model.bfloat16()
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-4, fused=True)
+        generator = torch.Generator().manual_seed(1)
+        self.batches = [
+            torch.randint(0, 256, (2, sizes.batch, sizes.context), generator=generator).to(device)
+            for _ in range(sizes.micro_steps)
+        ]
+
+    def step(self) -> float:
+        total = 0.0
+        for tokens, targets in self.batches:
+            loss = self.model(tokens, targets)
+            (loss / len(self.batches)).backward()
+            total += loss.item()
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, self.model.parameters(), strict=True):
+                master.grad = parameter.grad.float()
+                parameter.grad = None
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            for master, parameter in zip(self.masters, self.model.parameters(), strict=True):
+                parameter.copy_(master)
+        return total / len(self.batches)
+
+
+def in_device_memory(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+    """Return the seconds of each step in device memory."""
+    try:
+        training = InDeviceMemory(sizes, device)
+        seconds = []
+        for _ in range(sizes.steps):
+            begun_s = time.perf_counter()
+            training.step()
+            torch.accelerator.synchronize(device)
+            seconds.append(time.perf_counter() - begun_s)
+    finally:
+        training = None  # type: ignore[assignment]  # memory
+        torch.accelerator.empty_cache()
+    return {"step_seconds": seconds, "seconds": statistics.median(seconds[1:])}
+
+
+# -- calls that wait -----------------------------------------------------------------------------------------------
+
+
+def waiting_calls(device: torch.device, folder: Path) -> dict[str, int]:
+    """Return how often each call that waits for the device was made in a settled step; losses are not looked at."""
+    sizes = TINY
+    with tiered.Store(folder / "waits", dram="64MiB", device_memory="32MiB", durable=False) as store:
+        with tiered.construct(store, device=device):
+            model = GPT(sizes.shape)
+        model = tiered.shard(model, store, param_dtype=torch.bfloat16, device=device, activations="keep")
+        optimizer = tiered.AdamW(model.parameters(), lr=1e-4)
+        tokens, targets = torch.randint(0, 256, (2, sizes.batch, sizes.context)).to(device)
+
+        def step() -> None:
+            model(tokens, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(4):
+            step()
+        return waits_of_simulated(step) if device.type == "sim" else waits_by_profiler(step)
+
+
+def waits_by_profiler(step: Callable[[], None]) -> dict[str, int]:
+    """Count by torch's profiler, in the step alone: the profiler itself waits as it ends."""
+    activities = torch.profiler.supported_activities()
+    with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.record_function("the step"):
+            step()
+    events = profiler.events()
+    begun_us, ended_us = next(
+        (event.time_range.start, event.time_range.end) for event in events if event.name == "the step"
+    )
+    return dict(
+        Counter(
+            event.name
+            for event in events
+            if event.name.endswith(WAITING) and begun_us <= event.time_range.start <= ended_us
+        )
+    )
+
+
+def waits_of_simulated(step: Callable[[], None]) -> dict[str, int]:
+    simulated.reset()
+    step()
+    return dict(Counter(kind for kinds in simulated.blocking().values() for kind in kinds))

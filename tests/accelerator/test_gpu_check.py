@@ -1,0 +1,62 @@
+"""The check of a machine with a GPU: its whole path on the simulated device, and the sizes of its runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from bench.gpu_sizes import BUDGETS, DISK, IN_MEMORY, STATE, Machine, sizes_for
+from tiered.train.bound import Bandwidth
+from tiered.units import GiB
+
+ROOT = Path(__file__).parents[2]
+H100 = Machine(60 * GiB, 120 * GiB, 78 * GiB, Bandwidth(3e9, 2e9), 6e14)
+SMALL_CARD = Machine(200 * GiB, 60 * GiB, 15 * GiB, Bandwidth(6e9, 5e9), 4e13)
+
+
+def test_the_whole_check_runs_on_the_simulated_device(sim: ModuleType, tmp_path: Path) -> None:
+    environment = os.environ | {
+        "PYTHON": sys.executable, "TIERED_TEST_DEVICE": "sim",
+        "GPU_CHECK_TESTS": "tests/accelerator/test_training.py -k gpt-torch.bfloat16-step",
+        "GPU_CHECK_BENCH": f"--tiny --store {tmp_path / 'store'} --results {tmp_path}",
+    }  # fmt: skip
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu_check", "9"], env=environment, capture_output=True, text=True, timeout=540
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout and "2 passed" in done.stdout
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["bench"] == "gpu" and result["waiting_calls"] == {}
+    assert min(result[run]["seconds"] for run in ("compute_bound", "io_bound", "in_memory")) > 0
+    assert 0 < result["compute_bound"]["device"]["peak_bytes"] <= result["sizes"]["device_memory"]
+    (file,) = tmp_path.glob("gpu_*.md")
+    text = file.read_text()
+    assert "| compute-bound |" in text and "| I/O-bound |" in text
+    assert "Calls of a settled step that wait for the device: none." in text
+    assert not list((tmp_path / "store").iterdir())
+
+
+@pytest.mark.parametrize("machine", [H100, SMALL_CARD, replace(H100, disk_bytes=10 * GiB)])
+@pytest.mark.parametrize("seconds", [120, 300])
+def test_a_run_fits_the_machine_and_exceeds_both_budgets(machine: Machine, seconds: float) -> None:
+    sizes = sizes_for(machine, seconds)
+    num_params = sizes.shape.num_params
+    assert DISK * num_params <= machine.disk_bytes
+    assert sizes.dram <= machine.ram_bytes / 2
+    assert STATE * num_params > sizes.dram + sizes.device_memory == 2 * BUDGETS * num_params
+    assert IN_MEMORY * num_params < 0.5 * machine.device_bytes or num_params > 10**9
+    arithmetic_s = 8 * num_params * sizes.tokens / machine.flop_per_s
+    io_s = num_params * (14 / machine.drive.read_bytes_per_s + 12 / machine.drive.write_bytes_per_s)
+    assert not sizes.is_compute_bound or arithmetic_s > io_s
+    assert 12 * max(arithmetic_s, io_s) < 2 * seconds
+
+
+def test_a_fast_card_gets_as_many_tokens_as_hide_its_io() -> None:
+    assert sizes_for(H100, 300).is_compute_bound
