@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tiered
 from tests.accelerator.training import DEVICE, ROOMY_NBYTES
-from tiered.tiers.device_memory import on_stream
+from tiered.tiers.device_memory import DeviceMemory, on_stream
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -102,3 +102,27 @@ def test_bits_on_the_callers_own_streams(update: str, accelerator: Any, tmp_path
         ours, values = train(model, tiered.AdamW(model.parameters(), lr=1e-2, update=update))
     assert all(map(torch.equal, ours, losses))
     assert all(torch.equal(values[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("is_at_home", [True, False])
+def test_a_buffer_is_used_again_after_the_tensors_that_outlived_it(is_at_home: bool, sim: ModuleType) -> None:
+    filling, here, side = (torch.Stream(device="sim") for _ in range(3))
+    memory = DeviceMemory(torch.device("sim:0"), 4096, filling, lambda _: 0)
+    buffer = memory.take(4096)
+    assert buffer is not None
+    buffer.use(here)
+    tensor = buffer.tensor[:512]
+    memory.give(buffer)
+    assert memory.take(4096) is None, "a tensor lies there"
+    with on_stream(here if is_at_home else side):
+        if not is_at_home:
+            side.wait_stream(here)
+            tensor.record_stream(side)
+        tensor.square()
+    address = tensor.data_ptr()
+    del tensor, buffer
+    buffer = memory.take(4096)
+    assert buffer is not None and buffer.tensor.data_ptr() == address and sim.blocking() == {}
+    buffer.begin_filling(filling)
+    with on_stream(filling):
+        buffer.tensor.zero_()

@@ -110,8 +110,13 @@ class DeviceBuffer:
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._storage = self.tensor.untyped_storage()
 
-    def rest(self) -> None:
-        """All uses were submitted: note the ends of those on the streams that used it."""
+    def used_on(self) -> tuple[torch.Stream, ...]:
+        """Return the streams that have used it since it was filled, or had rest."""
+        return tuple(self._streams.values())
+
+    def rest(self, more: Sequence[torch.Stream] = ()) -> None:
+        """All uses were submitted: note the ends of those on the streams that used it, and on ``more``."""
+        self._streams.update((stream.stream_id, stream) for stream in more)
         for number, stream in self._streams.items():
             self._after[number] = stream.record_event(self._after.get(number))
         self._streams.clear()
@@ -121,7 +126,8 @@ class DeviceMemory:
     """At most ``budget_bytes`` of buffers. Thread-safe.
 
     Buffers are taken from torch's allocator once and given to each other: it is asked again only for sizes that were
-    not there before. A buffer that was given back under a living tensor waits until that has died.
+    not there before. A buffer that was given back under a living tensor waits until that has died, and goes back to
+    torch's allocator then: only that knows on which streams the caller has used the tensor, by ``record_stream``.
     """
 
     def __init__(
@@ -136,7 +142,8 @@ class DeviceMemory:
         self._distance = distance
         self._lock = threading.Lock()
         self._idle: dict[DeviceBuffer, None] = {}
-        self._lingering: dict[DeviceBuffer, bool] = {}  # given back; whether under living tensors
+        # Given back; those under living tensors with the streams that used them, whose later work may use them yet.
+        self._lingering: dict[DeviceBuffer, tuple[torch.Stream, ...] | None] = {}
         self._by_content: dict[Content, DeviceBuffer] = {}
 
     def __repr__(self) -> str:
@@ -178,9 +185,10 @@ class DeviceMemory:
     def give(self, buffer: DeviceBuffer, content: Content | None = None) -> None:
         """Give ``buffer`` back, all uses of it submitted, with ``content``; a later ``find`` may have it again."""
         with self._lock:
+            streams = buffer.used_on()
             buffer.rest()
             buffer.content = content
-            self._lingering[buffer] = buffer.is_aliased
+            self._lingering[buffer] = streams if buffer.is_aliased else None
             self._sweep()
 
     def forget(self, key: str | None = None) -> None:
@@ -216,7 +224,9 @@ class DeviceMemory:
         return buffer
 
     def _drop(self, buffer: DeviceBuffer) -> None:
-        self._take(buffer)
+        self._free(self._take(buffer))
+
+    def _free(self, buffer: DeviceBuffer) -> None:
         buffer.begin_filling(self._stream)
         self.allocated_bytes -= buffer.nbytes
         with on_stream(self._stream):
@@ -224,8 +234,11 @@ class DeviceMemory:
 
     def _sweep(self) -> None:
         for buffer in [buffer for buffer in self._lingering if not buffer.is_aliased]:
-            if self._lingering.pop(buffer):  # rare: the streams that used the tensor are not known
-                torch.accelerator.synchronize(self.device)
+            streams = self._lingering.pop(buffer)
+            if streams is not None:
+                buffer.rest(streams)
+                self._free(buffer)
+                continue
             other = self._by_content.pop(buffer.content, None) if buffer.content is not None else None
             if other is not None:
                 other.content = None
