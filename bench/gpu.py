@@ -37,7 +37,7 @@ import torch
 from bench.gpu_runs import in_device_memory, train, waiting_calls
 from bench.gpu_sizes import IN_MEMORY, INTERIOR, LAYERS, TINY, Machine, Sizes, io_bound, sizes_for
 from tests.accelerator import simulated
-from tests.accelerator.conftest import SimulatedRegistrar
+from tests.accelerator.registrar import SimulatedRegistrar
 from tiered.bytes.registrar import add_registrar
 from tiered.measure.command import BenchRequest, bench
 from tiered.measure.settings import QUICK

@@ -70,14 +70,17 @@ class Verdict:
 class Campaign:
     """Runs of one small model in ``root``, killed and resumed, each compared with an undisturbed one."""
 
-    def __init__(self, root: Path, *, seed: int = 0, num_steps: int = 4, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, root: Path, *, seed: int = 0, num_steps: int = 4, options: Sequence[str] = (), update_on: str = ""
+    ) -> None:
+        """``update_on``: on the simulated accelerator, with updates on the "cpu" or the "device"; "": on the CPU."""
         self.root = root
         self.num_steps = num_steps
         self.options = options
         self._random = random.Random(seed)
         text = "".join(f"{i} squared is {i * i}; " for i in range(2000))
         (root / "text").write_text(text)
-        self.nursery = Nursery(root)
+        self.nursery = Nursery(root, update_on=update_on)
         self.undisturbed = self._run("undisturbed")
         if self.undisturbed.status != 0:
             raise RuntimeError(f"the undisturbed run failed with {self.undisturbed.status}; see {self.nursery.log}")
@@ -190,10 +193,10 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 @contextmanager
-def campaign_in(directory: str | None, seed: int) -> Iterator[Campaign]:
-    """Give a campaign in a new directory under ``directory``, removed at the end."""
+def campaign_in(directory: str | None, seed: int, *, update_on: str = "") -> Iterator[Campaign]:
+    """Give a campaign in a new directory under ``directory``, removed at the end; see ``Campaign``."""
     with tempfile.TemporaryDirectory(dir=directory, prefix="soak-") as root:
-        campaign = Campaign(Path(root), seed=seed)
+        campaign = Campaign(Path(root), seed=seed, update_on=update_on)
         try:
             yield campaign
         finally:

@@ -1,6 +1,7 @@
 """Kill `tiered train` with SIGKILL at instants spread over its life, resume it, and compare it with an undisturbed run.
 
 usage: python bench/soak.py [--kills 200] [--seed 0]      one campaign of kills, its own table
+                            [--update-on cpu|device]    the same on the simulated accelerator
        python bench/soak.py --minutes N [--campaign NAME]  go on with campaigns whose counts add up: see campaigns.py
 
 How children are killed is in nursery.py, what is compared in kills.py. The last line is one line of JSON.
@@ -30,6 +31,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="kills between the first read and the last commit")
     parser.add_argument("--making", type=int, help="kills while the store is being made (default: a fifth of --kills)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--update-on", default="", choices=("cpu", "device"), help="compute on a simulated accelerator")
     parser.add_argument("--directory", help="where to work (default: the temporary directory)")
     parser.add_argument("--minutes", type=float, help="go on for so long with --campaign, or with all, a share each")
     parser.add_argument("--campaign", help="its name in campaigns.py")
@@ -39,7 +41,7 @@ def main() -> int:
         return _go_on(args)
     num_making = max(10, args.kills // 5) if args.making is None else args.making
     start = time.monotonic()
-    with campaign_in(args.directory, args.seed) as campaign:
+    with campaign_in(args.directory, args.seed, update_on=args.update_on) as campaign:
         life_s = campaign.undisturbed.reports[-1].time_s
         print(f"undisturbed: {campaign.num_steps} steps, {life_s:.2f} s, {len(campaign.undisturbed.reports)} reports")
         verdict = campaign.run(args.kills, num_making, on_kill=_print_wrong)

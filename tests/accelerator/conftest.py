@@ -10,18 +10,9 @@ import pytest
 import torch
 
 from tests.accelerator import simulated
+from tests.accelerator.registrar import SimulatedRegistrar
 from tests.accelerator.training import DEVICE
 from tiered.bytes.registrar import add_registrar
-
-
-class SimulatedRegistrar:
-    """The simulated device's way to lock pages."""
-
-    def register(self, address: int, nbytes: int) -> None:
-        simulated.host_register(address, nbytes)
-
-    def unregister(self, address: int) -> None:
-        simulated.host_unregister(address)
 
 
 class _Real:

@@ -12,6 +12,7 @@ import torch
 
 import tiered
 from tests.accelerator.training import DEVICE, ROOMY_NBYTES, case_on, reference_on, smallest_device_memory
+from tests.models import CASES, Case
 from tests.reference import Recipe
 from tests.zero.training import assert_same, budget_named_in, reference, start
 from tiered.bytes.pinned_arena import PinnedArena
@@ -91,6 +92,15 @@ def test_a_reference_that_is_updated_on_the_cpu_has_the_same_bits_here(dtype: An
     expected = reference_on("sim", "gpt", recipe)
     there.masters = {name: master for name, master in there.masters.items() if name in expected.cast}
     assert_same(there, expected)
+
+
+def test_a_model_constructed_on_the_cpu_is_sharded_onto_the_device(accelerator: Any, tmp_path: Path) -> None:
+    there = case_on(DEVICE, "gpt")
+    moved = Case(lambda: CASES["gpt"].build().to(DEVICE), there.batch, there.loss, there.unit)
+    here = Case(CASES["gpt"].build, there.batch, there.loss, there.unit)
+    expected = reference(moved, Recipe())
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        assert_same(start(here, Recipe(), store, device=DEVICE).run(), expected)
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])

@@ -288,6 +288,7 @@ def _convert(segment: Segment, working_set: Any) -> None:
         constructed: Any = parameter.segment.unit
         constructed.park()
         working_set.delete([constructed.key])
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # order: a TieredParameter refuses a swap
     with without_dispatch():
         blank = placeholder(segment.shape, segment.dtype, segment.unit.tier.device)
         if torch._has_compatible_shallow_copy_type(parameter, blank):

@@ -1,0 +1,17 @@
+"""SimulatedRegistrar: how a store's memory is page-locked where the accelerator is the simulated one."""
+
+from __future__ import annotations
+
+from tests.accelerator import simulated
+
+__all__ = ["SimulatedRegistrar"]
+
+
+class SimulatedRegistrar:
+    """The simulated device's way to lock pages."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        simulated.host_register(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        simulated.host_unregister(address)
