@@ -19,7 +19,9 @@ from tests.zero.training import reference, start
 from tiered.errors import CapacityError
 from tiered.units import MiB
 
-__all__ = ["DEVICE", "ROOMY_NBYTES", "case_on", "reference_on", "smallest_device_memory"]
+__all__ = [
+    "DEVICE", "ROOMY_NBYTES", "case_on", "device_memory_named_in", "reference_on", "smallest_device_memory",
+]  # fmt: skip
 
 ROOMY_NBYTES = 32 * MiB
 DEVICE = os.environ.get("TIERED_TEST_DEVICE", "sim")
@@ -62,6 +64,11 @@ def smallest_device_memory(name: str, recipe: Recipe, directory: Path, **options
     with tiered.Store(directory, dram=ROOMY_NBYTES, device_memory=1, durable=False) as store:
         with pytest.raises(CapacityError) as refusal:
             start(case_on(options["device"], name), recipe, store, **options)
-    found = re.search(r"smallest that works is (\d+) bytes", str(refusal.value))
-    assert found is not None, refusal.value
+    return device_memory_named_in(refusal.value)
+
+
+def device_memory_named_in(error: BaseException) -> int:
+    """Return the number of bytes that a refusal names as the smallest device budget that works."""
+    found = re.search(r"smallest that works is (\d+) bytes", str(error))
+    assert found is not None, f"the message names no smallest budget: {error}"
     return int(found[1])
