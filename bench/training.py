@@ -20,8 +20,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ import tiered
 from tests.devices.throttled import ThrottledDevice
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.engines import open_device
+from tiered.bytes.registrar import add_registrar
 from tiered.store.catalog.catalog import SqliteCatalog
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.transfers import transfer
@@ -72,6 +73,10 @@ class Settings:
     throttle: str = ""  # bytes per second each way, such as "1GB"
     half_duplex: bool = False  # what is throttled either reads or writes; else neither slows the other
     threads: int = 0  # torch's; 0: its default
+    device: str = "cpu"  # where the model computes: "sim" is the simulated device of the tests
+    device_memory: str = "0"  # tiered's budget there
+    card: str = ""  # the size of a simulated device's memory; "": the machine's
+    update_on: str = "auto"
     wait_policy: str = ""  # OMP_WAIT_POLICY of the process, "passive" or "active"; "": as it is here
 
     @property
@@ -98,6 +103,9 @@ class Settings:
         if self.kind == "memory":
             return f"in memory, {', '.join(parts)}"
         parts += [f"update {self.update}", f"state {self.state}", f"hold {self.hold}", f"dram {self.dram}"]
+        if self.device != "cpu":
+            parts += [f"on {self.device}, device_memory {self.device_memory}, update_on {self.update_on}"]
+        parts += [f"whose card has {self.card}"] if self.card else []
         parts += ["commit each step" if self.durable else "not durable"]
         parts += [] if self.digests else ["without digests"]
         duplex = "half" if self.half_duplex else "full"
@@ -168,7 +176,7 @@ def batches_of(settings: Settings) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     size = (settings.micro_steps, settings.batch, settings.context + 1)
     return [
-        (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        (tokens[:, :-1].contiguous().to(settings.device), tokens[:, 1:].contiguous().to(settings.device))
         for tokens in torch.randint(0, 256, size, generator=generator)
     ]
 
@@ -205,9 +213,9 @@ def backward_of(settings: Settings, model: torch.nn.Module, batches: list[tuple[
 def in_memory(settings: Settings) -> dict[str, Any]:
     """Train with everything in memory: bf16 (or fp32) parameters, fp32 masters, fused AdamW."""
     torch.manual_seed(0)
-    model = GPT(settings.shape)
+    model = GPT(settings.shape).to(settings.device)
     masters = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
-    moments = [(torch.zeros_like(w), torch.zeros_like(w), torch.zeros(())) for w in masters]
+    moments = [(torch.zeros_like(w), torch.zeros_like(w), torch.zeros((), device=w.device)) for w in masters]
     if settings.dtype == "bf16":
         model = model.bfloat16()
     batches = batches_of(settings)
@@ -236,7 +244,9 @@ def in_memory(settings: Settings) -> dict[str, Any]:
 def open_store(settings: Settings, folder: Path) -> tiered.Store:
     """Open the store of ``settings`` in ``folder``; over a throttled device where it says so."""
     if not settings.throttle:
-        return tiered.Store(folder, dram=settings.dram, durable=settings.durable)
+        return tiered.Store(
+            folder, dram=settings.dram, device_memory=settings.device_memory, durable=settings.durable
+        )
     folder.mkdir(mode=0o700)
     limit = float(parse_bytes(settings.throttle))
     device = ThrottledDevice(
@@ -339,7 +349,10 @@ def through_tiers(settings: Settings, folder: Path) -> dict[str, Any]:
         with tiered.construct(store):
             model = GPT(settings.shape)
         param_dtype = settings.param_dtype if settings.dtype == "bf16" else None
-        model = tiered.shard(model, store, param_dtype=param_dtype, hold=hold, activations=settings.activations)
+        model = tiered.shard(
+            model, store, param_dtype=param_dtype, hold=hold, activations=settings.activations,
+            device=settings.device, update_on=settings.update_on,
+        )  # fmt: skip
         optimizer = tiered.AdamW(model.parameters(), lr=1e-4, update=settings.update, state=settings.state, **ADAMW)
         batches = batches_of(settings)
         counters = Counters(store)
@@ -356,6 +369,7 @@ def through_tiers(settings: Settings, folder: Path) -> dict[str, Any]:
 
         result = time_steps(settings, step, counters.start)
         result |= counters.read(max(1, settings.steps - 1), settings.shape.num_params)
+        result["device"] = on_device(store)
         result["persistent_bytes_per_param"] = counters.held(settings.shape.num_params)
         bound = Bound.of(
             median_s(result),
@@ -372,12 +386,41 @@ def through_tiers(settings: Settings, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def on_device(store: tiered.Store) -> dict[str, Any]:
+    """Return the counters of the store's device and its allocator; {} for the CPU."""
+    counters = store.statistics().recorder.device
+    if counters is None:
+        return {}
+    return dataclasses.asdict(counters) | {"allocator_peak_bytes": torch.accelerator.max_memory_allocated()}
+
+
+@contextmanager
+def simulated_device(settings: Settings) -> Iterator[None]:
+    """Enable the tests' device, if that is where the model computes; races end the run."""
+    if settings.device != "sim":
+        yield
+        return
+    from tests.accelerator import simulated
+    from tests.accelerator.registrar import SimulatedRegistrar
+
+    simulated.enable()
+    add_registrar("sim", SimulatedRegistrar())
+    simulated.set_memory_limit(parse_bytes(settings.card) if settings.card else None)
+    try:
+        yield
+        if found := simulated.races():
+            raise SystemExit(f"races: {found}")
+    finally:
+        simulated.disable()
+
+
 def main() -> None:
     folder, settings = Path(sys.argv[1]), Settings(**json.loads(sys.argv[2]))
     if settings.threads:
         torch.set_num_threads(settings.threads)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    result = in_memory(settings) if settings.kind == "memory" else through_tiers(settings, folder)
+    with simulated_device(settings):
+        result = in_memory(settings) if settings.kind == "memory" else through_tiers(settings, folder)
     result |= {
         "num_params": settings.shape.num_params,
         "resident_bytes": resident,  # once everything is imported
