@@ -5,7 +5,8 @@ Usage: python bench/beyond_memory.py [--memory-limit 6GiB --card 2GiB --layers 1
 
 It runs on the simulated device of the tests, whose memory is limited to --card, inside a memory cgroup (v1, root) of
 --memory-limit: of the real memory that both tiers, the page cache and Python have. The same model is then trained
-on the same device without any limit. The ceilings: the group's limit, the card, the two budgets. One JSON line comes last.
+on the same device without any limit. The ceilings: the group's limit, the card, the two budgets. One JSON line comes
+last.
 """
 
 import argparse

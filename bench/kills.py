@@ -67,6 +67,9 @@ class Verdict:
         return [kill for kill in self.kills if not kill.is_right]
 
 
+_ON_DEVICE = ("--device", "sim", "--device-memory", "1800000")  # for a few units of the small model
+
+
 class Campaign:
     """Runs of one small model in ``root``, killed and resumed, each compared with an undisturbed one."""
 
@@ -76,11 +79,11 @@ class Campaign:
         """``update_on``: on the simulated accelerator, with updates on the "cpu" or the "device"; "": on the CPU."""
         self.root = root
         self.num_steps = num_steps
-        self.options = options
+        self.options = [*options, *([*_ON_DEVICE, "--update-on", update_on] if update_on else [])]
         self._random = random.Random(seed)
         text = "".join(f"{i} squared is {i * i}; " for i in range(2000))
         (root / "text").write_text(text)
-        self.nursery = Nursery(root, update_on=update_on)
+        self.nursery = Nursery(root, is_simulated=bool(update_on))
         self.undisturbed = self._run("undisturbed")
         if self.undisturbed.status != 0:
             raise RuntimeError(f"the undisturbed run failed with {self.undisturbed.status}; see {self.nursery.log}")

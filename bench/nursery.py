@@ -25,7 +25,6 @@ from typing import Any
 
 __all__ = ["Instant", "Life", "Nursery", "Report", "warm_up"]
 
-_DEVICE_NBYTES = 1_800_000  # for a few units of the small model
 _CALLS = ("mkdir", "open", "rename", "replace", "posix_fallocate", "preadv", "pwritev", "fsync", "fdatasync")
 
 
@@ -81,46 +80,21 @@ def _instrument(pipe: int) -> None:
     SqliteCatalog.apply = reported_apply  # type: ignore[method-assign]
 
 
-def _compute_on_simulated(update_on: str) -> None:
-    """Have the model of this process compute on the simulated accelerator, in little memory, and be updated there."""
-    import tiered
+def _run(is_simulated: bool) -> int:
+    """Run the command line; where there is the simulated accelerator, a race is a failure, too."""
+    import tiered.cli
+
+    if not is_simulated:
+        return tiered.cli.main()
     from tests.accelerator import simulated
     from tests.accelerator.registrar import SimulatedRegistrar
     from tiered.bytes.registrar import add_registrar
-    from tiered.train.data import Loader
 
     simulated.enable()
     add_registrar("sim", SimulatedRegistrar())
-    shard, next_batch = tiered.shard, Loader.__next__
-
-    def shard_there(model: Any, store: Any, **options: Any) -> Any:
-        store.device_memory = _DEVICE_NBYTES
-        model = shard(model, store, device="sim", update_on=update_on, **options)
-        assert all(parameter.device.type == "sim" for parameter in model.parameters())
-        return model
-
-    def batch_there(loader: Any) -> Any:
-        return tuple(tensor.to("sim") for tensor in next_batch(loader))
-
-    tiered.shard, Loader.__next__ = shard_there, batch_there  # type: ignore[assignment,method-assign]
-
-
-def _run(update_on: str) -> int:
-    """Run the command line; with ``update_on`` on the simulated accelerator, where a race is a failure, too."""
-    import tiered.cli
-
-    if not update_on:
-        return tiered.cli.main()
-    _compute_on_simulated(update_on)
-    status, races = tiered.cli.main(), _races()
+    status, races = tiered.cli.main(), simulated.races()
     print(*races, sep="\n", file=sys.stderr)
     return status or min(len(races), 1)
-
-
-def _races() -> list[str]:
-    from tests.accelerator import simulated
-
-    return simulated.races()
 
 
 def warm_up() -> None:
@@ -141,10 +115,10 @@ def warm_up() -> None:
     gc.freeze()  # or every child walks through all of it at its end
 
 
-def _be_a_nursery(update_on: str = "") -> None:
+def _be_a_nursery(*, is_simulated: bool) -> None:
     """Fork a child for each line of JSON on stdin; its reports, then its exit status, go to stdout."""
     warm_up()
-    if update_on:
+    if is_simulated:
         from tests.accelerator import simulated
 
         simulated.load()
@@ -161,7 +135,7 @@ def _be_a_nursery(update_on: str = "") -> None:
             sys.argv = ["tiered", *request["argv"]]
             _report(pipe, "pid", os.getpid())
             _instrument(pipe)
-            sys.exit(_run(update_on))
+            sys.exit(_run(is_simulated))
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print("exit", status, flush=True)
 
@@ -242,10 +216,10 @@ def _kill(pid: int) -> None:
 class Nursery:
     """A process that has imported torch and run nothing, and forks children, one at a time."""
 
-    def __init__(self, root: Path, *, update_on: str = "") -> None:
-        """``update_on``: the models compute on the simulated accelerator, and their updates there: "cpu" | "device"."""
+    def __init__(self, root: Path, *, is_simulated: bool = False) -> None:
+        """``is_simulated``: there is the simulated accelerator."""
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, *([update_on] if update_on else [])]
+        command = [sys.executable, __file__, *(["simulated"] if is_simulated else [])]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment, cwd=root
         )
@@ -291,4 +265,4 @@ class Nursery:
 
 
 if __name__ == "__main__":
-    _be_a_nursery(*sys.argv[1:])
+    _be_a_nursery(is_simulated=sys.argv[1:] == ["simulated"])

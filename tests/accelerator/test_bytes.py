@@ -193,3 +193,27 @@ def test_an_update_on_the_device_takes_the_state_in_and_out_and_parameters_out(
         assert sizes.state > 0
         assert moved["state in"] == moved["state out"] == sizes.state
         assert moved["parameters out"] == sizes.root + 6 * sizes.unit
+        layers = sizes.root + 6 * sizes.unit
+        assert moved["gradient in"] == moved["gradient out"] <= (layers if is_tight else 0)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_gradients_of_an_update_on_the_device_stay_there_as_far_as_units_have_room_beside(
+    update: str, sim: ModuleType, tmp_path: Path, moved: Counter[str]
+) -> None:
+    """A budget between the smallest and a roomy one: some gradients leave, and those come back once."""
+    with pytest.raises(CapacityError) as refusal, training(tmp_path / "refused", 8, 1, update_on="device"):
+        pass
+    smallest = device_memory_named_in(refusal.value)
+    left = []
+    for number in range(4):
+        with training(tmp_path / str(number), 8, smallest, update_on="device", update=update) as session:
+            sizes = Sizes(session)
+            session.optimizer.state_dict()  # all updates have ended
+            moved.clear()
+            session.run_step(2)
+            session.optimizer.state_dict()
+            assert moved["gradient in"] == moved["gradient out"]
+            left.append(moved["gradient out"] // sizes.unit)
+        smallest += 3 * sizes.unit
+    assert left == sorted(left, reverse=True) and left[-1] == 0, left

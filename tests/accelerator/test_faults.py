@@ -121,7 +121,7 @@ def test_an_update_without_memory_abandons_the_step_with_the_dials_in_the_messag
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
         session = begun(store, update, update_on="device")
         batch = session.case.batch(2)
-        for at in range(1, 6):
+        for at in range(1, 4):
             store.rollback()
             place = next(session.model.parameters()).segment.unit.gradients.open_gradients.place  # type: ignore[attr-defined]
             place.memory.close()  # or it would ask for none

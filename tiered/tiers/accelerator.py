@@ -17,7 +17,7 @@ from tiered.tiers.copies import Copies
 from tiered.tiers.device_memory import Content, DeviceBuffer, DeviceMemory, note_dials
 from tiered.units import format_bytes
 
-__all__ = ["AcceleratorTier"]
+__all__ = ["AcceleratorTier", "DeviceGradients"]
 
 
 class DeviceGathered:
@@ -79,6 +79,14 @@ class DeviceGradients:
         """The caller's stream waits until the bytes are there and earlier uses have ended."""
         self._tier.copies.let_use(self._buffer, self._tier.copies.current_stream())
 
+    def hand_over(self) -> None:
+        """Note the end of all uses so far: an update's stream comes after that, and after no later one."""
+        self._buffer.hand_over()
+
+    def use_on(self, stream: torch.Stream) -> None:
+        """``stream`` waits until the bytes are there."""
+        self._buffer.use(stream)
+
     def release(self) -> None:
         """Give the buffer back, for what was only read."""
         self._tier.memory.give(self._buffer)
@@ -101,7 +109,7 @@ class AcceleratorTier:
     Invariant: a stream of the caller's uses a buffer after ``use`` alone, which has it wait for the buffer's bytes.
     """
 
-    keeps_gradients = False
+    computes_in_dram = False
 
     def __init__(self, working_set: WorkingSet, device: torch.device, budget_bytes: int) -> None:
         """``device``: with its index; ``budget_bytes``: most that buffers take of its memory."""
@@ -109,6 +117,7 @@ class AcceleratorTier:
         self.copies = Copies(working_set, device, deadline_s=working_set.deadline_s)
         self.memory = DeviceMemory(device, budget_bytes, self.copies.stream_in, self._distance_of)
         self.memories = [self.memory]  # and that of updates, if they compute here
+        self.keeps_gradients = False
         self._working_set = working_set
         self._distance: Callable[[str], int] = lambda key: 0
         self._give_back: Callable[[], bool] = lambda: False
@@ -248,6 +257,10 @@ class AcceleratorTier:
         """Return the free bytes of the device, less those of the budget that were not taken yet."""
         free, _ = torch.accelerator.get_memory_info(self.device)
         return int(free) - (self.memory.budget_bytes - self.memory.allocated_bytes)
+
+    def left_bytes(self) -> int:
+        """Return the bytes of the budget that no buffer in use has."""
+        return self.memory.left_bytes()
 
     def note_dials(self, error: BaseException, what: str) -> str:
         """Have a torch.OutOfMemoryError, met in ``what``, name the budget and the user's dials; return these words."""

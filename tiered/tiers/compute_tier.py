@@ -51,6 +51,9 @@ class GradientBuffer(Protocol):
     def use(self) -> None:
         """An operation on the caller's stream is about to use the bytes."""
 
+    def hand_over(self) -> None:
+        """All operations of the caller's that use the bytes were submitted; another thread's come next."""
+
     def release(self) -> None:
         """Give back what was only read."""
 
@@ -65,7 +68,8 @@ class ComputeTier(Protocol):
     """Memory in which a unit's parameters and gradients are used."""
 
     device: torch.device
-    keeps_gradients: bool  # whether they stay where computing happens, until DRAM is short
+    computes_in_dram: bool
+    keeps_gradients: bool  # whether they stay where computing happens, until memory is short there
 
     def attach(self, distance: Callable[[str], int], give_back: Callable[[], bool]) -> None:
         """``distance(key)``: after how many uses it comes next; ``give_back()``: some buffer, if the caller can."""
@@ -75,6 +79,9 @@ class ComputeTier(Protocol):
 
     def free_nbytes(self) -> int:
         """Return the bytes that are free where computing happens, beside tiered's budget. Does not block."""
+
+    def left_bytes(self) -> int:
+        """Return the bytes of the budget where computing happens that are not in use."""
 
     def put(self, storage: torch.UntypedStorage, key: str, shift: int) -> None:
         """Put the bytes of ``storage`` into ``key``, which was created, from byte ``shift`` on; blocks."""
@@ -142,6 +149,9 @@ class UpdatePlace(Protocol):
 
     def give_back(self, lease: Lease) -> None:
         """Give a lease back whose bytes were read; does not wait for a copy."""
+
+    def take_over(self, gradients: GradientBuffer) -> torch.Tensor:
+        """Return the bytes of ``gradients``, which were handed over where the update computes; does not block."""
 
     def number(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Have ``value``, a few bytes of the caller's stream, there for the update, which calls the result."""

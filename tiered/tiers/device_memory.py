@@ -114,6 +114,13 @@ class DeviceBuffer:
         """Return the streams that have used it since it was filled, or had rest."""
         return tuple(self._streams.values())
 
+    def hand_over(self) -> None:
+        """All uses so far were submitted: whoever uses it next waits for their ends as they are now."""
+        for number, stream in self._streams.items():
+            self._after[number] = stream.record_event(self._after.get(number))
+        if not self.is_aliased:  # else a stream may use it again, through a tensor of the caller's
+            self._streams.clear()
+
     def rest(self, more: Sequence[torch.Stream] = ()) -> None:
         """All uses were submitted: note the ends of those on the streams that used it, and on ``more``."""
         self._streams.update((stream.stream_id, stream) for stream in more)
@@ -190,6 +197,13 @@ class DeviceMemory:
             buffer.content = content
             self._lingering[buffer] = streams if buffer.is_aliased else None
             self._sweep()
+
+    def left_bytes(self) -> int:
+        """Return the bytes of the budget that no buffer in use has."""
+        with self._lock:
+            self._sweep()
+            idle = sum(buffer.nbytes for buffer in self._idle)
+            return self.budget_bytes - self.allocated_bytes + idle
 
     def forget(self, key: str | None = None) -> None:
         """Idle bytes of ``key``, or of all keys, are of no use any more."""

@@ -17,7 +17,7 @@ import torch
 from tiered.bytes.free_memory import free_memory
 from tiered.bytes.interrupt import uninterrupted_block
 from tiered.store.residency.working_set import Lease, WorkingSet
-from tiered.tiers.compute_tier import Collectives, ComputeTier, Gathered, bytes_of
+from tiered.tiers.compute_tier import Collectives, ComputeTier, Gathered, GradientBuffer, bytes_of
 
 __all__ = ["BufferState", "HostPlace", "HostTier", "ParameterPlace", "ShardState", "UnitBuffer"]
 
@@ -89,6 +89,9 @@ class HostGradients:
     def use(self) -> None:
         """Nothing to wait for."""
 
+    def hand_over(self) -> None:
+        """Nothing to wait for."""
+
     def release(self) -> None:
         """Give the lease back."""
         self.lease.release()
@@ -108,6 +111,7 @@ class HostTier:
 
     __slots__ = ("_working_set", "device")
 
+    computes_in_dram = True
     keeps_gradients = True
 
     def __init__(self, working_set: WorkingSet) -> None:
@@ -140,6 +144,10 @@ class HostTier:
         """Return the bytes that this process may take, less those of the budget that it has not touched yet."""
         working_set = self._working_set
         return free_memory() - (working_set.budget_bytes - working_set.residents.arena.leased_nbytes)
+
+    def left_bytes(self) -> int:
+        """Return what the shares of the budget have left."""
+        return self._working_set.residents.share.left_bytes
 
     def put(self, storage: torch.UntypedStorage, key: str, shift: int) -> None:
         """Copy the bytes of ``storage`` to ``key``; blocks while room is made."""
@@ -220,6 +228,10 @@ class HostPlace:
     def give_back(self, lease: Lease) -> None:
         """Give the lease back."""
         lease.release()
+
+    def take_over(self, gradients: GradientBuffer) -> torch.Tensor:
+        """Return the bytes, which are in DRAM."""
+        return gradients.tensor
 
     def number(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Bring ``value`` to DRAM."""

@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 import torch
 
 from tiered.store.residency.working_set import Lease
-from tiered.tiers.accelerator import AcceleratorTier
+from tiered.tiers.accelerator import AcceleratorTier, DeviceGradients
+from tiered.tiers.compute_tier import GradientBuffer
 from tiered.tiers.device_clock import UPDATE
 from tiered.tiers.device_memory import DeviceBuffer, DeviceMemory, on_stream
 
@@ -83,6 +84,12 @@ class DevicePlace:
             return
         self._tier.copies.let_go(buffer, lease)
         self.memory.give(buffer)
+
+    def take_over(self, gradients: GradientBuffer) -> torch.Tensor:
+        """Have the stream wait for the bytes, which are on the device; return them."""
+        assert isinstance(gradients, DeviceGradients)
+        gradients.use_on(self.stream)
+        return gradients.tensor
 
     def number(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
         """The value is on the device: the update's stream waits for the one that made it."""

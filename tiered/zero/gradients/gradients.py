@@ -339,11 +339,10 @@ class UnitGradients:
             self.drop(used=used)
             return taken
         assert self.key
-        if self.buffer is not None and self.buffer.lease is None:
-            self.store_away()
+        kept = self.open_gradients.keep(self)
         pending = {s: source.take_pending() for s, source in self.sources.items() if s.has_gradient}
         taken = TakenGradients(
-            *tiers, self.key, nbytes=self.nbytes, factors=self.factors,
+            *tiers, self.key, nbytes=self.nbytes, factors=self.factors, kept=kept,
             lease=None if self.buffer is None else self.buffer.lease,
             pending={segment: changes for segment, changes in pending.items() if changes},
         )  # fmt: skip
@@ -351,6 +350,8 @@ class UnitGradients:
             self.open_gradients.closed(self)
         self.key, self.buffer = "", None
         self.drop(used=used)
+        if kept is not None:
+            kept.hand_over()
         return taken
 
     @uninterrupted

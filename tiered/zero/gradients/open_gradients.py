@@ -71,6 +71,7 @@ class OpenGradients:
         """
         self.gathered_bytes = 0  # the share of the units that compute
         self.update_bytes = 0  # of the update's share
+        self.ahead_bytes = 0  # of the units that a compute device is to have room for beside gradients
         self._shielded = open_units.shielded
         self._open_units = open_units
         self._working_set: WorkingSet = open_units.root.working_set
@@ -158,7 +159,7 @@ class OpenGradients:
 
     def note_question(self, question: Hashable, compute: Compute) -> None:
         """``question`` was asked about a stored gradient: those that leave the compute device answer it before."""
-        if not self._tier.keeps_gradients and len(self._questions) < _MOST_QUESTIONS:
+        if not self._tier.computes_in_dram and len(self._questions) < _MOST_QUESTIONS:
             self._questions[question] = compute
 
     def answer(self, source: StoredGradient | UsedGradient, values: torch.Tensor) -> None:
@@ -178,15 +179,35 @@ class OpenGradients:
 
         All of them go where they are not to stay: they leave the compute device while the backward goes on.
         """
-        if self._tier.keeps_gradients:
+        if self._tier.computes_in_dram:
             self._shrink(nbytes + self.update_bytes)
-        else:
-            for gradients in self._idle():
-                gradients.store_away()
+            return
+        idle = self._idle()
+        while idle and not self.may_keep(nbytes):
+            idle.pop().store_away()
+
+    def may_keep(self, nbytes: int) -> bool:
+        """Return whether the compute device keeps gradients: an update uses them there, and units have room beside.
+
+        ``nbytes``: of the gradients that come next.
+        """
+        return self._tier.keeps_gradients and self._tier.left_bytes() >= nbytes + self.ahead_bytes
+
+    def keep(self, gradients: _Gradients) -> GradientBuffer | None:
+        """Return the buffer of ``gradients`` if their update uses it on the compute device; others there are stored."""
+        buffer = gradients.buffer
+        if buffer is None or buffer.lease is not None:
+            return None
+        if self.may_keep(gradients.nbytes):
+            return buffer
+        gradients.store_away()
+        return None
 
     def make_room_for_updates(self) -> None:
         """Store idle gradients away until an update finds its share, with the gradients of its unit in it."""
         self.end_lent()
+        if not self._tier.computes_in_dram:  # the share is of DRAM, which has none of them
+            return
         largest = max((gradients.nbytes for gradients in self._open), default=0)
         self._shrink(self.update_bytes - largest)
 
@@ -217,7 +238,7 @@ class OpenGradients:
 
     def stored(self, gradients: _Gradients) -> None:
         """A unit's gradients left the compute device: DRAM keeps them where an update finds its share beside them."""
-        if self._tier.keeps_gradients:
+        if self._tier.computes_in_dram:
             return
         if self._working_set.residents.share.left_bytes >= self.update_bytes + self.gathered_bytes:
             self._working_set.hold([gradients.key])

@@ -44,7 +44,7 @@ class Reclaimer:
 
         A model on a compute device has nothing in DRAM but gradients that wait.
         """
-        if self._open_units.root.tier.keeps_gradients:
+        if self._open_units.root.tier.computes_in_dram:
             return self.make_way()
         return self._open_gradients.let_go_one() or self._updates().release_gradients()
 
@@ -58,6 +58,11 @@ class Reclaimer:
             self._open_units.park_one(root=False, in_backward=False)
             or self._open_gradients.store_away_one()
             or self._open_units.park_one(root=True, in_backward=True)
-            or self._updates().release_gradients()
+            or self._updates_make_way()
             or self._open_gradients.store_away_one(in_use=True)
         )
+
+    def _updates_make_way(self) -> bool:
+        """Have updates that are pending give back what they have where the model computes."""
+        updates = self._updates()
+        return updates.release_gradients() if self._open_units.root.tier.computes_in_dram else updates.wait_for_one()

@@ -26,6 +26,7 @@ from tiered.zero.parameters.unit import Segment, Unit
 __all__ = ["Relayout", "UnitLayouts", "layout_for_now"]
 
 _PARAMETERS = "model/parameters/"
+_NUM_AHEAD = 2  # units that a compute device copies in while another computes
 
 
 def layout_for_now(unit: Unit, *, drops_frozen: bool) -> UnitLayout:
@@ -227,6 +228,7 @@ class UnitLayouts:
         """Hold the keys that placement chooses of the present ones; return the schedule of a step's uses."""
         self.hold()
         open_gradients.gathered_bytes = self.shares.gathered
+        open_gradients.ahead_bytes = _NUM_AHEAD * max(unit.nbytes for unit in self._units)
         open_gradients.rooms.nbytes = self.rooms_nbytes
         scratch = work_sizes([unit.layout for unit in self._units]).scratch
         open_gradients.update_bytes = self.shares.update - scratch
@@ -236,7 +238,7 @@ class UnitLayouts:
             self.nbytes,
             window_bytes=self.shares.read_ahead,
             rooms=open_gradients.rooms,
-            rooms_nbytes=self.rooms_nbytes if self.are_held and self._units[0].tier.keeps_gradients else None,
+            rooms_nbytes=self.rooms_nbytes if self.are_held and self._units[0].tier.computes_in_dram else None,
         )
 
     def order(self) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from tiered.store.residency.working_set import Lease, WorkingSet
-from tiered.tiers.compute_tier import ComputeTier, UpdatePlace
+from tiered.tiers.compute_tier import ComputeTier, GradientBuffer, UpdatePlace
 from tiered.zero.gradients.stand_in import Change
 from tiered.zero.parameters.unit import Segment
 
@@ -18,11 +18,13 @@ class TakenGradients:
     """The gradients of one unit that an update has taken over, with their clip factors. One owner at a time.
 
     They lie in the bytes of ``key``, a scratch key that ``delete`` ends, as their unit's layout says. ``pending`` are
-    changes that these bytes lack until they are leased. Or they are ``own``: (numel,) each, in memory order, where
+    changes that these bytes lack until they are leased. Or they are ``kept`` on the compute device, where the
+    update computes, too. Or they are ``own``: (numel,) each, in memory order, where
     autograd put them; the budget has their bytes already, and ``key`` is only their name.
     """
 
-    __slots__ = ("_factors", "_own", "_pending", "_place", "_tensor", "_tier", "_working_set", "key", "lease", "nbytes")
+    __slots__ = ("_factors", "_kept", "_own", "_pending", "_place", "_tensor", "_tier", "_working_set", "key", "lease",
+                 "nbytes")  # fmt: skip
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class TakenGradients:
         lease: Lease | None = None,
         pending: Mapping[Segment, list[Change]] | None = None,
         own: Mapping[Segment, torch.Tensor] | None = None,
+        kept: GradientBuffer | None = None,
     ) -> None:
         self._working_set = working_set
         self._tier = tier
@@ -48,10 +51,14 @@ class TakenGradients:
         self._factors = {segment: there[id(factor)] for segment, factor in factors.items()}
         self._pending = {s: [change.elsewhere(place.number) for change in each] for s, each in (pending or {}).items()}
         self._own = own
+        self._kept = kept
 
     def open(self) -> None:
         """Lease the bytes for the update's share; stored bytes are swapped in, pending changes applied. Blocks."""
         if self._own is not None:
+            return
+        if self._kept is not None:
+            self._tensor = self._place.take_over(self._kept)
             return
         if self.lease is None:
             self.lease = self._tier.lease(self.key, "rw" if self._pending else "r")
@@ -86,8 +93,11 @@ class TakenGradients:
     def delete(self) -> str:
         """Forget the gradients; return the key when a caller still sees its bytes and it must be deleted later."""
         lease, self.lease, self._tensor = self.lease, None, None
+        kept, self._kept = self._kept, None
         if self._own is not None:
             self._own = {}
+        elif kept is not None:
+            kept.discard()
         elif lease is None or self._place.device.type != "cpu":
             if lease is not None:
                 self._place.give_back(lease)

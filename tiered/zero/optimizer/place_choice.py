@@ -54,7 +54,7 @@ def choose_place(
     if word == "device":
         tier.memory.budget_bytes -= place.memory.budget_bytes
         tier.memories.append(place.memory)
-        engine.open_gradients.place = place
+        engine.open_gradients.place, tier.keeps_gradients = place, True
         pipeline.move_to(place)
     _log.info("update_on=%r", word)
     return word
