@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,15 @@ def test_overhead_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     assert all(row["ratio"][what][mode] > 0 for what in ("time", "cpu") for mode in ("backward", "step"))
     assert all(0 < row["calls"][mode]["training thread"] < 1250 for mode in ("backward", "step")), output
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="the device is compiled")
+def test_device_bits_runs_tiny(warm_python: WarmPython) -> None:
+    tiny = ["--models", "tied_head,lstm", "--every", "17"]
+    command = [warm_python.executable, "bench/device_bits.py", *tiny]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
+    result = json.loads(output.splitlines()[-1])
+    assert (result["bench"], result["runs"], result["wrong"]) == ("device_bits", 6, 0), output
 
 
 def test_way_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
