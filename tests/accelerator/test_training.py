@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -374,3 +375,45 @@ def test_tensors_are_on_the_device_that_belongs_to_them(accelerator: Any, tmp_pa
         assert all(value.device.type == "cpu" for value in session.model.state_dict().values())
         for state in session.optimizer.state_dict()["state"].values():
             assert all(value.device.type == "cpu" for value in state.values())
+
+
+class Squares(torch.nn.Module):
+    """A unit that saves its input, which the caller may write afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((256,), 1.5))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.square() * self.scale
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_what_is_swapped_out_holds_no_stream_up_and_is_not_written_meanwhile(
+    is_written: bool, sim: ModuleType, tmp_path: Path
+) -> None:
+    """As in memory: a saved tensor that was written in place is an error, also where the caller has dropped it."""
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        with torch.device("sim"):
+            model = torch.nn.Sequential(Squares(), Squares())
+        model = tiered.shard(model, store, device="sim", unit=Squares, activations="swap")
+        sim.set_query_delay(4)
+        rows = torch.randn(64, 256).to("sim")
+        sim.keep_log()
+        hidden = model[0](rows.requires_grad_())
+        loss = model[1](hidden)
+        events = [entry.address for entry in sim.log() if entry.kind == "record" and entry.stream == out_of(model)]
+        waits = [entry.address for entry in sim.log() if entry.kind == "wait" and entry.stream == 0]
+        assert events and not set(events) & set(waits)
+        if is_written:
+            with torch.no_grad():
+                hidden.add_(1)
+            sim.races()  # the copy may have been torn: that is what the error is for
+        del hidden
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") if is_written else nullcontext():
+            loss.sum().backward()
+
+
+def out_of(model: torch.nn.Module) -> int:
+    tier: Any = next(model.parameters()).segment.unit.tier  # type: ignore[attr-defined]
+    return int(tier.copies.stream_out.stream_id)

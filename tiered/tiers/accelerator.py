@@ -266,9 +266,13 @@ class AcceleratorTier:
         """Have a torch.OutOfMemoryError, met in ``what``, name the budget and the user's dials; return these words."""
         return note_dials(error, what, self.memories)
 
-    def put(self, storage: torch.UntypedStorage, key: str, shift: int) -> None:
-        """Copy the bytes of ``storage``, which stay alive until then, to ``key``; blocks where DRAM is short."""
-        self.copies.put(storage, self.lease(key, "w"), shift)
+    def put(self, tensor: torch.Tensor, key: str, shift: int) -> None:
+        """Copy the storage of ``tensor``, which stays alive until then, to ``key``; blocks where DRAM is short."""
+        self.copies.put(tensor, self.lease(key, "w"), shift, may_change=_may_change_unseen(tensor))
+
+    def was_changed(self, key: str) -> bool:
+        """Return whether what was put into ``key`` was written while it was copied. Blocks until it is there."""
+        return self.copies.was_changed(key)
 
     def get(self, key: str) -> torch.Tensor:
         """Copy the bytes of ``key`` to new memory of torch's allocator, outside of the budget; blocks on a swap in."""
@@ -304,3 +308,12 @@ class AcceleratorTier:
         self.copies.settle_all()
         self.memory.forget()
         self.memory.close()
+
+
+def _may_change_unseen(tensor: torch.Tensor) -> bool:
+    """Return whether an operation may write the storage of ``tensor`` and leave its version as it was.
+
+    Batch norm does so with its running statistics: floating numbers that need no gradient.
+    """
+    is_whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return not is_whole or (tensor.is_floating_point() and not tensor.requires_grad)

@@ -83,8 +83,11 @@ class ComputeTier(Protocol):
     def left_bytes(self) -> int:
         """Return the bytes of the budget where computing happens that are not in use."""
 
-    def put(self, storage: torch.UntypedStorage, key: str, shift: int) -> None:
-        """Put the bytes of ``storage`` into ``key``, which was created, from byte ``shift`` on; blocks."""
+    def put(self, tensor: torch.Tensor, key: str, shift: int) -> None:
+        """Put the storage of ``tensor`` into ``key``, which was created, from byte ``shift`` on; blocks."""
+
+    def was_changed(self, key: str) -> bool:
+        """Return whether what was put into ``key`` was written while it was copied, so that it is of no use. Blocks."""
 
     def get(self, key: str) -> torch.Tensor:
         """Return the bytes of ``key`` where computing happens, (nbytes,) uint8 for reading. Blocks. CapacityError."""

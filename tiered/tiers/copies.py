@@ -32,7 +32,8 @@ class _Copy(NamedTuple):
     event: torch.Event
     lease: Lease
     is_out: bool
-    source: torch.Tensor | None  # that must live as long; None where a buffer's own events see to that
+    source: torch.Tensor | None = None  # that must live as long; None where a buffer's own events see to that
+    version: int = 0  # of ``source`` as it was submitted
 
 
 class Copies:
@@ -56,6 +57,7 @@ class Copies:
         self._lock = threading.Lock()
         self._sweeping = threading.RLock()  # until the leases of copies that have ended are given back
         self._in_flight: dict[str, list[_Copy]] = {}  # by key, oldest first
+        self._changed: set[str] = set()  # keys whose source was written while it was copied
 
     def __repr__(self) -> str:
         return f"Copies({self.device}, {len(self._in_flight)} keys in flight)"
@@ -87,7 +89,7 @@ class Copies:
     def let_go(self, buffer: DeviceBuffer, lease: Lease) -> None:
         """Give ``lease`` back once the copy of its bytes that fills ``buffer`` has ended."""
         assert buffer.ready is not None
-        self._note(buffer.ready, lease, is_out=False)
+        self._note(_Copy(buffer.ready, lease, False))
 
     def empty(self, buffer: DeviceBuffer, lease: Lease) -> None:
         """Copy ``buffer`` to the bytes of ``lease``, which is given back when they are there, or where that fails."""
@@ -96,7 +98,7 @@ class Copies:
         except BaseException:
             lease.release()
             raise
-        self._note(event, lease, is_out=True)
+        self._note(_Copy(event, lease, True))
 
     def write(self, buffer: DeviceBuffer, lease: Lease) -> None:
         """Copy ``buffer`` to the bytes of ``lease``, which stays the caller's; blocks until they are there."""
@@ -126,9 +128,13 @@ class Copies:
 
     # -- tensors of the caller's ---------------------------------------------------------------------------------
 
-    def put(self, storage: torch.UntypedStorage, lease: Lease, shift: int) -> None:
-        """Copy ``storage``, which lives until then, to the bytes of ``lease`` from ``shift`` on; it ends then, too."""
-        source, stream = bytes_of(storage), self.current_stream()
+    def put(self, tensor: torch.Tensor, lease: Lease, shift: int, *, may_change: bool) -> None:
+        """Copy the storage of ``tensor`` to the bytes of ``lease`` from ``shift`` on; both live until that has ended.
+
+        ``may_change``: operations that torch counts no version for may write it, so the caller's stream waits for the
+        copy. Where others do while it runs, ``was_changed(key)`` says so.
+        """
+        source, stream = bytes_of(tensor.untyped_storage()), self.current_stream()
         self.stream_out.wait_event(stream.record_event())
         try:
             with on_stream(self.stream_out), torch.no_grad():
@@ -138,8 +144,15 @@ class Copies:
             raise
         self.out_bytes += source.nbytes
         event = self.stream_out.record_event()
-        stream.wait_event(event)  # order: what follows may write the storage in place, as batch norm does its buffers
-        self._note(event, lease, is_out=True, source=source)
+        if may_change:
+            stream.wait_event(event)  # order: what follows may write in place, as batch norm does its buffers
+        self._changed.discard(lease.key)
+        self._note(_Copy(event, lease, True, tensor.detach(), tensor._version))
+
+    def was_changed(self, key: str) -> bool:
+        """Return whether what was put into ``key`` was written while the copy ran, so that the bytes are of no use."""
+        self.settle(key, reads=False)
+        return key in self._changed
 
     def get(self, lease: Lease) -> torch.Tensor:
         """Return the bytes of ``lease`` in new memory of torch's allocator; it ends with it, or if it fails."""
@@ -155,7 +168,7 @@ class Copies:
         event = self.stream_in.record_event()
         stream.wait_event(event)
         self.in_bytes += flat.nbytes
-        self._note(event, lease, is_out=False)
+        self._note(_Copy(event, lease, False))
         return flat
 
     def on_host(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -224,12 +237,14 @@ class Copies:
                     if not copies:
                         del self._in_flight[key]
             for copy in ended:
+                if copy.source is not None and copy.source._version != copy.version:
+                    self._changed.add(copy.lease.key)
                 copy.lease.release(is_written=copy.is_out)
             self._working_set.swap_out([copy.lease.key for copy in ended if copy.is_out])
 
-    def _note(self, event: torch.Event, lease: Lease, *, is_out: bool, source: torch.Tensor | None = None) -> None:
+    def _note(self, copy: _Copy) -> None:
         with self._lock:
-            self._in_flight.setdefault(lease.key, []).append(_Copy(event, lease, is_out, source))
+            self._in_flight.setdefault(copy.lease.key, []).append(copy)
 
     def _wait(self, event: torch.Event, what: str) -> None:
         """Wait until ``event`` has come; in the calling thread, without torch's own wait, which has no deadline."""

@@ -149,11 +149,15 @@ class HostTier:
         """Return what the shares of the budget have left."""
         return self._working_set.residents.share.left_bytes
 
-    def put(self, storage: torch.UntypedStorage, key: str, shift: int) -> None:
-        """Copy the bytes of ``storage`` to ``key``; blocks while room is made."""
+    def was_changed(self, key: str) -> bool:
+        """Return False: ``put`` ends when all is there."""
+        return False
+
+    def put(self, tensor: torch.Tensor, key: str, shift: int) -> None:
+        """Copy the storage of ``tensor`` to ``key``; blocks while room is made."""
         lease = self._working_set.lease(key, "w")
         with torch.no_grad():
-            lease.tensor[shift:].copy_(bytes_of(storage))
+            lease.tensor[shift:].copy_(bytes_of(tensor.untyped_storage()))
         lease.release()
 
     def get(self, key: str) -> torch.Tensor:

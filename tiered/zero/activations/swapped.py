@@ -139,7 +139,7 @@ class SwappedActivations:
             digest = xxhash.xxh3_64_intdigest(readable)
         found = self._find(storage, version, digest)
         if found is None:
-            found = self._put(storage, version, digest)
+            found = self._put(tensor, version, digest)
         return None if found is None else SwappedTensor(self, found, tensor)
 
     @uninterrupted
@@ -156,6 +156,11 @@ class SwappedActivations:
                 raise UsageError(
                     "backward through activations from before store.rollback() or resume(); expected a new forward"
                 )
+        if engine.tier.was_changed(storage.key):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation, while"
+                " it was swapped out; clone() the tensor before it"
+            )
         # Keys read ahead must find room beside the held ones: with half of the share some were read twice.
         engine.schedule.learn(storage.key, storage.nbytes, window_bytes=self.share_bytes // 4)
         engine.schedule.use(storage.key)
@@ -204,13 +209,13 @@ class SwappedActivations:
             is_same = (found.version, found.digest, found.nbytes) == (version, digest, storage.nbytes())
             return found if is_same else None
 
-    def _put(self, storage: torch.UntypedStorage, version: int, digest: int) -> SwappedStorage | None:
-        working_set = self._engine.working_set
+    def _put(self, tensor: torch.Tensor, version: int, digest: int) -> SwappedStorage | None:
+        working_set, storage = self._engine.working_set, tensor.untyped_storage()
         made = SwappedStorage(self._name(), storage, version, digest)
         nbytes = made.shift + made.nbytes
         working_set.create(made.key, nbytes, scratch=True)
         try:
-            self._engine.tier.put(storage, made.key, made.shift)
+            self._engine.tier.put(tensor, made.key, made.shift)
         except CapacityError:
             working_set.delete([made.key])
             self._leave(nbytes)
