@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import os
+import re
 from contextlib import closing
 from pathlib import Path
 
@@ -29,7 +30,9 @@ def compute_checks() -> list[Check]:
     """Return the checks of the compute device. CUDA is set up: run them in a process of their own."""
     return [
         Check(MACHINE, "compute device", check_compute_device, is_essential=True),
+        Check(MACHINE, "driver", check_driver),
         Check(MACHINE, "pinned memory", check_pinned_memory),
+        Check(MACHINE, "unified memory", check_unified_memory),
     ]
 
 
@@ -75,6 +78,31 @@ def check_compute_device() -> Finding:
     mend = "see nvidia-smi: is the driver older than that CUDA, or the GPU hidden (CUDA_VISIBLE_DEVICES)?"
     found = f"an NVIDIA GPU is there, and CUDA {torch.version.cuda}, for which {built}, does not start"
     return broken(MACHINE, name, found, cost=cost, mend=mend)
+
+
+def check_driver() -> Finding:
+    """Read the version of NVIDIA's driver, the one driver that says it in a file."""
+    name = "driver"
+    if not _NVIDIA.exists():
+        return ok(MACHINE, name, "not there: no NVIDIA GPU")
+    text = " ".join(_NVIDIA.read_text(errors="replace").partition("\n")[0].split())
+    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return ok(MACHINE, name, f"NVIDIA {version[0]}" if version else f"NVIDIA, of an unknown version: {text[:80]!r}")
+
+
+def check_unified_memory() -> Finding:
+    """Look whether a GPU computes in the machine's own memory: then bytes that are copied there are in it twice."""
+    name = "unified memory"
+    if not torch.cuda.is_available():
+        return ok(MACHINE, name, "not there: no CUDA device")
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    integrated = [each.name for each in properties if getattr(each, "is_integrated", False)]
+    if not integrated:
+        return ok(MACHINE, name, "not there: each GPU has memory of its own")
+    found = f"{', '.join(integrated)} computes in the machine's own memory"
+    cost = "what is copied to the GPU is in that memory twice, and dram= and device_memory= come out of one"
+    mend = "give both budgets together less than what is free"
+    return slower(MACHINE, name, found, cost=cost, mend=mend)
 
 
 def check_pinned_memory() -> Finding:
