@@ -221,6 +221,7 @@ def _device_module() -> types.ModuleType:
     module.Stream = lambda *_, **options: torch.Stream(device="sim", **options)
     module.Event = lambda **options: torch.Event(device="sim", **options)
     module._initialized = True  # a checkpoint keeps the states of generators of such a device alone
+    module._lazy_init = lambda: None  # torch 2.11 synchronizes a device that was initialized by this, and no other
     module._is_in_bad_fork = lambda: not is_enabled()  # then torch.manual_seed seeds nothing here
     module.default_generator = generator
     module.default_generators = (generator,)
@@ -256,6 +257,7 @@ def enable() -> None:
     with _lock:
         _register()
         library.set_enabled(True)
+        torch.empty(0, device="sim")  # initializes it for torch
         library.start_thread_of_autograd()
         library.install_handler()
     reset()
