@@ -142,7 +142,9 @@ def in_processes(device: str, runs: list[Run], num_processes: int) -> Iterator[l
         yield from (wrong_runs(device, group) for group in groups)
         return
     context = multiprocessing.get_context("spawn")  # a fork has no thread of autograd's
-    with ProcessPoolExecutor(num_processes, context, start_process, (device,)) as processes:
+    # A process for each reference: the simulated device keeps a clock for every stream that there ever was.
+    options: dict[str, Any] = {"mp_context": context, "max_tasks_per_child": 1}
+    with ProcessPoolExecutor(num_processes, initializer=start_process, initargs=(device,), **options) as processes:
         yield from processes.map(wrong_runs, itertools.repeat(device), groups)
 
 
@@ -159,10 +161,11 @@ def main() -> int:
     begun_s = time.monotonic()
     runs = all_runs(args.models.split(",") if args.models else list(CASES))[:: args.every]
     wrong: list[str] = []
-    for found in in_processes(args.device, runs, args.processes):
+    for number, found in enumerate(in_processes(args.device, runs, args.processes), 1):
         wrong += found
         for line in found:
             print(f"WRONG: {line}", flush=True)
+        print(f"{number} references, {time.monotonic() - begun_s:.0f} s", file=sys.stderr, flush=True)
     seconds = round(time.monotonic() - begun_s, 1)
     result = {"bench": "device_bits", "device": args.device, "runs": len(runs), "wrong": len(wrong), "seconds": seconds}
     print(json.dumps(result))
