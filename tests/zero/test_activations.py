@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tiered
 from tests.models import CASES, Case, Vectors, batch_of_vectors
+from tests.pairwise import pairwise
 from tests.reference import Recipe
 from tests.zero.saved_tensors import WORDS, engine_of, swapped_of, wide_vectors
 from tests.zero.training import assert_same, debug_store, reference, reference_of, smallest_budget, start
@@ -22,9 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 RECIPES = {"fp32-backward": (None, "backward"), "bf16-step": (torch.bfloat16, "step")}
 
 
-@pytest.mark.parametrize("recipe_name", RECIPES)
-@pytest.mark.parametrize("word", ["recompute", "swap"])
-@pytest.mark.parametrize("name", CASES)
+@pairwise(name=CASES.keys(), word=["recompute", "swap"], recipe_name=RECIPES.keys())
 def test_bits_with_the_smallest_budget(
     name: str, word: str, recipe_name: str, quick_path: Path, swap_all: None
 ) -> None:

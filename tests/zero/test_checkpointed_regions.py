@@ -19,6 +19,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from tests.models import GPT, Block, Case, Table, Vectors, batch_of_tokens, batch_of_vectors
+from tests.pairwise import pairwise
 from tests.reference import Recipe, train
 from tests.zero.training import SEED, assert_same, debug_store, reference, smallest_budget, start
 
@@ -27,9 +28,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_BLOCKS = 8
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
-every_kind = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
-every_dtype = pytest.mark.parametrize("param_dtype", DTYPES.values(), ids=DTYPES)
-every_update = pytest.mark.parametrize("update", ["step", "backward"])
+KINDS = {"non_reentrant": False, "reentrant": True}
+UPDATES = ("step", "backward")
+
+every_kind = pytest.mark.parametrize("use_reentrant", KINDS.values(), ids=KINDS)
+every_update = pytest.mark.parametrize("update", UPDATES)
 
 
 def count_forwards(model: nn.Module) -> Counter[str]:
@@ -56,10 +59,9 @@ def assert_trains_as_in_memory(case: Case, recipe: Recipe, update: str, director
         assert forwards == expected_forwards
 
 
-@every_update
-@every_dtype
-@every_kind
-@pytest.mark.parametrize("region", [1, 2, 4, NUM_BLOCKS])
+@pairwise(
+    region={str(num): num for num in (1, 2, 4, NUM_BLOCKS)}, use_reentrant=KINDS, param_dtype=DTYPES, update=UPDATES
+)
 def test_regions_of_several_units(
     region: int, use_reentrant: bool, param_dtype: torch.dtype | None, update: str, quick_path: Path
 ) -> None:
@@ -105,10 +107,10 @@ def parts_in_parts(model: Any, batch: tuple[Tensor, Tensor], *, use_reentrant: b
     return F.cross_entropy(model.head(x).flatten(0, -2).float(), batch[1].flatten())
 
 
-@every_update
-@every_dtype
-@every_kind
-@pytest.mark.parametrize("loss", [whole_model, parts_of_a_loop, parts_in_parts])
+@pairwise(
+    loss={part.__name__: part for part in (whole_model, parts_of_a_loop, parts_in_parts)},
+    use_reentrant=KINDS, param_dtype=DTYPES, update=UPDATES,
+)  # fmt: skip
 def test_regions_that_the_training_loop_makes(
     loss: Callable[..., Tensor], use_reentrant: bool, param_dtype: torch.dtype | None, update: str, quick_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import tiered
 from tests.models import CASES, GPT, Block, Case, batch_of_tokens
+from tests.pairwise import pairwise
 from tests.reference import MasterAdamW, Recipe, Trained, train
 from tests.zero.training import (
     SEED,
@@ -35,9 +36,7 @@ every_dtype = pytest.mark.parametrize("param_dtype", DTYPES.values(), ids=DTYPES
 every_update = pytest.mark.parametrize("update", UPDATES)
 
 
-@every_update
-@every_dtype
-@pytest.mark.parametrize("name", CASES)
+@pairwise(name=CASES.keys(), param_dtype=DTYPES, update=UPDATES)
 def test_bits_with_the_smallest_budget(
     name: str, param_dtype: torch.dtype | None, update: str, quick_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,9 +127,7 @@ def reference_with(feature: str, param_dtype: torch.dtype | None) -> Trained:
     return reference(CASES[name], replace(recipe, param_dtype=param_dtype))
 
 
-@every_update
-@every_dtype
-@pytest.mark.parametrize("feature", FEATURES)
+@pairwise(feature=FEATURES.keys(), param_dtype=DTYPES, update=UPDATES)
 def test_bits_with(feature: str, param_dtype: torch.dtype | None, update: str, quick_path: Path) -> None:
     """Each with the smallest budget."""
     name, recipe = FEATURES[feature]

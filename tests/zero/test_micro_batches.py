@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import tiered
 from tests.models import CASES, GPT, MLP, Case, Stage, Vectors, batch_of_tokens, batch_of_vectors
+from tests.pairwise import pairwise
 from tests.reference import Recipe, Trained
 from tests.transformer import WIDTH, cross_entropy
 from tests.zero.training import (
@@ -34,8 +35,7 @@ from tiered.store.residency.working_set import WorkingSet
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
-every_dtype = pytest.mark.parametrize("param_dtype", DTYPES.values(), ids=DTYPES)
-every_update = pytest.mark.parametrize("update", ["step", "backward"])
+UPDATES = ("step", "backward")
 
 QUALIFYING = [name for name in CASES if not name.startswith("cnn")]
 
@@ -71,9 +71,7 @@ def reference_in_turns(name: str, param_dtype: torch.dtype | None) -> Trained:
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")  # torch compares with the strides of a placeholder
-@every_update
-@every_dtype
-@pytest.mark.parametrize("name", QUALIFYING)
+@pairwise(name=QUALIFYING, param_dtype=DTYPES, update=UPDATES)
 def test_bits_with_the_smallest_budget(
     name: str, param_dtype: torch.dtype | None, update: str, quick_path: Path
 ) -> None:
@@ -150,9 +148,7 @@ FEATURES: dict[str, tuple[Case, Recipe]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*use_reentrant")
-@every_update
-@every_dtype
-@pytest.mark.parametrize("feature", FEATURES)
+@pairwise(feature=FEATURES.keys(), param_dtype=DTYPES, update=UPDATES)
 def test_bits_with(feature: str, param_dtype: torch.dtype | None, update: str, quick_path: Path) -> None:
     case, recipe = FEATURES[feature]
     if (update == "backward" and recipe.max_norm is not None) or (feature == "autocast" and param_dtype):
@@ -185,9 +181,7 @@ KEEPING: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", KEEPING)
-@pytest.mark.parametrize("update", ["step", "backward"])
-@pytest.mark.parametrize("activations", ["recompute", "swap"])
+@pairwise(name=KEEPING.keys(), update=UPDATES, activations=["recompute", "swap"])
 def test_bits_whatever_becomes_of_activations(activations: str, update: str, name: str, quick_path: Path) -> None:
     recipe = Recipe(num_micro_steps=3, num_steps=2)
     with debug_store(quick_path, durable=False) as store:
