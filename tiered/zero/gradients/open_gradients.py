@@ -15,6 +15,7 @@ from tiered.zero.gradients.stored_gradient import Compute, StoredGradient
 from tiered.zero.gradients.used_gradients import UsedGradient
 from tiered.zero.parameters.open_units import OpenUnits
 from tiered.zero.parameters.unit import Unit
+from tiered.zero.step import graph_task
 
 __all__ = ["OpenGradients"]
 
@@ -198,7 +199,7 @@ class OpenGradients:
         buffer = gradients.buffer
         if buffer is None or buffer.lease is not None:
             return None
-        if self.may_keep(gradients.nbytes):
+        if self.may_keep(gradients.nbytes if graph_task() != -1 else 0):  # in a backward others come
             return buffer
         gradients.store_away()
         return None
