@@ -377,6 +377,37 @@ def test_tensors_are_on_the_device_that_belongs_to_them(accelerator: Any, tmp_pa
             assert all(value.device.type == "cpu" for value in state.values())
 
 
+def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == has_many] for has_many in (True, False))
+    return [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "lr": 3e-3, "betas": (0.8, 0.9)}]
+
+
+def evaluate(model: torch.nn.Module, step: int) -> list[torch.Tensor]:
+    """Look at the model between two steps, without gradients."""
+    model.eval()
+    with torch.no_grad():
+        seen = model(case_on(DEVICE, "gpt").batch(step)[0])
+    model.train()
+    return [seen.float().cpu()]
+
+
+@pytest.mark.parametrize(("update", "update_on"), [("step", "device"), ("backward", "cpu")])
+def test_bits_with_a_schedule_groups_and_evaluations(
+    update: str, update_on: str, accelerator: Any, tmp_path: Path
+) -> None:
+    recipe = Recipe(
+        param_dtype=BF16, param_groups=groups, between=evaluate,
+        schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5),
+        updates_on="cpu" if update_on == "cpu" and DEVICE != "sim" else "",
+    )  # fmt: skip
+    expected = reference(case_on(DEVICE, "gpt"), recipe)
+    options: dict[str, Any] = {"device": DEVICE, "update_on": update_on, "activations": "keep", "hold": 0}
+    budget = smallest_device_memory("gpt", recipe, tmp_path / "refused", **options)
+    accelerator.reset()
+    with tiered.Store(tmp_path / "store", dram=ROOMY_NBYTES, device_memory=budget) as store:
+        assert_same(start(case_on(DEVICE, "gpt"), recipe, store, update, **options).run(), expected)
+
+
 class Squares(torch.nn.Module):
     """A unit that saves its input, which the caller may write afterwards."""
 

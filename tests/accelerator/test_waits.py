@@ -102,6 +102,14 @@ def races(sim: ModuleType, directory: Path) -> list[str]:
     return found
 
 
+def test_no_other_module_of_the_product_has_a_wait() -> None:
+    """Those of a bench and of a trial wait for the whole device."""
+    package = Path(tiered.__file__).parent
+    having = {str(file.relative_to(package)) for file in package.rglob("*.py") if "wait_event(" in file.read_text()}
+    assert having <= {f"tiers/{module}.py" for module in MODULES}
+    assert not [file for file in package.rglob("*.py") if "wait_stream(" in file.read_text()]
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_run_with_all_waits_has_no_race(sim: ModuleType, tmp_path: Path) -> None:
     assert not races(sim, tmp_path)
