@@ -217,3 +217,22 @@ def test_gradients_of_an_update_on_the_device_stay_there_as_far_as_units_have_ro
             left.append(moved["gradient out"] // sizes.unit)
         smallest += 3 * sizes.unit
     assert max(left) <= 8 and left[-1] == 0, left  # before, it depends on how far the update before them has come
+
+
+def test_gradients_that_have_arrived_at_once_are_not_written(
+    sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = Copies.empty
+
+    def empty_and_sweep(self: Copies, buffer: Any, lease: Any) -> None:
+        empty(self, buffer, lease)
+        self.sweep()  # as the update thread may do at any time
+
+    monkeypatch.setattr(Copies, "empty", empty_and_sweep)
+    with training(tmp_path, 6, ROOMY_NBYTES, update_on="cpu", hold="auto") as session:
+        session.optimizer.state_dict()  # all updates have ended
+        before = session.store.statistics().write_bytes
+        for step in range(2, 4):
+            session.run_step(step)
+        session.optimizer.state_dict()
+        assert session.store.statistics().write_bytes == before

@@ -317,6 +317,7 @@ class UnitGradients:
                     self.open_gradients.answer(source, segment.gradient_view(self.buffer.tensor))
         buffer, self.buffer = self.buffer, None
         self.open_gradients.closed(self)
+        self.open_gradients.storing(self)  # order: or a copy that has ended offers the bytes to be written
         try:
             buffer.store()
         except BaseException as error:
@@ -324,7 +325,6 @@ class UnitGradients:
                 self.unit.engine.give_up(f"the gradients of unit {self.unit.name!r} could not be stored: {error}")
             buffer.release()
             raise
-        self.open_gradients.stored(self)
         return True
 
     def take(self, *, used: bool) -> TakenGradients:

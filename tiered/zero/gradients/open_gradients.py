@@ -237,11 +237,12 @@ class OpenGradients:
         self._open.pop(gradients, None)
         self.rooms.leased.discard(gradients.room)
 
-    def stored(self, gradients: _Gradients) -> None:
-        """A unit's gradients left the compute device: DRAM keeps them where an update finds its share beside them."""
+    def storing(self, gradients: _Gradients) -> None:
+        """A unit's gradients leave the compute device: DRAM keeps them where an update finds its share beside them."""
         if self._tier.computes_in_dram:
             return
-        if self._working_set.residents.share.left_bytes >= self.update_bytes + self.gathered_bytes:
+        needed_bytes = gradients.nbytes + self.update_bytes + self.gathered_bytes
+        if self._working_set.residents.share.left_bytes >= needed_bytes:
             self._working_set.hold([gradients.key])
             self._kept[gradients.key] = None
 
