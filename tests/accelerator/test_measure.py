@@ -209,7 +209,7 @@ class Stopped(Exception):
 
 @pytest.mark.parametrize("part", ["link", "swap"])
 def test_an_end_between_rounds_leaves_nothing_behind(part: str, sim: ModuleType, tmp_path: Path) -> None:
-    num_calls = 0
+    num_calls, before = 0, torch.accelerator.memory_allocated()  # references that other tests keep
 
     def check() -> None:
         nonlocal num_calls
@@ -225,7 +225,7 @@ def test_an_end_between_rounds_leaves_nothing_behind(part: str, sim: ModuleType,
             device.measure_link(str(tmp_path)) if part == "link" else three_tiers(tmp_path / "store", check)
     if part == "link":
         assert not list(tmp_path.iterdir())
-    assert torch.accelerator.memory_allocated() == 0
+    assert torch.accelerator.memory_allocated() <= before
 
 
 def three_tiers(folder: Path, check: Any) -> TierRounds:
