@@ -19,6 +19,7 @@ from tests.zero.training import assert_same, budget_named_in, reference, start
 from tiered.bytes.pinned_arena import PinnedArena
 from tiered.bytes.registrar import registrar_for
 from tiered.errors import CapacityError, UsageError
+from tiered.tiers import copies
 from tiered.zero.activations import swapped
 
 pytestmark = [  # of torch itself on a device whose operators are the CPU's
@@ -443,6 +444,26 @@ def test_what_is_swapped_out_holds_no_stream_up_and_is_not_written_meanwhile(
         del hidden
         with pytest.raises(RuntimeError, match="modified by an inplace operation") if is_written else nullcontext():
             loss.sum().backward()
+
+
+def test_a_thread_that_runs_ahead_of_the_device_waits_for_what_leaves_it(
+    sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Device memory that swapped activations keep until their copies have ended is bounded."""
+    num_rows = 64
+    nbytes = num_rows * 256 * 4
+    monkeypatch.setattr(copies, "MOST_LEAVING_NBYTES", 2 * nbytes)
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        with torch.device("sim"):
+            model = torch.nn.Sequential(*(Squares() for _ in range(8)))
+        model = tiered.shard(model, store, device="sim", unit=Squares, activations="swap")
+        sim.set_query_delay(50)
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        loss = model(torch.randn(num_rows, 256).to("sim").requires_grad_()).sum()
+        assert torch.accelerator.max_memory_allocated() - before < 8 * nbytes  # without, two of each of eight layers
+        loss.backward()
+        assert sim.blocking().get("MainThread", {}).keys() <= {"blocking copy"}
 
 
 def out_of(model: torch.nn.Module) -> int:

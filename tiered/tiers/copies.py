@@ -20,8 +20,12 @@ from tiered.store.waiting.recorder import Wait
 from tiered.tiers.compute_tier import bytes_of
 from tiered.tiers.device_clock import COMPUTE, COPY_IN, COPY_OUT, DeviceClock
 from tiered.tiers.device_memory import DeviceBuffer, on_stream
+from tiered.units import MiB
 
 __all__ = ["Copies"]
+
+MOST_LEAVING_NBYTES = 512 * MiB
+"""Of the caller's tensors in copies out at one time, 20 ms of PCIe: till then they keep their device memory."""
 
 _SHORTEST_S, _LONGEST_S = 20e-6, 1e-3  # between two looks at an event
 
@@ -57,6 +61,7 @@ class Copies:
         self._lock = threading.Lock()
         self._sweeping = threading.RLock()  # until the leases of copies that have ended are given back
         self._in_flight: dict[str, list[_Copy]] = {}  # by key, oldest first
+        self._leaving: list[_Copy] = []  # of the caller's tensors, oldest first
         self._changed: set[str] = set()  # keys whose source was written while it was copied
 
     def __repr__(self) -> str:
@@ -132,11 +137,13 @@ class Copies:
         """Copy the storage of ``tensor`` to the bytes of ``lease`` from ``shift`` on; both live until that has ended.
 
         ``may_change``: operations that torch counts no version for may write it, so the caller's stream waits for the
-        copy. Where others do while it runs, ``was_changed(key)`` says so.
+        copy. Where others do while it runs, ``was_changed(key)`` says so. Blocks where too much is on its way: a thread
+        that runs ahead of the device would allocate what the copies are about to free.
         """
         source, stream = bytes_of(tensor.untyped_storage()), self.current_stream()
         self.stream_out.wait_event(stream.record_event())
         try:
+            self._let_leave(source.nbytes)
             with on_stream(self.stream_out), torch.no_grad():
                 self._copy(lease.tensor[shift:], source, lease.key)
         except BaseException:
@@ -147,7 +154,20 @@ class Copies:
         if may_change:
             stream.wait_event(event)  # order: what follows may write in place, as batch norm does its buffers
         self._changed.discard(lease.key)
-        self._note(_Copy(event, lease, True, tensor.detach(), tensor._version))
+        copy = _Copy(event, lease, True, tensor.detach(), tensor._version)
+        with self._lock:
+            self._leaving.append(copy)
+        self._note(copy)
+
+    def _let_leave(self, nbytes: int) -> None:
+        """Wait until no more than the limit is on its way out with ``nbytes`` more. DeadlineError."""
+        while True:
+            with self._lock:
+                leaving = list(self._leaving)
+            if not leaving or nbytes + sum(copy.lease.tensor.nbytes for copy in leaving) <= MOST_LEAVING_NBYTES:
+                return
+            self._wait(leaving[0].event, f"copy out of {leaving[0].lease.key!r}")
+            self.sweep()
 
     def was_changed(self, key: str) -> bool:
         """Return whether what was put into ``key`` was written while the copy ran, so that the bytes are of no use."""
@@ -236,6 +256,8 @@ class Copies:
                         ended.append(copies.pop(0))
                     if not copies:
                         del self._in_flight[key]
+                gone = set(map(id, ended))
+                self._leaving = [copy for copy in self._leaving if id(copy) not in gone]
             for copy in ended:
                 if copy.source is not None and copy.source._version != copy.version:
                     self._changed.add(copy.lease.key)
