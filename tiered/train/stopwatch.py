@@ -7,7 +7,7 @@ import time
 import tiered
 from tiered.stats import StoreStatistics
 from tiered.store.waiting.recorder import CALLER
-from tiered.tiers.device_clock import COMPUTE
+from tiered.tiers.device_clock import COMPUTE, UPDATE
 from tiered.train.progress import StepRecord
 
 __all__ = ["Stopwatch"]
@@ -36,7 +36,7 @@ class Stopwatch:
             stall_seconds=sum(waits.values()),
             waits=waits,
             moved=_moved(before, now),
-            update_seconds=now.recorder.seconds_of("update bucket") - before.recorder.seconds_of("update bucket"),
+            update_seconds=_update_seconds(now) - _update_seconds(before),
             device_busy_seconds=now.recorder.device_busy_seconds - before.recorder.device_busy_seconds,
             copied=_copied(before, now),
             copy_seconds=_copy_seconds(before, now),
@@ -49,6 +49,13 @@ def _waits(counters: StoreStatistics) -> dict[str, float]:
     """Return how long the training thread has waited; on a compute device, how long its stream stood idle for that."""
     recorder = counters.recorder
     return recorder.waits_of(CALLER if recorder.device is None else COMPUTE)
+
+
+def _update_seconds(counters: StoreStatistics) -> float:
+    """Return how long buckets were updated: on the device's stream, if that is where, else by threads."""
+    work = [each for each in counters.recorder.work if each.word == "update bucket"]
+    on_device = [each for each in work if each.who == UPDATE]
+    return sum(each.seconds for each in on_device or work)
 
 
 def _copied(before: StoreStatistics, now: StoreStatistics) -> tuple[int, int]:
