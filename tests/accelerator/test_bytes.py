@@ -219,6 +219,22 @@ def test_gradients_of_an_update_on_the_device_stay_there_as_far_as_units_have_ro
     assert max(left) <= 8 and left[-1] == 0, left  # before, it depends on how far the update before them has come
 
 
+def test_memory_that_updates_get_is_given_up_by_units_that_have_filled_it(sim: ModuleType, tmp_path: Path) -> None:
+    """A forward before the optimizer is made fills the budget with units that are kept."""
+    case = Case(partial(build, 12), batch, lambda model, rows: model(rows), unit=(nn.Linear,))
+    with pytest.raises(CapacityError) as refusal, training(tmp_path / "refused", 12, 1, update_on="device"):
+        pass
+    budget = device_memory_named_in(refusal.value)
+    with tiered.Store(tmp_path / "store", dram=ROOMY_NBYTES, device_memory=budget, durable=False) as store:
+        model = tiered.shard(case.build(), store, unit=nn.Linear, update_on="device", **OPTIONS)
+        with torch.no_grad():
+            model(batch(0))
+        memory = next(model.parameters()).segment.unit.tier.memory  # type: ignore[attr-defined]
+        filled = memory.allocated_bytes
+        tiered.AdamW(model.parameters(), update="step")
+        assert memory.allocated_bytes <= memory.budget_bytes < filled <= budget
+
+
 def test_gradients_that_have_arrived_at_once_are_not_written(
     sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,6 +211,15 @@ class DeviceMemory:
             for content in [content for content in self._by_content if key in (None, content.key)]:
                 self._by_content.pop(content).content = None
 
+    def give_up(self, nbytes: int) -> None:
+        """Take ``nbytes`` off the budget for good; idle buffers without room in the rest go, those used last first."""
+        with self._lock:
+            self._sweep()
+            self.budget_bytes -= nbytes
+            others = sorted(self._idle, key=self._use_of)
+            while others and self.allocated_bytes > self.budget_bytes:
+                self._drop(others.pop())
+
     def close(self) -> None:
         """Give the idle memory back to torch's allocator."""
         with self._lock:

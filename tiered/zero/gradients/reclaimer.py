@@ -64,5 +64,7 @@ class Reclaimer:
 
     def _updates_make_way(self) -> bool:
         """Have updates that are pending give back what they have where the model computes."""
-        updates = self._updates()
-        return updates.release_gradients() if self._open_units.root.tier.computes_in_dram else updates.wait_for_one()
+        updates, tier = self._updates(), self._open_units.root.tier
+        if tier.computes_in_dram:
+            return updates.release_gradients()
+        return tier.keeps_gradients and updates.wait_for_one()

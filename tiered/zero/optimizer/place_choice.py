@@ -52,7 +52,7 @@ def choose_place(
     if word == "auto":
         word = before or _shorter(place, pipeline, rule, group, buckets)
     if word == "device":
-        tier.memory.budget_bytes -= place.memory.budget_bytes
+        tier.memory.give_up(place.memory.budget_bytes)
         tier.memories.append(place.memory)
         engine.open_gradients.place, tier.keeps_gradients = place, True
         pipeline.move_to(place)
