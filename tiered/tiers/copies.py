@@ -154,7 +154,8 @@ class Copies:
         if may_change:
             stream.wait_event(event)  # order: what follows may write in place, as batch norm does its buffers
         self._changed.discard(lease.key)
-        copy = _Copy(event, lease, True, tensor.detach(), tensor._version)
+        kept = source if may_change else tensor.detach()  # whose version tells of a write; a later one does no harm
+        copy = _Copy(event, lease, True, kept, kept._version)
         with self._lock:
             self._leaving.append(copy)
         self._note(copy)
@@ -170,7 +171,7 @@ class Copies:
             self.sweep()
 
     def was_changed(self, key: str) -> bool:
-        """Return whether what was put into ``key`` was written while the copy ran, so that the bytes are of no use."""
+        """Return whether what was put into ``key`` may have been written while it was copied, and is of no use."""
         self.settle(key, reads=False)
         return key in self._changed
 
