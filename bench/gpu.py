@@ -208,7 +208,10 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         beside: dict[str, Any] = {"why_not": "it does not fit the device's memory"}
         kept = sizes.tokens // sizes.micro_steps * sizes.width * (2 * LAYERS + INTERIOR)
         if IN_MEMORY * sizes.shape.num_params + kept < 0.9 * machine.device_bytes:
-            beside = in_device_memory(sizes, device)
+            try:
+                beside = in_device_memory(sizes, device)
+            except torch.OutOfMemoryError as error:
+                beside = {"why_not": str(error)}
     ratio = many_found["seconds"] / beside["seconds"] if "seconds" in beside else 0.0
     result = {
         "bench": "gpu",

@@ -14,9 +14,10 @@ __all__ = ["INTERIOR", "IN_MEMORY", "LAYERS", "TINY", "Machine", "Sizes", "io_bo
 STATE, READ, WRITTEN = 12, 14, 12  # bytes per parameter: all that lasts; a step's traffic with nothing held
 DISK = 2 * STATE * 9 / 8 + 4  # two sets, files that grow by an eighth, the constructor's scratch
 FIRST = 28  # bytes per parameter that building a model writes
-IN_MEMORY = 16  # bf16 parameter and gradient, fp32 master and two moments
+IN_MEMORY = 18  # bf16 parameter, fp32 master, its gradient and two moments
 BUDGETS = 4  # bytes per parameter of each budget: together two thirds of what lasts
 INTERIOR = 34  # bytes of a block's activations per token and width, 16-bit, scores aside (arXiv:2205.05198)
+_SHORTEST_S = 20.0  # however little is left
 LAYERS, CONTEXT = 8, 1024
 STEPS = 4  # the first warms up
 
@@ -64,7 +65,7 @@ class Sizes:
 
 def sizes_for(machine: Machine, seconds: float) -> Sizes:
     """Return the largest run of few wide layers whose two builds and steps fit ``seconds``, memory and disk."""
-    drive = machine.drive
+    drive, seconds = machine.drive, max(seconds, _SHORTEST_S)
     per_param_s = READ / drive.read_bytes_per_s + WRITTEN / drive.write_bytes_per_s
     hidden = machine.flop_per_s * per_param_s / 8  # tokens of a step whose arithmetic takes as long as its I/O
     tokens = math.ceil(1.2 * hidden / CONTEXT) * CONTEXT
