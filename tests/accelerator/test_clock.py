@@ -54,6 +54,15 @@ def test_what_has_not_ended_is_told_later(sim: ModuleType) -> None:
     assert [len(recorder.statistics().work) for _ in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
+def test_events_are_used_again_though_nobody_asks_for_figures(sim: ModuleType) -> None:
+    clock = clock_of(Recorder())
+    for _ in range(1000):
+        begun = clock.mark()
+        assert begun is not None
+        clock.note("forward", "root", begun)
+    assert len(clock._free) + 2 * sum(map(len, clock._pending.values())) <= 256
+
+
 def test_a_thread_of_ours_has_no_time_on_the_callers_stream(sim: ModuleType) -> None:
     clock = clock_of(Recorder())
     assert clock.mark(is_caller=False) is None
