@@ -7,8 +7,9 @@ First `tiered bench DIR --quick --device` measures the drive and the copies, who
 Then three runs: one with so many tokens a step that arithmetic hides all I/O (design: tokens >= F (R/B_r + W/B_w) / 8),
 one with so few that the drive is the bound, and the first one with everything in device memory, where it fits. Last,
 the calls of a step that wait for the device are counted. Ceilings: 1.10 times the step in device memory, and 1.15 times
-the bound. One JSON line comes last, and a file of results is written. On `sim`, the simulated device of the tests, no
-time means anything.
+the bound. Each part's figures are a JSON line as soon as it has ended, so that a run cut short has those of the parts
+before; one JSON line of all comes last, and a file of results is written. On `sim`, the simulated device of the tests,
+no time means anything.
 """
 
 from __future__ import annotations
@@ -190,21 +191,27 @@ def bench_drive(folder: Path, device: torch.device, *, is_tiny: bool) -> dict[st
     return found
 
 
+def said(part: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Print the figures of ``part``, and return them."""
+    print(json.dumps({"part": part} | found), flush=True)
+    return found
+
+
 def run(args: argparse.Namespace, folder: Path) -> None:
     """Run all parts in ``folder``, print the JSON line and write the file of results."""
     device = named_device(args.device)
     if device.type == "cpu":
         raise SystemExit("bench/gpu.py: this process has no accelerator")
     begun_s = time.perf_counter()
-    measured = bench_drive(folder, device, is_tiny=args.tiny)
+    measured = said("measured", bench_drive(folder, device, is_tiny=args.tiny))
     machine = machine_at(folder, device)
     left_s = 60 * args.minutes - (time.perf_counter() - begun_s)
     sizes = TINY if args.tiny else sizes_for(machine, left_s)
     print(f"\nmodel   {sizes.words()}", flush=True)
     few = io_bound(sizes)
     with Clocks() as clocks:
-        many_found = train(sizes, device, folder)
-        few_found = train(few, device, folder)
+        many_found = said("compute_bound", train(sizes, device, folder))
+        few_found = said("io_bound", train(few, device, folder))
         beside: dict[str, Any] = {"why_not": "it does not fit the device's memory"}
         kept = sizes.tokens // sizes.micro_steps * sizes.width * (2 * LAYERS + INTERIOR)
         if IN_MEMORY * sizes.shape.num_params + kept < 0.9 * machine.device_bytes:
@@ -212,6 +219,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
                 beside = in_device_memory(sizes, device)
             except torch.OutOfMemoryError as error:
                 beside = {"why_not": str(error)}
+        said("in_memory", beside)
     ratio = many_found["seconds"] / beside["seconds"] if "seconds" in beside else 0.0
     result = {
         "bench": "gpu",

@@ -40,6 +40,11 @@ def test_what_was_done_in_a_time_can_be_done_in_it() -> None:
     assert bound(read_bytes=5e9, device_busy_s=6.0).nvme_s == 6.0
 
 
+def test_no_part_exceeds_the_step() -> None:
+    """Of updates, some threads' seconds may: together they are longer than the clock's."""
+    assert bound(update_s=12.0, copy_s=11.0, device_busy_s=11.0).step_over_bound == 1.0
+
+
 @pytest.mark.parametrize(
     ("given", "verdict"),
     [
@@ -53,6 +58,10 @@ def test_what_was_done_in_a_time_can_be_done_in_it() -> None:
             "disk-write bound: 80% of the step; a second drive would save 25%",
         ),
         ({"waits": {"update": 6.0}, "update_s": 9.0}, "update bound: 90% of the step; more CPU cores would help"),
+        (
+            {"waits": {"update": 6.0}, "update_s": 9.0, "updates_on_device": True},
+            "update bound: 90% of the step; a larger batch would hide it",
+        ),
         (
             {"waits": {"commit": 2.0, "demand read": 1.0}},
             "compute bound, and 30% of the step waits, most of it for commits",

@@ -21,6 +21,7 @@ COMPUTE, COPY_IN, COPY_OUT, UPDATE = "stream: compute", "stream: copy in", "stre
 
 _NUM_TRIES = 5
 _EVERY = 64  # spans of a track
+_ZERO_AGE_S = 60.0  # events tell their distance in single precision: 4 us at this one, 1 ms after hours
 _MOST_PENDING = 10_000  # pairs whose events have not come: of a device that hangs, no more are kept
 
 
@@ -103,7 +104,7 @@ class DeviceClock:
                     ended.append(spans.popleft())
             for span in ended:
                 self._tell(span)
-                self._free += [span.begun.event, span.end]
+                self._free += [event for event in (span.begun.event, span.end) if event is not self._zero]
 
     def _tell(self, span: _Span) -> None:
         seconds = max(0.0, span.begun.event.elapsed_time(span.end) / 1e3)
@@ -112,7 +113,11 @@ class DeviceClock:
             if self._zero is None:
                 self._set_zero()
             assert self._zero is not None
-            start_s = self._zero_s + self._zero.elapsed_time(span.begun.event) / 1e3
+            distance_s = self._zero.elapsed_time(span.begun.event) / 1e3
+            start_s = self._zero_s + distance_s
+            if distance_s > _ZERO_AGE_S:
+                self._free.append(self._zero)
+                self._zero, self._zero_s = span.begun.event, start_s
         self._recorder.add(span.word, span.subject, span.begun.track, start_s, start_s + seconds, nbytes=span.nbytes)
 
     def _set_zero(self) -> None:

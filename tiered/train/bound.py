@@ -74,11 +74,12 @@ class Bound:
 
     step_s: float
     compute_s: float  # the training thread, its waits left out
-    update_s: float  # the update's own thread, its waits left out
+    update_s: float  # the update's own thread, or its stream on a compute device, waits left out
     nvme_s: float
     copy_s: float  # between DRAM and a compute device
     is_read: bool  # more of ``nvme_s`` goes into reads than into writes
     waits: Mapping[str, float]  # of the training thread, seconds by reason
+    updates_on_device: bool = False
 
     @classmethod
     def of(
@@ -92,10 +93,12 @@ class Bound:
         device_busy_s: float,
         bandwidth: Bandwidth | None,
         copy_s: float = 0.0,
+        updates_on_device: bool = False,
     ) -> Bound:
         """Return the bound of a step. Without ``bandwidth`` the devices' busy time counts: bytes / it was seen.
 
-        With one, the smaller of both counts: work that was done in a time can be done in it.
+        With one, the smaller of both counts: work that was done in a time can be done in it. So no part exceeds the
+        step.
         """
         nvme_s, is_read = device_busy_s, read_bytes > write_bytes
         if bandwidth is not None:
@@ -103,7 +106,8 @@ class Bound:
             nvme_s = min(nvme_s, seconds) if device_busy_s else seconds
             is_read = read_bytes / bandwidth.read_bytes_per_s > write_bytes / bandwidth.write_bytes_per_s
         compute_s = max(0.0, step_s - sum(waits.values()))
-        return cls(step_s, compute_s, update_s, min(nvme_s, step_s), min(copy_s, step_s), is_read, dict(waits))
+        update_s, nvme_s, copy_s = (min(seconds, step_s) for seconds in (update_s, nvme_s, copy_s))
+        return cls(step_s, compute_s, update_s, nvme_s, copy_s, is_read, dict(waits), updates_on_device)
 
     @property
     def seconds(self) -> float:
@@ -137,7 +141,8 @@ class Bound:
                 "a larger batch or --device-memory would help"
             )
         if self.update_s > self.compute_s:
-            return f"update bound: {self.update_s / self.step_s:.0%} of the step; more CPU cores would help"
+            remedy = "a larger batch would hide it" if self.updates_on_device else "more CPU cores would help"
+            return f"update bound: {self.update_s / self.step_s:.0%} of the step; {remedy}"
         if self.stall <= _HIDDEN:
             return f"compute bound: I/O is hidden (stall {self.stall:.0%})"
         reason = max(self.waits, key=lambda reason: self.waits[reason])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 import tiered
-from tiered.stats import StoreStatistics
+from tiered.stats import StoreStatistics, WorkStatistics
 from tiered.store.waiting.recorder import CALLER
 from tiered.tiers.device_clock import COMPUTE, UPDATE
 from tiered.train.progress import StepRecord
 
-__all__ = ["Stopwatch"]
+__all__ = ["Stopwatch", "updates_on_device"]
 
 
 class Stopwatch:
@@ -51,11 +51,19 @@ def _waits(counters: StoreStatistics) -> dict[str, float]:
     return recorder.waits_of(CALLER if recorder.device is None else COMPUTE)
 
 
+def updates_on_device(counters: StoreStatistics) -> bool:
+    """Return whether buckets were updated on a compute device's stream."""
+    return any(each.who == UPDATE for each in _updates(counters))
+
+
+def _updates(counters: StoreStatistics) -> list[WorkStatistics]:
+    return [each for each in counters.recorder.work if each.word == "update bucket"]
+
+
 def _update_seconds(counters: StoreStatistics) -> float:
     """Return how long buckets were updated: on the device's stream, if that is where, else by threads."""
-    work = [each for each in counters.recorder.work if each.word == "update bucket"]
-    on_device = [each for each in work if each.who == UPDATE]
-    return sum(each.seconds for each in on_device or work)
+    is_on_device = updates_on_device(counters)
+    return sum(each.seconds for each in _updates(counters) if not is_on_device or each.who == UPDATE)
 
 
 def _copied(before: StoreStatistics, now: StoreStatistics) -> tuple[int, int]:

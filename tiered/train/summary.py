@@ -17,6 +17,7 @@ from tiered.stats import ComputeDeviceStatistics
 from tiered.train.bound import Bandwidth, Bound, profiled_bandwidth, profiled_link
 from tiered.train.plan import Plan
 from tiered.train.progress import StepRecord
+from tiered.train.stopwatch import updates_on_device
 from tiered.units import format_bytes
 
 __all__ = ["RunSummary"]
@@ -38,6 +39,7 @@ class RunSummary:
     link: Bandwidth | None  # of copies to the compute device
     device: ComputeDeviceStatistics | None
     peak_flop_per_s: float  # of that device, 0 where it is the CPU
+    updates_on_device: bool
     timeline: str  # a line about it, "" without one
 
     @classmethod
@@ -65,6 +67,7 @@ class RunSummary:
             link=profiled_link(plan.directories, plan.device.type),
             device=counters.recorder.device,
             peak_flop_per_s=peak_flop_per_s,
+            updates_on_device=updates_on_device(counters),
             timeline=timeline,
         )
 
@@ -97,6 +100,7 @@ class RunSummary:
             device_busy_s=self._mean([record.device_busy_seconds for record in self.records]),
             bandwidth=self.bandwidth,
             copy_s=self.copy_s,
+            updates_on_device=self.updates_on_device,
         )
 
     @property
