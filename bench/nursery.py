@@ -46,7 +46,7 @@ def _reported(pipe: int, name: str, function: Callable[..., Any]) -> Callable[..
 
 def _instrument(pipe: int) -> None:
     """Report every I/O call before it is made, the opening of the store, and each commit's begin and end."""
-    from tiered.store.catalog.catalog import SqliteCatalog
+    from tiered.store.catalog.sqlite_catalog import SqliteCatalog
     from tiered.store.store import Store
     from tiered.train.loop import TrainingLoop
 

@@ -96,7 +96,7 @@ def _differences(campaign: Campaign, lives: list[Life]) -> Iterator[str]:
 
 def _state(directory: Path) -> str:
     """Return the text of all that rides along with the last commit."""
-    from tiered.store.catalog.catalog import SqliteCatalog
+    from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 
     with closing(SqliteCatalog(directory / "catalog.db", read_only=True)) as catalog:
         return catalog.load()[0].state

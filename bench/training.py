@@ -34,7 +34,7 @@ from tests.devices.throttled import ThrottledDevice
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.engines import open_device
 from tiered.bytes.registrar import add_registrar
-from tiered.store.catalog.catalog import SqliteCatalog
+from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.transfers import transfer
 from tiered.store.waiting.recorder import CALLER

@@ -107,7 +107,7 @@ def _without_data_flush() -> None:
 
 def _without_catalog_flush() -> None:
     """SQLite does not flush."""
-    import tiered.store.catalog.catalog as catalog
+    import tiered.store.catalog.sqlite_catalog as catalog
     from tiered.store.catalog.sqlite_file import make_durable
 
     def make_fast(connection: object) -> None:

@@ -6,10 +6,12 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 
 from tests.devices.simulated_disk import SimulatedDisk
-from tiered.store.catalog.catalog import Root, Row, SqliteCatalog
 from tiered.store.catalog.memory_catalog import MemoryCatalog
+from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.checksum import num_blocks
 from tiered.store.format.extent import Extent
+from tiered.store.format.root import Root
+from tiered.store.format.row import Row
 
 UUID = bytes(range(16))
 ROOT = Root(store_uuid=UUID, generation=0, next_key_id=1, num_directories=2, state="{}")

@@ -235,7 +235,7 @@ def a_copy_of_the_descriptor_does_not_keep_the_lock(tmp_path: Path) -> None:
 
 
 def every_directory_is_flushed_before_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiered.store.catalog.catalog import SqliteCatalog
+    from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 
     calls: list[str] = []
     sync, apply = os.fdatasync, SqliteCatalog.apply
@@ -244,9 +244,9 @@ def every_directory_is_flushed_before_the_catalog(tmp_path: Path, monkeypatch: p
         calls.append(os.readlink(f"/proc/self/fd/{fd}"))
         sync(fd)
 
-    def noted_apply(catalog: SqliteCatalog, *arguments: object) -> None:
+    def noted_apply(catalog: SqliteCatalog, *arguments: object, **options: bool) -> None:
         calls.append("catalog")
-        apply(catalog, *arguments)  # type: ignore[arg-type]
+        apply(catalog, *arguments, **options)  # type: ignore[arg-type]
 
     directories = tmp_path / "one", tmp_path / "two"
     with Store(*directories, dram="32MiB", engine="threads") as store:

@@ -19,7 +19,7 @@ import torch
 from tests.store.rig import Counter, numbers
 from tiered.bytes.device.profile import PROFILE_NAME, Profile, write_profile
 from tiered.errors import CorruptionError
-from tiered.store.catalog.catalog import SqliteCatalog
+from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.directory import CATALOG_NAME
 from tiered.store.store import Store
 from tiered.units import KiB

@@ -16,6 +16,7 @@ import xxhash
 
 from tests.store.flips import JOURNAL_NAME
 from tiered.bytes.device.profile import PROFILE_NAME
+from tiered.store.format import root as roots
 from tiered.store.format import row as rows
 from tiered.store.lifetime.directory import CATALOG_NAME
 
@@ -62,7 +63,7 @@ def _replace_file(path: Path, rng: random.Random) -> None:
 
 def _run_sql(path: Path, rng: random.Random) -> None:
     """Change the tables as anybody with SQLite could, leaving the digests."""
-    number, table = rng.choice(_NUMBERS) % (1 << 63), rng.choice(("records", "root"))
+    number, table = rng.choice(_NUMBERS) % (1 << 63), rng.choice(("records", "root", "pages", "records_before"))
     column = rng.choice(("body", "digest"))
     value = rng.choice((f"zeroblob({rng.randrange(100_000)})", str(number), "'text'", "1.5", "randomblob(300)", "body"))
     statement = rng.choice(
@@ -91,21 +92,21 @@ def _forge(path: Path, rng: random.Random) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         (root,) = connection.execute("SELECT body FROM root").fetchone()
         found = dict(connection.execute("SELECT key_id, body FROM records").fetchall())
-        header, state = list(rows._ROOT.unpack_from(root)), root[rows.ROOT_HEADER_NBYTES :]
+        header, state = list(roots._ROOT.unpack_from(root)), root[roots.ROOT_HEADER_NBYTES :]
         what = rng.randrange(4)
         if what < 2:
             for key_id in rng.sample(sorted(found), rng.randrange(1, 4)):
                 found[key_id] = _forged_row(found[key_id], found[rng.choice(sorted(found))], rng)
         elif what == 2:
-            field = rng.randrange(1, 5)
-            header[field] = rng.choice(_NUMBERS) % (1 << (32 if field == 3 else 64))
+            field = rng.randrange(1, 7)
+            header[field] = rng.choice(_NUMBERS) % (1 << (32 if field in (4, 5) else 64))
         else:
             state = _forged_state(state, rng)
         seed = rows.row_seed(header[0])
         digests = {key_id: rows._row_digest(key_id, body, seed) for key_id, body in found.items()}
-        header[5] = sum(int.from_bytes(digest, "little") for digest in digests.values()) % (1 << 64)
-        body = rows._ROOT.pack(*header) + state
-        connection.execute("UPDATE root SET body = ?, digest = ?", (body, rows._root_digest(body)))
+        header[7] = sum(int.from_bytes(digest, "little") for digest in digests.values()) % (1 << 64)
+        body = roots._ROOT.pack(*header) + state
+        connection.execute("UPDATE root SET body = ?, digest = ?", (body, roots._root_digest(body)))
         changed = [(found[key_id], digests[key_id], key_id) for key_id in found]
         connection.executemany("UPDATE records SET body = ?, digest = ? WHERE key_id = ?", changed)
 
@@ -116,8 +117,8 @@ def _forged_row(body: bytes, other: bytes, rng: random.Random) -> bytes:
     for _ in range(rng.randrange(1, 3)):
         action = rng.randrange(6)
         if action == 0:
-            field = rng.randrange(7)
-            fields[field] = rng.choice(_NUMBERS) % (1 << (64, 64, 32, 32, 8, 8, 8)[field])
+            field = rng.randrange(8)
+            fields[field] = rng.choice(_NUMBERS) % (1 << (64, 64, 32, 32, 8, 8, 8, 8)[field])
         elif action == 1:  # a dimension, an extent or a digest, most likely
             at = rng.randrange(len(rest) + 1)
             rest[at : at + 8] = rng.choice(_NUMBERS).to_bytes(8, "little")

@@ -20,9 +20,10 @@ from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.files import DataFiles
 from tiered.bytes.device.in_flight import InFlight
 from tiered.errors import DeviceError
-from tiered.store.catalog import catalog as catalog_module
+from tiered.store.catalog import new_file as new_file_module
+from tiered.store.catalog import sqlite_catalog as catalog_module
 from tiered.store.catalog.memory_catalog import MemoryCatalog
-from tiered.store.format import committed_rows, row
+from tiered.store.format import committed_rows, root
 from tiered.store.generations.commit import Committer
 from tiered.store.lifetime import directory, lock
 from tiered.store.lifetime.service import Service
@@ -89,8 +90,8 @@ def the_catalog_comes_before_the_data(patch: Patch) -> None:
     flush = Space.flush
     patch.setattr(Space, "flush", flushed.append)
 
-    def apply_then_flush(catalog: MemoryCatalog, *arguments: Any) -> None:
-        apply(catalog, *arguments)
+    def apply_then_flush(catalog: MemoryCatalog, *arguments: Any, **options: Any) -> None:
+        apply(catalog, *arguments, **options)
         flush(flushed.pop())
 
     patch.setattr(MemoryCatalog, "apply", apply_then_flush)
@@ -148,7 +149,11 @@ def superseded_extents_are_never_freed(patch: Patch) -> None:
 @mutant(checks.no_crash_state_is_wrong)
 def deletions_are_left_out_of_the_commit(patch: Patch) -> None:
     apply = MemoryCatalog.apply
-    patch.setattr(MemoryCatalog, "apply", lambda catalog, root, upserts, deleted: apply(catalog, root, upserts, []))
+
+    def apply_without(catalog: MemoryCatalog, root: Any, upserts: Any, deleted: Any, **options: bool) -> None:
+        apply(catalog, root, upserts, [], **options)
+
+    patch.setattr(MemoryCatalog, "apply", apply_without)
 
 
 # -- results: what must not be passed over -------------------------------------------------------------------------
@@ -273,7 +278,7 @@ def the_names_of_a_new_store_are_not_synced(patch: Patch) -> None:
 
 @mutant(checks.creation_is_durable_name_by_name)
 def the_name_of_a_new_catalog_is_not_synced(patch: Patch) -> None:
-    patch.setattr(catalog_module, "fsync_directory", lambda path: None)
+    patch.setattr(new_file_module, "fsync_directory", lambda path: None)
 
 
 @mutant(checks.creation_is_durable_name_by_name)
@@ -283,7 +288,7 @@ def an_identity_is_not_synced(patch: Patch) -> None:
 
 @mutant(checks.creation_is_durable_name_by_name)
 def a_new_catalog_is_not_synced(patch: Patch) -> None:
-    patch.setattr(catalog_module, "os", _WithoutFsync())
+    patch.setattr(new_file_module, "os", _WithoutFsync())
 
 
 @mutant(checks.a_catalog_that_cannot_be_flushed_fails_the_commit)
@@ -304,11 +309,11 @@ def the_end_of_the_journal_is_not_made_durable(patch: Patch) -> None:
 def rows_are_not_counted(patch: Patch) -> None:
     decode = committed_rows.CommittedRows.decode.__func__  # type: ignore[attr-defined]
 
-    def decode_any(kind: type, raw: Sequence[Any], header: row.RootHeader, file: str) -> object:
+    def decode_any(kind: type, raw: Sequence[Any], header: root.RootHeader, file: str, **options: Any) -> object:
         found = list(raw)
         total = sum(int.from_bytes(digest, "little") for _, _, digest in found)
         header = dataclasses.replace(header, num_rows=len(found), digest_sum=total & ((1 << 64) - 1))
-        return decode(kind, found, header, file)
+        return decode(kind, found, header, file, **options)
 
     patch.setattr(committed_rows.CommittedRows, "decode", classmethod(decode_any))
 

@@ -15,9 +15,12 @@ from tiered.bytes.device.memory import MemoryDevice
 from tiered.bytes.pinned_arena import PinnedArena
 from tiered.bytes.registrar import Registrar
 from tiered.errors import TieredError
-from tiered.store.catalog.catalog import Catalog
+from tiered.store.catalog.catalog import Catalog, GenerationName
 from tiered.store.catalog.memory_catalog import MemoryCatalog
-from tiered.store.format.row import Root, Row
+from tiered.store.format.committed_rows import CommittedRows
+from tiered.store.format.root import Root
+from tiered.store.format.row import Page, Row
+from tiered.store.lifetime.confirmation import Alone, Confirmation
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store
@@ -36,6 +39,7 @@ def simulated_store(
     deadline_s: float = WAIT_S,
     wrap: Callable[[Device], Device] = lambda device: device,
     arena: Arena | None = None,
+    confirmation: Confirmation | None = None,
 ) -> Store:
     """Open the store on ``disk``, creating it where there is none. ``wrap`` puts an adaptor around each device."""
     arena = Arena(budget_nbytes) if arena is None else arena
@@ -46,7 +50,8 @@ def simulated_store(
         root = empty_root(uuid.UUID(int=7).bytes, num_devices)
         catalog = MemoryCatalog.create(disk, root) if is_new else MemoryCatalog(disk)
     devices = [wrap(MemoryDevice(disk, index)) for index in range(num_devices)]
-    return Store._from_parts(Parts(arena, devices, catalog), durable=durable, deadline_s=deadline_s)
+    parts = Parts(arena, devices, catalog, confirmation=confirmation or Alone())
+    return Store._from_parts(parts, durable=durable, deadline_s=deadline_s)
 
 
 def pinned_arena(registrar: Registrar, nbytes: int) -> PinnedArena:
@@ -189,16 +194,27 @@ class GatedCatalog(Catalog):
         self.reached = threading.Event()
         self._catalog = catalog
 
-    def load(self) -> tuple[Root, list[Row]]:
-        return self._catalog.load()
+    def kept(self) -> tuple[GenerationName, ...]:
+        return self._catalog.kept()
 
-    def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int]) -> None:
+    def load(self, generation: int | None = None) -> tuple[Root, CommittedRows]:
+        return self._catalog.load(generation)
+
+    def page(self, row: Row, number: int) -> Page:
+        return self._catalog.page(row, number)
+
+    def discard(self) -> None:
+        self._catalog.discard()
+
+    def apply(
+        self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False
+    ) -> None:
         self.reached.set()
         assert self.may_apply.wait(WAIT_S)
         if self.failure is not None:
             raise self.failure
         self.events.append("apply")
-        self._catalog.apply(root, upserts, deleted)
+        self._catalog.apply(root, upserts, deleted, keeps_before=keeps_before)
 
     def close(self) -> None:
         self._catalog.close()

@@ -25,7 +25,7 @@ from tiered.bytes.arena import Arena
 from tiered.bytes.device.adaptor import Adaptor, relay
 from tiered.bytes.device.base import Device, Operation
 from tiered.errors import CorruptionError
-from tiered.store.catalog.catalog import SqliteCatalog
+from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.store import Store

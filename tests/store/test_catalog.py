@@ -25,7 +25,8 @@ from tests.store.catalogs import (
 from tiered.errors import ClosedError, DeadlineError, UsageError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.extent import Extent
-from tiered.store.format.row import encode_root, encode_row
+from tiered.store.format.root import encode_root
+from tiered.store.format.row import encode_row
 
 
 @pytest.fixture(params=[SqliteHome, SimulatedHome])
@@ -135,14 +136,14 @@ def test_sqlite_file_is_as_documented(file):
     with closing(file.create()) as catalog:
         catalog.apply(root_of(1), [row_of(1)], [])
     with closing(sqlite3.connect(file.path)) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (1,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (2,)
         assert connection.execute("PRAGMA page_size").fetchone() == (4096,)
         assert connection.execute("PRAGMA encoding").fetchone() == ("UTF-8",)
         body, digest = encode_row(row_of(1), UUID)
         assert connection.execute("SELECT key_id, body, digest FROM records").fetchall() == [(1, body, digest)]
         total = int.from_bytes(digest, "little")
         assert connection.execute("SELECT one, format, body, digest FROM root").fetchall() == [
-            (1, 1, *encode_root(root_of(1), 1, total))
+            (1, 2, *encode_root(root_of(1), 1, total))
         ]
 
 

@@ -194,7 +194,7 @@ def test_interrupted_commit_leaves_no_transaction(file):
 
 
 def test_a_state_too_large_is_refused_before_anything_happens(file, monkeypatch):
-    monkeypatch.setattr("tiered.store.catalog.catalog._MAX_VALUE_NBYTES", 1000)
+    monkeypatch.setattr("tiered.store.catalog.sqlite_catalog._MAX_VALUE_NBYTES", 1000)
     with closing(file.create()) as catalog:
         with pytest.raises(CapacityError, match="keys of their own"):
             catalog.apply(root_of(1, state="x" * 500), [], [])

@@ -13,7 +13,7 @@ from tests.store.catalogs import (
     row_of,
 )
 from tiered.errors import CorruptionError, UsageError
-from tiered.store.catalog.catalog import SqliteCatalog
+from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import encode_row
 
@@ -147,7 +147,8 @@ def test_a_row_changed_behind_our_back_is_named(file):
         "CREATE INDEX i ON records (digest)",
         "ALTER TABLE records ADD COLUMN c",
         "DROP TABLE records",
-        "PRAGMA user_version=2",
+        "PRAGMA user_version=1",
+        "PRAGMA user_version=3",
         "PRAGMA user_version=-1",
         "PRAGMA application_id=5",
     ],
@@ -164,10 +165,10 @@ def test_tables_that_no_store_writes_are_corruption(file, sql):
 def test_newer_format_is_no_corruption(file):
     file.create().close()
     with closing(sqlite3.connect(file.path)) as connection, connection:
-        connection.execute("PRAGMA user_version=2")
-        connection.execute("UPDATE root SET format = 2")
+        connection.execute("PRAGMA user_version=3")
+        connection.execute("UPDATE root SET format = 3")
     for read_only in (False, True):
-        with pytest.raises(UsageError, match="format version 2"):
+        with pytest.raises(UsageError, match="format version 3"):
             content_of(file, read_only=read_only)
 
 

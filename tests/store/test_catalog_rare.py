@@ -18,9 +18,11 @@ from tiered.errors import CorruptionError, DeviceError, UsageError
 from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.catalog.sqlite_file import connect, make_durable, translated
 from tiered.store.format import committed_rows as rows_module
+from tiered.store.format import root as root_module
 from tiered.store.format import row as row_module
 from tiered.store.format.committed_rows import CommittedRows
-from tiered.store.format.row import RootHeader, decode_root, encode_root, encode_row
+from tiered.store.format.root import RootHeader, decode_root, encode_root
+from tiered.store.format.row import encode_row
 from tiered.store.lifetime.identity import Identity
 
 
@@ -87,8 +89,9 @@ def test_a_page_that_the_drive_does_not_give_is_no_damage(file: SqliteHome) -> N
 def test_rows_that_do_not_fit_into_the_file_are_damage(file: SqliteHome) -> None:
     with closing(file.create()) as catalog:
         catalog.apply(root_of(1), [row_of(1), row_of(2)], [])
+        twice = "SELECT key_id, zeroblob(30000), digest FROM records"
         with pytest.raises(CorruptionError, match="more bytes than the file"):
-            list(catalog._read_rows(catalog._connection, 10))
+            list(catalog._read_rows(catalog._connection, twice))
 
 
 def test_a_commit_of_another_store_is_refused(file: SqliteHome) -> None:
@@ -173,7 +176,7 @@ def test_errors_of_a_new_file_and_of_our_own_use_are_no_damage() -> None:
 
 def header_of(rows: list[tuple[int, bytes, bytes]]) -> RootHeader:
     total = sum(int.from_bytes(digest, "little") for _, _, digest in rows)
-    return RootHeader(UUID, 9, 1 << 40, 2, len(rows), total & ((1 << 64) - 1))
+    return RootHeader(UUID, 9, 0, 1 << 40, 2, 0, len(rows), total & ((1 << 64) - 1))
 
 
 def encoded(row: Any) -> tuple[int, bytes, bytes]:
@@ -187,13 +190,13 @@ def test_a_root_out_of_range_is_never_written() -> None:
 
 @pytest.mark.parametrize(
     ("start", "new", "message"),
-    [(24, bytes(8), "numbers that no store writes"), (row_module.ROOT_HEADER_NBYTES, b"\xff", "is not text")],
+    [(32, bytes(8), "numbers that no store writes"), (root_module.ROOT_HEADER_NBYTES, b"\xff", "is not text")],
 )
 def test_a_root_whose_digest_is_right_is_still_looked_at(start: int, new: bytes, message: str) -> None:
     body = bytearray(encode_root(ROOT, 0, 0)[0])
     body[start : start + len(new)] = new
     with pytest.raises(CorruptionError, match=message):
-        decode_root(bytes(body), row_module._root_digest(bytes(body)), "it")
+        decode_root(bytes(body), root_module._root_digest(bytes(body)), "it")
 
 
 def test_a_name_that_is_no_text_is_damage_also_in_a_row_like_those_before() -> None:

@@ -1,13 +1,17 @@
-"""What format version 1 has written is read for ever; a newer version is refused with nothing touched."""
+"""What format version 1 has written is read for ever, and becomes version 2 when it is written to; a newer version is
+refused with nothing touched."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sqlite3
 import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +20,9 @@ import xxhash
 from tests.store.format_1 import GENERATION, STATE, Counted, contents, unpack
 from tests.store.rig import numbers
 from tiered.cli import main
-from tiered.errors import UsageError
+from tiered.errors import CorruptionError, DeviceError, UsageError
+from tiered.store.catalog import new_file
+from tiered.store.format.root import FORMAT_VERSION
 from tiered.store.store import Store
 
 
@@ -47,6 +53,69 @@ def test_a_store_of_format_1_is_read_and_changed_by_nobody(directories: list[Pat
     assert files(directories) == before
 
 
+def version_of(directories: list[Path]) -> int:
+    with closing(sqlite3.connect(directories[0] / "catalog.db")) as connection:
+        version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    return version
+
+
+def test_a_writer_that_commits_nothing_leaves_format_1_as_it_is(directories: list[Path]) -> None:
+    with Store(*directories, dram="16MiB") as store:
+        assert_holds_format_1(store)
+    assert version_of(directories) == 1
+
+
+@pytest.mark.parametrize("fails_at", ["fsync", "rename"])
+def test_a_store_whose_new_catalog_was_cut_short_is_of_format_1(
+    directories: list[Path], fails_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new catalog takes the old one's name when it is whole and durable, and not before."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "scripted")
+
+    with pytest.raises(DeviceError), Store(*directories, dram="16MiB") as store:
+        store["more"] = numbers(100_000)
+        with monkeypatch.context() as patch:
+            patch.setattr(new_file, "os", Passing(os, fails_at, fail))
+            store.commit()
+    assert version_of(directories) == 1
+    with Store(*directories, dram="16MiB") as store:
+        assert_holds_format_1(store)
+        assert "more" not in store
+        store["more"] = numbers(100_000)
+    assert version_of(directories) == FORMAT_VERSION
+
+
+class Passing:
+    """A module with one function replaced."""
+
+    def __init__(self, module: Any, name: str, function: Callable[..., object]) -> None:
+        self._module = module
+        setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def test_a_damaged_catalog_of_format_1_is_found(directories: list[Path]) -> None:
+    path = directories[0] / "catalog.db"
+    with closing(sqlite3.connect(path)) as connection:
+        rows = connection.execute("SELECT key_id, body FROM records").fetchall()
+    for sql, values in (
+        ("UPDATE records SET body = ? WHERE key_id = ?", (b"\1" + rows[0][1][1:], rows[0][0])),
+        ("DELETE FROM records WHERE key_id = ?", (rows[1][0],)),
+        ("UPDATE root SET body = substr(body, 1, 60)", ()),
+    ):
+        before = path.read_bytes()
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute(sql, values)
+        for mode in ("r", "a"):
+            with pytest.raises(CorruptionError):
+                Store(*directories, dram="16MiB", mode=mode)
+        path.write_bytes(before)
+
+
 def test_a_store_of_format_1_can_be_gone_on_with(directories: list[Path]) -> None:
     counted = Counted()
     with Store(*directories, dram="16MiB") as store:
@@ -57,12 +126,13 @@ def test_a_store_of_format_1_can_be_gone_on_with(directories: list[Path]) -> Non
     with Store(*reversed(directories), dram="16MiB") as store:
         assert store.generation == GENERATION + 1 and torch.equal(store["more"], numbers(100_000))
         assert_holds_format_1(store)
+    assert version_of(directories) == FORMAT_VERSION
 
 
 def newer_catalog(directories: list[Path]) -> None:
     with closing(sqlite3.connect(directories[0] / "catalog.db")) as connection, connection:
-        connection.execute("PRAGMA user_version=2")
-        connection.execute("UPDATE root SET format = 2")
+        connection.execute("PRAGMA user_version=3")
+        connection.execute("UPDATE root SET format = 3")
 
 
 def newer_identity(directories: list[Path]) -> None:
@@ -73,14 +143,14 @@ def newer_identity(directories: list[Path]) -> None:
     path.write_bytes(json.dumps({**fields, "digest": digest}).encode() + b"\n")
 
 
-@pytest.mark.parametrize("make_newer", [newer_catalog, newer_identity])
+@pytest.mark.parametrize(("make_newer", "newer", "known"), [(newer_catalog, 3, 2), (newer_identity, 2, 1)])
 @pytest.mark.parametrize("mode", ["r", "a"])
 def test_a_newer_format_is_refused_with_nothing_touched(
-    directories: list[Path], mode: str, make_newer: Callable[[list[Path]], None]
+    directories: list[Path], mode: str, make_newer: Callable[[list[Path]], None], newer: int, known: int
 ) -> None:
     make_newer(directories)
     before = files(directories)
-    with pytest.raises(UsageError, match="format version 2; this tiered reads version 1: open it with the version"):
+    with pytest.raises(UsageError, match=f"version {newer}; this tiered reads version {known}: open it with"):
         Store(*directories, dram="16MiB", mode=mode)
     assert files(directories) == before
 
@@ -92,7 +162,7 @@ def test_the_command_line_refuses_a_newer_format(
     newer_catalog(directories)
     monkeypatch.setattr(sys, "argv", ["tiered", command, *map(str, directories)])
     assert main() != 0
-    assert "format version 2; this tiered reads version 1" in "".join(capsys.readouterr())
+    assert "format version 3; this tiered reads version 2" in "".join(capsys.readouterr())
 
 
 def files(directories: list[Path]) -> dict[Path, bytes]:

@@ -5,11 +5,11 @@ import pytest
 
 from tests.store.catalogs import ROOT, UUID, row_of
 from tiered.errors import CorruptionError
-from tiered.store.catalog.catalog import Root, Row
 from tiered.store.format import row as codec
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.extent import Extent
-from tiered.store.format.row import RootHeader, decode_root, encode_root, encode_row, row_seed
+from tiered.store.format.root import ExternalFile, Root, RootHeader, decode_root, encode_root
+from tiered.store.format.row import Row, encode_row, row_seed
 
 # --- the format is fixed ---
 
@@ -18,19 +18,22 @@ def test_bytes_of_a_row_are_fixed():
     row = Row(3, "w", "float32", (2, 3), 24, 5, (Extent(1, 2, 4096, 8192),), bytes(range(8)), None)
     body, digest = encode_row(row, UUID)
     assert body.hex() == (
-        "0500000000000000" "1800000000000000" "01000000" "01000000" "07" "02" "00"
+        "0500000000000000" "1800000000000000" "01000000" "01000000" "07" "02" "00" "16"
         "77" "666c6f61743332" "0200000000000000" "0300000000000000"
         "0100" "02000000" "0010000000000000" "0020000000000000" "0001020304050607"
     )  # fmt: skip
-    assert digest.hex() == "799874d7658e2526"
+    assert digest.hex() == "c13ef0e688b926c3"
 
 
 def test_bytes_of_the_root_are_fixed():
-    body, digest = encode_root(Root(UUID, 5, 9, 2, '{"a":1}'), 3, 2**64 + 7)
+    body, digest = encode_root(
+        Root(UUID, 5, 9, 2, '{"a":1}', 6, (ExternalFile("f.st", 4096, 0x0102030405060708),)), 3, 2**64 + 7
+    )
     assert body.hex() == UUID.hex() + (
-        "0500000000000000" "0900000000000000" "02000000" "0300000000000000" "0700000000000000" "7b2261223a317d"
+        "0500000000000000" "0600000000000000" "0900000000000000" "02000000" "16000000" "0300000000000000"
+        "0700000000000000" "0010000000000000" "0807060504030201" "0400" "662e7374" "7b2261223a317d"
     )  # fmt: skip
-    assert digest.hex() == "c5b58644b5fb5279"
+    assert digest.hex() == "3e5288587820be9e"
 
 
 def test_a_row_has_room_for_255_dimensions():
@@ -42,7 +45,7 @@ def test_a_row_has_room_for_255_dimensions():
 
 # --- hostile numbers: nothing is allocated that the bytes do not hold ---
 
-HEADER = RootHeader(UUID, generation=5, next_key_id=100, num_directories=2, num_rows=1, digest_sum=0)
+HEADER = RootHeader(UUID, 5, 0, 100, 2, 0, num_rows=1, digest_sum=0)
 
 
 def list_of(raw, header, file):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiered.bytes.condition import Condition
-from tiered.errors import UsageError
+from tiered.errors import CorruptionError, UsageError
+from tiered.store.catalog.catalog import Catalog
 from tiered.store.format.committed_rows import CommittedRows
+from tiered.store.format.root import Root
 from tiered.store.generations.generations import Generations
+from tiered.store.lifetime.confirmation import Confirmation
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.lifetime.resources import Resources
 from tiered.store.lifetime.service import Service
@@ -47,10 +50,21 @@ def assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: flo
         raise
 
 
+def _load(catalog: Catalog, confirmation: Confirmation, *, is_read_only: bool) -> tuple[Root, CommittedRows]:
+    """Return the generation that all have. Any that came after it is given up, durably, before anything is written."""
+    kept = catalog.kept()
+    chosen = confirmation.choose(kept)
+    if chosen not in kept:
+        raise CorruptionError(f"catalog {catalog.name}: it has the generations {kept}, and not {chosen}")
+    if chosen != kept[0] and not is_read_only:
+        catalog.discard()
+    return catalog.load(chosen.number)
+
+
 def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: float) -> Assembly:
     root, rows = empty_root(bytes(16), len(parts.devices)), CommittedRows.empty()
     if parts.catalog is not None:
-        root, rows = parts.catalog.load()
+        root, rows = _load(parts.catalog, parts.confirmation, is_read_only=is_read_only)
     if root.num_directories != len(parts.devices):
         raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
     condition, service = Condition(), Service()
@@ -77,7 +91,7 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
         is_read_only=is_read_only,
     )
     streams, producers = StreamedValues(working_set), Producers()
-    generations = Generations(working_set, parts.catalog, root, producers)
+    generations = Generations(working_set, parts.catalog, root, producers, parts.confirmation)
     service.refuse_failed = generations.refuse
     return Assembly(
         condition=condition,

@@ -15,7 +15,9 @@ import tiered
 from tiered.bytes.private_file import fsync_directory
 from tiered.console.question import confirm
 from tiered.errors import CorruptionError, UsageError
-from tiered.store.catalog.catalog import Root, Row, SqliteCatalog
+from tiered.store.catalog.sqlite_catalog import SqliteCatalog
+from tiered.store.format.root import Root
+from tiered.store.format.row import Row
 from tiered.store.format.state_text import encode
 from tiered.store.generations.registry import committed_state
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, owned_files

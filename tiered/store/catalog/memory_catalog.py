@@ -10,21 +10,30 @@ from typing import NamedTuple
 
 from tiered.bytes.device.memory import MemoryDisk
 from tiered.errors import ClosedError, CorruptionError, DeviceError, UsageError
-from tiered.store.catalog.catalog import Catalog, Root, Row
+from tiered.store.catalog.catalog import Catalog, GenerationName
+from tiered.store.format.checksum import PAGE_BLOCKS
 from tiered.store.format.committed_rows import CommittedRows
-from tiered.store.format.row import decode_root, encode_root, encode_row
+from tiered.store.format.root import Root, corrupt, decode_root, encode_root
+from tiered.store.format.row import Page, Row, decode_page, encode_page, encode_row, page_digest, pages_of, row_seed
 
 __all__ = ["MemoryCatalog"]
 
 _NAME = "catalog"
 
 
-class _Content(NamedTuple):
-    """The contents of the disk; never changed in place."""
+class _Generation(NamedTuple):
+    """The rows of a generation; never changed in place."""
 
     body: bytes
     digest: bytes
     rows: dict[int, tuple[bytes, bytes]]  # key id -> body, digest
+    pages: dict[tuple[int, int], tuple[bytes, bytes]]  # key id, page -> body, digest
+
+
+class _Content(NamedTuple):
+    """The contents of the disk: the generations that are kept, the newest first."""
+
+    kept: tuple[_Generation, ...]
 
 
 class MemoryCatalog(Catalog):
@@ -45,26 +54,66 @@ class MemoryCatalog(Catalog):
         """Put the catalog of an empty store on the disk, and open it."""
         if disk.load(_NAME) is not None:
             raise UsageError("the memory disk holds a catalog already: open it")
-        disk.transact(_NAME, _Content(*encode_root(root, 0, 0), {}))
+        disk.transact(_NAME, _Content((_Generation(*encode_root(root, 0, 0), {}, {}),)))
         return cls(disk)
 
-    def load(self) -> tuple[Root, CommittedRows]:
-        content = self._content()
-        root, header = decode_root(content.body, content.digest, self.name)
-        raw = ((key_id, *content.rows[key_id]) for key_id in sorted(content.rows))
-        return root, CommittedRows.decode(raw, header, self.name)
+    def kept(self) -> tuple[GenerationName, ...]:
+        roots = [decode_root(each.body, each.digest, self.name)[0] for each in self._content().kept]
+        return tuple(GenerationName(root.generation, root.nonce) for root in roots)
 
-    def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int]) -> None:
-        if self._failed:
-            raise DeviceError("memory catalog: an earlier commit failed and its outcome is unknown")
-        rows = dict(self._content().rows)
+    def load(self, generation: int | None = None) -> tuple[Root, CommittedRows]:
+        for each in self._content().kept:
+            root, header = decode_root(each.body, each.digest, self.name)
+            if generation in (None, root.generation):
+                raw = ((key_id, *each.rows[key_id]) for key_id in sorted(each.rows))
+                raw_pages = ((*place, *each.pages[place]) for place in sorted(each.pages))
+                rows = CommittedRows.decode(
+                    raw, header, self.name, raw_pages=raw_pages, num_external=len(root.external)
+                )
+                return root, rows
+        raise UsageError(f"the memory catalog does not hold generation {generation}")
+
+    def page(self, row: Row, number: int) -> Page:
+        newest = self._content().kept[0]
+        body, digest = newest.pages.get((row.key_id, number), (b"", b""))
+        seed = row_seed(decode_root(newest.body, newest.digest, self.name)[0].store_uuid)
+        if page_digest(row.key_id, number, body, seed) != digest:
+            raise corrupt(f"page {number} of {row.name!r} does not match its digest", self.name, row.name)
+        return decode_page(body, min(PAGE_BLOCKS, row.num_blocks - number * PAGE_BLOCKS))
+
+    def apply(
+        self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False
+    ) -> None:
+        newest = self._content().kept[0]
+        rows, pages = dict(newest.rows), dict(newest.pages)
+        seed = row_seed(root.store_uuid)
+        whole = {row.key_id for row in upserts if not row.is_paged} | set(deleted)
+        for place in [place for place in pages if place[0] in whole]:
+            del pages[place]
         for row in upserts:
             rows[row.key_id] = encode_row(row, root.store_uuid)
+            for number, page in enumerate(pages_of(row)) if row.changed is None else row.changed.items():
+                body = encode_page(page)
+                pages[row.key_id, number] = (body, page_digest(row.key_id, number, body, seed))
         for key_id in deleted:
             rows.pop(key_id, None)
-        digest_sum = sum(int.from_bytes(digest, "little") for _, digest in rows.values())
+            for place in [place for place in pages if place[0] == key_id]:
+                del pages[place]
+        digest_sum = sum(int.from_bytes(digest, "little") for _, digest in (*rows.values(), *pages.values()))
+        made = _Generation(*encode_root(root, len(rows) + len(pages), digest_sum), rows, pages)
+        self._transact(_Content((made, newest) if keeps_before else (made,)))
+
+    def discard(self) -> None:
+        kept = self._content().kept
+        if len(kept) < 2:
+            raise UsageError("the memory catalog holds one generation: there is none before it to return to")
+        self._transact(_Content(kept[1:]))
+
+    def _transact(self, content: _Content) -> None:
+        if self._failed:
+            raise DeviceError("memory catalog: an earlier commit failed and its outcome is unknown")
         try:
-            self._disk.transact(_NAME, _Content(*encode_root(root, len(rows), digest_sum), rows))
+            self._disk.transact(_NAME, content)
         except DeviceError:
             self._failed = True
             raise

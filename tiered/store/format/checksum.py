@@ -1,8 +1,8 @@
 """The digest of a block, and the seed that ties it to one place and time.
 
-A record's bytes are cut into blocks of 4 MiB; each has its own digest, kept in the key's catalog row, apart from the
-data. The seed names the store, the key, the block and the generation: bytes that belong elsewhere, or to an older
-write of the same place, do not match.
+A record's bytes are cut into blocks; each has its own digest, kept in the catalog, apart from the data. The seed names
+the store, the key, the block and the generation: bytes that belong elsewhere, or to an older write of the same place,
+do not match.
 """
 
 import struct
@@ -11,10 +11,26 @@ import xxhash
 
 from tiered.units import MiB, divide_up
 
-__all__ = ["BLOCK_NBYTES", "DIGEST_NBYTES", "block_seed", "digest", "num_blocks"]
+__all__ = [
+    "BLOCK_NBYTES",
+    "DIGEST_NBYTES",
+    "MAX_BLOCK_SHIFT",
+    "MIN_BLOCK_SHIFT",
+    "PAGE_BLOCKS",
+    "block_seed",
+    "digest",
+    "num_blocks",
+]
 
 BLOCK_NBYTES = 4 * MiB
-"""The largest unit under one digest; part of the disk format. The last block of a record is as short as it needs."""
+"""The largest unit under one digest, and the default; part of the disk format. A record's last block may be shorter."""
+
+MIN_BLOCK_SHIFT, MAX_BLOCK_SHIFT = 12, 22
+"""A record's blocks are of 2**12 to 2**22 bytes."""
+
+PAGE_BLOCKS = 1024
+"""Blocks of a page, which is then at most 39 KiB; records of more blocks, or of blocks written for several generations,
+have their extents and digests in pages. Part of the disk format."""
 
 DIGEST_NBYTES = 8
 """Bytes of one digest in a catalog row, little-endian."""
@@ -32,6 +48,6 @@ def digest(memory: bytes | bytearray | memoryview, seed: int) -> int:
     return xxhash.xxh3_64_intdigest(memory, seed)
 
 
-def num_blocks(nbytes: int) -> int:
-    """Return how many blocks a record of ``nbytes`` has."""
-    return divide_up(nbytes, BLOCK_NBYTES)
+def num_blocks(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:
+    """Return how many blocks of ``block_nbytes`` a record of ``nbytes`` has."""
+    return divide_up(nbytes, block_nbytes)

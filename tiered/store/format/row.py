@@ -1,4 +1,4 @@
-"""The rows of a catalog: their fields, and their bytes.
+"""The rows of a catalog, and the pages of the large ones: their fields, and their bytes.
 
 The layout is on the first screen of ``catalog.py``. Decoding trusts nothing: a field is used only after it has been
 seen to lie inside the bytes that there are, and a row only after its digest.
@@ -7,49 +7,58 @@ seen to lie inside the bytes that there are, and a row only after its digest.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
-from tiered.errors import CorruptionError, UsageError
-from tiered.store.format.checksum import DIGEST_NBYTES, digest, num_blocks
-from tiered.store.format.extent import Extent
+from tiered.store.format.checksum import (
+    BLOCK_NBYTES,
+    DIGEST_NBYTES,
+    MAX_BLOCK_SHIFT,
+    MIN_BLOCK_SHIFT,
+    PAGE_BLOCKS,
+    digest,
+    num_blocks,
+)
+from tiered.store.format.extent import Extent, pieces
+from tiered.store.format.root import LIMIT, RootHeader
 
 __all__ = [
     "EXTENT_NBYTES",
-    "FORMAT_VERSION",
+    "HERE",
+    "INLINE",
     "MAX_NUM_DIMS",
-    "ROOT_HEADER_NBYTES",
+    "PAGED",
     "ROW_HEADER_NBYTES",
-    "Root",
-    "RootHeader",
+    "ExternalRange",
+    "Page",
     "Row",
-    "corrupt",
-    "decode_root",
-    "decode_root_header",
+    "content_nbytes",
+    "decode_page",
     "decode_row",
-    "encode_root",
+    "encode_page",
     "encode_row",
+    "extents_problem",
+    "page_digest",
+    "pages_of",
     "place_problem",
-    "refuse_newer",
     "row_problem",
     "row_seed",
     "unpack_header",
 ]
 
-FORMAT_VERSION = 1
+HERE, INLINE, PAGED, EXTERNAL = range(4)
+"""Where a row says that its bytes are: in extents it names, in itself, in extents its pages name, in external files."""
 
-_LIMIT = 1 << 63  # every integer of the format is below this: it fits SQLite, torch and off_t
-_ROOT = struct.Struct("<16sQQIQQ")
-_ROW = struct.Struct("<QQIIBBB")
+_ROW = struct.Struct("<QQIIBBBB")
 _EXTENT = struct.Struct("<HIQQ")
-_MASK = (1 << 64) - 1
+_RANGE = struct.Struct("<QIQQ")
+_PAGE = struct.Struct("<QII")
 
 MAX_NUM_DIMS = 255
 """How many dimensions a row has room for: their number is one byte."""
-
-ROOT_HEADER_NBYTES = _ROOT.size
-"""How many bytes at the start of the root row's body hold all but the state."""
 
 ROW_HEADER_NBYTES = _ROW.size
 """How many bytes at the start of a row's body have a fixed place."""
@@ -58,15 +67,26 @@ EXTENT_NBYTES = _EXTENT.size
 """Bytes of one extent in a row."""
 
 unpack_header = _ROW.unpack_from
-"""Return generation, nbytes, and the numbers of name bytes, extents, dtype bytes, dimensions, and inline (0 or 1)."""
+"""Return generation, nbytes, the numbers of name bytes, extents, dtype bytes, dimensions, the kind, the block shift."""
+
+
+class ExternalRange(NamedTuple):
+    """Bytes of a record that lie in an external file: their place in the record, and in that file."""
+
+    start: int
+    file: int  # in ``Root.external``
+    offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The facts about one key in the catalog.
+    """The facts about one key in the catalog, or about some of its blocks in a row.
 
-    ``generation`` is the one that the bytes were written for; with the key id it seeds the digests. A tensor of at
-    most 1 KiB may live in ``inline``; it then has neither extents nor digests.
+    ``generation`` is the one that the bytes were written for, where ``written`` does not say otherwise block by block;
+    with the key id it seeds the digests. A tensor of at most 1 KiB may live in ``inline``; it then has neither extents
+    nor digests. Nor has a row that ``is_paged``: these are in its pages, from which ``part`` makes rows that have them.
+    Bytes between ``ranges`` are zeros.
     """
 
     key_id: int
@@ -76,122 +96,139 @@ class Row:
     nbytes: int
     generation: int
     extents: tuple[Extent, ...]
-    digests: bytes  # 8 per block of 4 MiB, little-endian
+    digests: bytes  # 8 per block, little-endian
     inline: bytes | None
+    block_nbytes: int = BLOCK_NBYTES  # a power of two
+    written: bytes = b""  # the generation of each block, 8 bytes each, little-endian
+    ranges: tuple[ExternalRange, ...] = ()
+    is_paged: bool = False
+    base_block: int = 0  # the number in its record of the first block
+    changed: Mapping[int, Page] | None = None  # of a paged one: those of its pages that no commit has written
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the row tells of."""
+        return num_blocks(self.nbytes, self.block_nbytes)
+
+    def generation_of(self, block: int) -> int:
+        """Return the generation that ``block`` of this row was written for."""
+        return int.from_bytes(self.written[8 * block : 8 * block + 8], "little") if self.written else self.generation
 
 
-@dataclass(frozen=True, slots=True)
-class Root:
-    """The facts about a generation of the whole store, apart from its rows."""
+class Page(NamedTuple):
+    """Extents and digests of ``PAGE_BLOCKS`` blocks of a record, or of as many as are left at its end."""
 
-    store_uuid: bytes  # 16 bytes
-    generation: int
-    next_key_id: int
-    num_directories: int
-    state: str  # JSON text of everything that rides along with the commit
-
-
-@dataclass(frozen=True, slots=True)
-class RootHeader:
-    """The root row without the state: facts about the store, and the number and sum of the rows."""
-
-    store_uuid: bytes
-    generation: int
-    next_key_id: int
-    num_directories: int
-    num_rows: int
-    digest_sum: int  # modulo 2**64
+    generation: int  # of all blocks, where ``written`` does not say otherwise
+    extents: tuple[Extent, ...]
+    digests: bytes
+    written: bytes  # as in a row; b"" where all blocks are of ``generation``
 
 
 def encode_row(row: Row, store_uuid: bytes) -> tuple[bytes, bytes]:
-    """Return the body and the digest of ``row``; ValueError for a row that the format does not allow."""
+    """Return the body and the digest of ``row``; ValueError for a row that the format does not allow.
+
+    A row of too many blocks leaves extents and digests to its pages: see ``pages_of``.
+    """
     problem = row_problem(row)
     if problem is not None:
         raise ValueError(f"row of {row.name!r} (key id {row.key_id}): {problem}")
     name = row.name.encode("utf-8", "surrogatepass")
     dtype = row.dtype.encode("ascii")
-    content = row.digests if row.inline is None else row.inline
+    kind = _kind(row)
+    places: list[bytes] = []
+    content = b""
+    if kind == HERE:
+        places, content = [_EXTENT.pack(*extent) for extent in row.extents], row.digests
+    elif kind == EXTERNAL:
+        places, content = [_RANGE.pack(*each) for each in row.ranges], row.digests
+    elif row.inline is not None:
+        content = row.inline
     body = b"".join(
         (
             _ROW.pack(
-                row.generation,
-                row.nbytes,
-                len(name),
-                len(row.extents),
-                len(dtype),
-                len(row.shape),
-                row.inline is not None,
+                row.generation, row.nbytes, len(name), len(places), len(dtype), len(row.shape), kind,
+                row.block_nbytes.bit_length() - 1,
             ),
             name,
             dtype,
             struct.pack(f"<{len(row.shape)}Q", *row.shape),
-            *(_EXTENT.pack(*extent) for extent in row.extents),
+            *places,
             content,
         )
-    )
+    )  # fmt: skip
     return body, _row_digest(row.key_id, body, row_seed(store_uuid))
 
 
-def encode_root(root: Root, num_rows: int, digest_sum: int) -> tuple[bytes, bytes]:
-    """Return the body and the digest of the root row."""
-    if len(root.store_uuid) != 16 or not 0 <= root.generation < _LIMIT or not 0 < root.next_key_id < _LIMIT:
-        raise ValueError(f"root row out of range: {root.store_uuid!r}, {root.generation}, {root.next_key_id}")
-    header = _ROOT.pack(
-        root.store_uuid, root.generation, root.next_key_id, root.num_directories, num_rows, digest_sum & _MASK
+def _kind(row: Row) -> int:
+    if row.inline is not None:
+        return INLINE
+    if row.ranges:
+        return EXTERNAL
+    return PAGED if row.is_paged or row.written or row.num_blocks > PAGE_BLOCKS else HERE
+
+
+def pages_of(row: Row) -> Iterator[Page]:
+    """Yield the pages of a row that has all its extents and digests, and too many of them to keep them in itself."""
+    if row.is_paged or _kind(row) != PAGED:
+        return
+    for first in range(0, row.num_blocks, PAGE_BLOCKS):
+        blocks = min(PAGE_BLOCKS, row.num_blocks - first)
+        start = first * row.block_nbytes
+        nbytes = min(blocks * row.block_nbytes, row.nbytes - start)
+        is_last = first + blocks == row.num_blocks
+        extents = tuple(pieces(row.extents, start, sum(e.nbytes for e in row.extents) - start if is_last else nbytes))
+        written = row.written[8 * first : 8 * (first + blocks)]
+        if written == written[:8] * blocks:
+            yield Page(int.from_bytes(written[:8], "little"), extents, _digests(row, first, blocks), b"")
+        else:
+            yield Page(row.generation, extents, _digests(row, first, blocks), written)
+
+
+def _digests(row: Row, first: int, blocks: int) -> bytes:
+    return row.digests[DIGEST_NBYTES * first : DIGEST_NBYTES * (first + blocks)]
+
+
+def encode_page(page: Page) -> bytes:
+    """Return the body of ``page``."""
+    places = b"".join(_EXTENT.pack(*extent) for extent in page.extents)
+    header = _PAGE.pack(page.generation, len(page.extents), bool(page.written))
+    return b"".join((header, places, page.digests, page.written))
+
+
+def decode_page(body: bytes, blocks: int) -> Page:
+    """Return the page of ``blocks`` blocks. Raises ValueError or struct.error."""
+    generation, num_extents, has_written = _PAGE.unpack_from(body)
+    digests_at = _PAGE.size + _EXTENT.size * num_extents
+    written_at = digests_at + DIGEST_NBYTES * blocks
+    expected_nbytes = written_at + (8 * blocks if has_written else 0)
+    if has_written > 1 or expected_nbytes != len(body):
+        raise ValueError(f"it has {len(body)} bytes, its fields need {expected_nbytes}")
+    extents = tuple(map(Extent._make, _EXTENT.iter_unpack(body[_PAGE.size : digests_at])))
+    return Page(generation, extents, body[digests_at:written_at], body[written_at:])
+
+
+def page_digest(key_id: int, page: int, body: bytes, seed: int) -> bytes:
+    """Return the digest of the body of a page; ``seed`` as for rows."""
+    return digest(b"".join((key_id.to_bytes(8, "little"), page.to_bytes(8, "little"), body)), seed).to_bytes(
+        DIGEST_NBYTES, "little"
     )
-    body = header + root.state.encode("utf-8", "surrogatepass")
-    return body, _root_digest(body)
-
-
-def decode_root_header(body: bytes, file: str) -> RootHeader:
-    """Return the facts of the first ``ROOT_HEADER_NBYTES`` of a root row's body."""
-    if len(body) < _ROOT.size:
-        raise corrupt(f"the root row has {len(body)} bytes, expected at least {_ROOT.size}", file)
-    return RootHeader(*_ROOT.unpack_from(body))
-
-
-def decode_root(body: bytes, expected: bytes, file: str) -> tuple[Root, RootHeader]:
-    """Return the root row, checked. Raises CorruptionError that names ``file``."""
-    header = decode_root_header(body, file)
-    if _root_digest(body) != expected:
-        raise corrupt("the root row does not match its digest", file)
-    if max(header.generation, header.next_key_id) >= _LIMIT or not header.next_key_id or not header.num_directories:
-        raise corrupt("the root row holds numbers that no store writes", file)
-    try:
-        state = body[_ROOT.size :].decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError as error:
-        raise corrupt("the state in the root row is not text", file) from error
-    root = Root(header.store_uuid, header.generation, header.next_key_id, header.num_directories, state)
-    return root, header
-
-
-def refuse_newer(file_version: int, root_version: int, file: str) -> None:
-    """Raise UsageError where both places that hold the format version name a newer one; CorruptionError if they differ.
-
-    These two places stay the same in every version.
-    """
-    if file_version != root_version or not 0 < file_version < 1 << 31:
-        raise corrupt(f"it gives its format version as {file_version} and as {root_version}", file)
-    if file_version != FORMAT_VERSION:
-        raise UsageError(
-            f"{file} has format version {file_version}; this tiered reads version {FORMAT_VERSION}: "
-            "open it with the version of tiered that wrote it"
-        )
 
 
 def decode_row(encoded: bytes) -> Row:
     """Return the row of a key id (u64) and the body that follows it. Raises ValueError or struct.error."""
     key_id, body = int.from_bytes(encoded[:8], "little"), encoded[8:]
-    generation, nbytes, name_nbytes, num_extents, dtype_nbytes, num_dims, inline = _ROW.unpack_from(body)
-    content_nbytes = nbytes if inline else DIGEST_NBYTES * num_blocks(nbytes)
+    generation, nbytes, name_nbytes, num_places, dtype_nbytes, num_dims, kind, shift = _ROW.unpack_from(body)
+    if not MIN_BLOCK_SHIFT <= shift <= MAX_BLOCK_SHIFT or kind > EXTERNAL:
+        raise ValueError(f"it is of kind {kind}, with blocks of 2**{shift} bytes")
     dtype_at = _ROW.size + name_nbytes
     shape_at = dtype_at + dtype_nbytes
-    extents_at = shape_at + 8 * num_dims
-    content_at = extents_at + _EXTENT.size * num_extents
+    places_at = shape_at + 8 * num_dims
+    content_at = places_at + (_RANGE if kind == EXTERNAL else _EXTENT).size * num_places
+    end = content_at + content_nbytes(nbytes, kind, shift)
     # Everything that is built below is cut from the body: no number in it can ask for more than it holds.
-    if inline > 1 or content_at + content_nbytes != len(body):
-        raise ValueError(f"it has {len(body)} bytes, its fields need {content_at + content_nbytes}")
-    content = body[content_at:]
+    if end != len(body):
+        raise ValueError(f"it has {len(body)} bytes, its fields need {end}")
+    places, content = body[places_at:content_at], body[content_at:]
     return Row(
         key_id,
         body[_ROW.size : dtype_at].decode("utf-8", "surrogatepass"),
@@ -199,33 +236,62 @@ def decode_row(encoded: bytes) -> Row:
         struct.unpack_from(f"<{num_dims}Q", body, shape_at),
         nbytes,
         generation,
-        tuple(map(Extent._make, _EXTENT.iter_unpack(body[extents_at:content_at]))),
-        b"" if inline else content,
-        content if inline else None,
+        () if kind == EXTERNAL else tuple(map(Extent._make, _EXTENT.iter_unpack(places))),
+        b"" if kind == INLINE else content,
+        content if kind == INLINE else None,
+        1 << shift,
+        b"",
+        tuple(map(ExternalRange._make, _RANGE.iter_unpack(places))) if kind == EXTERNAL else (),
+        kind == PAGED,
     )
+
+
+def content_nbytes(nbytes: int, kind: int, shift: int) -> int:
+    """Return the bytes behind the places of a row of ``nbytes``: of the tensor itself, or of digests."""
+    if kind in (INLINE, PAGED):
+        return nbytes if kind == INLINE else 0
+    return DIGEST_NBYTES * -(-nbytes >> shift)
 
 
 def row_problem(row: Row) -> str | None:
     """Return what is wrong with ``row`` by itself, or None."""
-    if not 0 < row.key_id < _LIMIT or not 0 <= row.generation < _LIMIT or not 0 <= row.nbytes < _LIMIT:
+    if not 0 < row.key_id < LIMIT or not 0 <= row.generation < LIMIT or not 0 <= row.nbytes < LIMIT:
         return f"key id, generation or size out of range ({row.generation}, {row.nbytes} bytes)"
     if len(row.shape) > MAX_NUM_DIMS:
         return f"{len(row.shape)} dimensions"
-    if any(not 0 <= dim < _LIMIT for dim in row.shape):
+    if any(not 0 <= dim < LIMIT for dim in row.shape):
         return f"a shape of {row.shape}"
     if row.inline is not None:
         fits = len(row.inline) == row.nbytes and not row.extents and not row.digests
         return None if fits else f"{len(row.inline)} bytes inline for {row.nbytes}, with extents or digests"
-    if len(row.digests) != DIGEST_NBYTES * num_blocks(row.nbytes):
-        return f"{len(row.digests)} bytes of digests for {num_blocks(row.nbytes)} blocks"
-    if any(e.nbytes <= 0 or e.offset < 0 or e.offset + e.nbytes >= _LIMIT or e.file < 0 for e in row.extents):
+    if row.is_paged:
+        return "extents or digests beside its pages" if row.extents or row.digests or not row.nbytes else None
+    if len(row.digests) != DIGEST_NBYTES * row.num_blocks:
+        return f"{len(row.digests)} bytes of digests for {row.num_blocks} blocks"
+    return _ranges_problem(row) if row.ranges else extents_problem(row.extents, row.nbytes)
+
+
+def extents_problem(extents: tuple[Extent, ...], nbytes: int) -> str | None:
+    """Return what is wrong with ``extents`` for a record, or a page of one, of ``nbytes``; or None."""
+    if any(e.nbytes <= 0 or e.offset < 0 or e.offset + e.nbytes >= LIMIT or e.file < 0 for e in extents):
         return "an extent that is no range of a named file"
-    if sum(e.nbytes for e in row.extents) < row.nbytes:
-        return f"extents of {sum(e.nbytes for e in row.extents)} bytes for {row.nbytes}"
+    if sum(e.nbytes for e in extents) < nbytes:
+        return f"extents of {sum(e.nbytes for e in extents)} bytes for {nbytes}"
     return None
 
 
-def place_problem(row: Row, header: RootHeader) -> str | None:
+def _ranges_problem(row: Row) -> str | None:
+    end = 0
+    for each in row.ranges:
+        if each.start < end or each.nbytes <= 0 or each.start + each.nbytes > row.nbytes:
+            return f"bytes in external files that are no ranges of its own, in order: {each}"
+        if each.file < 0 or not 0 <= each.offset < LIMIT:
+            return f"no range of an external file: {each}"
+        end = each.start + each.nbytes
+    return "extents beside bytes in external files" if row.extents else None
+
+
+def place_problem(row: Row, header: RootHeader, num_external: int = 0) -> str | None:
     """Return the contradiction between ``row`` and the root, or None."""
     if row.key_id >= header.next_key_id:
         return f"the next key id is {header.next_key_id}"
@@ -233,6 +299,8 @@ def place_problem(row: Row, header: RootHeader) -> str | None:
         return f"written for generation {row.generation}, committed is {header.generation}"
     if any(extent.device >= header.num_directories for extent in row.extents):
         return f"an extent outside the store's {header.num_directories} directories"
+    if any(each.file >= num_external for each in row.ranges):
+        return f"bytes in an external file that is not among the {num_external} of the root row"
     return None
 
 
@@ -243,16 +311,3 @@ def row_seed(store_uuid: bytes) -> int:
 
 def _row_digest(key_id: int, body: bytes, seed: int) -> bytes:
     return digest(key_id.to_bytes(8, "little") + body, seed).to_bytes(DIGEST_NBYTES, "little")
-
-
-def _root_digest(body: bytes) -> bytes:
-    return digest(FORMAT_VERSION.to_bytes(4, "little") + body, 0).to_bytes(DIGEST_NBYTES, "little")
-
-
-def corrupt(what: str, file: str, key: str = "") -> CorruptionError:
-    """Return the error for a catalog that is damaged."""
-    return CorruptionError(
-        f"catalog {file}: {what}. Its bytes are not those that were committed: restore the directory from a copy",
-        key=key,
-        file=file,
-    )

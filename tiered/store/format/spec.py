@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 
 from tiered.errors import CorruptionError, UsageError
-from tiered.store.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, num_blocks
 from tiered.store.format.row import Row
 
 __all__ = ["INLINE_NBYTES", "Spec", "UnknownSpec", "is_kept"]
@@ -55,12 +54,6 @@ class Spec:
         problem = ""
         if spec.nbytes != row.nbytes:
             problem = f"{row.nbytes} bytes for shape {row.shape} of {row.dtype}"
-        elif row.inline is not None and (row.extents or row.digests or len(row.inline) != row.nbytes):
-            problem = f"{len(row.inline)} inline bytes of {row.nbytes}"
-        elif row.inline is None and len(row.digests) != DIGEST_NBYTES * num_blocks(row.nbytes):
-            problem = f"{len(row.digests)} bytes of digests for {num_blocks(row.nbytes)} blocks of {BLOCK_NBYTES} bytes"
-        elif row.inline is None and sum(extent.nbytes for extent in row.extents) < row.nbytes:
-            problem = f"extents of {sum(extent.nbytes for extent in row.extents)} bytes for {row.nbytes}"
         if problem:
             raise CorruptionError(f"the catalog row of {row.name!r} has {problem}", key=row.name)
         return spec

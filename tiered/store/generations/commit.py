@@ -1,7 +1,7 @@
 """Commit: seal the contents of a generation, bring them to the devices, name them in the catalog; and the way back.
 
-The order that makes it atomic: all writes landed and checked, every device flushed, one catalog transaction, and only
-then are the superseded extents free.
+The order that makes it atomic: all writes landed and checked, every device flushed, one catalog transaction, the
+generation confirmed by all that have a part in it, and only then are the superseded extents free.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from tiered.bytes.critical_section import ServiceThread
 from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
-from tiered.store.catalog.catalog import Catalog
-from tiered.store.format.row import Root
+from tiered.store.catalog.catalog import Catalog, GenerationName
+from tiered.store.format.root import Root
+from tiered.store.lifetime.confirmation import Confirmation
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.producers import Producer
 from tiered.store.records.records import Sealed
@@ -39,16 +41,18 @@ class Committer:
     written any more: ``failure`` has the reason, and reopening the store decides which generation it holds.
     """
 
-    def __init__(self, working_set: WorkingSet, catalog: Catalog, root: Root) -> None:
+    def __init__(self, working_set: WorkingSet, catalog: Catalog, root: Root, confirmation: Confirmation) -> None:
         self.root = root  # the last committed generation's
         self.failure: Exception | None = None
         self.lost_generation = 0
+        self._fate = ""  # of the lost generation
         self.num_commits = 0
         self.catalog_write_bytes = 0
         self._working_set = working_set
         self._records = working_set.records
         self._condition = working_set.condition
         self._catalog = catalog
+        self._confirmation = confirmation
         self._thread: threading.Thread | None = None
 
     def start(self, state: str, *, is_last: bool = False) -> int:
@@ -177,25 +181,35 @@ class Committer:
     def _finish(self, sealed: Sealed) -> None:
         recorder, subject = self._working_set.recorder, f"generation {sealed.generation}"
         begun = recorder.begin(on_device=False)
+        is_durable = False
         try:
             self._write(sealed)
             flush_begun = recorder.begin(on_device=False)
             self._working_set.space.flush()
             recorder.worked("flush", subject, flush_begun)
             sealed.phase += 1
-            root = Root(
-                store_uuid=self.root.store_uuid,
+            root = replace(
+                self.root,
                 generation=sealed.generation,
                 next_key_id=self._records.next_key_id,
-                num_directories=self.root.num_directories,
                 state=sealed.state,
+                nonce=self._confirmation.begin(sealed.generation),
             )
             written = _written_nbytes()
-            self._catalog.apply(root, list(sealed.rows.values()), [entry.key_id for entry in sealed.removed])
+            self._catalog.apply(
+                root,
+                list(sealed.rows.values()),
+                [entry.key_id for entry in sealed.removed],
+                keeps_before=self._confirmation.keeps_before,
+            )
             self.catalog_write_bytes += _written_nbytes() - written
+            sealed.phase += 1
+            is_durable = True
+            # Order: until this returns, the sealed set and the one before stay as they are, and no key takes a third.
+            self._confirmation.confirm(GenerationName(root.generation, root.nonce))
             recorder.worked("commit", subject, begun)
         except BaseException as error:  # of any kind: it must reach the caller
-            self._fail(sealed, error)
+            self._fail(sealed, error, is_durable=is_durable)
             return
         with self._condition:
             self._records.committed()  # Order: only now may the superseded extents be reused
@@ -226,11 +240,13 @@ class Committer:
                     deadline.wait(self._condition, self._records.commit_progress())
             start_all(transfers)
 
-    def _fail(self, sealed: Sealed, error: BaseException) -> None:
+    def _fail(self, sealed: Sealed, error: BaseException, *, is_durable: bool) -> None:
         if not isinstance(error, Exception):
             error = DeviceError(f"the commit was interrupted: {error!r}")
-        _log.error("generation %d was not committed: %s", sealed.generation, error)
+        fate = "is durable here, but not confirmed by all that share the store" if is_durable else "was not committed"
+        _log.error("generation %d %s: %s", sealed.generation, fate, error)
         with self._condition:
+            self._fate = fate
             self.failure = error
             self.lost_generation = sealed.generation
             self._condition.notify_all()
@@ -241,7 +257,7 @@ class Committer:
             return None
         kind = CapacityError if isinstance(self.failure, CapacityError) else DeviceError
         refusal = kind(
-            f"generation {self.lost_generation} was not committed: {self.failure}. Nothing can be done with this store "
+            f"generation {self.lost_generation} {self._fate}: {self.failure}. Nothing can be done with this store "
             "but close() it; opened again it holds the last committed generation, with its digests checked"
         )
         refusal.__cause__ = self.failure

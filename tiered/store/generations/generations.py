@@ -15,9 +15,10 @@ from typing import Any
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import DeadlineError, TieredError, UsageError
 from tiered.store.catalog.catalog import Catalog
-from tiered.store.format.row import Root
+from tiered.store.format.root import Root
 from tiered.store.generations.commit import Committer
 from tiered.store.generations.registry import Registry, committed_state, encode_user_state
+from tiered.store.lifetime.confirmation import Confirmation
 from tiered.store.records.producers import Producers
 from tiered.store.residency.residents import this_thread
 from tiered.store.residency.working_set import WorkingSet
@@ -33,12 +34,19 @@ class Generations:
     One call at a time seals or rolls back. Guards and registered objects are called without the store's lock.
     """
 
-    def __init__(self, working_set: WorkingSet, catalog: Catalog | None, root: Root, producers: Producers) -> None:
+    def __init__(
+        self,
+        working_set: WorkingSet,
+        catalog: Catalog | None,
+        root: Root,
+        producers: Producers,
+        confirmation: Confirmation,
+    ) -> None:
         self.guards: list[Callable[[str], None]] = []
         self._producers = producers
         self._working_set = working_set
         self._records = working_set.records
-        self._committer = None if catalog is None else Committer(working_set, catalog, root)
+        self._committer = None if catalog is None else Committer(working_set, catalog, root, confirmation)
         self._user_text = encode_user_state(committed_state(root.state)[0])  # order: it checks the text
         self.registry = Registry(root.state)
         self._root = root

@@ -21,7 +21,7 @@ import numpy as np
 from tiered.bytes.device.profile import LINK_PROFILE_NAME, PROFILE_NAME
 from tiered.bytes.private_file import fsync_directory
 from tiered.errors import CorruptionError, TieredError, UsageError
-from tiered.store.catalog.catalog import SqliteCatalog
+from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, owned_files
 
 __all__ = ["Leftover", "Leftovers"]

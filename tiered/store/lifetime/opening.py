@@ -8,7 +8,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,10 +20,12 @@ from tiered.bytes.free_memory import free_memory
 from tiered.bytes.pinned_arena import PinnedArena
 from tiered.bytes.registrar import NoRegistrar, registrar_for
 from tiered.errors import CapacityError, TieredError, UsageError
-from tiered.store.catalog.catalog import Catalog, SqliteCatalog
+from tiered.store.catalog.catalog import Catalog
 from tiered.store.catalog.memory_catalog import MemoryCatalog
-from tiered.store.format.row import Root
+from tiered.store.catalog.sqlite_catalog import SqliteCatalog
+from tiered.store.format.root import Root
 from tiered.store.format.state_text import encode
+from tiered.store.lifetime.confirmation import Alone, Confirmation
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
 from tiered.store.space.bandwidth import profiled_weights
 from tiered.units import MiB, format_bytes, parse_bytes
@@ -52,6 +54,7 @@ class Parts:
     directories: Directories | None = None
     weights: Sequence[float] | None = None  # by which extents are spread over the devices at first; None: equal
     spared_nbytes: int = 0  # of each device, for the catalog
+    confirmation: Confirmation = field(default_factory=Alone)  # of generations, at open and in commits
 
     def close(self, close_arena: Callable[[], None]) -> None:
         """Close everything; blocks. ``close_arena`` is called when nothing is in flight any more.

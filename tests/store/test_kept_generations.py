@@ -1,0 +1,275 @@
+"""Two generations side by side: the newest, and the one before until it is confirmed. Either comes back, whole."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.devices.simulated_disk import SimulatedDisk
+from tests.store.catalogs import SimulatedHome, SqliteHome, inline_row, loaded, root_of, row_of
+from tests.store.rig import numbers, simulated_store
+from tiered.errors import CorruptionError, DeadlineError, DeviceError, UsageError
+from tiered.store.catalog.catalog import GenerationName
+from tiered.store.format.checksum import PAGE_BLOCKS
+from tiered.store.format.extent import Extent
+from tiered.store.format.row import Row, pages_of
+from tiered.units import KiB
+
+
+@pytest.fixture(params=[SqliteHome, SimulatedHome])
+def home(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
+    return request.param(tmp_path)
+
+
+def large_row(key_id: int, *, num_blocks: int = 3 * PAGE_BLOCKS - 5, generation: int = 1, seed: int = 0) -> Row:
+    """Return a row of blocks of 4 KiB that needs three pages."""
+    nbytes = num_blocks * 4 * KiB - 7
+    row = row_of(key_id, nbytes=nbytes, generation=generation, seed=seed)
+    places = (Extent(0, 1, key_id << 30, 4 * KiB), Extent(1, 0, key_id << 30, num_blocks * 4 * KiB))
+    return replace(row, block_nbytes=4 * KiB, digests=bytes((key_id + seed,)) * 8 * num_blocks, extents=places)
+
+
+def paged(row: Row) -> Row:
+    """Return what is in the row's own place of the catalog, where it has pages."""
+    return replace(row, extents=(), digests=b"", is_paged=True) if list(pages_of(row)) else row
+
+
+# -- the catalog ---------------------------------------------------------------------------------------------------
+
+
+def test_the_generation_before_is_kept_until_the_next_commit(home: Any) -> None:
+    rows = [row_of(1), row_of(2), row_of(3), inline_row(4, b"x")]
+    newer = [row_of(2, generation=2, seed=5), row_of(9, generation=2)]
+    first, second = replace(root_of(1), nonce=11), replace(root_of(2, state="s" * 9000), nonce=22)
+    with closing(home.create()) as catalog:
+        catalog.apply(first, rows, [])
+        assert catalog.kept() == (GenerationName(1, 11),)
+        catalog.apply(second, newer, [3], keeps_before=True)
+    for _ in range(2):
+        with closing(home.reopen()) as catalog:
+            assert catalog.kept() == (GenerationName(2, 22), GenerationName(1, 11))
+            assert loaded(catalog) == (second, [rows[0], newer[0], rows[3], newer[1]])
+            root, before = catalog.load(1)
+            assert (root, list(before)) == (first, rows)
+            with pytest.raises(UsageError, match="does not hold generation 3"):
+                catalog.load(3)
+    with closing(home.reopen()) as catalog:
+        catalog.apply(root_of(3), [], [])
+        assert catalog.kept() == (GenerationName(3, 0),)
+        with pytest.raises(UsageError, match="none before it"):
+            catalog.discard()
+
+
+def test_a_discarded_generation_leaves_the_one_before(home: Any) -> None:
+    rows = [row_of(1), large_row(2), row_of(3), large_row(4)]
+    with closing(home.create()) as catalog:
+        catalog.apply(root_of(1), rows, [])
+        newer = [row_of(1, seed=3), large_row(2, seed=1), large_row(5), replace(row_of(4), name="key 4")]
+        catalog.apply(root_of(2), newer, [3], keeps_before=True)
+        assert loaded(catalog)[1] == [newer[0], paged(newer[1]), newer[3], paged(newer[2])]
+        catalog.discard()
+    with closing(home.reopen()) as catalog:
+        assert loaded(catalog) == (root_of(1), [paged(row) for row in rows])
+        assert catalog.kept() == (GenerationName(1, 0),)
+        for row in (rows[1], rows[3]):
+            assert [catalog.page(paged(row), number) for number in range(3)] == list(pages_of(row))
+
+
+def test_only_changed_pages_are_written(home: Any) -> None:
+    row = large_row(1)
+    first, second, third = pages_of(row)
+    newer = second._replace(digests=bytes(8 * PAGE_BLOCKS), written=b"\1\0\0\0\0\0\0\0" * PAGE_BLOCKS)
+    part = replace(paged(row), generation=2, changed={1: newer})
+    with closing(home.create()) as catalog:
+        catalog.apply(root_of(1), [row], [])
+        catalog.apply(root_of(2), [part], [], keeps_before=True)
+        catalog.load()
+        assert [catalog.page(paged(row), number) for number in range(3)] == [first, newer, third]
+    with closing(home.reopen()) as catalog:
+        assert loaded(catalog) == (root_of(2), [replace(part, changed=None)])
+        assert list(catalog.load(1)[1]) == [paged(row)]
+        catalog.discard()
+        assert [catalog.page(paged(row), number) for number in range(3)] == [first, second, third]
+        catalog.apply(root_of(2), [], [1])
+        assert loaded(catalog) == (root_of(2), [])
+
+
+_CHANGES = st.lists(
+    st.tuples(st.sets(st.integers(1, 8)), st.sets(st.integers(1, 8)), st.booleans(), st.booleans()), max_size=7
+)
+
+
+@settings(max_examples=15)
+@given(_CHANGES)
+def test_both_catalogs_agree_with_dicts(tmp_path_factory: pytest.TempPathFactory, changes: Any) -> None:
+    for home in (SqliteHome(tmp_path_factory.mktemp("catalog")), SimulatedHome(None)):
+        kept: list[tuple[Any, dict[int, Row]]] = [(root_of(0, 1), {})]
+        home.create(kept[0][0]).close()
+        for number, (changed, deleted, keeps, discards) in enumerate(changes, 1):
+            with closing(home.reopen()) as catalog:
+                rows = {i: (large_row if i < 3 else row_of)(i, generation=number, seed=number) for i in changed}
+                root = replace(root_of(number), nonce=number)
+                catalog.apply(root, list(rows.values()), sorted(deleted), keeps_before=keeps)
+                held = {i: paged(row) for i, row in ({**kept[0][1], **rows}).items() if i not in deleted}
+                kept = [(root, held), kept[0]] if keeps else [(root, held)]
+                if keeps and discards:
+                    catalog.discard()
+                    kept = kept[1:]
+            with closing(home.reopen()) as catalog:
+                assert [name.number for name in catalog.kept()] == [root.generation for root, _ in kept]
+                for root, held in kept:
+                    found, found_rows = catalog.load(root.generation)
+                    assert (found, {row.key_id: row for row in found_rows}) == (root, held)
+
+
+def test_damage_to_what_is_kept_is_found(tmp_path: Any) -> None:
+    home = SqliteHome(tmp_path)
+    with closing(home.create()) as catalog:
+        catalog.apply(root_of(1), [row_of(1), large_row(2), row_of(3)], [])
+        catalog.apply(root_of(2), [row_of(1, seed=1), large_row(2, seed=1), row_of(4)], [3], keeps_before=True)
+        for sql in (
+            "DELETE FROM records_before WHERE key_id = 4",  # what the newest has added
+            "DELETE FROM records_before WHERE key_id = 3",
+            "UPDATE records_before SET body = zeroblob(80) WHERE key_id = 1",
+            "DELETE FROM pages_before WHERE page = 1",
+            "UPDATE pages_before SET body = zeroblob(80) WHERE page = 2",
+            "UPDATE root SET digest = zeroblob(8) WHERE one = 0",
+        ):
+            connection = catalog._connection
+            connection.execute("SAVEPOINT damage")
+            connection.execute(sql)
+            with pytest.raises(CorruptionError) as caught:
+                _load_within(catalog, connection)
+            assert caught.value.file == str(home.path), sql
+            connection.execute("ROLLBACK TO damage")
+            connection.execute("RELEASE damage")
+
+
+def _load_within(catalog: Any, connection: Any) -> None:
+    """Load the generation before, from within a transaction of the test's own."""
+
+    class Within:
+        def execute(self, sql: str, *parameters: Any) -> Any:
+            return None if sql == "BEGIN" else connection.execute(sql, *parameters)
+
+        def rollback(self) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(connection, name)
+
+    catalog._connection = Within()
+    try:
+        catalog.load(1)
+    finally:
+        catalog._connection = connection
+
+
+# -- the store -----------------------------------------------------------------------------------------------------
+
+
+class Together:
+    """The confirmation of a store that others share: each generation waits for ``may_confirm``."""
+
+    keeps_before = True
+
+    def __init__(self) -> None:
+        self.may_confirm = threading.Event()
+        self.may_confirm.set()
+        self.asked = threading.Event()
+        self.error: Exception | None = None
+        self.chosen: int | None = None  # the number to open; None: the newest
+
+    def choose(self, kept: Sequence[GenerationName]) -> GenerationName:
+        if self.chosen is None:
+            return kept[0]
+        return next((name for name in kept if name.number == self.chosen), GenerationName(99, 0))
+
+    def begin(self, number: int) -> int:
+        return 1000 + number
+
+    def confirm(self, generation: GenerationName) -> None:
+        assert generation.nonce == 1000 + generation.number
+        self.asked.set()
+        assert self.may_confirm.wait(30)
+        if self.error is not None:
+            raise self.error
+
+
+def committed_twice(disk: SimulatedDisk, together: Together) -> None:
+    """Leave a store with generation 2 unconfirmed, beside generation 1."""
+    store = simulated_store(disk, confirmation=together)
+    store.put_many({name: numbers(6000, ord(name)) for name in "abc"})
+    store.commit({"step": 1})
+    store["a"] = numbers(6000, 1)
+    store["d"] = numbers(6000, 2)
+    del store["b"]
+    together.error = DeviceError("a rank is gone")
+    with pytest.raises(DeviceError, match=r"2 is durable here, but not confirmed by all .* a rank is gone"):
+        store.commit({"step": 2})
+    store.close()
+    together.error = None
+
+
+@pytest.mark.parametrize("chosen", [None, 1, 2])
+def test_a_generation_that_was_not_confirmed_is_there_or_was_never(chosen: int | None) -> None:
+    disk, together = SimulatedDisk(), Together()
+    committed_twice(disk, together)
+    disk = disk.power_cut(random.Random(1), "drop")
+    together.chosen = chosen
+    for _ in range(2):
+        with simulated_store(disk, confirmation=together) as store:
+            assert store.generation == (chosen or 2) and store.state == {"step": chosen or 2}
+            assert list(store) == (["a", "b", "c"] if chosen == 1 else ["a", "c", "d"])
+            assert torch.equal(store["a"], numbers(6000, ord("a") if chosen == 1 else 1))
+            assert store.verify().is_clean
+            assert store._parts.catalog is not None
+            assert len(store._parts.catalog.kept()) == (1 if chosen == 1 else 2)
+    together.chosen = None
+    with simulated_store(disk, confirmation=together) as store:
+        store["e"] = numbers(9000)
+        assert store.commit() == (chosen or 2) + 1
+        assert store.verify().is_clean
+
+
+def test_a_generation_that_the_store_does_not_have_is_refused() -> None:
+    disk, together = SimulatedDisk(), Together()
+    committed_twice(disk, together)
+    together.chosen = 3
+    with pytest.raises(CorruptionError, match="not GenerationName"):
+        simulated_store(disk, confirmation=together)
+
+
+def test_until_it_is_confirmed_no_key_takes_a_third_set_and_nothing_is_reused() -> None:
+    disk, together = SimulatedDisk(), Together()
+    with simulated_store(disk, confirmation=together) as store:
+        store["a"] = numbers(6000, 1)
+        store.commit()
+        store["a"] = numbers(6000, 2)
+        together.may_confirm.clear()
+        together.asked.clear()
+        store.commit(wait=False)
+        assert together.asked.wait(30)
+        used = store.working_set.space.used_nbytes
+        store.working_set.deadline_s = 0.3
+        store["a"] = numbers(6000, 3)  # in DRAM
+        with pytest.raises(DeadlineError):
+            store.wait_for_commit()
+        with pytest.raises(DeadlineError):
+            store.rollback()
+        assert store.generation == 1 and store.working_set.space.used_nbytes == used
+        store.working_set.deadline_s = 30.0
+        together.may_confirm.set()
+        store.wait_for_commit()
+        assert store.generation == 2
+        store.commit()
+        assert torch.equal(store["a"], numbers(6000, 3))

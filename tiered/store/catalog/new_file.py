@@ -1,0 +1,67 @@
+"""New catalog files: built under another name and renamed when they are durable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from tiered.bytes.private_file import create_private_file, fsync_directory
+from tiered.store.catalog.sqlite_file import PAGE_NBYTES, connect, translated
+from tiered.store.catalog.transaction import SCHEMA
+from tiered.store.format.root import FORMAT_VERSION
+
+__all__ = ["make_file"]
+
+
+def make_file(
+    path: Path,
+    root: tuple[bytes, bytes],
+    rows: Iterable[tuple[int, bytes, bytes]] = (),
+    pages: Iterable[tuple[int, int, bytes, bytes]] = (),
+    *,
+    replaces: bool = False,
+) -> None:
+    """Make a catalog of these columns, durable under ``path`` when this returns. A half-made one is replaced.
+
+    ``replaces``: a whole catalog, open and with nothing to play back, is there, and is until the new one takes its
+    name. Raises CapacityError, DeviceError.
+    """
+    new = path.with_name(path.name + ".new")
+    with translated(str(path), "create"):
+        # A journal of another file under this name would be played back into the new one.
+        beside = () if replaces else (path.with_name(path.name + side) for side in ("-journal", "-wal", "-shm"))
+        for leftover in (new, *beside):
+            leftover.unlink(missing_ok=True)
+        new.with_name(new.name + "-journal").unlink(missing_ok=True)
+        fd = create_private_file(new)
+        try:
+            _fill(new, root, rows, pages)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(new, path)
+        fsync_directory(path.parent)
+
+
+def _fill(
+    path: Path,
+    root: tuple[bytes, bytes],
+    rows: Iterable[tuple[int, bytes, bytes]],
+    pages: Iterable[tuple[int, int, bytes, bytes]],
+) -> None:
+    """Fill the empty file at ``path``; not durable yet."""
+    connection = connect(path, "rw", 0.0)
+    try:
+        connection.execute("PRAGMA journal_mode=OFF")  # no other process sees the file before it is whole
+        connection.execute(f"PRAGMA page_size={PAGE_NBYTES}")
+        connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
+        connection.execute("BEGIN")
+        for sql in SCHEMA.values():
+            connection.execute(sql)
+        connection.execute("INSERT INTO root VALUES (1, ?, ?, ?)", (FORMAT_VERSION, *root))
+        connection.executemany("INSERT INTO records VALUES (?, ?, ?)", rows)
+        connection.executemany("INSERT INTO pages VALUES (?, ?, ?, ?)", pages)
+        connection.execute("COMMIT")
+    finally:
+        connection.close()

@@ -1,0 +1,389 @@
+"""SqliteCatalog: the catalog in an SQLite file. The format and the crash argument are in catalog.py."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from tiered.errors import CapacityError, ClosedError, CorruptionError, DeadlineError, DeviceError, UsageError
+from tiered.store.catalog.catalog import Catalog, GenerationName
+from tiered.store.catalog.new_file import make_file
+from tiered.store.catalog.sqlite_file import (
+    BUSY,
+    check_header,
+    connect,
+    make_durable,
+    read_through,
+    refuse_trap,
+    says_drive_failed,
+    settle_journal,
+    translated,
+)
+from tiered.store.catalog.transaction import PAGES_BEFORE, ROWS_BEFORE, SCHEMA, CatalogTransaction, discard_newest
+from tiered.store.format.checksum import PAGE_BLOCKS
+from tiered.store.format.committed_rows import CommittedRows
+from tiered.store.format.root import (
+    FORMAT_VERSION,
+    ROOT_HEADER_NBYTES,
+    Root,
+    RootHeader,
+    corrupt,
+    decode_root,
+    decode_root_header,
+    encode_root,
+    refuse_newer,
+)
+from tiered.store.format.row import Page, Row, decode_page, page_digest, row_seed
+from tiered.store.format.version_1 import Converted, convert
+from tiered.store.waiting.fork_wait import make_forks_wait
+
+__all__ = ["SqliteCatalog"]
+
+T = TypeVar("T")
+
+_NEWEST, _BEFORE = 1, 0  # in the column ``one`` of the root
+_ROWS, _PAGES = "SELECT key_id, body, digest FROM records", "SELECT key_id, page, body, digest FROM pages"
+_SCHEMA_1 = {
+    "root": SCHEMA["root"],
+    "records": SCHEMA["records"],
+}
+_NUM_READ_RETRIES = 3
+_MAX_VALUE_NBYTES = 1_000_000_000  # SQLite's own limit on one value; the state text ends there
+
+
+class SqliteCatalog(Catalog):
+    """The catalog in an SQLite file.
+
+    The connection and its transactions belong to one lock, which a fork waits for: a child never inherits an open
+    transaction. In a child every method raises UsageError.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False, deadline_s: float = 60.0) -> None:
+        """Open ``path``, playing a crashed commit's journal back if there is one.
+
+        ``read_only`` is safe beside a live writer: ``load`` is then one short read transaction. ``deadline_s`` bounds
+        the wait for another process's transaction.
+        """
+        self.name = str(path)
+        self._read_only = read_only
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._failed: str | None = None
+        self._version = FORMAT_VERSION  # of the file, once it was looked at
+        self._store_uuid = b""
+        self._is_settled = read_only
+        # Held as long as the connection: closing any descriptor of the file drops SQLite's locks on it.
+        self._fd: int | None = None
+        self._connection: sqlite3.Connection | None = None
+        refuse_trap(path)
+        try:
+            self._read(self._open)
+        except BaseException:
+            self.close()
+            raise
+        make_forks_wait(self, self._lock)  # a child that ended with a transaction open would play its journal back
+
+    @classmethod
+    def create(cls, path: Path, root: Root) -> SqliteCatalog:
+        """Make the catalog of an empty store, durable when this returns, and open it.
+
+        A half-made one from a crashed creation is replaced. Raises UsageError where ``path`` exists.
+        """
+        if os.path.lexists(path):
+            raise UsageError(f"catalog {path} exists already: open the store instead of creating it")
+        make_file(path, encode_root(root, 0, 0))
+        return cls(path)
+
+    def kept(self) -> tuple[GenerationName, ...]:
+        headers = self._read(self._load_headers)
+        return tuple(GenerationName(header.generation, header.nonce) for header in headers)
+
+    def load(self, generation: int | None = None) -> tuple[Root, CommittedRows]:
+        loaded = self._read(lambda: self._load(generation))
+        self._settle()
+        return loaded
+
+    def page(self, row: Row, number: int) -> Page:
+        return self._read(lambda: self._load_page(row, number))
+
+    def _settle(self) -> None:
+        """Once, when it is ours to write: make durable the state that later writes build on."""
+        if not self._is_settled:
+            settle_journal(Path(self.name))
+            self._is_settled = True
+
+    def _load_headers(self) -> list[RootHeader]:
+        with self._looking("load") as connection:
+            if self._version == 1:
+                return [decode_root(*self._converted(connection).root, self.name)[1]]
+            return [self._read_root(connection, one)[1] for one in self._ones(connection)]
+
+    def _load(self, generation: int | None) -> tuple[Root, CommittedRows]:
+        with self._looking("load") as connection:
+            if not self._read_only:
+                self._check_pages(connection)
+            if self._version == 1:
+                found = self._converted(connection)
+                root, header = decode_root(*found.root, self.name)
+                return root, CommittedRows.decode(found.rows, header, self.name, raw_pages=found.pages)
+            for one in self._ones(connection):
+                root, header = self._read_root(connection, one)
+                self._store_uuid = root.store_uuid
+                if generation in (None, root.generation):
+                    raw = self._read_rows(connection, _ROWS if one == _NEWEST else ROWS_BEFORE)
+                    raw_pages = self._read_pages(connection, _PAGES if one == _NEWEST else PAGES_BEFORE)
+                    return root, CommittedRows.decode(
+                        raw, header, self.name, raw_pages=raw_pages, num_external=len(root.external)
+                    )
+        raise UsageError(f"catalog {self.name} does not hold generation {generation} any more, or not yet")
+
+    def _load_page(self, row: Row, number: int) -> Page:
+        with self._looking("read") as connection:
+            found = connection.execute(
+                "SELECT body, digest FROM pages WHERE key_id = ? AND page = ?", (row.key_id, number)
+            ).fetchone()
+        where = f"page {number} of {row.name!r} (key id {row.key_id})"
+        if found is None or page_digest(row.key_id, number, found[0], row_seed(self._store_uuid)) != found[1]:
+            raise corrupt(f"{where} {'is gone' if found is None else 'does not match its digest'}", self.name, row.name)
+        try:
+            return decode_page(found[0], min(PAGE_BLOCKS, row.num_blocks - number * PAGE_BLOCKS))
+        except (ValueError, struct.error) as error:
+            raise corrupt(f"{where} cannot be decoded: {error}", self.name, row.name) from error
+
+    def apply(
+        self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False
+    ) -> None:
+        if len(root.state) >= _MAX_VALUE_NBYTES // 2:
+            raise CapacityError(
+                f"the state that rides along with the commit is {len(root.state)} characters of JSON, "
+                f"at most {_MAX_VALUE_NBYTES // 2} fit: put its tensors into the store under keys of their own"
+            )
+
+        def write(connection: sqlite3.Connection) -> None:
+            transaction = CatalogTransaction(connection, self._read_header(connection, root), keeps_before=keeps_before)
+            transaction.upsert(upserts)
+            transaction.delete(deleted)
+            transaction.finish(root)
+
+        self._transact("commit to", write)
+
+    def discard(self) -> None:
+        def write(connection: sqlite3.Connection) -> None:
+            if self._ones(connection) != [_NEWEST, _BEFORE]:
+                raise UsageError(f"catalog {self.name} holds one generation: there is none before it to return to")
+            discard_newest(connection)
+
+        self._transact("return in", write)
+
+    def _transact(self, verb: str, write: Callable[[sqlite3.Connection], None]) -> None:
+        if self._read_only:
+            raise UsageError(f"catalog {self.name} is open read-only")
+        self._settle()
+        with self._using(verb) as connection:
+            if self._failed is not None:
+                raise DeviceError(f"catalog {self.name}: {self._failed}; open the store again to see which it was")
+            if self._version == 1:
+                connection = self._upgrade(connection)
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                write(connection)
+                connection.execute("COMMIT")
+            except BaseException as error:
+                self._abandon(connection, error)
+                raise
+
+    def _upgrade(self, connection: sqlite3.Connection) -> sqlite3.Connection:
+        """Write the catalog anew in the version of today, and return the connection to it."""
+        found = self._converted(connection)
+        make_file(Path(self.name), found.root, found.rows, found.pages, replaces=True)
+        self._end()
+        self._open()
+        self._version = FORMAT_VERSION
+        assert self._connection is not None
+        return self._connection
+
+    def close(self) -> None:
+        with self._lock:
+            if self._pid == os.getpid():
+                self._end()
+
+    def _end(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._connection is None else "failed" if self._failed else "open"
+        return f"<SqliteCatalog {self.name!r} {state}>"
+
+    @contextmanager
+    def _looking(self, verb: str) -> Iterator[sqlite3.Connection]:
+        """Give the connection within a read transaction, once the tables are known to be a catalog's."""
+        with self._using(verb) as connection:
+            nbytes = os.stat(self.name).st_size
+            # One value is never larger than the file, whatever its cell announces.
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(max(nbytes, 1 << 16), _MAX_VALUE_NBYTES))
+            try:
+                connection.execute("BEGIN")
+                self._check_schema(connection)
+                yield connection
+            finally:
+                if connection.in_transaction:
+                    connection.rollback()
+                connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_NBYTES)
+
+    @contextmanager
+    def _using(self, verb: str) -> Iterator[sqlite3.Connection]:
+        if self._pid != os.getpid():
+            raise UsageError(f"catalog {self.name} was opened by process {self._pid}: open it again after a fork")
+        with self._lock:
+            if self._connection is None:
+                raise ClosedError(f"catalog {self.name} is closed")
+            with translated(self.name, verb):
+                yield self._connection
+
+    def _read(self, read: Callable[[], T]) -> T:
+        """Return the result of ``read``, which is tried again where the drive may not have given a page.
+
+        SQLite calls a file damaged that the drive answers with EIO; damage is what the drive gives and is not ours.
+        """
+        for _ in range(_NUM_READ_RETRIES):
+            try:
+                return read()
+            except (CorruptionError, DeviceError) as error:
+                if isinstance(error, DeadlineError) or not isinstance(error.__cause__, sqlite3.Error | OSError):
+                    raise
+                if self._fd is not None:
+                    read_through(self._fd, self.name)
+        return read()
+
+    def _open(self) -> None:
+        if self._connection is not None:  # half open, from a try before
+            self._connection.close()
+        with translated(self.name, "open"):
+            if self._fd is None:
+                self._fd = os.open(self.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._connection = self._connect()
+            if not self._read_only:
+                check_header(os.pread(self._fd, 100, 0), os.fstat(self._fd).st_size, self.name)
+
+    def _connect(self) -> sqlite3.Connection:
+        """Connect. ``_connection`` keeps a connection that then failed, for ``close``."""
+        path = Path(self.name)
+        self._connection = connection = connect(path, "ro" if self._read_only else "rw", self._deadline_s)
+        if not self._read_only:
+            make_durable(connection)
+            return connection
+        try:
+            mode = connection.execute("PRAGMA journal_mode").fetchone()
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorcode", 0) != sqlite3.SQLITE_READONLY_ROLLBACK:
+                raise
+            # A commit was cut short: only a writer may play its journal back, which changes nothing committed.
+            connection.close()
+            self._connection = connection = connect(path, "rw", self._deadline_s)
+            mode = connection.execute("PRAGMA journal_mode").fetchone()
+            connection.execute("PRAGMA query_only=ON")
+        if mode == (b"wal",):
+            raise self._corrupt("it has a write-ahead log")
+        return connection
+
+    def _check_schema(self, connection: sqlite3.Connection) -> None:
+        """Before any table is touched: a foreign trigger or view never runs."""
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version != FORMAT_VERSION:
+            row = connection.execute("SELECT format FROM root LIMIT 1").fetchone()
+            refuse_newer(version, row[0] if row and isinstance(row[0], int) else 0, self.name)
+        tables = SCHEMA if version == FORMAT_VERSION else _SCHEMA_1
+        schema = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema LIMIT 6").fetchall()
+        expected = {(b"table", n.encode(), n.encode(), sql.encode()) for n, sql in tables.items()}
+        if len(schema) != len(expected) or set(schema) != expected:
+            raise self._corrupt("its tables are not those of a catalog")
+        self._version = version
+
+    def _check_pages(self, connection: sqlite3.Connection) -> None:
+        """Every page is in one place only: else a later commit could write over a row."""
+        answer = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if answer != (b"ok",):
+            what = answer[0].decode(errors="replace")
+            if says_drive_failed(what):
+                message = f"catalog {self.name}: could not read it ({what}): see the kernel log for this drive"
+                raise DeviceError(message) from sqlite3.DatabaseError(what)
+            raise self._corrupt(f"its pages are damaged ({what})")
+
+    def _ones(self, connection: sqlite3.Connection) -> list[int]:
+        """Return the numbers of the root rows, the newest generation's first."""
+        ones = [row[0] for row in connection.execute("SELECT one FROM root ORDER BY one DESC LIMIT 3")]
+        if ones not in ([_NEWEST], [_NEWEST, _BEFORE]):
+            raise self._corrupt(f"expected one root row, or two, got {ones}")
+        return ones
+
+    def _read_root(self, connection: sqlite3.Connection, one: int) -> tuple[Root, RootHeader]:
+        root = connection.execute("SELECT format, body, digest FROM root WHERE one = ?", (one,)).fetchone()
+        if [type(value) for value in root] != [int, bytes, bytes]:
+            raise self._corrupt("a root row of other types")
+        refuse_newer(self._version, root[0], self.name)
+        return decode_root(root[1], root[2], self.name)
+
+    def _read_rows(self, connection: sqlite3.Connection, sql: str) -> Iterator[tuple[int, bytes, bytes]]:
+        last, nbytes_left = 0, os.stat(self.name).st_size
+        for row in connection.execute(sql):
+            key_id, body, digest = row
+            # Ascending: so damaged pages that lead back to themselves come to an end.
+            if type(body) is not bytes or type(digest) is not bytes or key_id <= last:
+                raise self._corrupt(f"no such row can be (key id {key_id} after {last})")
+            last = key_id
+            nbytes_left -= len(body)
+            if nbytes_left < 0:
+                raise self._corrupt("its rows hold more bytes than the file")
+            yield row
+
+    def _read_pages(self, connection: sqlite3.Connection, sql: str) -> Iterator[tuple[int, int, bytes, bytes]]:
+        last = (0, -1)
+        for row in connection.execute(sql):
+            if [type(value) for value in row] != [int, int, bytes, bytes] or row[:2] <= last or row[1] < 0:
+                raise self._corrupt(f"no such page can be ({row[:2]} after {last})")
+            last = row[:2]
+            yield row
+
+    def _converted(self, connection: sqlite3.Connection) -> Converted:
+        """Return what version 2 has in place of the rows of version 1, which the file holds."""
+        roots = connection.execute("SELECT one, format, body, digest FROM root LIMIT 2").fetchall()
+        if len(roots) != 1 or [type(value) for value in roots[0]] != [int, int, bytes, bytes] or roots[0][0] != _NEWEST:
+            raise self._corrupt(f"expected one root row, got {len(roots)}")
+        refuse_newer(self._version, roots[0][1], self.name)
+        return convert(roots[0][2:], self._read_rows(connection, _ROWS), self.name)
+
+    def _read_header(self, connection: sqlite3.Connection, root: Root) -> RootHeader:
+        row = connection.execute("SELECT substr(body, 1, ?) FROM root WHERE one = 1", (ROOT_HEADER_NBYTES,)).fetchone()
+        header = decode_root_header(row[0] if row else b"", self.name)
+        if header.store_uuid != root.store_uuid:
+            raise self._corrupt("it belongs to another store")
+        return header
+
+    def _abandon(self, connection: sqlite3.Connection, error: BaseException) -> None:
+        """Take the transaction back; a failure on the drive leaves the outcome unknown, and nothing may follow."""
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+        try:
+            if connection.in_transaction:
+                connection.rollback()
+            elif not isinstance(error, Exception):
+                self._failed = "a commit was interrupted and its outcome is unknown"
+        except sqlite3.Error as second:
+            self._failed = f"a failed commit could not be taken back ({second})"
+        if isinstance(error, sqlite3.Error) and code not in (sqlite3.SQLITE_FULL, *BUSY):
+            self._failed = f"an earlier commit failed ({error}) and its outcome is unknown"
+
+    def _corrupt(self, what: str) -> CorruptionError:
+        return CorruptionError(f"catalog {self.name}: {what}. Restore the directory from a copy", file=self.name)
+
