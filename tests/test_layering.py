@@ -40,7 +40,7 @@ ORDER = {
               "memory_mapping", "address_ranges", "arena", "slots", "registrar", "pinned_arena", "host_tensor",
               "device"),
     "store": ("waiting", "format", "transfers", "catalog", "space", "records", "residency", "values", "lifetime",
-              "generations", "assembly", "statistics", "store"),
+              "generations", "assembly", "statistics", "mapping", "store"),
     "tiers": ("placement", "trace", "schedule", "compute_tier", "device_tier", "device_memory", "device_clock",
               "copies", "accelerator", "update_place"),
     "ranks": ("comm",),

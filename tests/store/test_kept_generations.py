@@ -21,7 +21,7 @@ from tiered.errors import CorruptionError, DeadlineError, DeviceError, UsageErro
 from tiered.store.catalog.catalog import GenerationName
 from tiered.store.format.checksum import PAGE_BLOCKS
 from tiered.store.format.extent import Extent
-from tiered.store.format.row import Row, pages_of
+from tiered.store.format.row import Page, Row, pages_of
 from tiered.units import KiB
 
 
@@ -41,6 +41,22 @@ def large_row(key_id: int, *, num_blocks: int = 3 * PAGE_BLOCKS - 5, generation:
 def paged(row: Row) -> Row:
     """Return what is in the row's own place of the catalog, where it has pages."""
     return replace(row, extents=(), digests=b"", is_paged=True) if list(pages_of(row)) else row
+
+
+class Changed:
+    """Pages of which some are to be written."""
+
+    def __init__(self, changed: dict[int, Page]) -> None:
+        self.changed = changed
+
+    def page(self, row: Row, number: int) -> Page:
+        return self.changed[number]
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> list[Extent]:
+        return []
 
 
 # -- the catalog ---------------------------------------------------------------------------------------------------
@@ -88,14 +104,14 @@ def test_only_changed_pages_are_written(home: Any) -> None:
     row = large_row(1)
     first, second, third = pages_of(row)
     newer = second._replace(digests=bytes(8 * PAGE_BLOCKS), written=b"\1\0\0\0\0\0\0\0" * PAGE_BLOCKS)
-    part = replace(paged(row), generation=2, changed={1: newer})
+    part = replace(paged(row), generation=2, pages=Changed({1: newer}))
     with closing(home.create()) as catalog:
         catalog.apply(root_of(1), [row], [])
         catalog.apply(root_of(2), [part], [], keeps_before=True)
         catalog.load()
         assert [catalog.page(paged(row), number) for number in range(3)] == [first, newer, third]
     with closing(home.reopen()) as catalog:
-        assert loaded(catalog) == (root_of(2), [replace(part, changed=None)])
+        assert loaded(catalog) == (root_of(2), [replace(part, pages=None)])
         assert list(catalog.load(1)[1]) == [paged(row)]
         catalog.discard()
         assert [catalog.page(paged(row), number) for number in range(3)] == [first, second, third]

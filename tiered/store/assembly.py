@@ -77,7 +77,13 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
         weights=parts.weights,
         spared_nbytes=parts.spared_nbytes,
     )
-    records = Records(space, durable=durable, generation=root.generation, next_key_id=root.next_key_id)
+    records = Records(
+        space,
+        durable=durable,
+        generation=root.generation,
+        next_key_id=root.next_key_id,
+        read_page=None if parts.catalog is None else parts.catalog.page,
+    )
     records.load(rows)
     residents = Residents(parts.arena, condition)
     working_set = WorkingSet(

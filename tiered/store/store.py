@@ -5,13 +5,10 @@ It has the order of events; working_set.py, values.py, streaming.py and commit.p
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
-
-import torch
 
 from tiered.bytes.arena import Arena
 from tiered.bytes.condition import Condition
@@ -24,9 +21,9 @@ from tiered.store.generations.damage import DroppedKey, drop_damaged
 from tiered.store.generations.registry import Stateful, committed_state
 from tiered.store.lifetime.opening import Parts, dram_budget, new_arena, open_parts
 from tiered.store.lifetime.service import too_late, warn_of_nested_close
+from tiered.store.mapping import TensorMapping
 from tiered.store.records.entry import Record
 from tiered.store.records.producers import Producer
-from tiered.store.residency.lease import Lease, LeaseBlock, Mode
 from tiered.store.statistics import store_statistics
 from tiered.store.values.streaming import VerifyReport
 from tiered.units import parse_bytes
@@ -36,7 +33,7 @@ __all__ = ["Store"]
 _DEADLINE_S = 60.0
 
 
-class Store(MutableMapping[str, torch.Tensor]):
+class Store(TensorMapping):
     """Tensors on NVMe by name, with commits. All methods are thread-safe; a forked child must not use it.
 
     A signal handler, ``__del__`` or weakref callback may run within a call that its own thread makes, or in one of
@@ -102,61 +99,6 @@ class Store(MutableMapping[str, torch.Tensor]):
         # Order: before the devices' ends, which were added earlier: a commit that was sealed is finished then.
         at_exit(self, Store._finish_at_exit)
 
-    # Below: the mapping
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        """Return a copy of the tensor of ``key``, the caller's own. KeyError."""
-        return self._values.get(self._producers.settled(key))
-
-    def get(
-        self,
-        key: str,
-        default: Any = None,
-        *,
-        out: torch.Tensor | None = None,
-        device: torch.device | str | int | None = None,
-    ) -> Any:
-        """Return a copy of the tensor of ``key``, or ``default`` where there is none; blocks.
-
-        The copy is a new tensor, on the CPU or on ``device``, or ``out``: contiguous, of the same dtype and shape, not
-        requiring grad. A large one drives none out of DRAM. Raises ValueError, TypeError, LeaseError, CorruptionError.
-        """
-        try:
-            return self._values.get(self._producers.settled(key), out=out, device=device)
-        except KeyError:
-            return default
-
-    def __setitem__(self, key: str, value: torch.Tensor) -> None:
-        """Make a copy of ``value`` the tensor of ``key``, in DRAM first; a commit makes it durable."""
-        self._values.put(self._producers.settled(key), value)
-
-    def __delitem__(self, key: str) -> None:
-        """Drop ``key``; a commit makes it durable. KeyError; LeaseError while it is leased for writing."""
-        self.working_set.check(writing=True)
-        if key not in self:
-            raise KeyError(key)
-        self.working_set.delete([self._producers.settled(key)])
-
-    def clear(self) -> None:
-        """Drop all keys; a commit makes it durable."""
-        self.working_set.delete([self._producers.settled(key) for key in self])
-
-    def __contains__(self, key: object) -> bool:
-        self._check()
-        with self._condition:
-            return isinstance(key, str) and key in self._records
-
-    def __len__(self) -> int:
-        self._check()
-        with self._condition:
-            return len(self._records)
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over a snapshot of the names."""
-        self._check()
-        with self._condition:
-            return iter(self._records.names())
-
     __eq__ = object.__eq__  # identity, not the contents as of a Mapping
     __hash__ = object.__hash__
 
@@ -166,49 +108,6 @@ class Store(MutableMapping[str, torch.Tensor]):
             f"{self!r} cannot be copied or pickled; pass worker processes plain tensors, or open a store of their own"
             " there"
         )
-
-    def get_many(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return copies of the tensors of ``keys``, in their order, read ahead. KeyError before anything is read."""
-        return self._values.get_many([self._producers.settled(key) for key in keys])
-
-    def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Put each of ``values``, a mapping or pairs, in order: where one fails, all before it are put, none after.
-
-        Tensors of 8 MiB and more are written once they are copied; single puts leave as much as an eighth of the
-        budget to be written when it is needed, or by the commit.
-        """
-        pairs = values.items() if isinstance(values, Mapping) else values
-        self._values.put_many((self._producers.settled(key), value) for key, value in pairs)
-
-    def prefetch(self, keys: Iterable[str]) -> int:
-        """Hint that ``keys`` are needed soon, in this order; never blocks on I/O. Returns bytes in DRAM or coming.
-
-        Stops at the first key that does not fit beside the ones used now; keeps nothing for later. So ask for some of
-        the budget's worth, and again as you go: ``for i, key in enumerate(keys): store.prefetch(keys[i : i + 16])``.
-        """
-        return self.working_set.prefetch(keys)
-
-    def lease(self, key: str, mode: Mode = "r") -> LeaseBlock:
-        """Lease the arena's own bytes of ``key`` for a block: ``with store.lease("a", mode="rw") as view``.
-
-        "r" views refuse writes; "w" starts undefined; "rw" keeps the bytes written even if the block raises. While a
-        lease for writing is open, commit, rollback, put, delete and other leases of the key raise LeaseError. So does
-        the end of the block while tensors made from the view are alive. Entering raises KeyError, CapacityError.
-        """
-        if mode not in ("r", "w", "rw"):
-            raise ValueError(f'lease of {key!r}: expected mode "r", "w" or "rw", got {mode!r}')
-        return LeaseBlock(self._lease, self._producers.settled(key), mode)
-
-    def _lease(self, key: str, mode: str) -> Lease:
-        return self.working_set.lease(self._producers.settled(key), mode)
-
-    async def aget(self, key: str) -> torch.Tensor:
-        """``store[key]`` without blocking the event loop. A cancelled one goes on in its thread, to no effect."""
-        return await asyncio.to_thread(self.__getitem__, key)
-
-    async def aput(self, key: str, value: torch.Tensor) -> None:
-        """``store[key] = value`` without blocking the event loop; ``value`` must not change meanwhile."""
-        await asyncio.to_thread(self.__setitem__, key, value)
 
     # Below: generations
 

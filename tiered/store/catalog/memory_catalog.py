@@ -92,7 +92,7 @@ class MemoryCatalog(Catalog):
             del pages[place]
         for row in upserts:
             rows[row.key_id] = encode_row(row, root.store_uuid)
-            for number, page in enumerate(pages_of(row)) if row.changed is None else row.changed.items():
+            for number, page in enumerate(pages_of(row)) if row.pages is None else row.pages.changed.items():
                 body = encode_page(page)
                 pages[row.key_id, number] = (body, page_digest(row.key_id, number, body, seed))
         for key_id in deleted:

@@ -71,7 +71,7 @@ class CatalogTransaction:
             if old is not None and not row.is_paged:
                 self._drop_pages(row.key_id)
             self._count(old, new)
-            pages = enumerate(pages_of(row)) if row.changed is None else row.changed.items()
+            pages = enumerate(pages_of(row)) if row.pages is None else row.pages.changed.items()
             for number, page in pages:
                 self._put_page(row.key_id, number, page)
             yield row.key_id, body, new

@@ -17,6 +17,7 @@ __all__ = [
     "MAX_BLOCK_SHIFT",
     "MIN_BLOCK_SHIFT",
     "PAGE_BLOCKS",
+    "block_digests",
     "block_seed",
     "digest",
     "num_blocks",
@@ -46,6 +47,20 @@ def block_seed(store_uuid: bytes, key_id: int, block: int, generation: int) -> i
 def digest(memory: bytes | bytearray | memoryview, seed: int) -> int:
     """Return xxh3-64 of ``memory`` (contiguous bytes) under ``seed``, an int below 2**64."""
     return xxhash.xxh3_64_intdigest(memory, seed)
+
+
+def block_digests(
+    memory: memoryview, store_uuid: bytes, key_id: int, block_nbytes: int, first_block: int, generation: int
+) -> bytes:
+    """Return the digests of the blocks in ``memory``, which begins with ``first_block``; each of them 8 bytes."""
+    if len(memory) <= block_nbytes:
+        seed = block_seed(store_uuid, key_id, first_block, generation)
+        return xxhash.xxh3_64_intdigest(memory, seed).to_bytes(DIGEST_NBYTES, "little") if len(memory) else b""
+    found = bytearray()
+    for start in range(0, len(memory), block_nbytes):
+        seed = block_seed(store_uuid, key_id, first_block + start // block_nbytes, generation)
+        found += xxhash.xxh3_64_intdigest(memory[start : start + block_nbytes], seed).to_bytes(DIGEST_NBYTES, "little")
+    return bytes(found)
 
 
 def num_blocks(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["Extent", "pieces"]
+__all__ = ["Extent", "join", "pieces"]
 
 
 class Extent(NamedTuple):
@@ -15,6 +15,18 @@ class Extent(NamedTuple):
     file: int
     offset: int
     nbytes: int
+
+
+def join(extents: Iterable[Extent]) -> tuple[Extent, ...]:
+    """Return ``extents`` with those that go on where the one before ends made one."""
+    joined: list[Extent] = []
+    for extent in extents:
+        last = joined[-1] if joined else None
+        if last is not None and last[:2] == extent[:2] and last.offset + last.nbytes == extent.offset:
+            joined[-1] = last._replace(nbytes=last.nbytes + extent.nbytes)
+        else:
+            joined.append(extent)
+    return tuple(joined)
 
 
 def pieces(extents: Iterable[Extent], start: int, nbytes: int) -> Iterator[Extent]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import xxhash
 
@@ -34,6 +34,7 @@ __all__ = [
     "ROW_HEADER_NBYTES",
     "ExternalRange",
     "Page",
+    "PageSource",
     "Row",
     "content_nbytes",
     "decode_page",
@@ -41,8 +42,10 @@ __all__ = [
     "encode_page",
     "encode_row",
     "extents_problem",
+    "needs_pages",
     "page_digest",
     "pages_of",
+    "part_of",
     "place_problem",
     "row_problem",
     "row_seed",
@@ -103,16 +106,43 @@ class Row:
     ranges: tuple[ExternalRange, ...] = ()
     is_paged: bool = False
     base_block: int = 0  # the number in its record of the first block
-    changed: Mapping[int, Page] | None = None  # of a paged one: those of its pages that no commit has written
+    pages: PageSource | None = None  # of a paged one that is in use
 
     @property
     def num_blocks(self) -> int:
         """How many blocks the row tells of."""
         return num_blocks(self.nbytes, self.block_nbytes)
 
+    @property
+    def has_extents(self) -> bool:
+        """Whether the row has bytes in the store's own files."""
+        return self.is_paged or bool(self.extents)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """About how many bytes of the store's own files the row has."""
+        return self.nbytes if self.is_paged else sum(extent.nbytes for extent in self.extents)
+
     def generation_of(self, block: int) -> int:
         """Return the generation that ``block`` of this row was written for."""
         return int.from_bytes(self.written[8 * block : 8 * block + 8], "little") if self.written else self.generation
+
+
+class PageSource(Protocol):
+    """Where a paged row's pages are."""
+
+    @property
+    def changed(self) -> Mapping[int, Page]:
+        """The pages that no commit has written."""
+
+    def page(self, row: Row, number: int) -> Page:
+        """Return a page; blocks. Raises CorruptionError, DeviceError."""
+
+    def begin(self) -> None:
+        """Note one more reader, under the store's lock."""
+
+    def end(self) -> list[Extent]:
+        """Note one less; return extents that nobody needs any more."""
 
 
 class Page(NamedTuple):
@@ -167,6 +197,32 @@ def _kind(row: Row) -> int:
     return PAGED if row.is_paged or row.written or row.num_blocks > PAGE_BLOCKS else HERE
 
 
+def needs_pages(nbytes: int, block_nbytes: int) -> bool:
+    """Whether a record of so many bytes has too many blocks for its row."""
+    return num_blocks(nbytes, block_nbytes) > PAGE_BLOCKS
+
+
+def part_of(row: Row, first: int, blocks: int) -> Row:
+    """Return a row, with extents and digests, of ``blocks`` blocks of the paged ``row`` from ``first`` on; blocks."""
+    assert row.pages is not None, row
+    extents: list[Extent] = []
+    digests, written = bytearray(), bytearray()
+    for number in range(first // PAGE_BLOCKS, -(-(first + blocks) // PAGE_BLOCKS)):
+        page = row.pages.page(row, number)
+        begin = max(0, first - number * PAGE_BLOCKS)
+        end = min(PAGE_BLOCKS, first + blocks - number * PAGE_BLOCKS, len(page.digests) // DIGEST_NBYTES)
+        nbytes = sum(extent.nbytes for extent in page.extents)
+        stop = nbytes if end == len(page.digests) // DIGEST_NBYTES else end * row.block_nbytes
+        extents += pieces(page.extents, begin * row.block_nbytes, stop - begin * row.block_nbytes)
+        digests += page.digests[DIGEST_NBYTES * begin : DIGEST_NBYTES * end]
+        written += page.written[8 * begin : 8 * end] or page.generation.to_bytes(8, "little") * (end - begin)
+    start = first * row.block_nbytes
+    return replace(
+        row, nbytes=min(row.nbytes - start, blocks * row.block_nbytes), extents=tuple(extents), digests=bytes(digests),
+        written=bytes(written), base_block=first, is_paged=False, pages=None,
+    )  # fmt: skip
+
+
 def pages_of(row: Row) -> Iterator[Page]:
     """Yield the pages of a row that has all its extents and digests, and too many of them to keep them in itself."""
     if row.is_paged or _kind(row) != PAGED:
@@ -177,15 +233,8 @@ def pages_of(row: Row) -> Iterator[Page]:
         nbytes = min(blocks * row.block_nbytes, row.nbytes - start)
         is_last = first + blocks == row.num_blocks
         extents = tuple(pieces(row.extents, start, sum(e.nbytes for e in row.extents) - start if is_last else nbytes))
-        written = row.written[8 * first : 8 * (first + blocks)]
-        if written == written[:8] * blocks:
-            yield Page(int.from_bytes(written[:8], "little"), extents, _digests(row, first, blocks), b"")
-        else:
-            yield Page(row.generation, extents, _digests(row, first, blocks), written)
-
-
-def _digests(row: Row, first: int, blocks: int) -> bytes:
-    return row.digests[DIGEST_NBYTES * first : DIGEST_NBYTES * (first + blocks)]
+        digests = row.digests[DIGEST_NBYTES * first : DIGEST_NBYTES * (first + blocks)]
+        yield Page(row.generation, extents, digests, row.written[8 * first : 8 * (first + blocks)])
 
 
 def encode_page(page: Page) -> bytes:

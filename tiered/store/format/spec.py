@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tiered.errors import CorruptionError, UsageError
+from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import Row
 
 __all__ = ["INLINE_NBYTES", "Spec", "UnknownSpec", "is_kept"]
@@ -28,10 +29,11 @@ def is_kept(dtype: torch.dtype | str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The looks of a tensor: its dtype and shape."""
+    """The looks of a tensor: its dtype and shape, and the bytes of it that are kept under one digest."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    block_nbytes: int = BLOCK_NBYTES
     nbytes: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -43,14 +45,14 @@ class Spec:
         return str(self.dtype).removeprefix("torch.")
 
     @classmethod
-    def like(cls, tensor: torch.Tensor) -> Spec:
+    def like(cls, tensor: torch.Tensor, block_nbytes: int = BLOCK_NBYTES) -> Spec:
         """Return the spec of ``tensor``."""
-        return _spec(tensor.dtype, tuple(tensor.shape))
+        return _spec(tensor.dtype, tuple(tensor.shape), block_nbytes)
 
     @classmethod
     def of(cls, row: Row) -> Spec:
         """Return the spec a catalog row names. Raises CorruptionError when the row contradicts itself."""
-        spec = _spec_named(row.dtype, row.shape) or UnknownSpec(row)
+        spec = _spec_named(row.dtype, row.shape, row.block_nbytes) or UnknownSpec(row)
         problem = ""
         if spec.nbytes != row.nbytes:
             problem = f"{row.nbytes} bytes for shape {row.shape} of {row.dtype}"
@@ -68,6 +70,7 @@ class UnknownSpec(Spec):
 
     def __init__(self, row: Row) -> None:
         object.__setattr__(self, "shape", row.shape)
+        object.__setattr__(self, "block_nbytes", row.block_nbytes)
         object.__setattr__(self, "nbytes", row.nbytes)
         object.__setattr__(self, "_row", row)
 
@@ -90,11 +93,11 @@ class UnknownSpec(Spec):
 
 
 @functools.lru_cache(maxsize=1024)  # of a million keys, most look alike
-def _spec(dtype: torch.dtype, shape: tuple[int, ...]) -> Spec:
-    return Spec(dtype, shape)
+def _spec(dtype: torch.dtype, shape: tuple[int, ...], block_nbytes: int) -> Spec:
+    return Spec(dtype, shape, block_nbytes)
 
 
 @functools.lru_cache(maxsize=1024)
-def _spec_named(dtype_name: str, shape: tuple[int, ...]) -> Spec | None:
+def _spec_named(dtype_name: str, shape: tuple[int, ...], block_nbytes: int) -> Spec | None:
     dtype = _DTYPES.get(dtype_name)
-    return None if dtype is None else Spec(dtype, shape)
+    return None if dtype is None else Spec(dtype, shape, block_nbytes)

@@ -195,6 +195,7 @@ class Committer:
                 state=sealed.state,
                 nonce=self._confirmation.begin(sealed.generation),
             )
+            self._records.look_up_freed()
             written = _written_nbytes()
             self._catalog.apply(
                 root,

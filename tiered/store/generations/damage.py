@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CorruptionError, UsageError
+from tiered.store.format.row import part_of
 from tiered.store.generations.generations import Generations
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.values.streaming import StreamedValues
@@ -65,8 +66,9 @@ def _dropped(working_set: WorkingSet, name: str, errors: Iterable[CorruptionErro
         entry = working_set.records.peek(name)
         assert entry is not None and entry.committed is not None, name
         row = entry.committed
+    extents = part_of(row, 0, row.num_blocks).extents if row.is_paged else row.extents
     devices = working_set.space.devices
-    places = tuple((devices[extent.device].path(extent.file), extent.offset, extent.nbytes) for extent in row.extents)
+    places = tuple((devices[extent.device].path(extent.file), extent.offset, extent.nbytes) for extent in extents)
     return DroppedKey(name, row.nbytes, places, tuple(error for error in errors if error.key == name))
 
 

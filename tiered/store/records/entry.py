@@ -103,6 +103,17 @@ class Stored(NamedTuple):
     was_changed: bool  # since the last commit was sealed
 
 
+class BlockWrites:
+    """Blocks of a record that were written by themselves since the last seal, each to an extent of its own."""
+
+    __slots__ = ("fresh", "owns_all", "superseded")
+
+    def __init__(self, *, owns_all: bool) -> None:
+        self.owns_all = owns_all  # all other blocks are of the open generation, too, and none is another's
+        self.fresh: dict[int, tuple[Extent, ...]] = {}  # block -> where it is now; a rollback gives it back
+        self.superseded: list[Extent] = []  # where the last sealed version has these blocks; a commit gives them back
+
+
 Granted = tuple[Alias, Spec, Residence | None]
 """A lease, the spec of its tensor, and the claimed residence that it must copy from, if any."""
 
@@ -114,8 +125,8 @@ class Entry:
     """
 
     __slots__ = (
-        "committed", "digests", "held", "is_pending", "key_id", "landing", "name", "nbytes", "residence", "row",
-        "scratch", "spec", "state",
+        "committed", "digests", "held", "is_pending", "key_id", "landing", "name", "nbytes", "parts", "residence",
+        "row", "scratch", "spec", "state",
     )  # fmt: skip
 
     def __init__(self, name: str, key_id: int, spec: Spec, *, scratch: bool) -> None:
@@ -131,6 +142,7 @@ class Entry:
         self.row: Row | None = None  # the newest bytes on the device; None while only DRAM has them
         self.committed: Row | None = None  # of the last committed generation
         self.landing: tuple[Extent, ...] | None = None  # the set that writes of the open generation go to
+        self.parts: BlockWrites | None = None  # blocks that were written by themselves in the open generation
         self.digests: tuple[int, bytes] | None = None  # of the bytes in DRAM, where they are known, for a generation
 
     @property

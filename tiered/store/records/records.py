@@ -11,13 +11,15 @@ import dataclasses
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.extent import Extent
-from tiered.store.format.row import Row
+from tiered.store.format.row import Page, Row
 from tiered.store.format.spec import Spec
-from tiered.store.records.entry import Alias, Entry, EntryState, Record, Stored
+from tiered.store.records.entry import Alias, BlockWrites, Entry, EntryState, Record, Stored
+from tiered.store.records.pages import Pages, ReadPage
+from tiered.store.records.paging import Paging
 from tiered.store.records.table import Table
 from tiered.store.space.space import Space
 from tiered.units import format_bytes
@@ -32,7 +34,10 @@ _log = logging.getLogger("tiered")
 class Sealed:
     """The fixed contents of a generation; its rows are complete once every pending entry has landed."""
 
-    __slots__ = ("generation", "num_pending", "phase", "removed", "rows", "state", "targets", "thread", "to_write")
+    __slots__ = (
+        "freed", "generation", "num_pending", "parts", "phase", "removed", "rows", "state", "targets", "thread",
+        "to_write",
+    )  # fmt: skip
 
     def __init__(self, generation: int, state: str) -> None:
         self.generation = generation
@@ -41,6 +46,8 @@ class Sealed:
         self.targets: dict[Entry, Extents] = {}  # changed entries whose bytes have not, and where they go
         self.to_write: deque[Entry] = deque()  # the entries of ``targets`` that may need a write to be started
         self.removed: list[Entry] = []
+        self.parts: dict[Entry, BlockWrites] = {}  # of the entries of ``rows`` with some blocks written by themselves
+        self.freed: dict[Entry, list[Extent]] = {}  # extents of committed rows that had to be looked up
         self.num_pending = 0
         self.phase = 0  # counts the steps of the commit, as a sign of progress
         self.thread: threading.Thread | None = None  # that flushes it, where it has one of its own
@@ -49,8 +56,18 @@ class Sealed:
 class Records:
     """All entries, and their changes since the last seal."""
 
-    def __init__(self, space: Space, *, durable: bool, generation: int = 0, next_key_id: int = 1) -> None:
-        self.entries = Table()
+    def __init__(
+        self,
+        space: Space,
+        *,
+        durable: bool,
+        generation: int = 0,
+        next_key_id: int = 1,
+        read_page: ReadPage | None = None,
+    ) -> None:
+        """``read_page`` reads a page of a row of the last committed generation; blocks."""
+        self.paging = Paging(space, read_page)
+        self.entries = Table(self.paging.read_page)
         self.durable = durable
         self.generation = generation  # the last sealed one
         self.next_key_id = next_key_id
@@ -121,6 +138,7 @@ class Records:
         self._hidden.discard(entry)
         self.changed.pop(entry, None)
         self._free_landing(entry)
+        self.paging.free(entry)
         if entry.committed is not None or (self.sealed is not None and entry in self.sealed.rows):
             self.removed[entry] = None
         entry.row = None
@@ -133,8 +151,12 @@ class Records:
 
         ``alias`` is the lease for writing that is being granted, if one is: it may turn out to change nothing.
         """
-        if alias is not None and entry.state is EntryState.CLEAN:
+        is_read = entry.row is not None and isinstance(entry.row.pages, Pages) and entry.row.pages.readers.are_there
+        if is_read:  # a stream reads the bytes of many blocks: they stay, and are not written over
+            self._free_landing(entry)
+        if alias is not None and entry.state is EntryState.CLEAN and entry.parts is None and not is_read:
             alias.before = Stored(entry.row, entry.digests, entry in self.changed)
+        self.paging.free(entry)
         entry.row = None
         entry.digests = None
         if not entry.scratch:
@@ -150,10 +172,10 @@ class Records:
 
     def may_write(self, entry: Entry) -> bool:
         """Whether a write now would respect the two sets; else it waits for the running commit."""
-        if entry.is_pending or entry.scratch or entry.landing is not None or self.sealed is None:
+        if entry.is_pending or entry.scratch or entry.landing or entry.parts or self.sealed is None:
             return True
-        has_sealed = entry in self.sealed.rows and bool(self.sealed.rows[entry].extents)
-        has_committed = entry.committed is not None and bool(entry.committed.extents)
+        has_sealed = entry in self.sealed.rows and self.sealed.rows[entry].has_extents
+        has_committed = entry.committed is not None and entry.committed.has_extents
         return not (has_sealed and has_committed)
 
     def take_target(self, entry: Entry) -> Extents | None:
@@ -186,7 +208,7 @@ class Records:
 
     def landed(self, entry: Entry, row: Row) -> None:
         """Note that the entry's newest bytes are in ``row``, whose extents are its target."""
-        entry.row = row
+        entry.row = row = self.paging.kept(row)
         if entry.is_pending:
             assert self.sealed is not None
             self.sealed.rows[entry] = row
@@ -199,8 +221,17 @@ class Records:
         self.touch(entry)
         self._free_landing(entry)
         entry.landing = row.extents
-        entry.row = row
+        entry.row = self.paging.kept(row)
         entry.state = EntryState.STORED
+
+    def parts_written(
+        self, entry: Entry, row: Row, pages: Mapping[int, tuple[Page, Page]], blocks: Mapping[int, Extents]
+    ) -> None:
+        """Note that ``blocks`` of ``entry`` were written by themselves; see ``Paging.written``."""
+        is_sealed = not entry.scratch and entry not in self.changed
+        self.paging.written(entry, row, pages, blocks, is_sealed=is_sealed, generation=self.open_generation)
+        if not entry.scratch:
+            self.changed[entry] = None
 
     def put_off(self, entry: Entry) -> None:
         """Note that a write of ``entry`` came to nothing, and is to be started again."""
@@ -215,9 +246,11 @@ class Records:
             entry.landing = None
 
     def _free_landing(self, entry: Entry) -> None:
-        if entry.landing is not None:
-            self._space.give_back(entry.landing)
-            entry.landing = None
+        landing, entry.landing = entry.landing, None
+        if landing is not None and entry.row is not None and isinstance(entry.row.pages, Pages):
+            self._space.give_back_when_read(landing, entry.row.pages.readers)
+        elif landing is not None:
+            self._space.give_back(landing)
 
     # Below: generations
 
@@ -267,6 +300,8 @@ class Records:
         for entry in self.changed:
             if entry.row is not None:
                 sealed.rows[entry] = entry.row
+                if entry.parts is not None:
+                    sealed.parts[entry], entry.parts = entry.parts, None
             else:
                 assert entry.landing is not None, entry
                 sealed.targets[entry] = entry.landing
@@ -287,13 +322,22 @@ class Records:
         assert sealed is not None and not sealed.num_pending
         for entry, row in sealed.rows.items():
             old, entry.committed = entry.committed, row
-            if old is not None:
-                self._space.give_back(old.extents)
+            if isinstance(row.pages, Pages):
+                newest = None if entry.row is None or entry.row is row else entry.row.pages
+                row.pages.written(newest if isinstance(newest, Pages) else None)
+            self.paging.give_back(old, row, sealed.parts.get(entry), sealed.freed.get(entry, ()))
         for entry in sealed.removed:
             assert entry.committed is not None, f"{entry} was never committed, and yet its removal is"
-            self._space.give_back(entry.committed.extents)
+            self.paging.give_back(entry.committed, None, None, sealed.freed.get(entry, ()))
             entry.committed = None
         self.sealed = None
+
+    def look_up_freed(self) -> None:
+        """Find what extents the running commit frees, where rows do not say. Blocks; not under the lock."""
+        sealed = self.sealed
+        assert sealed is not None
+        rows = ((entry, sealed.parts.get(entry)) for entry in sealed.rows)
+        sealed.freed = self.paging.look_up_freed((*rows, *((entry, None) for entry in sealed.removed)))
 
     def roll_back(self) -> list[Entry]:
         """Return to the last sealed generation; no commit runs and all changed entries are settled.
@@ -304,6 +348,7 @@ class Records:
         dropped = list(self.changed)
         for entry in dropped:
             self._free_landing(entry)
+            self.paging.free(entry)
             self._restore(entry)
         for entry in [entry for entry in self._hidden if entry.state is EntryState.UNDEFINED and not entry.scratch]:
             self._hidden.discard(entry)
@@ -338,4 +383,6 @@ def _row(key_id: int, name: str, spec: Spec, *, generation: int, extents: Extent
         extents=extents,
         digests=b"",
         inline=None,
+        block_nbytes=spec.block_nbytes,
     )
+

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.row import decode_row
 from tiered.store.format.spec import Spec
 from tiered.store.records.entry import Entry, EntryState
+from tiered.store.records.pages import Pages, ReadPage
+from tiered.store.space.readers import Readers
 
 __all__ = ["Table"]
 
@@ -19,10 +22,11 @@ class Table:
     then on the entry exists, always the same. ``peek`` is for callers that only look.
     """
 
-    __slots__ = ("_entries",)
+    __slots__ = ("_entries", "_read_page")
 
-    def __init__(self) -> None:
+    def __init__(self, read_page: ReadPage | None = None) -> None:
         self._entries: dict[str, Entry | bytes] = {}
+        self._read_page = read_page
 
     def fill(self, rows: CommittedRows) -> None:
         """Take over all of ``rows``; the table is empty."""
@@ -33,13 +37,18 @@ class Table:
         """Return the entry of ``name``, if there is one."""
         found = self._entries.get(name)
         if type(found) is bytes:
-            self._entries[name] = found = _entry(found)
+            self._entries[name] = found = self._entry(found)
         return found  # type: ignore[return-value]  # no bytes any more
 
     def peek(self, name: str) -> Entry | None:
         """Return the entry of ``name``, perhaps one of the caller's own: only to look at, and only under the lock."""
         found = self._entries.get(name)
-        return _entry(found) if type(found) is bytes else found  # type: ignore[return-value]
+        if type(found) is bytes:
+            entry = self._entry(found)
+            if entry.row is not None and entry.row.is_paged:  # its readers must know of each other
+                self._entries[name] = entry
+            return entry
+        return found  # type: ignore[return-value]
 
     def __getitem__(self, name: str) -> Entry:
         entry = self.get(name)
@@ -66,10 +75,12 @@ class Table:
         """Yield the entries that were asked for: all that can be in DRAM."""
         return (entry for entry in self._entries.values() if type(entry) is not bytes)  # type: ignore[misc]
 
-
-def _entry(encoded: bytes) -> Entry:
-    row = decode_row(encoded)
-    entry = Entry(row.name, row.key_id, Spec.of(row), scratch=False)
-    entry.row = entry.committed = row
-    entry.state = EntryState.STORED
-    return entry
+    def _entry(self, encoded: bytes) -> Entry:
+        row = decode_row(encoded)
+        if row.is_paged:
+            assert self._read_page is not None
+            row = replace(row, pages=Pages(self._read_page, Readers()))
+        entry = Entry(row.name, row.key_id, Spec.of(row), scratch=False)
+        entry.row = entry.committed = row
+        entry.state = EntryState.STORED
+        return entry

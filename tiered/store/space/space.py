@@ -18,6 +18,7 @@ from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row
 from tiered.store.space.bandwidth import BandwidthMeter
 from tiered.store.space.extents import ExtentAllocator, ExtentError
+from tiered.store.space.readers import Readers
 from tiered.store.transfers.digest_threads import DigestThreads
 from tiered.store.transfers.transfer import Progress, Transfer
 from tiered.store.waiting.deadline import Deadline
@@ -123,6 +124,10 @@ class Space:
         else:
             self._allocator.free(extents)
 
+    def give_back_when_read(self, extents: Iterable[Extent], readers: Readers, version: int | None = None) -> None:
+        """Give back ``extents``, which ``version`` does not have, once nobody reads an older one."""
+        self._allocator.free(readers.give_up(extents, version))
+
     def quarantine(self, extents: Extents) -> None:
         """Never use ``extents`` again: a write to them failed, and their contents are unknown."""
         self._allocator.quarantine(extents)
@@ -130,12 +135,19 @@ class Space:
     def is_streaming(self, extents: Extents) -> bool:
         return extents in self._streams
 
-    def begin_stream(self, extents: Extents) -> None:
-        """Keep ``extents`` as they are until ``end_stream``."""
-        if extents:
+    def begin_stream(self, row: Row) -> None:
+        """Keep the extents of ``row`` as they are until ``end_stream``."""
+        extents = row.extents
+        if row.pages is not None:
+            row.pages.begin()
+        elif extents:
             self._streams[extents] = self._streams.get(extents, 0) + 1
 
-    def end_stream(self, extents: Extents) -> None:
+    def end_stream(self, row: Row) -> None:
+        """Note that what was begun has ended."""
+        extents = row.extents
+        if row.pages is not None:
+            self._allocator.free(row.pages.end())
         if not extents:
             return
         self._streams[extents] -= 1
@@ -225,10 +237,10 @@ class Space:
         on_done: Callable[[Transfer], None],
         *,
         on_moved: Callable[[Transfer], None] | None = None,
-        first_block: int = 0,
+        first_slab: int = 0,
         is_checked_by_owner: bool = False,
     ) -> Transfer:
-        """Return the transfer, not yet started, of as much of ``row`` as ``memory`` holds from ``first_block`` on."""
+        """Return the transfer, not yet started, of as much of ``row`` as ``memory`` holds from ``first_slab`` on."""
         return Transfer(
             self.devices,
             self.store_uuid,
@@ -239,7 +251,7 @@ class Space:
             progress=self.progress,
             on_done=on_done,
             on_moved=on_moved,
-            first_block=first_block,
+            first_slab=first_slab,
             is_checked_by_owner=is_checked_by_owner,
         )
 
@@ -268,5 +280,5 @@ class Space:
 
     def explain(self, error: CapacityError, rows: Iterable[Row | None]) -> CapacityError:
         """Return ``error`` with the bytes that a commit would free: the extents of ``rows``."""
-        freed = sum(extent.nbytes for row in rows if row is not None for extent in row.extents)
+        freed = sum(row.stored_nbytes for row in rows if row is not None)
         return CapacityError(f"{error}; a commit would free {format_bytes(freed)}")

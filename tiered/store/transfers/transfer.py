@@ -1,4 +1,4 @@
-"""Transfer: some blocks of one record moved between a buffer and the devices, each under its digest.
+"""Transfer: some slabs of one record moved between a buffer and the devices, its blocks each under its digest.
 
 It knows neither residency nor generations; its owner knows the meaning of a finished transfer.
 """
@@ -14,21 +14,25 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from tiered.bytes.device.base import Device, IOClass, Operation
-from tiered.errors import CorruptionError, DeviceError
-from tiered.store.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_seed, digest, num_blocks
+from tiered.errors import CorruptionError, DeviceError, TieredError
+from tiered.store.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_digests, block_seed, digest, num_blocks
 from tiered.store.format.extent import Extent, pieces
-from tiered.store.format.row import Row
+from tiered.store.format.row import Row, part_of
 from tiered.store.transfers.digest_threads import WORTHWHILE_NBYTES, DigestThreads
+from tiered.store.transfers.submission import NotSubmittedError, submit_all
 from tiered.units import round_up
 
-__all__ = ["Progress", "Transfer", "start_all", "submit_all"]
+__all__ = ["SLAB_NBYTES", "Progress", "Transfer", "start_all"]
+
+SLAB_NBYTES = BLOCK_NBYTES
+"""Bytes of a record that are handed to the devices, and whose digests are computed, together: one block or several."""
 
 _UNREADABLE = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
 """The errors of a drive or file system that has lost these bytes (Linux, blk_errors[]), unlike one that is gone."""
 
 
 class Progress:
-    """How many blocks of some transfers are done: it changes as long as their devices get on, however slowly."""
+    """How many slabs of some transfers are done: it changes as long as their devices get on, however slowly."""
 
     __slots__ = ("num_blocks",)
 
@@ -37,23 +41,42 @@ class Progress:
 
 
 class Transfer:
-    """Reads or writes the blocks of ``row`` from ``first_block`` on that ``memory`` has room for.
+    """Reads or writes the slabs of ``row`` from ``first_slab`` on that ``memory`` has room for.
 
     ``memory`` is one buffer's bytes, a multiple of ``alignment``; it and the extents belong to the transfer until
     ``on_done(transfer)`` is called, once, from any thread or from inside ``start``. A write zeroes the bytes behind
     the record's end and leaves ``digests``, which it computes unless the row has them; a read checks the row's digests,
-    block by block as they arrive or, where ``is_checked_by_owner``, when ``check`` is called. ``error`` is then None or
-    a TieredError.
+    slab by slab as they arrive or, where ``is_checked_by_owner``, when ``check`` is called. ``error`` is then None or
+    a TieredError. ``start`` reads the pages of a row that has its extents there.
 
-    Digests of large blocks are computed in ``threads``, others where they come up: by the caller of ``start`` and in
+    Digests of large slabs are computed in ``threads``, others where they come up: by the caller of ``start`` and in
     the device's thread. ``on_moved(transfer)`` is called before ``on_done``, from any thread, once the devices have
-    done their part of a read; blocks may wait for their check then.
+    done their part of a read; slabs may wait for their check then.
     """
 
     __slots__ = (
-        "_blocks", "_devices", "_is_unchecked", "_lock", "_num_blocks_left", "_num_pieces_left", "_on_done",
-        "_on_moved", "_pieces_left", "_progress", "_store_uuid", "_threads", "_unsubmitted", "digests",
-        "error", "failed_piece", "first_block", "io_class", "is_done", "memory", "row",
+        "_devices",
+        "_is_unchecked",
+        "_lock",
+        "_num_pieces_left",
+        "_num_slabs_left",
+        "_on_done",
+        "_on_moved",
+        "_pieces_left",
+        "_progress",
+        "_slabs",
+        "_start",
+        "_store_uuid",
+        "_threads",
+        "_unsubmitted",
+        "digests",
+        "error",
+        "failed_piece",
+        "first_slab",
+        "io_class",
+        "is_done",
+        "memory",
+        "row",
     )  # fmt: skip
 
     def __init__(
@@ -68,13 +91,13 @@ class Transfer:
         progress: Progress,
         on_done: Callable[[Transfer], None],
         on_moved: Callable[[Transfer], None] | None = None,
-        first_block: int = 0,
+        first_slab: int = 0,
         is_checked_by_owner: bool = False,
     ) -> None:
         self.row = row
         self.memory = memory
         self.io_class = io_class
-        self.first_block = first_block
+        self.first_slab = first_slab
         self.digests = bytearray()
         self.error: Exception | None = None
         self.failed_piece: Extent | None = None  # in which the device failed with ``error``
@@ -86,10 +109,11 @@ class Transfer:
         self._on_done = on_done
         self._on_moved = on_moved
         self._lock = threading.Lock()
-        last_block = min(num_blocks(row.nbytes), first_block + -(-len(memory) // BLOCK_NBYTES))
-        self._blocks = range(first_block, last_block)
+        last_slab = min(num_blocks(row.nbytes, SLAB_NBYTES), first_slab + -(-len(memory) // SLAB_NBYTES))
+        self._slabs = range(first_slab, last_slab)
+        self._start = 0  # of the row's bytes in its record
         self._num_pieces_left = 0  # with the devices
-        self._num_blocks_left = 0  # blocks with pieces at the devices, or that wait for their check
+        self._num_slabs_left = 0  # slabs with pieces at the devices, or that wait for their check
         self._is_unchecked = is_checked_by_owner and io_class is not IOClass.WRITE
         self._pieces_left: dict[int, int] = {}
         self._unsubmitted: set[int] = set()  # blocks without any submitted piece
@@ -104,14 +128,16 @@ class Transfer:
         An interrupt is raised. Pieces not submitted by then never are, and the transfer ends with an error but without
         a ``failed_piece``.
         """
+        if self.row.is_paged and not self._finds_pages():
+            return
         operations: list[list[tuple[int, Operation]]] | None = None
         try:
             operations = self._operations()
             if not operations:  # a row of no bytes
                 self._on_done(self)
             elif self.is_write and not self.row.digests:
-                for block, pieces_of_block in zip(self._blocks, operations, strict=True):
-                    self._compute(block, functools.partial(self._write, block, pieces_of_block))
+                for slab, pieces_of_slab in zip(self._slabs, operations, strict=True):
+                    self._compute(slab, functools.partial(self._write, slab, pieces_of_slab))
             else:
                 all_operations = list(itertools.chain.from_iterable(operations))
                 self._unsubmitted.clear()
@@ -119,77 +145,96 @@ class Transfer:
         except BaseException as error:
             if operations is None or (self._unsubmitted and not self.is_write):
                 self.cancel(error)
-            for block in self._blocks if self.is_write and operations else ():
-                if self._claim(block):
-                    self._blocks_done(1, _NotSubmittedError(error))
+            for slab in self._slabs if self.is_write and operations else ():
+                if self._claim(slab):
+                    self._slabs_done(1, NotSubmittedError(error))
             raise
 
-    def cancel(self, reason: BaseException) -> None:
-        """End a transfer that was not started."""
-        self.error = _NotSubmittedError(reason)
+    def _finds_pages(self) -> bool:
+        """Take extents and digests from the row's pages; False where that has ended the transfer with an error."""
+        try:
+            blocks = SLAB_NBYTES // self.row.block_nbytes
+            self._start = self._slabs.start * SLAB_NBYTES
+            self.row = part_of(self.row, self._slabs.start * blocks, len(self._slabs) * blocks)
+        except TieredError as error:
+            self._end_with(error)
+            return False
+        except BaseException as error:
+            self.cancel(error)
+            raise
+        return True
+
+    def _end_with(self, error: Exception) -> None:
+        """End a transfer before anything of it is submitted."""
+        self.error = error
         if self._on_moved is not None:
             self._on_moved(self)
         self._on_done(self)
 
+    def cancel(self, reason: BaseException) -> None:
+        """End a transfer that was not started."""
+        self._end_with(NotSubmittedError(reason))
+
     def _operations(self) -> list[list[tuple[int, Operation]]]:
-        """Return the operations of each block, each with the number of its device, and count them."""
+        """Return the operations of each slab, each with the number of its device, and count them."""
         operations: list[list[tuple[int, Operation]]] = []
-        for block in self._blocks:
+        for slab in self._slabs:
             operations.append([])
-            for piece, memory in self._pieces(block):
+            for piece, memory in self._pieces(slab):
                 operation = Operation(
                     is_write=self.is_write,
                     file=piece.file,
                     offset=piece.offset,
                     memory=memory,
                     io_class=self.io_class,
-                    on_done=functools.partial(self._piece_done, block, piece),
+                    on_done=functools.partial(self._piece_done, slab, piece),
                 )
                 operations[-1].append((piece.device, operation))
-            self._pieces_left[block] = len(operations[-1])
+            self._pieces_left[slab] = len(operations[-1])
         # Order: all counts before the first submit, because a device may complete inside submit.
         self._num_pieces_left = sum(map(len, operations))
-        self._num_blocks_left = len(operations)
+        self._num_slabs_left = len(operations)
         if self.is_write:
-            self.digests = bytearray(self.row.digests or len(operations) * DIGEST_NBYTES)
-        self._unsubmitted = set(self._blocks)
+            self.digests = bytearray(self.row.digests or self._digests_end(self._slabs[-1]) if operations else 0)
+        self._unsubmitted = set(self._slabs)
         return operations
 
-    def _claim(self, block: int) -> bool:
-        """Whether the write of ``block`` is the caller's to submit, or not to: True once."""
+    def _claim(self, slab: int) -> bool:
+        """Whether the write of ``slab`` is the caller's to submit, or not to: True once."""
         try:
-            self._unsubmitted.remove(block)  # atomic
+            self._unsubmitted.remove(slab)  # atomic
         except KeyError:
             return False
         return True
 
-    def _compute(self, block: int, job: Callable[[], None]) -> None:
-        """Call ``job``, which computes the digest of ``block``: here, or in a thread for that."""
-        if len(self._bytes_of(block)) < WORTHWHILE_NBYTES:
+    def _compute(self, slab: int, job: Callable[[], None]) -> None:
+        """Call ``job``, which computes the digest of ``slab``: here, or in a thread for that."""
+        if len(self._bytes_of(slab)) < WORTHWHILE_NBYTES:
             job()
         else:
             self._threads.submit(self.io_class, job)
 
-    def _write(self, block: int, operations: list[tuple[int, Operation]]) -> None:
+    def _write(self, slab: int, operations: list[tuple[int, Operation]]) -> None:
         is_own = False
         try:
-            is_own = self._claim(block)
+            is_own = self._claim(slab)
             if not is_own:
                 return
-            place = (block - self.first_block) * DIGEST_NBYTES
-            content = digest(self._bytes_of(block), self._seed(block))
-            # Order: before the block can be done, and with it the transfer.
-            self.digests[place : place + DIGEST_NBYTES] = content.to_bytes(DIGEST_NBYTES, "little")
+            row = self.row
+            content, block = self._bytes_of(slab), self._block(slab)
+            found = block_digests(content, self._store_uuid, row.key_id, row.block_nbytes, block, row.generation)
+            # Order: before the slab can be done, and with it the transfer.
+            self.digests[self._digests_end(slab) - len(found) : self._digests_end(slab)] = found
         except BaseException as error:
             if is_own:
-                self._blocks_done(1, _NotSubmittedError(error))
+                self._slabs_done(1, NotSubmittedError(error))
             raise
         submit_all(self._devices, operations)
 
-    def _pieces(self, block: int) -> list[tuple[Extent, memoryview]]:
-        start = block * BLOCK_NBYTES
-        base = self.first_block * BLOCK_NBYTES
-        logical = min(BLOCK_NBYTES, self.row.nbytes - start)
+    def _pieces(self, slab: int) -> list[tuple[Extent, memoryview]]:
+        start = slab * SLAB_NBYTES - self._start
+        base = self.first_slab * SLAB_NBYTES - self._start
+        logical = min(SLAB_NBYTES, self.row.nbytes - start)
         nbytes = round_up(logical, self._alignment())
         assert start - base + nbytes <= len(self.memory), f"{len(self.memory)} bytes of memory for {self.row}"
         if self.is_write and nbytes > logical:
@@ -204,41 +249,47 @@ class Transfer:
     def _alignment(self) -> int:
         return max(device.alignment for device in self._devices)
 
-    def _bytes_of(self, block: int) -> memoryview:
-        start = (block - self.first_block) * BLOCK_NBYTES
-        return self.memory[start : start + min(BLOCK_NBYTES, self.row.nbytes - block * BLOCK_NBYTES)]
+    def _bytes_of(self, slab: int) -> memoryview:
+        start = (slab - self.first_slab) * SLAB_NBYTES
+        return self.memory[start : start + min(SLAB_NBYTES, self.row.nbytes + self._start - slab * SLAB_NBYTES)]
 
-    def _seed(self, block: int) -> int:
-        return block_seed(self._store_uuid, self.row.key_id, block, self.row.generation)
+    def _block(self, slab: int) -> int:
+        """Return the number in the record of the first block of ``slab``."""
+        return self.row.base_block + (slab * SLAB_NBYTES - self._start) // self.row.block_nbytes
 
-    def _piece_done(self, block: int, piece: Extent, operation: Operation) -> None:
+    def _digests_end(self, slab: int) -> int:
+        """Return where in ``digests`` those of ``slab`` end."""
+        nbytes = (slab - self.first_slab) * SLAB_NBYTES + len(self._bytes_of(slab))
+        return DIGEST_NBYTES * num_blocks(nbytes, self.row.block_nbytes)
+
+    def _piece_done(self, slab: int, piece: Extent, operation: Operation) -> None:
         failure = None if operation.error is None else _without_frames(self._translate(piece, operation.error))
         with self._lock:
-            if isinstance(failure, _NotSubmittedError):
+            if isinstance(failure, NotSubmittedError):
                 self.error = self.error or failure
             elif failure is not None and (self.error is None or (self.is_write and self.failed_piece is None)):
                 self.error, self.failed_piece = failure, piece
-            self._pieces_left[block] -= 1
+            self._pieces_left[slab] -= 1
             self._num_pieces_left -= 1
             is_moved = not self._num_pieces_left
-            is_complete = not self._pieces_left[block]
+            is_complete = not self._pieces_left[slab]
             is_due = is_complete and self.error is None and not self.is_write and not self._is_unchecked
-        if is_moved and self._on_moved is not None:  # order: before the last block can be done
+        if is_moved and self._on_moved is not None:  # order: before the last slab can be done
             self._on_moved(self)
         if is_due:
-            self._compute(block, functools.partial(self._check_arrived, block))
+            self._compute(slab, functools.partial(self._check_arrived, slab))
         elif is_complete:
-            self._blocks_done(1)
+            self._slabs_done(1)
 
-    def _check_arrived(self, block: int) -> None:
-        self._blocks_done(1, self._check(block))
+    def _check_arrived(self, slab: int) -> None:
+        self._slabs_done(1, self._check(slab))
 
-    def _blocks_done(self, number: int, error: Exception | None = None) -> None:
+    def _slabs_done(self, number: int, error: Exception | None = None) -> None:
         self._progress.num_blocks += number
         with self._lock:
             self.error = self.error or error
-            self._num_blocks_left -= number
-            is_last = not self._num_blocks_left
+            self._num_slabs_left -= number
+            is_last = not self._num_slabs_left
         if is_last:
             self._on_done(self)
 
@@ -247,8 +298,8 @@ class Transfer:
         if not self._is_unchecked:
             return
         self._is_unchecked = False
-        for block in self._blocks:
-            self.error = self.error or self._check(block)
+        for slab in self._slabs:
+            self.error = self.error or self._check(slab)
 
     def unreadable(self) -> CorruptionError | None:
         """Return the CorruptionError, for a reader of every byte, of a sector that gave none; None for another error.
@@ -264,13 +315,20 @@ class Transfer:
         corruption.__cause__ = cause
         return corruption
 
-    def _check(self, block: int) -> CorruptionError | None:
-        """Compare the block's bytes with its digest."""
-        expected = int.from_bytes(self.row.digests[block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES], "little")
-        if digest(self._bytes_of(block), self._seed(block)) == expected:
-            return None
-        piece = next(pieces(self.row.extents, block * BLOCK_NBYTES, 1))
-        return self._corruption(piece, f"block {block} does not match its digest: the device holds other bytes")
+    def _check(self, slab: int) -> CorruptionError | None:
+        """Compare the slab's bytes with the digests of their blocks."""
+        row, content = self.row, self._bytes_of(slab)
+        first = self._block(slab)
+        for start in range(0, len(content), row.block_nbytes):
+            block = first + start // row.block_nbytes
+            index = block - row.base_block  # in the row
+            seed = block_seed(self._store_uuid, row.key_id, block, row.generation_of(index))
+            expected = row.digests[index * DIGEST_NBYTES : (index + 1) * DIGEST_NBYTES]
+            found = digest(content[start : start + row.block_nbytes], seed)
+            if found.to_bytes(DIGEST_NBYTES, "little") != expected:
+                piece = next(pieces(row.extents, index * row.block_nbytes, 1))
+                return self._corruption(piece, f"block {block} does not match its digest: the device holds other bytes")
+        return None
 
     def _translate(self, piece: Extent, error: Exception) -> Exception:
         """Return the error of a failed operation: a file that has lost its end is damage, all else is the device's."""
@@ -309,42 +367,6 @@ def start_all(transfers: Iterable[Transfer]) -> None:
         for transfer in left:
             transfer.cancel(error)
         raise
-
-
-def submit_all(devices: Sequence[Device], operations: Sequence[tuple[int, Operation]]) -> None:
-    """Submit operations, each with the number of its device; one that cannot be submitted ends with an error.
-
-    Those of one device are submitted together, in their order. An interrupt is raised: operations handed to a device by
-    then may be in flight, and end by themselves; the rest ends with an error.
-    """
-    by_device: dict[int, list[Operation]] = {}
-    handed: set[int] = set()  # devices
-    try:
-        for index, operation in operations:
-            by_device.setdefault(index, []).append(operation)
-        for index, group in by_device.items():
-            handed.add(index)
-            try:
-                devices[index].submit(group)
-            except Exception as error:  # none of them was started
-                _end(group, error)
-    except BaseException as error:
-        rest = [operation for index, operation in operations if index not in handed]
-        _end(rest, _NotSubmittedError(error))
-        raise
-
-
-def _end(operations: Iterable[Operation], error: Exception) -> None:
-    for operation in operations:
-        operation.error = error
-        operation.on_done(operation)
-
-
-class _NotSubmittedError(DeviceError):
-    """The caller's thread was kept from handing something to its device. It refers to no frames."""
-
-    def __init__(self, reason: BaseException) -> None:
-        super().__init__(f"it was not handed to the device: {reason!r}")
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -14,7 +14,7 @@ from tiered.errors import DeviceError
 from tiered.store.format.extent import Extent
 from tiered.store.format.spec import INLINE_NBYTES
 from tiered.store.residency.working_set import WorkingSet
-from tiered.store.transfers.transfer import submit_all
+from tiered.store.transfers.submission import submit_all
 from tiered.units import KiB, MiB
 
 __all__ = ["Batch", "batch_nbytes", "is_small"]

@@ -57,7 +57,7 @@ class GetBatches:
 
         def end_streams() -> None:
             for row in reading.values():
-                working_set.space.end_stream(row.extents)
+                working_set.space.end_stream(row)
 
         again: list[str] = []
         try:
@@ -91,7 +91,7 @@ class GetBatches:
                 others += [row.name for row in rows]
                 return []
             for row in rows:
-                working_set.space.begin_stream(row.extents)
+                working_set.space.begin_stream(row)
         rows.sort(key=_place)
         return rows
 
@@ -150,7 +150,7 @@ class _GetBatch:
         with self._working_set.condition:
             self._working_set.streamed_in_bytes += sum(row.nbytes for row in self._rows)
             for row in self._rows:
-                space.end_stream(self._reading.pop(row.key_id).extents)
+                space.end_stream(self._reading.pop(row.key_id))
 
     def __str__(self) -> str:
         return f"read of {self._rows[0].name!r} and {len(self._rows) - 1} more"

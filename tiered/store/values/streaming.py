@@ -17,20 +17,21 @@ from tiered.bytes.device.base import IOClass
 from tiered.bytes.host_tensor import copy_contiguous, populate
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import CorruptionError
-from tiered.store.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, num_blocks
-from tiered.store.format.row import Row
+from tiered.store.format.checksum import DIGEST_NBYTES, num_blocks
+from tiered.store.format.extent import Extent
+from tiered.store.format.row import Row, part_of
 from tiered.store.format.spec import Spec
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
 from tiered.store.space.dealing import block_order
 from tiered.store.space.space import Space
-from tiered.store.transfers.transfer import Transfer
+from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
 from tiered.store.values.window import Window
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.recorder import Wait
-from tiered.units import MiB
+from tiered.units import MiB, divide_up
 
-__all__ = ["DirectGet", "StreamedValues", "VerifyReport"]
+__all__ = ["DirectGet", "SlabJob", "StreamedValues", "VerifyReport"]
 
 _DIRECT_NBYTES = 128 * MiB  # for each device: as much as it ever has in flight of a class
 
@@ -68,21 +69,22 @@ class StreamedValues:
         The old tensor stays readable until all of the new one has landed.
         """
         row = self.new_row(key, spec, scratch=scratch)
-        digests = bytearray(num_blocks(row.nbytes) * DIGEST_NBYTES)
+        digests = bytearray(row.num_blocks * DIGEST_NBYTES)
 
-        def fill(block: int, buffer: Buffer) -> None:
-            copy_contiguous(buffer, flat[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES], to_buffer=True)
+        def fill(slab: int, buffer: Buffer) -> None:
+            copy_contiguous(buffer, flat[slab * SLAB_NBYTES : (slab + 1) * SLAB_NBYTES], to_buffer=True)
 
-        def collect(job: _BlockJob, transfer: Transfer, buffer: Buffer) -> None:
+        def collect(job: SlabJob, transfer: Transfer, buffer: Buffer) -> None:
             if transfer.error is not None:
                 raise transfer.error
-            digests[job.block * DIGEST_NBYTES : (job.block + 1) * DIGEST_NBYTES] = transfer.digests
+            first = job.slab * (SLAB_NBYTES // row.block_nbytes) * DIGEST_NBYTES
+            digests[first : first + len(transfer.digests)] = transfer.digests
 
         working_set, window = self._working_set, Window(self._working_set)
         is_own = True  # the extents are this put's to give back
         try:
-            blocks = block_order([(extent.device, extent.nbytes) for extent in row.extents])
-            window.run(_BlockJob(self._space, row, block, IOClass.WRITE, fill=fill, use=collect) for block in blocks)
+            blocks = _order(row, self._space)
+            window.run(SlabJob(self._space, row, slab, IOClass.WRITE, fill=fill, use=collect) for slab in blocks)
             with self._condition:
                 old = working_set.keys.settled(key, "put")  # raises for a lease that was opened meanwhile
                 is_own = False
@@ -115,17 +117,17 @@ class StreamedValues:
         The caller has begun a stream on its extents; this ends it. Raises CorruptionError, DeviceError.
         """
 
-        def copy(job: _BlockJob, transfer: Transfer, buffer: Buffer) -> None:
+        def copy(job: SlabJob, transfer: Transfer, buffer: Buffer) -> None:
             if transfer.error is not None:
                 raise transfer.error
-            copy_contiguous(buffer, flat[job.block * BLOCK_NBYTES : (job.block + 1) * BLOCK_NBYTES], to_buffer=False)
+            copy_contiguous(buffer, flat[job.slab * SLAB_NBYTES : (job.slab + 1) * SLAB_NBYTES], to_buffer=False)
 
         window = Window(self._working_set)
         try:
-            blocks = block_order([(extent.device, extent.nbytes) for extent in row.extents])
-            window.run(_BlockJob(self._space, row, block, IOClass.DEMAND, use=copy) for block in blocks)
+            blocks = _order(row, self._space)
+            window.run(SlabJob(self._space, row, slab, IOClass.DEMAND, use=copy) for slab in blocks)
         finally:
-            window.when_idle(lambda: self._space.end_stream(row.extents))
+            window.when_idle(lambda: self._space.end_stream(row))
         with self._condition:
             self._working_set.streamed_in_bytes += row.nbytes
 
@@ -139,35 +141,35 @@ class StreamedValues:
         counts = [0, 0, 0]  # keys, blocks, bytes
         reading: deque[Row] = deque()  # whose blocks are being read, oldest first
 
-        def check(job: _BlockJob, transfer: Transfer, buffer: Buffer) -> None:
-            row, block = job.row, job.block
+        def check(job: SlabJob, transfer: Transfer, buffer: Buffer) -> None:
+            row, slab = job.row, job.slab
             unreadable = transfer.unreadable()
             if unreadable is not None:
                 errors.append(unreadable)
             else:
-                counts[1] += 1
-                counts[2] += min(BLOCK_NBYTES, row.nbytes - block * BLOCK_NBYTES)
+                counts[1] += divide_up(min(SLAB_NBYTES, row.nbytes - slab * SLAB_NBYTES), row.block_nbytes)
+                counts[2] += min(SLAB_NBYTES, row.nbytes - slab * SLAB_NBYTES)
             if isinstance(transfer.error, CorruptionError):
                 errors.append(transfer.error)
             elif transfer.error is not None and unreadable is None:
                 raise transfer.error
-            if block == num_blocks(row.nbytes) - 1:
+            if slab == num_blocks(row.nbytes, SLAB_NBYTES) - 1:
                 with self._condition:
-                    self._space.end_stream(reading.popleft().extents)
+                    self._space.end_stream(reading.popleft())
 
-        def jobs() -> Iterator[_BlockJob]:
+        def jobs() -> Iterator[SlabJob]:
             for name in names:
                 with self._condition:
                     entry = self._records.peek(name)
                     rows = [] if entry is None else [entry.row] + [entry.committed] * (entry.committed is not entry.row)
                     found = [row for row in rows if row is not None and row.inline is None]
                     for row in found:
-                        self._space.begin_stream(row.extents)
+                        self._space.begin_stream(row)
                         reading.append(row)
                 counts[0] += entry is not None
                 for row in found:
-                    for block in range(num_blocks(row.nbytes)):
-                        yield _BlockJob(self._space, row, block, IOClass.PREFETCH, use=check)
+                    for slab in range(num_blocks(row.nbytes, SLAB_NBYTES)):
+                        yield SlabJob(self._space, row, slab, IOClass.PREFETCH, use=check)
 
         with self._condition:
             names = self._records.names() if only is None else only
@@ -180,7 +182,7 @@ class StreamedValues:
 
     def _end_streams(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            self._space.end_stream(row.extents)
+            self._space.end_stream(row)
 
 
 class DirectGet:
@@ -192,14 +194,14 @@ class DirectGet:
     def __init__(self, working_set: WorkingSet, row: Row, memory: memoryview, *, is_new: bool) -> None:
         """``memory`` is aligned and holds the row rounded up to the alignment; it is kept alive until all is done.
 
-        ``is_new``: it was never touched. The caller's thread then has its pages made, each block's before its read.
+        ``is_new``: it was never touched. The caller's thread then has its pages made, each slab's before its read.
         """
         self._working_set = working_set
         self._row = row
         self._memory = memory
         self._is_new = is_new
-        self._left = deque(block_order([(extent.device, extent.nbytes) for extent in row.extents]))
-        self._most = _DIRECT_NBYTES // BLOCK_NBYTES * len(working_set.space.devices)
+        self._left = deque(_order(row, working_set.space))
+        self._most = _DIRECT_NBYTES // SLAB_NBYTES * len(working_set.space.devices)
         self._num_flying = 0
         self._error: Exception | None = None  # the first
         self._is_closed = False
@@ -240,12 +242,12 @@ class DirectGet:
 
     def _start_more(self) -> None:
         while self._left and self._num_flying < self._most and self._error is None:
-            block = self._left.popleft()
-            memory = self._memory[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES]
+            slab = self._left.popleft()
+            memory = self._memory[slab * SLAB_NBYTES : (slab + 1) * SLAB_NBYTES]
             if self._is_new:
                 populate(memory)
             transfer = self._working_set.space.transfer(
-                self._row, memory, IOClass.DEMAND, self._done, first_block=block
+                self._row, memory, IOClass.DEMAND, self._done, first_slab=slab
             )
             with self._working_set.condition:
                 self._num_flying += 1
@@ -257,33 +259,33 @@ class DirectGet:
             self._error = self._error or transfer.error
             if self._is_closed and not self._num_flying:
                 self._end()
-            if not self._num_flying or self._is_due():  # each wake-up costs more than the block's digest
+            if not self._num_flying or self._is_due():  # each wake-up costs more than the slab's digest
                 self._working_set.condition.notify_all()
 
     def _end(self) -> None:
-        self._working_set.space.end_stream(self._row.extents)
+        self._working_set.space.end_stream(self._row)
         self._working_set.streamed_in_bytes += self._row.nbytes
 
 
-class _BlockJob:
-    """The job of moving one block of a record through a buffer."""
+class SlabJob:
+    """The job of moving one slab of a record through a buffer."""
 
-    __slots__ = ("_fill", "_io_class", "_space", "_use", "block", "nbytes", "row")
+    __slots__ = ("_fill", "_io_class", "_space", "_use", "nbytes", "row", "slab")
 
     def __init__(
         self,
         space: Space,
         row: Row,
-        block: int,
+        slab: int,
         io_class: IOClass,
         *,
         fill: Callable[[int, Buffer], object] | None = None,
-        use: Callable[[_BlockJob, Transfer, Buffer], object],
+        use: Callable[[SlabJob, Transfer, Buffer], object],
     ) -> None:
-        """``fill(block, buffer)`` comes before a write, ``use(job, transfer, buffer)`` after every movement."""
-        self.nbytes = min(row.nbytes, BLOCK_NBYTES)
+        """``fill(slab, buffer)`` comes before a write, ``use(job, transfer, buffer)`` after every movement."""
+        self.nbytes = min(row.nbytes, SLAB_NBYTES)
         self.row = row
-        self.block = block
+        self.slab = slab
         self._space = space
         self._io_class = io_class
         self._fill = fill
@@ -291,9 +293,9 @@ class _BlockJob:
 
     def begin(self, buffer: Buffer, on_done: Callable[[Transfer], None]) -> Transfer:
         if self._fill is not None:
-            self._fill(self.block, buffer)
+            self._fill(self.slab, buffer)
         return self._space.transfer(
-            self.row, buffer.memory, self._io_class, on_done, first_block=self.block, is_checked_by_owner=True
+            self.row, buffer.memory, self._io_class, on_done, first_slab=self.slab, is_checked_by_owner=True
         )
 
     def finish(self, transfer: Transfer, buffer: Buffer) -> None:
@@ -301,4 +303,14 @@ class _BlockJob:
         self._use(self, transfer, buffer)
 
     def __str__(self) -> str:
-        return f"transfer of block {self.block} of {self.row.name!r}"
+        return f"transfer of slab {self.slab} of {self.row.name!r}"
+
+
+def _order(row: Row, space: Space) -> list[int]:
+    """Return the slabs of ``row`` in an order that keeps every device busy; blocks where it has pages."""
+    extents: Iterable[Extent] = row.extents
+    if row.pages is not None:
+        if len(space.devices) == 1:
+            return list(range(num_blocks(row.nbytes, SLAB_NBYTES)))
+        extents = part_of(row, 0, row.num_blocks).extents
+    return block_order([(extent.device, extent.nbytes) for extent in extents])

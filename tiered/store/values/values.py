@@ -16,14 +16,16 @@ from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import aligned_memory, copy_contiguous, empty_aligned
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import UsageError
-from tiered.store.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_seed, digest, num_blocks
+from tiered.store.format.checksum import BLOCK_NBYTES, MIN_BLOCK_SHIFT, block_digests
 from tiered.store.format.row import MAX_NUM_DIMS, Row
 from tiered.store.format.spec import INLINE_NBYTES, Spec, is_kept
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.residency.lease import EndedView, ReadOnlyView, plain_of
 from tiered.store.residency.modes import refuse_modes
 from tiered.store.residency.working_set import WorkingSet
+from tiered.store.transfers.transfer import SLAB_NBYTES
 from tiered.store.values.get_batches import GetBatches
+from tiered.store.values.parts import PartValues
 from tiered.store.values.put_batches import PutBatches, PutSource
 from tiered.store.values.streaming import DirectGet, StreamedValues
 from tiered.store.waiting.deadline import Deadline
@@ -34,6 +36,7 @@ __all__ = ["Values"]
 _LARGE_NBYTES = 8 * MiB  # from here on a put digests while it copies, and put_many has it written at once
 _NUM_AHEAD = 64  # keys that get_many prefetches
 _AHEAD_NBYTES = 64 * MiB  # for each device: bytes that get_many reads past the working set while it waits for a tensor
+_SMALLEST_BLOCK_NBYTES = 1 << MIN_BLOCK_SHIFT
 _DIRECT_NBYTES = MiB  # smaller tensors are not worth pages of their own
 _OWN_PAGES_NBYTES = 32 * MiB  # from here on malloc maps new pages for each tensor too, but small ones: slow to touch
 
@@ -50,25 +53,29 @@ class Values:
         self._records = working_set.records
         self._condition = working_set.condition
         self._streams = streams
+        self._parts = PartValues(working_set)
         self._put_batches = PutBatches(working_set, self._put_one_of_many)
         self._get_batches = GetBatches(working_set, self.get)
 
     @uninterrupted
-    def put(self, key: str, value: torch.Tensor) -> None:
+    def put(self, key: str, value: torch.Tensor, block_nbytes: int | None = None) -> None:
         """Make a copy of ``value`` the tensor of ``key``; the last put wins. Readers see the old one or the new one.
 
-        Raises TypeError for anything but a plain strided tensor, LeaseError, CapacityError, DeviceError.
+        ``block_nbytes``: what has one digest; by default that of the tensor it replaces, if dtype and shape are the
+        same. Raises TypeError for anything but a plain strided tensor, LeaseError, CapacityError, DeviceError.
         """
-        self._put(key, value, is_one_of_many=False)
+        self._put(key, value, is_one_of_many=False, block_nbytes=block_nbytes)
 
     def _put_one_of_many(self, key: str, value: torch.Tensor) -> None:
         self._put(key, value, is_one_of_many=True)
 
-    def _put(self, key: str, value: torch.Tensor, *, is_one_of_many: bool) -> None:
+    def _put(
+        self, key: str, value: torch.Tensor, *, is_one_of_many: bool, block_nbytes: int | None = None
+    ) -> None:
         self._working_set.check(writing=True)
         self._working_set.deferred_seal.settle()
         plain = _plain(key, value)
-        spec = Spec.like(plain)
+        spec = self._spec(key, plain, block_nbytes)
         scratch = not self._records.durable
         if spec.nbytes <= INLINE_NBYTES:
             host = plain.cpu()
@@ -81,6 +88,58 @@ class Values:
                 self._working_set.room.write([entry], spec.nbytes)
         self._working_set.room.pump()
 
+    def _spec(self, key: str, plain: torch.Tensor, block_nbytes: int | None) -> Spec:
+        """Return the looks of ``plain`` as the tensor of ``key``."""
+        if block_nbytes is not None:
+            nbytes = max(block_nbytes, self._working_set.space.alignment)
+            if nbytes != block_nbytes or block_nbytes & (block_nbytes - 1) or block_nbytes > BLOCK_NBYTES:
+                raise ValueError(
+                    f"put of {key!r}: expected blocks of a power of two from {self._working_set.space.alignment} to "
+                    f"{BLOCK_NBYTES} bytes, got {block_nbytes}"
+                )
+            return Spec.like(plain, block_nbytes)
+        spec = Spec.like(plain)
+        if spec.nbytes > _SMALLEST_BLOCK_NBYTES:
+            with self._condition:
+                old = self._records.entries.peek(key)
+            if old is not None and (old.spec.dtype_name, old.spec.shape) == (spec.dtype_name, spec.shape):
+                return Spec.like(plain, old.spec.block_nbytes)
+        return spec
+
+    def _spec_of(self, key: str, start: int, stop: int) -> Spec:
+        """Return the looks of ``key``. KeyError; ValueError where it has no such elements."""
+        self._working_set.check(writing=False)
+        with self._condition:
+            entry = self._records.find(key)
+        if entry is None:
+            raise KeyError(key)
+        numel = entry.spec.nbytes // entry.spec.dtype.itemsize
+        if not 0 <= start <= stop <= numel:
+            raise ValueError(f"elements [{start}, {stop}) of {key!r}, which has {numel}; expected a range inside of it")
+        return entry.spec
+
+    def read_part(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Return a copy of the elements [start, stop) of the flattened tensor of ``key``, on the CPU; see Store."""
+        spec = self._spec_of(key, start, stop)
+        result = torch.empty(stop - start, dtype=spec.dtype)
+        self._parts.read(key, start * spec.dtype.itemsize, _flat(result))
+        return result
+
+    def write_part(self, key: str, start: int, value: torch.Tensor) -> None:
+        """Write ``value`` over the elements of the flattened tensor of ``key`` from ``start`` on; see Store."""
+        plain = _plain(key, value)
+        spec = self._spec_of(key, start, start + plain.numel())
+        if plain.dtype != spec.dtype:
+            raise ValueError(f"write of a part of {key!r}: expected {spec.dtype}, got {plain.dtype}")
+
+        def whole() -> None:
+            if plain.numel():
+                values = self.get(key)
+                _flat(values)[start * spec.dtype.itemsize :][: plain.nbytes].copy_(_flat(plain))
+                self.put(key, values)
+
+        self._parts.write(key, start * spec.dtype.itemsize, _flat(plain), whole)
+
     def _put_resident(self, key: str, plain: torch.Tensor, spec: Spec) -> Entry:
         buffer = self._working_set.room.reserve(spec.nbytes)
         try:
@@ -91,7 +150,8 @@ class Values:
                 generation, old = self._records.open_generation, self._records.entries.get(key)
                 is_new = old is None or not self._fits(old, spec)
                 key_id = self._records.new_key_ids(1) if old is None or is_new else old.key_id
-            digests = _copy_and_digest(buffer, plain, self._working_set.space.store_uuid, key_id, generation)
+            store_uuid = self._working_set.space.store_uuid
+            digests = _copy_and_digest(buffer, plain, store_uuid, key_id, generation, spec.block_nbytes)
             known = (key_id, generation, digests)
             return self._install(key, spec, buffer, new_id=key_id if is_new else None, known=known)
         except BaseException:
@@ -216,7 +276,7 @@ class Values:
                 return result, DirectGet(self._working_set, row, own, is_new=False)
         except BaseException:
             with self._condition:
-                self._working_set.space.end_stream(row.extents)
+                self._working_set.space.end_stream(row)
             raise
         self._streams.get(row, _flat(result))
         return result, None
@@ -241,7 +301,7 @@ class Values:
                 return row
             if entry.residence is not None or not self._goes_past(row):
                 return None
-            self._working_set.space.begin_stream(row.extents)
+            self._working_set.space.begin_stream(row)
             return row
 
     def _goes_past(self, row: Row) -> bool:
@@ -252,18 +312,20 @@ class Values:
         return row.nbytes >= _DIRECT_NBYTES and not arena.could_place(row.nbytes, 0, ())
 
 
-def _copy_and_digest(buffer: Buffer, tensor: torch.Tensor, store_uuid: bytes, key_id: int, generation: int) -> bytes:
+def _copy_and_digest(
+    buffer: Buffer, tensor: torch.Tensor, store_uuid: bytes, key_id: int, generation: int, block_nbytes: int
+) -> bytes:
     """Copy ``tensor``, contiguous in DRAM, to the start of ``buffer``; return its digests.
 
     Each block is digested while a cache has it: to fetch it once more later takes a tenth of a put's CPU time.
     """
     digests = bytearray()
-    for block in range(num_blocks(tensor.nbytes)):
-        start, end = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, tensor.nbytes)
+    for start in range(0, tensor.nbytes, SLAB_NBYTES):
+        end = min(start + SLAB_NBYTES, tensor.nbytes)
         # By this thread alone, as in host_tensor.py.
         ctypes.memmove(buffer.address + start, tensor.data_ptr() + start, end - start)
-        content = digest(buffer.memory[start:end], block_seed(store_uuid, key_id, block, generation))
-        digests += content.to_bytes(DIGEST_NBYTES, "little")
+        first = start // block_nbytes
+        digests += block_digests(buffer.memory[start:end], store_uuid, key_id, block_nbytes, first, generation)
     return bytes(digests)
 
 

@@ -1,0 +1,295 @@
+"""Parts of a tensor read and written, blocks of any size, and the pages of records that have many blocks."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.devices.simulated_disk import SimulatedDisk
+from tests.store.rig import numbers, simulated_store
+from tiered.errors import CapacityError, CorruptionError, LeaseError, UsageError
+from tiered.store.store import Store
+from tiered.units import KiB, MiB
+
+BLOCKS = ["4KiB", "16KiB", "1MiB", "4MiB"]
+LARGE = 5 * MiB + 4 * KiB + 33  # of more than 1,024 blocks of 4 KiB
+
+
+@pytest.fixture(params=["resident", "streamed"])
+def budget_nbytes(request: pytest.FixtureRequest) -> int:
+    return 24 * MiB if request.param == "resident" else 8 * MiB
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_tensors_of_any_block_size_come_back(block: str, num_devices: int, budget_nbytes: int) -> None:
+    disk = SimulatedDisk(capacity_nbytes=64 * MiB, can_lose_power=False)
+    values = {str(nbytes): numbers(nbytes, nbytes) for nbytes in (0, 100, 4096, 4097, 70_000, MiB, LARGE)}
+    with simulated_store(disk, budget_nbytes=budget_nbytes, num_devices=num_devices) as store:
+        for name, value in values.items():
+            store.put(name, value, block_size=block)
+        assert all(torch.equal(store[name], value) for name, value in values.items())
+        store.commit()
+        assert store.verify().is_clean
+    with simulated_store(disk, budget_nbytes=budget_nbytes, num_devices=num_devices) as store:
+        assert all(torch.equal(store[name], value) for name, value in values.items())
+        with store.lease("70000") as view:
+            assert torch.equal(view, values["70000"])
+        report = store.verify()
+        assert report.is_clean and report.nbytes == sum(n for n in map(int, values) if n > KiB)
+        store[str(LARGE)] = values[str(LARGE)].flip(0)
+        store.commit()
+        assert torch.equal(store[str(LARGE)], values[str(LARGE)].flip(0))
+    with simulated_store(disk, budget_nbytes=budget_nbytes, num_devices=num_devices) as store:
+        assert torch.equal(store[str(LARGE)], values[str(LARGE)].flip(0)) and store.verify().is_clean
+        store.clear()
+        store.commit()
+        assert not store.working_set.space.used_nbytes
+
+
+@pytest.mark.parametrize("block", [0, 2048, 5000, 8 * MiB, "3KiB"])
+def test_a_block_size_that_the_format_does_not_have_is_refused(block: int | str) -> None:
+    with simulated_store() as store, pytest.raises(ValueError, match="power of two"):
+        store.put("a", numbers(9000), block_size=block)
+
+
+def test_a_key_keeps_its_block_size() -> None:
+    with simulated_store(budget_nbytes=8 * MiB) as store:
+        store.put("a", numbers(100_000), block_size="8KiB")
+        store["a"] = numbers(100_000, 1)
+        entry = store._records.find("a")
+        assert entry is not None and entry.spec.block_nbytes == 8 * KiB
+        store["a"] = numbers(100_001, 1)
+        entry = store._records.find("a")
+        assert entry is not None and entry.spec.block_nbytes == 4 * MiB
+
+
+class Written:
+    """A tensor in a store and in memory, parts of which are read and written at random."""
+
+    def __init__(self, store: Store, nbytes: int, block: str, seed: int) -> None:
+        self.store = store
+        self.rng = random.Random(seed)
+        self.value = numbers(nbytes, seed).view(torch.int16) if nbytes % 2 == 0 else numbers(nbytes, seed)
+        store.put("a", self.value, block_size=block)
+        self.sealed = self.value.clone()
+
+    def part(self) -> tuple[int, int]:
+        numel = self.value.numel()
+        start = self.rng.randrange(numel + 1)
+        return start, min(numel, start + self.rng.choice((0, 1, 100, 3000, 20_000, numel)))
+
+    def write(self) -> None:
+        start, stop = self.part()
+        part = numbers((stop - start) * self.value.itemsize, self.rng.getrandbits(20)).view(self.value.dtype)
+        self.store.write_part("a", start, part)
+        self.value[start:stop] = part
+
+    def read(self) -> None:
+        start, stop = self.part()
+        assert torch.equal(self.store.read_part("a", start, stop), self.value[start:stop])
+
+    def whole(self) -> None:
+        assert torch.equal(self.store["a"], self.value)
+
+    def lease(self) -> None:
+        with self.store.lease("a", "rw") as view:
+            view += 1
+        self.value = self.value + 1
+
+    def put(self) -> None:
+        self.value = self.value.roll(1)
+        self.store["a"] = self.value
+
+    def commit(self) -> None:
+        self.store.commit(wait=self.rng.random() < 0.5)
+        self.sealed = self.value.clone()
+
+    def roll_back(self) -> None:
+        self.store.rollback()
+        self.value = self.sealed.clone()
+
+
+@pytest.mark.parametrize("block", ["4KiB", "32KiB"])
+@pytest.mark.parametrize("nbytes", [600, 50_000, 300_001, LARGE])
+@pytest.mark.parametrize("seed", range(3))
+def test_parts_agree_with_a_tensor_in_memory(nbytes: int, block: str, seed: int, budget_nbytes: int) -> None:
+    disk = SimulatedDisk(capacity_nbytes=64 * MiB, can_lose_power=False)
+    store = simulated_store(disk, budget_nbytes=budget_nbytes, num_devices=1 + seed % 2)
+    written = Written(store, nbytes, block, seed)
+    written.commit()
+    actions = [written.write] * 8 + [written.read] * 5 + [written.whole, written.commit, written.commit]
+    actions += [written.roll_back, written.put] + [written.lease] * (nbytes < 4 * MiB or budget_nbytes > 8 * MiB)
+    for _ in range(40):
+        written.rng.choice(actions)()
+    written.whole()
+    store.commit()
+    assert store.verify().is_clean
+    used = store.working_set.space.used_nbytes
+    store.close()
+    with simulated_store(disk, budget_nbytes=budget_nbytes, num_devices=1 + seed % 2) as store:
+        assert torch.equal(store["a"], written.value) and store.verify().is_clean
+        assert store.working_set.space.used_nbytes == used == -(-nbytes // 4096) * 4096 * (nbytes > KiB)
+        written.store = store
+        for _ in range(10):
+            written.rng.choice([written.write, written.read])()
+        del store["a"]
+        store.commit()
+        assert not store.working_set.space.used_nbytes
+
+
+def test_without_commits_parts_take_no_more_space() -> None:
+    store = simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB, durable=False)
+    written = Written(store, LARGE, "4KiB", 7)
+    used = store.working_set.space.used_nbytes
+    for _ in range(30):
+        written.write()
+    written.whole()
+    assert store.working_set.space.used_nbytes <= used + 32 * MiB  # nothing but what was in DRAM alone before
+    del store["a"]
+    assert not store.working_set.space.used_nbytes
+    store.close()
+
+
+def test_a_commit_of_one_block_of_a_large_tensor_is_small(tmp_path: Path) -> None:
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        store.put("table", numbers(64 * MiB).view(16384, 4096), block_size="4KiB")
+        store.commit()
+        before = store.statistics()
+        store.write_part("table", 12_345 * 4096 + 5, numbers(100, 1))
+        store.commit()
+        after = store.statistics()
+        assert after.write_bytes - before.write_bytes == 4 * KiB
+        assert after.catalog_write_bytes - before.catalog_write_bytes <= 128 * KiB
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        assert torch.equal(store.read_part("table", 12_345 * 4096, 12_346 * 4096)[5:105], numbers(100, 1))
+
+
+def test_a_reader_sees_the_tensor_that_was_there_when_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts written and committed meanwhile go elsewhere, and its own blocks are reused only when it ends."""
+    disk = SimulatedDisk(can_lose_power=False)
+    store = simulated_store(disk, budget_nbytes=8 * MiB)
+    value = numbers(LARGE, 1)
+    store.put("a", value, block_size="4KiB")
+    store.commit()
+    row = store._values._stored_row("a")  # as get does
+    assert row is not None and row.pages is not None
+    for number in range(1, 4):
+        for _ in range(2):
+            store.write_part("a", 4 * MiB - 6000, numbers(300_000, number))
+        store.commit()
+        store["b"] = numbers(LARGE, number)
+        store.commit()
+    read = torch.empty(LARGE, dtype=torch.uint8)
+    store._streams.get(row, read)
+    assert torch.equal(read, value)
+    value[4 * MiB - 6000 :][:300_000] = numbers(300_000, 3)
+    assert torch.equal(store["a"], value)
+    row = store._values._stored_row("a")
+    assert row is not None
+    store["a"] = numbers(LARGE, 9)
+    store.commit()
+    store["b"] = numbers(LARGE, 10)
+    store.commit()
+    store._streams.get(row, read)
+    assert torch.equal(read, value) and torch.equal(store["a"], numbers(LARGE, 9))
+    store.close()
+
+
+def test_parts_of_one_tensor_are_written_by_many_threads() -> None:
+    store = simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB)
+    value = torch.zeros(40 * 4096, dtype=torch.uint8)
+    store.put("a", value, block_size="4KiB")
+    store.commit()
+
+    def write(number: int) -> None:
+        for start in range(number * 1024, value.numel(), 4 * 1024):
+            store.write_part("a", start, torch.full((1024,), number + 1, dtype=torch.uint8))
+            if number == 3 and start % (16 * 1024) < 4 * 1024:
+                store.commit(wait=False)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = torch.tensor([1, 2, 3, 4], dtype=torch.uint8).repeat_interleave(1024).repeat(40)
+    assert torch.equal(store["a"], expected)
+    store.close()
+
+
+def test_refusals() -> None:
+    with simulated_store(budget_nbytes=8 * MiB) as store:
+        store.put("a", torch.arange(5000.0), block_size="4KiB")
+        for start, stop in ((-1, 3), (0, 5001), (3, 2)):
+            with pytest.raises(ValueError, match="of 'a', which has 5000"):
+                store.read_part("a", start, stop)
+        with pytest.raises(ValueError, match="which has 5000"):
+            store.write_part("a", 4999, torch.ones(2))
+        with pytest.raises(ValueError, match=r"expected torch\.float32, got"):
+            store.write_part("a", 0, torch.ones(2, dtype=torch.float64))
+        with pytest.raises(TypeError):
+            store.write_part("a", 0, [1.0])  # type: ignore[arg-type]
+        for call in (lambda: store.read_part("b", 0, 0), lambda: store.write_part("b", 0, torch.ones(1))):
+            with pytest.raises(KeyError):
+                call()
+        with store.lease("a", "rw"), pytest.raises(LeaseError):
+            store.write_part("a", 0, torch.ones(1))
+        with store.lease("a", "r") as view:
+            before = view.clone()
+            store.write_part("a", 0, torch.ones(3))
+            assert torch.equal(view, before)
+        assert torch.equal(store.read_part("a", 0, 3), torch.ones(3))
+
+
+def test_a_part_that_finds_no_space_changes_nothing() -> None:
+    disk = SimulatedDisk(capacity_nbytes=96 * KiB)
+    with simulated_store(disk, budget_nbytes=64 * KiB) as store:
+        value = numbers(60_000)
+        store.put("a", value, block_size="4KiB")
+        store.commit()
+        with pytest.raises(CapacityError):
+            store.write_part("a", 0, numbers(50_000, 1))
+        assert torch.equal(store["a"], value)
+        store.write_part("a", 0, numbers(5000, 1))
+        store.rollback()
+        assert torch.equal(store["a"], value) and store.verify().is_clean
+
+
+def test_damage_is_found_block_by_block(tmp_path: Path) -> None:
+    with Store(tmp_path / "run", dram="64MiB") as store:
+        store.put("a", numbers(LARGE), block_size="4KiB")
+        store.commit()
+        store.write_part("a", 8192, numbers(4096, 1))
+        store.commit()
+        entry = store._records.find("a")
+        assert entry is not None and entry.row is not None and entry.row.pages is not None
+        place = entry.row.pages.page(entry.row, 0).extents[1]
+    with open(tmp_path / "run" / "data-000", "r+b") as file:
+        file.seek(place.offset + 7)
+        file.write(b"\0\1\2")
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        assert torch.equal(store.read_part("a", 0, 8192), numbers(LARGE)[:8192])
+        with pytest.raises(CorruptionError, match="block 2 does not match") as caught:
+            store.read_part("a", 8191, 8193)
+        assert caught.value.offset == place.offset
+        (error,) = store.verify().errors
+        assert error.offset == place.offset
+        with pytest.raises(CorruptionError):
+            store.write_part("a", 8193, numbers(10))
+        store.write_part("a", 8192, numbers(4096, 1))  # whole blocks need nothing of what was there
+        assert store.verify().errors and torch.equal(store.read_part("a", 8192, 12_288), numbers(4096, 1))
+        store.commit()
+        assert store.verify().is_clean
+
+
+def test_read_only() -> None:
+    disk = SimulatedDisk(can_lose_power=False)
+    with simulated_store(disk, budget_nbytes=8 * MiB) as store:
+        store.put("a", numbers(20_000), block_size="4KiB")
+    with pytest.raises(UsageError, match="closed"):
+        store.read_part("a", 0, 1)

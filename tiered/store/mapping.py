@@ -1,0 +1,156 @@
+"""TensorMapping: the tensors of a store by name: whole, in part, many at a time, or their own bytes under a lease."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from tiered.bytes.condition import Condition
+from tiered.store.records.producers import Producers
+from tiered.store.records.records import Records
+from tiered.store.residency.lease import Lease, LeaseBlock, Mode
+from tiered.store.residency.working_set import WorkingSet
+from tiered.store.values.values import Values
+from tiered.units import parse_bytes
+
+__all__ = ["TensorMapping"]
+
+
+class TensorMapping(MutableMapping[str, torch.Tensor]):
+    """The mapping that a store is. All methods are thread-safe."""
+
+    working_set: WorkingSet
+    _condition: Condition
+    _producers: Producers
+    _records: Records
+    _values: Values
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Raise when this call, or any more calls, cannot be served."""
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        """Return a copy of the tensor of ``key``, the caller's own. KeyError."""
+        return self._values.get(self._producers.settled(key))
+
+    def get(
+        self,
+        key: str,
+        default: Any = None,
+        *,
+        out: torch.Tensor | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> Any:
+        """Return a copy of the tensor of ``key``, or ``default`` where there is none; blocks.
+
+        The copy is a new tensor, on the CPU or on ``device``, or ``out``: contiguous, of the same dtype and shape, not
+        requiring grad. A large one drives none out of DRAM. Raises ValueError, TypeError, LeaseError, CorruptionError.
+        """
+        try:
+            return self._values.get(self._producers.settled(key), out=out, device=device)
+        except KeyError:
+            return default
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        """Make a copy of ``value`` the tensor of ``key``, in DRAM first; a commit makes it durable."""
+        self._values.put(self._producers.settled(key), value)
+
+    def put(self, key: str, value: torch.Tensor, *, block_size: int | str | None = None) -> None:
+        """``store[key] = value``, with ``block_size`` bytes of it under one digest, such as "4KiB" for a table of rows.
+
+        A part that is written costs whole blocks (``write_part``); more blocks cost more CPU time and catalog. A power
+        of two from 4 KiB to 4 MiB; by default the one that the key has, if dtype and shape are the same, or 4 MiB.
+        """
+        block_nbytes = None if block_size is None else parse_bytes(block_size)
+        self._values.put(self._producers.settled(key), value, block_nbytes)
+
+    def read_part(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Return a copy of the elements [start, stop) of the flattened tensor of ``key``: (stop - start,), on the CPU.
+
+        Only the blocks that they are in are read, and none becomes resident. Blocks. Raises KeyError, ValueError,
+        LeaseError, CorruptionError.
+        """
+        return self._values.read_part(self._producers.settled(key), start, stop)
+
+    def write_part(self, key: str, start: int, value: torch.Tensor) -> None:
+        """Write ``value`` over as many elements of the flattened tensor of ``key``, from element ``start`` on; blocks.
+
+        The blocks that they are in are written to the device, the first and the last after a read of the rest of them;
+        a commit makes them durable, a rollback undoes them. Nothing else of the tensor moves, unless its bytes are in
+        DRAM alone: then these go out first. Raises KeyError, ValueError, LeaseError, CapacityError, CorruptionError.
+        """
+        self._values.write_part(self._producers.settled(key), start, value)
+
+    def __delitem__(self, key: str) -> None:
+        """Drop ``key``; a commit makes it durable. KeyError; LeaseError while it is leased for writing."""
+        self.working_set.check(writing=True)
+        if key not in self:
+            raise KeyError(key)
+        self.working_set.delete([self._producers.settled(key)])
+
+    def clear(self) -> None:
+        """Drop all keys; a commit makes it durable."""
+        self.working_set.delete([self._producers.settled(key) for key in self])
+
+    def __contains__(self, key: object) -> bool:
+        self._check()
+        with self._condition:
+            return isinstance(key, str) and key in self._records
+
+    def __len__(self) -> int:
+        self._check()
+        with self._condition:
+            return len(self._records)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over a snapshot of the names."""
+        self._check()
+        with self._condition:
+            return iter(self._records.names())
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return copies of the tensors of ``keys``, in their order, read ahead. KeyError before anything is read."""
+        return self._values.get_many([self._producers.settled(key) for key in keys])
+
+    def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Put each of ``values``, a mapping or pairs, in order: where one fails, all before it are put, none after.
+
+        Tensors of 8 MiB and more are written once they are copied; single puts leave as much as an eighth of the
+        budget to be written when it is needed, or by the commit.
+        """
+        pairs = values.items() if isinstance(values, Mapping) else values
+        self._values.put_many((self._producers.settled(key), value) for key, value in pairs)
+
+    def prefetch(self, keys: Iterable[str]) -> int:
+        """Hint that ``keys`` are needed soon, in this order; never blocks on I/O. Returns bytes in DRAM or coming.
+
+        Stops at the first key that does not fit beside the ones used now; keeps nothing for later. So ask for some of
+        the budget's worth, and again as you go: ``for i, key in enumerate(keys): store.prefetch(keys[i : i + 16])``.
+        """
+        return self.working_set.prefetch(keys)
+
+    def lease(self, key: str, mode: Mode = "r") -> LeaseBlock:
+        """Lease the arena's own bytes of ``key`` for a block: ``with store.lease("a", mode="rw") as view``.
+
+        "r" views refuse writes; "w" starts undefined; "rw" keeps the bytes written even if the block raises. While a
+        lease for writing is open, commit, rollback, put, delete and other leases of the key raise LeaseError. So does
+        the end of the block while tensors made from the view are alive. Entering raises KeyError, CapacityError.
+        """
+        if mode not in ("r", "w", "rw"):
+            raise ValueError(f'lease of {key!r}: expected mode "r", "w" or "rw", got {mode!r}')
+        return LeaseBlock(self._lease, self._producers.settled(key), mode)
+
+    def _lease(self, key: str, mode: str) -> Lease:
+        return self.working_set.lease(self._producers.settled(key), mode)
+
+    async def aget(self, key: str) -> torch.Tensor:
+        """``store[key]`` without blocking the event loop. A cancelled one goes on in its thread, to no effect."""
+        return await asyncio.to_thread(self.__getitem__, key)
+
+    async def aput(self, key: str, value: torch.Tensor) -> None:
+        """``store[key] = value`` without blocking the event loop; ``value`` must not change meanwhile."""
+        await asyncio.to_thread(self.__setitem__, key, value)

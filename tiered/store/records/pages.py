@@ -1,0 +1,104 @@
+"""Pages: extents and digests of the records that have too many blocks for a row, version by version.
+
+A version is what one row says. Pages that no commit has written are in memory, all others are read from the catalog
+when they are needed: a record of 64 GiB in blocks of 4 KiB costs no memory while nobody uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from tiered.store.format.checksum import PAGE_BLOCKS
+from tiered.store.format.extent import Extent, pieces
+from tiered.store.format.row import Page, Row, pages_of
+from tiered.store.space.readers import Readers
+from tiered.units import divide_up
+
+__all__ = ["Pages", "ReadPage", "block_extents", "num_pages", "paged"]
+
+ReadPage = Callable[[Row, int], Page]
+
+
+def num_pages(row: Row) -> int:
+    """Return how many pages a paged row has."""
+    return divide_up(row.num_blocks, PAGE_BLOCKS)
+
+
+class Pages:
+    """The pages of one version of a record.
+
+    The invariant: a page that a later version has changed is in memory here, for whoever reads this version still.
+    """
+
+    __slots__ = ("_own", "_read", "changed", "readers", "version")
+
+    def __init__(self, read: ReadPage, readers: Readers) -> None:
+        """``read`` reads a page of the catalog."""
+        readers.last_version += 1
+        self.version = readers.last_version
+        self.readers = readers
+        self.changed: dict[int, Page] = {}  # that no commit has written
+        self._own: dict[int, Page] = {}  # that are not, or not as here, in the catalog
+        self._read = read
+
+    def begin(self) -> None:
+        """Note one more reader of this version."""
+        self.readers.begin(self.version)
+
+    def end(self) -> list[Extent]:
+        """Note one less; return the extents that are free by that."""
+        return self.readers.end(self.version)
+
+    def page(self, row: Row, number: int) -> Page:
+        """Return a page of ``row``, whose version this is; may block. Raises CorruptionError, DeviceError."""
+        found = self._own.get(number)
+        if found is None:
+            found = self._read(row, number)
+            # Order: a commit that put another page there had kept this one before.
+            found = self._own.get(number, found)
+        return found
+
+    def all(self, row: Row) -> Iterator[Page]:
+        """Yield all pages in order; may block."""
+        return (self.page(row, number) for number in range(num_pages(row)))
+
+    def keep(self, pages: Mapping[int, Page]) -> None:
+        """Have ``pages`` in memory, as they are in this version, because the catalog will not have them."""
+        for number, page in pages.items():
+            self._own.setdefault(number, page)
+
+    def change(self, pages: Mapping[int, Page]) -> None:
+        """Make ``pages`` this version's own."""
+        self.changed.update(pages)
+        self._own.update(pages)
+
+    def inherit(self, before: Pages, *, is_sealed: bool) -> None:
+        """Begin as ``before`` is; its changes are in this version's commit, too, unless they were sealed."""
+        self._own.update(before._own)
+        if not is_sealed:
+            self.changed.update(before.changed)
+
+    def written(self, later: Pages | None) -> None:
+        """Note that the catalog has all pages of this version; ``later`` is one that has changed some since."""
+        still = {} if later is None else {number: self._own[number] for number in later.changed if number in self._own}
+        self.changed, self._own = {}, still
+
+    def __repr__(self) -> str:
+        return f"<Pages version {self.version}, {len(self._own)} in memory, {len(self.changed)} to be written>"
+
+
+def paged(row: Row, read: ReadPage, readers: Readers) -> Row:
+    """Return ``row``, which has all its extents and digests, with these in pages."""
+    pages = Pages(read, readers)
+    pages.change(dict(enumerate(pages_of(row))))
+    return replace(row, extents=(), digests=b"", written=b"", is_paged=True, pages=pages)
+
+
+
+
+def block_extents(row: Row, page: Page, block: int) -> tuple[Extent, ...]:
+    """Return where a ``page`` of ``row`` has ``block``; the last block's include what is behind its end."""
+    start = block % PAGE_BLOCKS * row.block_nbytes
+    nbytes = sum(extent.nbytes for extent in page.extents) - start
+    return tuple(pieces(page.extents, start, nbytes if block == row.num_blocks - 1 else row.block_nbytes))

@@ -1,0 +1,131 @@
+"""Paging: records of many blocks, whose rows have pages, and blocks of them that are written by themselves.
+
+Bookkeeping under the store's lock, but for ``look_up_freed``. The rule of records.py holds block by block: a block that
+is written goes to fresh extents, and those it had stay as they are until the commit that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from tiered.store.format.checksum import PAGE_BLOCKS
+from tiered.store.format.extent import Extent
+from tiered.store.format.row import Page, Row, needs_pages
+from tiered.store.records.entry import BlockWrites, Entry, EntryState
+from tiered.store.records.pages import Pages, ReadPage, block_extents, paged
+from tiered.store.space.readers import Readers
+from tiered.store.space.space import Space
+
+__all__ = ["Paging"]
+
+Extents = tuple[Extent, ...]
+
+
+class Paging:
+    """The pages of a store's records, and where their blocks go."""
+
+    def __init__(self, space: Space, read_page: ReadPage | None) -> None:
+        """``read_page`` reads a page of a row of the last committed generation, and blocks; None: nothing is."""
+        self.read_page = read_page or _no_catalog
+        self._space = space
+
+    def kept(self, row: Row) -> Row:
+        """Return ``row``, which has all its extents and digests, as an entry keeps it: in pages, if there are many."""
+        if row.inline is not None or not needs_pages(row.nbytes, row.block_nbytes):
+            return row
+        return paged(row, self.read_page, Readers())
+
+    def begin(self, entry: Entry) -> Row:
+        """Return the row of ``entry``, whose bytes are on the device, as one with pages."""
+        row = entry.row
+        assert row is not None and row.inline is None and entry.state is EntryState.STORED, entry
+        if not row.is_paged:
+            pages = Pages(self.read_page, Readers())
+            pages.keep({0: Page(row.generation, row.extents, row.digests, b"")})
+            row = replace(row, is_paged=True, extents=(), digests=b"", pages=pages)
+        return row
+
+    def written(
+        self,
+        entry: Entry,
+        row: Row,
+        pages: Mapping[int, tuple[Page, Page]],
+        blocks: Mapping[int, Extents],
+        *,
+        is_sealed: bool,
+        generation: int,
+    ) -> None:
+        """Note that ``blocks`` of ``entry`` are in other extents than ``row``, its newest, says.
+
+        ``row`` is from ``begin``, ``pages`` are those that the blocks are in: as they were, and as they are now.
+        ``is_sealed``: ``row`` belongs to a generation that was sealed, so its extents stay.
+        """
+        before = row.pages
+        assert isinstance(before, Pages)
+        later = Pages(self.read_page, before.readers)
+        before.keep({number: old for number, (old, _) in pages.items()})
+        later.inherit(before, is_sealed=is_sealed)
+        later.change({number: new for number, (_, new) in pages.items()})
+        if entry.parts is None:
+            entry.parts = BlockWrites(owns_all=not is_sealed)
+            entry.landing = None  # its extents are those of all blocks
+        parts = entry.parts
+        free: list[Extent] = []
+        for block, extents in blocks.items():
+            place = parts.fresh.get(block) or block_extents(row, pages[block // PAGE_BLOCKS][0], block)
+            (free if parts.owns_all or block in parts.fresh else parts.superseded).extend(place)
+            if not parts.owns_all:
+                parts.fresh[block] = extents
+        self._space.give_back_when_read(free, before.readers, later.version)
+        entry.row = replace(row, generation=generation, pages=later)
+
+    def free(self, entry: Entry) -> None:
+        """Give back the extents of blocks that were written by themselves: another version takes their place."""
+        parts, entry.parts = entry.parts, None
+        if parts is None:
+            return
+        assert entry.row is not None and isinstance(entry.row.pages, Pages)
+        pages = entry.row.pages
+        if parts.owns_all:
+            self._space.give_back_when_read(_extents(pages.all(entry.row)), pages.readers)
+        else:
+            fresh = (extent for extents in parts.fresh.values() for extent in extents)
+            self._space.give_back_when_read(fresh, pages.readers)
+
+    def look_up_freed(self, replaced: Iterable[tuple[Entry, BlockWrites | None]]) -> dict[Entry, list[Extent]]:
+        """Return the extents of committed rows with pages that the running commit gives up. Blocks, and not locked.
+
+        Those who read such a row have all its pages in memory afterwards: the commit takes them out of the catalog.
+        Raises CorruptionError, DeviceError.
+        """
+        found: dict[Entry, list[Extent]] = {}
+        for entry, parts in replaced:
+            old = entry.committed
+            if old is not None and isinstance(old.pages, Pages) and (parts is None or parts.owns_all):
+                pages = list(old.pages.all(old))
+                found[entry] = list(_extents(pages))
+                if old.pages.readers.are_there:  # who begins later begins with a later version
+                    old.pages.keep(dict(enumerate(pages)))
+        return found
+
+    def give_back(self, old: Row | None, row: Row | None, parts: BlockWrites | None, freed: Iterable[Extent]) -> None:
+        """Give back what of the committed ``old`` a generation with ``row`` has superseded: all, or some ``parts``.
+
+        ``freed`` are the extents of ``old``, where they had to be looked up.
+        """
+        if parts is not None and not parts.owns_all:
+            assert row is not None and isinstance(row.pages, Pages)
+            self._space.give_back_when_read(parts.superseded, row.pages.readers, row.pages.version)
+        elif old is not None and isinstance(old.pages, Pages):
+            self._space.give_back_when_read(freed, old.pages.readers)
+        elif old is not None:
+            self._space.give_back(old.extents)
+
+
+def _extents(pages: Iterable[Page]) -> Iterator[Extent]:
+    return (extent for page in pages for extent in page.extents)
+
+
+def _no_catalog(row: Row, number: int) -> Page:
+    raise AssertionError(f"page {number} of {row.name!r} is not in memory, and there is no catalog")

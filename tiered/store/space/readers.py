@@ -1,0 +1,50 @@
+"""Readers: who reads which version of a record, so that its extents are not reused under them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tiered.store.format.extent import Extent
+
+__all__ = ["Readers"]
+
+
+class Readers:
+    """The readers of each version of a record, and the extents that wait for them. The store's lock guards it.
+
+    The invariant: an extent that a version gave up is free only when nobody reads a version older than that one.
+    """
+
+    __slots__ = ("_active", "_waiting", "last_version")
+
+    def __init__(self) -> None:
+        self.last_version = 0
+        self._active: dict[int, int] = {}  # version -> how many read it
+        self._waiting: list[tuple[int, list[Extent]]] = []  # the version that gave them up, the extents
+
+    @property
+    def are_there(self) -> bool:
+        """Whether anybody reads any version."""
+        return bool(self._active)
+
+    def begin(self, version: int) -> None:
+        """Note one more reader of ``version``."""
+        self._active[version] = self._active.get(version, 0) + 1
+
+    def end(self, version: int) -> list[Extent]:
+        """Note one less; return the extents that nobody reads any more."""
+        self._active[version] -= 1
+        if not self._active[version]:
+            del self._active[version]
+        return self._released()
+
+    def give_up(self, extents: Iterable[Extent], version: int | None = None) -> list[Extent]:
+        """Take ``extents``, which ``version``, by default the next, does not have; return those that nobody reads."""
+        self._waiting.append((self.last_version + 1 if version is None else version, list(extents)))
+        return self._released()
+
+    def _released(self) -> list[Extent]:
+        oldest = min(self._active, default=self.last_version + 1)
+        free = [extent for version, extents in self._waiting if version <= oldest for extent in extents]
+        self._waiting = [each for each in self._waiting if each[0] > oldest]
+        return free
