@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor  # order: before any device, w
 from aiofiles.os import wrap
 
 from tiered.bytes.critical_section import ServiceThread
-from tiered.bytes.device.file_device import FileDevice
+from tiered.bytes.device.file_device import FileDevice, Place
 from tiered.bytes.device.in_flight import InFlight
 from tiered.errors import DeviceError, TieredError
 
@@ -26,7 +26,7 @@ _PAUSE_S = 0.001  # before a call that said "try again" is made again
 
 
 class AiofilesDevice(FileDevice):
-    """One directory served by an event loop in a thread of its own, ``num_threads`` operations at a time.
+    """Numbered files served by an event loop in a thread of its own, ``num_threads`` operations at a time.
 
     An operation is carried out by one task of the loop; callbacks run in the loop's thread. I/O is buffered; only
     ``direct=True`` asks for O_DIRECT.
@@ -36,13 +36,13 @@ class AiofilesDevice(FileDevice):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        place: Place,
         *,
         num_threads: int = 8,
         deadline_s: float = 60.0,
         direct: bool | None = None,
     ) -> None:
-        """Open the files of ``directory`` and start the loop; see FileDevice for errors."""
+        """Open the files of ``place`` and start the loop; see FileDevice for errors."""
         if num_threads < 1:
             raise ValueError(f"num_threads must be positive, got {num_threads}")
         self._num_threads = num_threads
@@ -51,7 +51,7 @@ class AiofilesDevice(FileDevice):
         self._has_work = asyncio.Event()  # the loop's thread alone uses it
         self._tasks: dict[asyncio.Task[None], InFlight] = {}
         try:
-            super().__init__(directory, num_slots=num_threads, deadline_s=deadline_s, direct=bool(direct))
+            super().__init__(place, num_slots=num_threads, deadline_s=deadline_s, direct=bool(direct))
         except BaseException:
             if not self._loop.is_running():
                 self._loop.close()

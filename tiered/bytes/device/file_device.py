@@ -1,7 +1,7 @@
-"""FileDevice: the shared part of all engines over a directory's files: opening, growing, queue, counters, forks, end.
+"""FileDevice: the shared part of all engines over numbered files: growing, queue, counters, forks, end.
 
-The engines (threads.py, uring.py, aio.py, mmap.py) move the bytes. files.py lays the files out in the directory, and
-direct.py finds out whether it takes direct I/O.
+The engines (threads.py, uring.py, aio.py, mmap.py) move the bytes. files.py has the files of a directory,
+external_files.py files that are only read, and direct.py finds out whether they take direct I/O.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from typing import ClassVar
 
 from tiered.bytes.critical_section import CRITICAL_SECTION
 from tiered.bytes.device.base import Device, DeviceStatistics, Operation
-from tiered.bytes.device.direct import MIN_ALIGNMENT, DirectProbe, probe_direct
-from tiered.bytes.device.files import DataFile, DataFiles, translate
+from tiered.bytes.device.external_files import ExternalFiles
+from tiered.bytes.device.files import DataFile, NumberedFiles, open_data_files
 from tiered.bytes.device.in_flight import InFlight
 from tiered.bytes.device.queue import IOQueue
 from tiered.bytes.device.switch_interval import ShortSwitchInterval
 from tiered.bytes.exit_and_fork import after_fork, at_exit
 from tiered.errors import ClosedError, DeadlineError, DeviceError, UsageError
 
-__all__ = ["FileDevice"]
+__all__ = ["FileDevice", "Place"]
+
+Place = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A directory, whose files a device reads and writes; or the paths of external files, which it only reads."""
 
 _log = logging.getLogger("tiered")
 
 
 class FileDevice(Device):
-    """One directory's files; the most urgent operation goes first, then in order of submission.
+    """Numbered files; the most urgent operation goes first, then in order of submission.
 
     An operation belongs to exactly one of: the queue, the engine (an InFlight), its submitter (``on_done`` was called).
     An engine takes from ``_queue`` under ``_lock``, moves the bytes without it, and gives back through ``_finish``.
@@ -41,17 +44,18 @@ class FileDevice(Device):
 
     engine: ClassVar[str]  # its name in messages and in ``Store(engine=)``
 
-    def __init__(
-        self, directory: str | os.PathLike[str], *, num_slots: int, deadline_s: float, direct: bool | None
-    ) -> None:
-        """Open the files of ``directory``, probe direct I/O there, start the engine's threads.
+    def __init__(self, place: Place, *, num_slots: int, deadline_s: float, direct: bool | None) -> None:
+        """Open the files of ``place``, probe direct I/O there, start the engine's threads.
+
+        ``place`` is a directory or, as a sequence, the paths of external files: regular files of any length, which are
+        numbered from 0, never written, and followed through links. A read that contains the end of one gives zeros
+        behind it; ``external`` knows more of them.
 
         ``direct=None`` takes direct I/O where it works and logs one warning where it does not; True insists on it,
         False asks for buffered I/O. Raises UsageError, DeviceError, CapacityError, ValueError.
         """
         if not deadline_s > 0:
             raise ValueError(f"deadline_s must be positive, got {deadline_s}")
-        self.name = os.fspath(directory)
         self.deadline_s = deadline_s
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards the queue, the counters and _is_closed
@@ -59,7 +63,9 @@ class FileDevice(Device):
         self._is_closed = False
         self._read_bytes = self._write_bytes = 0
         self._num_reads = self._num_writes = self._num_flushes = 0
-        self._files = self._open(direct)
+        self._files = self._open(place, direct)
+        self.name = self._files.name
+        self.alignment = self._files.alignment
         after_fork(self, _close_in_child)
         at_exit(self, _stop_at_exit)  # Order: before threads are joined: ours would wait for operations for ever
         self._threads: Sequence[threading.Thread] = ()
@@ -75,8 +81,19 @@ class FileDevice(Device):
 
     @property
     def is_direct(self) -> bool:
-        """Whether I/O bypasses the page cache."""
-        return self._is_direct
+        """Whether I/O bypasses the page cache; of external files, that of at least one does."""
+        return self._files.is_direct
+
+    @property
+    def external(self) -> ExternalFiles:
+        """The external files, which know their true lengths and whether they have changed.
+
+        Raises UsageError where the device serves a directory, and ClosedError.
+        """
+        self._check_open()
+        if not isinstance(self._files, ExternalFiles):
+            raise UsageError(f"{self.name} is a directory of data files: only a device of external files has them")
+        return self._files
 
     @property
     def _num_in_flight(self) -> int:
@@ -84,7 +101,7 @@ class FileDevice(Device):
         return self._queue.num_queued + self._queue.num_in_flight
 
     def files(self) -> dict[int, int]:
-        """Return the number and size of each file; the size is rounded down to the alignment."""
+        """Return the number and size of each file; the size is rounded down to the alignment, an external one's up."""
         self._check_process()
         return {file: nbytes // self.alignment * self.alignment for file, nbytes in self._files.sizes().items()}
 
@@ -97,9 +114,11 @@ class FileDevice(Device):
             self._files.grow(file, nbytes)
 
     def submit(self, operations: Sequence[Operation]) -> None:
-        """Queue ``operations``. Does not block."""
+        """Queue ``operations``. Does not block. Raises UsageError for a write to external files."""
         if self._is_closed:  # order: before the lock, which a forked child may find held for ever
             self._check_open()
+        if self._files.is_external and any(operation.is_write for operation in operations):
+            raise UsageError(f"{self.name}: external files are only read, and were to be written")
         with CRITICAL_SECTION.lock:
             try:
                 with self._lock:
@@ -168,7 +187,7 @@ class FileDevice(Device):
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "open"
-        mode = "direct" if self._is_direct else "buffered"
+        mode = "direct" if self._files.is_direct else "buffered"
         return f"{type(self).__name__}({self.name}, {state}, {mode}, {self._num_in_flight} in flight)"
 
     # Below: the part of each engine
@@ -208,20 +227,25 @@ class FileDevice(Device):
 
     def _file_of(self, flight: InFlight) -> DataFile:
         """Return the file that ``flight`` moves bytes of; raises DeviceError when it does not reach so far."""
-        operation = flight.operation
-        file = self._files.get(operation.file)
-        if file is None or operation.offset < 0 or operation.offset + flight.nbytes > file.nbytes:
-            raise self._beyond_end(flight)
+        file = self._files.get(flight.operation.file)
+        if file is None:
+            raise self._beyond_end(flight, 0)
+        if not 0 <= flight.offset <= file.nbytes - flight.nbytes:
+            self._pass_end(flight, file.nbytes)
         return file
 
-    def _beyond_end(self, flight: InFlight) -> DeviceError:
-        file = self._files.get(flight.operation.file)
-        what = self._describe(flight.operation)
-        return DeviceError(f"{what} failed: the file has {file.nbytes if file else 0} bytes")
+    def _pass_end(self, flight: InFlight, end: int) -> None:
+        """Let ``flight`` give zeros behind ``end`` of an external file, where it begins before; else DeviceError."""
+        if not (self._files.is_external and 0 <= flight.offset < end):
+            raise self._beyond_end(flight, end)
+        flight.padding = flight.offset + flight.nbytes - end
+
+    def _beyond_end(self, flight: InFlight, end: int) -> DeviceError:
+        return DeviceError(f"{self._describe(flight.operation)} failed: the file has {end} bytes")
 
     def _granularity(self) -> int:
         """Return the multiple of bytes that a short transfer goes on at: direct I/O needs aligned offsets."""
-        return self.alignment if self._is_direct else 1
+        return self.alignment if self._files.is_direct else 1
 
     def _finish(self, flights: Sequence[InFlight]) -> None:
         """Count ``flights``, whose operations say how they ended, and hand them back to their submitters."""
@@ -238,6 +262,8 @@ class FileDevice(Device):
                 write_bytes += flight.moved
                 num_writes += operation.error is None
             else:
+                if flight.padding:
+                    self._pad(flight)
                 read_bytes += flight.moved
                 num_reads += operation.error is None
         now = time.monotonic()
@@ -254,6 +280,16 @@ class FileDevice(Device):
                 operation.on_done(operation)
             except BaseException:  # ours or the store's bug, SystemExit too; this thread still has others to serve
                 _log.exception("the completion of %s raised", self._describe(operation))
+
+    def _pad(self, flight: InFlight) -> None:
+        """Put zeros behind the end of the file, where a drive may have left other bytes of its last block."""
+        operation = flight.operation
+        if operation.error is None:
+            try:
+                operation.memory[-flight.padding :] = bytes(flight.padding)
+            except ValueError as error:  # a bug of the submitter, who has released it: its error, not our end
+                operation.error = DeviceError(f"{self._describe(operation)} failed: {error}")
+            flight.moved -= flight.padding
 
     def _describe(self, operation: Operation) -> str:
         verb = "write" if operation.is_write else "read"
@@ -291,36 +327,10 @@ class FileDevice(Device):
 
     # Below: opening and checks
 
-    def _open(self, direct: bool | None) -> DataFiles:
-        try:
-            descriptor = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise translate(error, f"cannot open the directory {self.name}") from error
-        try:
-            probe = self._probe(descriptor, direct)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self.alignment = probe.alignment
-        self._is_direct = probe.refusal is None
-        return DataFiles(self.name, descriptor, flags=os.O_DIRECT if self._is_direct else 0)
-
-    def _probe(self, descriptor: int, direct: bool | None) -> DirectProbe:
-        if direct is False:
-            return DirectProbe(MIN_ALIGNMENT, "buffered I/O was asked for")
-        try:
-            probe = probe_direct(descriptor, self._pread, self._pwrite)
-        except OSError as error:
-            raise translate(error, f"cannot do I/O in {self.name}") from error
-        if probe.refusal is not None and direct:
-            raise DeviceError(f"{self.name} has no direct I/O: {probe.refusal}; give direct=None to do without")
-        if probe.refusal is not None:
-            _log.warning(
-                "%s: I/O is buffered, slower and takes page cache, because direct I/O does not work there: %s",
-                self.name,
-                probe.refusal,
-            )
-        return probe
+    def _open(self, place: Place, direct: bool | None) -> NumberedFiles:
+        if isinstance(place, str | os.PathLike):
+            return open_data_files(os.fspath(place), direct, self._pread, self._pwrite)
+        return ExternalFiles(place, direct, self._pread)
 
     def _start(self, thread: threading.Thread) -> None:
         try:

@@ -1,4 +1,7 @@
-"""The numbered files of one directory: opening, growing, flushing, names. Reads and writes are the engines' affair."""
+"""The numbered files of a device: those of a directory, and what they share with files of other kinds.
+
+They are opened, grown, flushed and named here. Reads and writes are the engines' affair.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,25 @@ import os
 import re
 import stat
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tiered.bytes.device.base import SCRATCH
-from tiered.bytes.device.direct import open_unnamed
+from tiered.bytes.device.direct import (
+    MIN_ALIGNMENT,
+    DirectProbe,
+    ReadInto,
+    WriteFrom,
+    choose_direct,
+    open_unnamed,
+    probe_direct,
+)
 from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, TieredError, UsageError
 from tiered.units import MiB, format_bytes
 
-__all__ = ["DataFile", "DataFiles", "translate"]
+__all__ = ["DataFile", "DataFiles", "NumberedFiles", "open_data_files", "translate"]
 
 _NAME = re.compile(r"data-(\d{3,})")
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -56,31 +69,21 @@ class DataFile:
     is_dirty: bool = False  # has writes or growth that no flush has covered
 
 
-class DataFiles:
-    """Open descriptors of ``data-000``, ``data-001``, ... and of the unnamed scratch file.
+class NumberedFiles(ABC):
+    """Open descriptors of numbered files, and whether direct I/O works for them.
 
-    Files are 0600 under any umask, never followed through a link, and never shrink. Thread-safe. Every OSError comes
-    out as a TieredError that names the path.
+    Thread-safe. Every OSError comes out as a TieredError that names the path.
     """
 
-    def __init__(self, directory: str, descriptor: int, *, flags: int) -> None:
-        """Open the existing files of ``directory``, itself open as ``descriptor``, with ``flags`` (O_DIRECT or 0).
+    is_external: ClassVar[bool] = False  # only read, of any length, and with zeros behind their ends
 
-        Takes over ``descriptor``. Raises UsageError for a file that is a link, no file, or open to others.
-        """
-        self._directory = directory
-        self._descriptor = descriptor
-        self._flags = flags
+    def __init__(self, name: str) -> None:
+        self.name = name  # for messages
+        self.alignment = MIN_ALIGNMENT  # bytes
+        self.is_direct = False
         self._files: dict[int, DataFile] = {}
-        self._grow_lock = threading.Lock()  # held over system calls; readers of the table do not need it
-        self._flush_lock = threading.Lock()  # a second flush must wait for the dirty files of the first
-        self._directory_is_dirty = False
-        self._flush_error: Exception | None = None
+        self._locks: tuple[threading.Lock, ...] = ()  # that are held over system calls
         self._is_closed = False
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
-            self._discover()
-            undo.pop_all()
 
     def get(self, file: int) -> DataFile | None:
         """Return the open file with this number. Does not block."""
@@ -95,6 +98,77 @@ class DataFiles:
     def sizes(self) -> dict[int, int]:
         """Return the number and size in bytes of each file."""
         return {number: file.nbytes for number, file in list(self._files.items())}
+
+    @abstractmethod
+    def path(self, file: int) -> str:
+        """Return the path of ``file`` for messages."""
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Return how many more bytes ``grow`` could allocate."""
+
+    @abstractmethod
+    def grow(self, file: int, nbytes: int) -> None:
+        """Make ``file`` at least ``nbytes`` long, really allocated; on failure it is as it was."""
+
+    @abstractmethod
+    def flush(self, fdatasync: Callable[[int], None]) -> None:
+        """Make all writes marked dirty, growths and new names durable."""
+
+    def end(self, deadline_s: float) -> None:
+        """Close once the system calls of other threads have ended; blocks. Never call it with I/O in flight.
+
+        Raises DeadlineError when they do not, with nothing closed.
+        """
+        # Order: never under a system call, or its descriptor may be another file's by the time it is made.
+        with contextlib.ExitStack() as held:
+            for lock in self._locks:
+                if not lock.acquire(timeout=deadline_s):
+                    raise DeadlineError(
+                        f"closing the files of {self.name}: growth or a flush, or a look at them, has not ended in "
+                        f"{deadline_s:g} s; check the drive, then close again or end the process"
+                    )
+                held.callback(lock.release)
+            self.close()
+
+    def close(self) -> None:
+        """Close all descriptors. Idempotent; for a caller alone with them, such as a forked child: see ``end``."""
+        if not self._is_closed:
+            self._is_closed = True
+            for file in self._files.values():
+                os.close(file.fd)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"{self.name} is closed")
+
+
+class DataFiles(NumberedFiles):
+    """Open descriptors of ``data-000``, ``data-001``, ... and of the unnamed scratch file.
+
+    Files are 0600 under any umask, never followed through a link, and never shrink.
+    """
+
+    def __init__(self, directory: str, descriptor: int, probe: DirectProbe) -> None:
+        """Open the existing files of ``directory``, itself open as ``descriptor``, with the I/O that ``probe`` found.
+
+        Takes over ``descriptor``. Raises UsageError for a file that is a link, no file, or open to others.
+        """
+        super().__init__(directory)
+        self._directory = directory
+        self._descriptor = descriptor
+        self.alignment = probe.alignment
+        self.is_direct = probe.is_direct
+        self._flags = os.O_DIRECT if self.is_direct else 0
+        self._grow_lock = threading.Lock()  # held over system calls; readers of the table do not need it
+        self._flush_lock = threading.Lock()  # a second flush must wait for the dirty files of the first
+        self._locks = (self._grow_lock, self._flush_lock)
+        self._directory_is_dirty = False
+        self._flush_error: Exception | None = None
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self._discover()
+            undo.pop_all()
 
     def path(self, file: int) -> str:
         """Return the path of ``file`` for messages."""
@@ -173,32 +247,10 @@ class DataFiles:
         if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
             raise OSError(errno.ESTALE, "another file has been put in its place")
 
-    def end(self, deadline_s: float) -> None:
-        """Close once growth and flush of other threads have ended; blocks. Never call it with I/O in flight.
-
-        Raises DeadlineError when they do not, with nothing closed.
-        """
-        # Order: never under a system call, or its descriptor may be another file's by the time it is made.
-        with contextlib.ExitStack() as held:
-            for lock in (self._grow_lock, self._flush_lock):
-                if not lock.acquire(timeout=deadline_s):
-                    raise DeadlineError(
-                        f"closing the files of {self._directory}: growth or a flush has not ended in {deadline_s:g} s; "
-                        "check the drive, then close again or end the process"
-                    )
-                held.callback(lock.release)
-            self.close()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ClosedError(f"{self._directory} is closed")
-
     def close(self) -> None:
-        """Close all descriptors. Idempotent; for a caller alone with them, such as a forked child: see ``end``."""
+        """Close all descriptors, that of the directory too."""
         if not self._is_closed:
-            self._is_closed = True
-            for file in self._files.values():
-                os.close(file.fd)
+            super().close()
             os.close(self._descriptor)
 
     def _discover(self) -> None:
@@ -248,6 +300,27 @@ class DataFiles:
             self._directory_is_dirty |= file != SCRATCH  # order: before the file can be seen, as in ``grow``
             self._files[file] = DataFile(fd, nbytes, is_dirty=True)
             undo.pop_all()
+
+
+def open_data_files(directory: str, direct: bool | None, pread: ReadInto, pwrite: WriteFrom) -> DataFiles:
+    """Return the files of ``directory``, after a trial of direct I/O; see FileDevice for ``direct`` and errors."""
+
+    def probe() -> DirectProbe:
+        try:
+            return probe_direct(descriptor, pread, pwrite)
+        except OSError as error:
+            raise translate(error, f"cannot do I/O in {directory}") from error
+
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise translate(error, f"cannot open the directory {directory}") from error
+    try:
+        answer = choose_direct(directory, direct, probe)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return DataFiles(directory, descriptor, answer)
 
 
 def _check_private(status: os.stat_result, path: str) -> None:

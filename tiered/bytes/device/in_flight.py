@@ -28,7 +28,7 @@ class InFlight:
 
     __slots__ = (
         "address", "file_slot", "given", "io_class", "is_slow", "left", "moved", "nbytes", "num_overtaken",
-        "num_retries", "offset", "operation", "pinned", "request_nbytes", "start", "whole",
+        "num_retries", "offset", "operation", "padding", "pinned", "request_nbytes", "start", "whole",
     )  # fmt: skip
 
     def __init__(self, operation: Operation, io_class: IOClass, start: float) -> None:
@@ -38,6 +38,7 @@ class InFlight:
         self.offset = operation.offset  # in the file
         self.start = start  # s, of time.monotonic
         self.moved = 0
+        self.padding = 0  # bytes of these that lie behind the end of an external file: its read ends before them
         self.num_retries = 0  # after EIO, and of less than one granule
         self.is_slow = False  # a warning has been logged
         self.pinned: ctypes.c_char | None = None  # lifetime: holds the memory while the kernel has its address
@@ -57,6 +58,7 @@ class InFlight:
         part.address = self.address + self.given
         part.file_slot = self.file_slot
         self.given += part.nbytes
+        part.padding = max(0, self.padding - (self.nbytes - self.given))
         return part
 
     def advance(self, moved: int, granularity: int, what: str) -> bool:
@@ -67,6 +69,8 @@ class InFlight:
         stopped.
         """
         left = self.nbytes - self.moved
+        if left - self.padding <= moved < left:  # the end of an external file
+            moved = left
         if moved < left:
             if 0 < moved < granularity and self.num_retries < _NUM_RETRIES:
                 self.num_retries += 1

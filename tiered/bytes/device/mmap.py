@@ -15,6 +15,7 @@ import os
 
 import numpy as np
 
+from tiered.bytes.device.file_device import Place
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import UsageError
 from tiered.units import MiB
@@ -34,7 +35,7 @@ class _Vector(ctypes.Structure):
 
 
 class MmapDevice(ThreadsDevice):
-    """One directory read through mappings and written through the page cache, by ``num_threads`` threads.
+    """Numbered files read through mappings and written through the page cache, by ``num_threads`` threads.
 
     Where the mapping gives nothing (a range that cannot be populated, a kernel or a sandbox without these calls),
     preadv reads the bytes. Nothing stays mapped between two reads.
@@ -44,17 +45,17 @@ class MmapDevice(ThreadsDevice):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        place: Place,
         *,
         num_threads: int = 8,
         deadline_s: float = 60.0,
         direct: bool | None = None,
     ) -> None:
-        """Open the files of ``directory`` and start the threads; see FileDevice. UsageError for ``direct=True``."""
+        """Open the files of ``place`` and start the threads; see FileDevice. UsageError for ``direct=True``."""
         if direct:
             raise UsageError('engine="mmap" reads through the page cache: direct=True takes "uring" or "threads"')
         self._is_mapping = True  # until the kernel refuses
-        super().__init__(directory, num_threads=num_threads, deadline_s=deadline_s, direct=False)
+        super().__init__(place, num_threads=num_threads, deadline_s=deadline_s, direct=False)
 
     def _pread(self, fd: int, memory: memoryview, offset: int) -> int:
         moved = self._copy_mapped(fd, memory, offset) if self._is_mapping else 0

@@ -5,13 +5,12 @@ Idle, it reaches what io_uring reaches; under a busy Python thread it falls behi
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
 
 from tiered.bytes.critical_section import ServiceThread
-from tiered.bytes.device.file_device import FileDevice
+from tiered.bytes.device.file_device import FileDevice, Place
 from tiered.bytes.device.in_flight import InFlight
 from tiered.errors import DeviceError, TieredError
 
@@ -21,7 +20,7 @@ _PAUSE_S = 0.001  # before a call that said "try again" is made again
 
 
 class ThreadsDevice(FileDevice):
-    """One directory served by ``num_threads`` threads, one operation each at a time.
+    """Numbered files served by ``num_threads`` threads, one operation each at a time.
 
     Subclasses may override ``_pread``, ``_pwrite`` and ``_fdatasync`` to inject faults.
     """
@@ -31,18 +30,18 @@ class ThreadsDevice(FileDevice):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        place: Place,
         *,
         num_threads: int = 8,
         deadline_s: float = 60.0,
         direct: bool | None = None,
     ) -> None:
-        """Open the files of ``directory`` and start the threads; see FileDevice for ``direct`` and errors."""
+        """Open the files of ``place`` and start the threads; see FileDevice for ``direct`` and errors."""
         if num_threads < 1:
             raise ValueError(f"num_threads must be positive, got {num_threads}")
         self._num_threads = num_threads
         self._at_work: list[InFlight | None] = [None] * num_threads
-        super().__init__(directory, num_slots=num_threads, deadline_s=deadline_s, direct=direct)
+        super().__init__(place, num_slots=num_threads, deadline_s=deadline_s, direct=direct)
 
     def _make_threads(self) -> Sequence[threading.Thread]:
         self._has_work = threading.Condition(self._lock)

@@ -16,7 +16,7 @@ from itertools import zip_longest
 
 from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.base import IOClass
-from tiered.bytes.device.file_device import FileDevice
+from tiered.bytes.device.file_device import FileDevice, Place
 from tiered.bytes.device.files import DataFile, translate
 from tiered.bytes.device.in_flight import InFlight
 from tiered.bytes.device.pinning import address_of, pin
@@ -31,7 +31,7 @@ __all__ = ["UringDevice"]
 
 _NUM_SLOTS = 128  # requests in flight; their bytes are bounded by the queue's budgets
 _LEAST_SLOTS = 8  # the rings count as locked memory on some kernels: fewer, where the limit is tight
-_NUM_FILE_SLOTS = 257  # of a ring's table at most, its wake-up's included; the kernel allows as many as descriptors
+_NUM_FILE_SLOTS = 257  # of a ring's table, its wake-up's included, or more for files that are there from the start
 _WAKE = _NUM_SLOTS  # the tag of the read on the eventfd; above it, those of cancellations
 _CANCEL = _NUM_SLOTS + 1
 _CHAINED_NBYTES = 32 * MiB  # from here on half a batch keeps a drive busy
@@ -45,7 +45,7 @@ _log = logging.getLogger("tiered")
 
 
 class UringDevice(FileDevice):
-    """One directory served by one thread that owns a ring: up to 128 operations in flight, batches of system calls.
+    """Numbered files served by one thread that owns a ring: up to 128 operations in flight, batches of system calls.
 
     Each slot is free or holds an InFlight, whose tag is the slot. Only the completion of all its bytes frees it, so
     memory and extent stay the operation's past any deadline. An operation that is overdue by ``deadline_s`` is reported
@@ -59,12 +59,12 @@ class UringDevice(FileDevice):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        place: Place,
         *,
         deadline_s: float = 60.0,
         direct: bool | None = None,
     ) -> None:
-        """Open the files of ``directory`` and the ring; see FileDevice for ``direct`` and errors.
+        """Open the files of ``place`` and the ring; see FileDevice for ``direct`` and errors.
 
         Raises DeviceError where io_uring does not work.
         """
@@ -79,7 +79,7 @@ class UringDevice(FileDevice):
         self._ring: Ring | None = None
         self._is_ready = threading.Event()
         self._failure: Exception | None = None
-        super().__init__(directory, num_slots=_NUM_SLOTS, deadline_s=deadline_s, direct=direct)
+        super().__init__(place, num_slots=_NUM_SLOTS, deadline_s=deadline_s, direct=direct)
 
     @property
     def mode(self) -> str:
@@ -171,7 +171,8 @@ class UringDevice(FileDevice):
         self._queue = IOQueue(num_slots, piece_nbytes=_PIECE_NBYTES)  # still empty: no caller has this device yet
         self._requests.depth = min(_DEPTH, max(1, num_slots // 2))
         try:
-            num_file_slots = min(_NUM_FILE_SLOTS, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+            num_file_slots = max(_NUM_FILE_SLOTS, len(self._files.sizes()) + 1)
+            num_file_slots = min(num_file_slots, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             ring.register_files(num_file_slots)
             self._wake_slot = num_file_slots - 1
             ring.set_file(self._wake_slot, self._wake_up.fd)
@@ -199,7 +200,7 @@ class UringDevice(FileDevice):
             if finished and (self._queue.num_queued or self._requests.can_start):
                 self._start_queued(ring)
                 self._start_requests(ring)
-                if self._is_direct:  # buffered, the kernel would copy here and now
+                if self.is_direct:  # buffered, the kernel would copy here and now
                     ring.enter_briefly()  # order: the drive goes on while callbacks run
             self._finish(finished)
             if time.monotonic() > next_look:
@@ -242,7 +243,7 @@ class UringDevice(FileDevice):
         if nbytes < _CHAINED_NBYTES:
             # More than two at once the kernel holds back, and makes one request of neighbours: the drive begins later,
             # and with 4 MiB instead of 1 MiB moved 2 to 15 % less (bench/LOG.md). Buffered, it would copy here and now.
-            are_apart = self._is_direct and nbytes >= _APART_NBYTES * len(flights)
+            are_apart = self.is_direct and nbytes >= _APART_NBYTES * len(flights)
             for number, flight in enumerate(flights):
                 if are_apart and number and number % 2 == 0:
                     ring.enter_briefly()
@@ -261,7 +262,7 @@ class UringDevice(FileDevice):
             return
         now = time.monotonic()
         is_calm = self._queue.is_calm(now)
-        are_apart = self._is_direct and self._request_nbytes >= _APART_NBYTES
+        are_apart = self.is_direct and self._request_nbytes >= _APART_NBYTES
         number = 0
         while self._free_slots and (part := self._requests.take(now, is_calm=is_calm)) is not None:
             if are_apart and number and number % 2 == 0:
@@ -293,7 +294,7 @@ class UringDevice(FileDevice):
         try:
             flight.file_slot, file = self._file_slots.get(operation.file) or self._register_file(ring, flight)
             if not 0 <= flight.offset <= file.nbytes - flight.nbytes:
-                raise self._beyond_end(flight)
+                self._pass_end(flight, file.nbytes)
             if not flight.nbytes:
                 return False
             flight.pinned = pin(operation.memory, is_read_only=operation.is_write)

@@ -1,4 +1,4 @@
-"""Whether io_uring works in a directory: a ring, one aligned write, one read. The engine itself is in uring.py."""
+"""Whether io_uring works: in a directory, by one write and read, or for a file, by one read. See uring.py, too."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import ctypes
 import errno
 import os
 import time
+from collections.abc import Callable
 
 from tiered.bytes.device.direct import open_unnamed
 from tiered.bytes.device.ring import READ, WRITE, Ring
 from tiered.errors import DeadlineError, DeviceError
 
-__all__ = ["probe_uring"]
+__all__ = ["probe_uring", "probe_uring_read"]
 
-
+_TRIAL_NBYTES = 4096
 _abandoned: list[tuple[Ring, ctypes.c_char]] = []
 """Lifetime: the ring and the memory of trials that a drive did not answer in time."""
 
@@ -31,23 +32,46 @@ def probe_uring(directory: str | os.PathLike[str], *, deadline_s: float = 60.0) 
             os.close(descriptor)
     except OSError as error:
         return f"cannot make a file in {os.fspath(directory)}: {error.strerror}"
+    expected = os.urandom(_TRIAL_NBYTES)
+
+    def trial() -> str | None:
+        num_written = _move_once(fd, memoryview(bytearray(expected)), deadline_s, is_write=True)
+        if num_written != _TRIAL_NBYTES:
+            return f"a trial write through io_uring moved {num_written} bytes of {_TRIAL_NBYTES}"
+        return _read_trial(fd, expected, deadline_s)
+
     try:
-        page = bytearray(os.urandom(4096))
-        expected = bytes(page)
-        num_written = _move_once(fd, memoryview(page), deadline_s, is_write=True)
-        page[:] = bytes(4096)
-        num_read = _move_once(fd, memoryview(page), deadline_s, is_write=False)
+        return _refusal(os.fspath(directory), trial)
+    finally:
+        os.close(fd)
+
+
+def probe_uring_read(path: str, fd: int, *, deadline_s: float = 60.0) -> str | None:
+    """Return why io_uring does not read ``path``, open and buffered as ``fd``, or None: a ring, one read.
+
+    Blocks as ``probe_uring`` does. Nothing is written.
+    """
+    return _refusal(path, lambda: _read_trial(fd, os.pread(fd, _TRIAL_NBYTES, 0), deadline_s))
+
+
+def _refusal(name: str, trial: Callable[[], str | None]) -> str | None:
+    """Return what ``trial`` returns, or the error that it ended with in ``name``."""
+    try:
+        return trial()
     except OSError as error:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            return f"it could not be tried in {os.fspath(directory)}: {error.strerror}"
+            return f"it could not be tried in {name}: {error.strerror}"
         return f"io_uring is refused here: {error.strerror}" + _hint(error.errno)
     except DeviceError as error:
         return str(error)
-    finally:
-        os.close(fd)
-    if num_written == num_read == 4096 and page == expected:
+
+
+def _read_trial(fd: int, expected: bytes, deadline_s: float) -> str | None:
+    page = bytearray(_TRIAL_NBYTES)
+    num_read = _move_once(fd, memoryview(page), deadline_s, is_write=False)
+    if num_read == len(expected) and page.startswith(expected):
         return None
-    return f"a trial through io_uring moved {num_written} bytes out and {num_read} back, of 4096"
+    return f"a trial through io_uring read {num_read} bytes of {len(expected)}, or others"
 
 
 def _hint(number: int | None) -> str:
