@@ -76,6 +76,21 @@ def test_moving_nothing_is_an_error(tmp_path: Path, engine: str, buffer: Buffer,
         assert f"{verb} of 65536 bytes at offset 4096 of {tmp_path}/data-000" in str(error)
 
 
+def test_a_watch_is_told_once_for_each_step_that_was_written(tmp_path: Path, engine: str, buffer: Buffer) -> None:
+    calls: list[int] = []
+    with faulty(tmp_path, engine) as device:
+        move(device, "write", buffer)
+        device.watch_writes(2 * buffer.nbytes, lambda: calls.append(device.statistics().write_bytes))
+        for _ in range(3):
+            for _ in range(2):
+                assert move(device, "write", buffer) is None
+                assert move(device, "read", buffer) is None
+        assert calls == [num * buffer.nbytes for num in (3, 5, 7)]
+        device.watch_writes(buffer.nbytes, calls.clear)
+        move(device, "write", buffer)
+        assert not calls
+
+
 @pytest.mark.parametrize("engine", WHOLE)
 def test_a_read_is_retried_three_times_after_eio(tmp_path: Path, engine: str, buffer: Buffer) -> None:
     with faulty(tmp_path, engine) as device:

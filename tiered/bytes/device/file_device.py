@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from tiered.bytes.critical_section import CRITICAL_SECTION
@@ -63,6 +63,8 @@ class FileDevice(Device):
         self._is_closed = False
         self._read_bytes = self._write_bytes = 0
         self._num_reads = self._num_writes = self._num_flushes = 0
+self._step_nbytes = self._due_bytes = sys.maxsize
+        self._on_written: Callable[[], None] = lambda: None
         self._files = self._open(place, direct)
         self.name = self._files.name
         self.alignment = self._files.alignment
@@ -166,6 +168,15 @@ class FileDevice(Device):
                 num_in_flight=self._num_in_flight,
                 file_bytes=sum(self._files.sizes().values()),
             )
+
+    def watch_writes(self, nbytes: int, on_written: Callable[[], None]) -> None:
+        """Have ``on_written()`` called each time that ``nbytes`` more were written; again replaces the first.
+
+        It comes from any thread, under no lock of the device; it must be brief, and must not raise or block.
+        """
+        with CRITICAL_SECTION.lock, self._lock:
+            self._on_written = on_written
+            self._step_nbytes, self._due_bytes = nbytes, self._write_bytes + nbytes
 
     def close(self) -> None:
         """Complete queued operations, then end threads and close files. Idempotent; does nothing in a forked child.
@@ -273,6 +284,11 @@ class FileDevice(Device):
             self._write_bytes += write_bytes
             self._num_reads += num_reads
             self._num_writes += num_writes
+            is_due = self._write_bytes >= self._due_bytes
+            if is_due:
+                self._due_bytes = self._write_bytes + self._step_nbytes
+        if is_due:
+            self._on_written()
         for flight in flights:
             operation = flight.operation
             flight.pinned = None  # lifetime: the submitter may release the memory from now on
