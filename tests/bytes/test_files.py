@@ -16,7 +16,7 @@ from tests.bytes.faulty import Errors, faulty
 from tests.bytes.moving import move
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import SCRATCH
-from tiered.bytes.device.direct import probe_direct
+from tiered.bytes.device.direct import open_unnamed, probe_direct
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, UsageError
 from tiered.units import KiB, MiB
@@ -35,6 +35,33 @@ def test_a_flush_makes_the_name_of_a_new_file_durable(tmp_path: Path, monkeypatc
         device.grow(1, 4096)
         device.flush()
         assert synced == [str(tmp_path)] * 2
+
+
+@pytest.mark.parametrize("call", ["fchmod", "unlink"])
+@pytest.mark.parametrize("has_tmpfile", [True, False])
+def test_an_unnamed_file_that_cannot_be_finished_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, has_tmpfile: bool
+) -> None:
+    open_file = os.open
+
+    def without_tmpfile(path: str, flags: int, *arguments: int, **options: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE and not has_tmpfile:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return open_file(path, flags, *arguments, **options)
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    directory = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "open", without_tmpfile)
+        failing.setattr(os, call, fail)
+        if call == "unlink" and has_tmpfile:
+            os.close(open_unnamed(directory, 0))
+        else:
+            with pytest.raises(OSError, match="Input/output"):
+                open_unnamed(directory, 0)
+    os.close(directory)  # the fixture of every test counts the rest
 
 
 def test_space_that_was_allocated_before_growth_failed_is_given_back(

@@ -115,13 +115,27 @@ def open_unnamed(directory: int, flags: int) -> int:
     except OSError as error:
         if error.errno not in _NO_TMPFILE:
             raise
-        name = f"scratch-{secrets.token_hex(8)}"
+        fd = _open_and_unname(directory, flags)
+    try:
+        os.fchmod(fd, 0o600)  # against the umask
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _open_and_unname(directory: int, flags: int) -> int:
+    name, fd = f"scratch-{secrets.token_hex(8)}", -1
+    try:
         try:
             fd = os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=directory)
         finally:
             with contextlib.suppress(FileNotFoundError):  # an open that O_DIRECT makes fail leaves the file behind
                 os.unlink(name, dir_fd=directory)
-    os.fchmod(fd, 0o600)  # against the umask
+    except BaseException:
+        if fd >= 0:
+            os.close(fd)
+        raise
     return fd
 
 
