@@ -123,6 +123,7 @@ class StoreStatistics:
     read_bytes: int  # by the devices
     write_bytes: int
     catalog_write_bytes: int  # beside those of the devices; 0 where the system does not tell
+    lifetime_write_bytes: int | None  # both, since the ledgers of the directories began; None where there are none
     num_flushes: int
     working_set: WorkingSetStatistics
     recorder: RecorderStatistics

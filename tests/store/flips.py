@@ -21,6 +21,7 @@ from tiered.bytes.device.profile import PROFILE_NAME, Profile, write_profile
 from tiered.errors import CorruptionError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.directory import CATALOG_NAME
+from tiered.store.lifetime.ledger import LEDGER_NAME
 from tiered.store.store import Store
 from tiered.units import KiB
 
@@ -29,7 +30,7 @@ __all__ = ["CLASSES", "Flip", "Subject", "batch", "draw", "try_flip"]
 JOURNAL_NAME = f"{CATALOG_NAME}-journal"
 CLASSES = {
     "data in use": 3, "data not in use": 1, "catalog": 3, "catalog of a killed commit": 2, "journal": 3, "identity": 2,
-    "lock": 1, "profile": 1,
+    "lock": 1, "profile": 1, "ledger": 1,
 }  # fmt: skip
 """The classes of bytes, and how often each is drawn: the small ones as often as the large, those that matter more."""
 
@@ -184,6 +185,7 @@ def draw(subject: Subject, rng: random.Random) -> Flip:
         offset = start + rng.randrange(nbytes)
     else:
         names = {"journal": JOURNAL_NAME, "identity": "identity", "lock": "lock", "profile": PROFILE_NAME}
+        names["ledger"] = LEDGER_NAME
         home = subject.directories[0]
         file = home / CATALOG_NAME if kind.startswith("catalog") else directory / names.get(kind, "data-000")
         file = home / JOURNAL_NAME if kind == "journal" else file

@@ -19,6 +19,7 @@ from tiered.bytes.device.profile import PROFILE_NAME
 from tiered.store.format import root as roots
 from tiered.store.format import row as rows
 from tiered.store.lifetime.directory import CATALOG_NAME
+from tiered.store.lifetime.ledger import LEDGER_NAME
 
 __all__ = ["KINDS", "Kind"]
 
@@ -192,6 +193,16 @@ def _forge_identity(path: Path, rng: random.Random) -> None:
     path.write_bytes(json.dumps({**fields, "digest": digest}).encode() + b"\n")
 
 
+def _forge_ledger(path: Path, rng: random.Random) -> None:
+    """Put made-up numbers in a field, and the right digest."""
+    content = bytearray(path.read_bytes())
+    for slot in (0, 4096):
+        at = slot + rng.choice((8, 24, 32, 40, 48, 56))
+        content[at : at + 8] = rng.choice((0, 1, 2**31, 2**62, 2**63 - 1, 2**64 - 1)).to_bytes(8, "little")
+        content[slot + 64 : slot + 72] = xxhash.xxh3_64_intdigest(content[slot : slot + 64]).to_bytes(8, "little")
+    path.write_bytes(content)
+
+
 def _forge_profile(path: Path, rng: random.Random) -> None:
     fields = json.loads(path.read_bytes())
     made_up: list[Any] = [*_NUMBERS, -1, 1e400, float("nan"), "x" * 60_000, "uring", None, [], {}, True, "2026-99-99"]
@@ -218,6 +229,8 @@ KINDS = {
     "journal, replaced": Kind(JOURNAL_NAME, _replace_file),
     "identity, forged": Kind("identity", _forge_identity, 2, is_forged=True),
     "identity, replaced": Kind("identity", _replace_file),
+    "ledger, forged": Kind(LEDGER_NAME, _forge_ledger, is_forged=True),
+    "ledger, replaced": Kind(LEDGER_NAME, _replace_file),
     "lock, replaced": Kind("lock", _replace_file),
     "profile, forged": Kind(PROFILE_NAME, _forge_profile),
     "profile, replaced": Kind(PROFILE_NAME, _replace_file),

@@ -187,12 +187,13 @@ def test_a_file_is_not_a_directory(tmp_path):
         scratch_directories([tmp_path / "file"])
 
 
-@pytest.mark.parametrize("name", ["lock", "identity", CATALOG_NAME, "data-000"])
+@pytest.mark.parametrize("name", ["lock", "identity", "ledger", CATALOG_NAME, "data-000"])
 def test_planted_links_and_loose_files_are_refused(tmp_path, name):
     path, victim = tmp_path / "run", tmp_path / "victim"
     make_store(path)
     victim.write_text("precious")
     victim.chmod(0o600)
+    (path / name).touch(0o600)  # the ledger is missing by now
     (path / name).chmod(0o644)
     refused([path], match="0600")
     (path / name).unlink()

@@ -82,6 +82,7 @@ def test_leftovers_go_and_the_run_stays(run: Path, capsys: pytest.CaptureFixture
         "catalog.db",
         "catalog.db-journal",
         "data-000",
+        "ledger",
     }
     assert (run / "data-000").stat().st_size == 5 * MiB
     assert_sound(run)
@@ -160,6 +161,7 @@ def test_a_creation_that_was_cut_short_goes_whole(tmp_path: Path) -> None:
     paths = [tmp_path / "one", tmp_path / "two"]
     Directories.open(paths).close()  # and never came to a catalog
     plant(paths[0] / "catalog.db.new")
+    plant(paths[0] / "ledger")  # of a store whose catalog was removed
     plant(paths[1] / "notes.txt")
     assert main(["gc", str(paths[0]), "--yes"]) == 0  # the first is known to be of nothing finished
     assert not list(paths[0].iterdir())
@@ -228,7 +230,7 @@ def test_what_a_killed_bench_was_measuring_goes(tmp_path: Path) -> None:
         }  # fmt: skip
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["b", "c", "e"]
     assert sorted(entry.name for entry in foreign.iterdir()) == [
-        "catalog.db", "catalog.db-journal", "identity", "lock", "notes.txt",
+        "catalog.db", "catalog.db-journal", "identity", "ledger", "lock", "notes.txt",
     ]  # fmt: skip
 
 

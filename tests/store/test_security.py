@@ -34,7 +34,7 @@ DRAM = "8MiB"
 ROOT = Path(__file__).parents[2]
 
 CATALOG = [f"catalog.db{end}" for end in ("", "-journal", "-wal", "-shm", ".new", ".new-journal")]
-NAMES = ["lock", "identity", "identity.new", *CATALOG, "data-000", "data-001"]
+NAMES = ["lock", "identity", "identity.new", "ledger", *CATALOG, "data-000", "data-001"]
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def test_a_trap_is_refused_or_replaced_never_used(name: str, trap: str, made: Pa
 
 
 @pytest.mark.parametrize("trap", ["link", "second name", "FIFO"])
-@pytest.mark.parametrize("name", ["catalog.db", "catalog.db-journal"])
+@pytest.mark.parametrize("name", ["catalog.db", "catalog.db-journal", "ledger"])
 def test_who_only_looks_is_not_trapped_either(name: str, trap: str, made: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
@@ -225,7 +225,7 @@ def test_keys_are_rows_and_never_paths(tmp_path: Path, capsys: pytest.CaptureFix
         assert all(torch.equal(store[key], numbers(2000, seed)) for seed, key in enumerate(KEYS))
         del store["../x"]
     assert sorted(entry.name for entry in tmp_path.rglob("*")) == [
-        "catalog.db", "catalog.db-journal", "data-000", "identity", "lock", "run",
+        "catalog.db", "catalog.db-journal", "data-000", "identity", "ledger", "lock", "run",
     ]  # fmt: skip
     assert main(["inspect", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out

@@ -72,7 +72,7 @@ def test_any_text_is_a_key_and_no_path(tmp_path: Path, key: str) -> None:
         assert torch.equal(store[key], numbers(5000))
     assert sorted(os.listdir(tmp_path)) == ["run"]
     names = set(os.listdir(tmp_path / "run"))
-    assert names == {"catalog.db", "catalog.db-journal", "data-000", "identity", "lock"}
+    assert names == {"catalog.db", "catalog.db-journal", "data-000", "identity", "ledger", "lock"}
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -99,6 +99,9 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
     streams, producers = StreamedValues(working_set), Producers()
     generations = Generations(working_set, parts.catalog, root, producers, parts.confirmation)
     service.refuse_failed = generations.refuse
+    generations.watch_commits(parts.ledgers.note_commit)
+    resources = Resources(parts, space, residents, records, condition=condition, nested_calls=nested_calls)
+    parts.ledgers.start()  # order: last, for a store that is refused is not written to
     return Assembly(
         condition=condition,
         service=service,
@@ -108,5 +111,5 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
         values=Values(working_set, streams),
         producers=producers,
         generations=generations,
-        resources=Resources(parts, space, residents, records, condition=condition, nested_calls=nested_calls),
+        resources=resources,
     )

@@ -228,7 +228,7 @@ class Store(TensorMapping):
     def statistics(self) -> StoreStatistics:
         """Return the counters of the store, its working set and its devices."""
         self._nested_calls.refuse()
-        return store_statistics(self.working_set, self._generations)
+        return store_statistics(self.working_set, self._generations, self._parts.ledgers.earlier_bytes)
 
     def __repr__(self) -> str:
         state = f"open, {len(self._records)} keys, generation {self.generation}"

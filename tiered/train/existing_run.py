@@ -21,6 +21,7 @@ from tiered.store.format.row import Row
 from tiered.store.format.state_text import encode
 from tiered.store.generations.registry import committed_state
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, owned_files
+from tiered.store.lifetime.ledger import LEDGER_NAME, read_ledger
 from tiered.units import MiB, format_bytes
 
 __all__ = ["ExistingRun", "check", "describe", "find_run", "holds_any_file", "holds_store", "remove_store"]
@@ -76,10 +77,28 @@ def describe(directories: Sequence[Path]) -> Iterator[str]:
     for name, row in zip(names, rows, strict=True):
         shape = "x".join(map(str, row.shape)) or "scalar"
         yield f"{name:{width}}  {row.dtype:14} {shape:>16} {row.nbytes:>14,} B  generation {row.generation}"
+    for directory in directories:
+        yield f"{directory}: {_written(directory, root.store_uuid)}"
     yield f"{len(rows)} keys, {format_bytes(sum(row.nbytes for row in rows))}, in {root.num_directories} directories"
     yield f"generation {root.generation}"
     yield f"registered {', '.join(map(_printable, registered)) or 'nothing'}"
     yield f"state {_shown(state)}"
+
+
+def _written(directory: Path, store_uuid: bytes) -> str:
+    """Return the bytes written to ``directory`` over the store's life, as its ledger has them."""
+    try:
+        slots = read_ledger(directory / LEDGER_NAME)
+    except FileNotFoundError:
+        return "has no ledger of the bytes written yet; the next that opens it to write begins one"
+    except OSError as error:
+        return f"its {LEDGER_NAME} cannot be read ({error.strerror})"
+    own = [slot for slot in slots if slot is not None and slot.store_uuid == store_uuid]
+    if not own:
+        return f"its {LEDGER_NAME} of the bytes written is damaged"
+    newest = max(own, key=lambda slot: slot.sequence)
+    catalog = f" and {format_bytes(newest.catalog_bytes)} of catalog" if newest.catalog_bytes else ""
+    return f"{format_bytes(newest.data_bytes)} of data{catalog} written since {newest.since}"
 
 
 def check(directories: Sequence[Path], drop: Sequence[str] = (), *, yes: bool = False) -> int:
@@ -154,7 +173,7 @@ def remove_store(directories: Sequence[Path]) -> None:
     """
     locked = Directories.open(directories, "a")
     try:
-        for prefix in ("data-", CATALOG_NAME, "identity"):
+        for prefix in ("data-", LEDGER_NAME, CATALOG_NAME, "identity"):
             for path in reversed(locked.paths):
                 for entry in owned_files(path):
                     if entry.name.startswith(prefix):

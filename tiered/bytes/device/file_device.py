@@ -63,7 +63,7 @@ class FileDevice(Device):
         self._is_closed = False
         self._read_bytes = self._write_bytes = 0
         self._num_reads = self._num_writes = self._num_flushes = 0
-self._step_nbytes = self._due_bytes = sys.maxsize
+        self._step_nbytes = self._due_bytes = sys.maxsize
         self._on_written: Callable[[], None] = lambda: None
         self._files = self._open(place, direct)
         self.name = self._files.name

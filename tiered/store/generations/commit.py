@@ -48,6 +48,7 @@ class Committer:
         self._fate = ""  # of the lost generation
         self.num_commits = 0
         self.catalog_write_bytes = 0
+        self.on_commit: Callable[[int], None] = lambda catalog_write_bytes: None  # after each, without the lock
         self._working_set = working_set
         self._records = working_set.records
         self._condition = working_set.condition
@@ -217,6 +218,7 @@ class Committer:
             self.root = root
             self.num_commits += 1
             self._condition.notify_all()
+        self.on_commit(self.catalog_write_bytes)
 
     def _write(self, sealed: Sealed) -> None:
         """Write the sealed entries that have not landed; wait until they have."""

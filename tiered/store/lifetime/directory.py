@@ -1,9 +1,9 @@
 """The directories of a store: which ones they are, which process has them open, and which are refused.
 
-Each holds ``lock``, ``identity`` and the device's ``data-NNN``; the first also ``catalog.db``. Creation writes the
-identities in the order of their indexes, each durable before the next, and the caller then creates the catalog: so
-where an identity is, the first one is, and where ``catalog.db`` is, creation has finished. Data files come only after
-it.
+Each holds ``lock``, ``identity``, ``ledger`` and the device's ``data-NNN``; the first also ``catalog.db``. Creation
+writes the identities in the order of their indexes, each durable before the next, and the caller then creates the
+catalog: so where an identity is, the first one is, and where ``catalog.db`` is, creation has finished. Ledgers and data
+files come only after it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tiered.bytes.device.profile import LINK_PROFILE_NAME, PROFILE_NAME
 from tiered.bytes.private_file import create_private_file, fsync_directory, refuse_trap
 from tiered.errors import CapacityError, CorruptionError, DeviceError, UsageError
 from tiered.store.lifetime.identity import Identity
+from tiered.store.lifetime.ledger import LEDGER_NAME
 from tiered.store.lifetime.lock import LOCK_NAME, Lock
 
 __all__ = [
@@ -34,12 +35,14 @@ __all__ = [
 CATALOG_NAME = "catalog.db"
 
 _IDENTITY = "identity"
-_NAMES = {LOCK_NAME, _IDENTITY, CATALOG_NAME, f"{CATALOG_NAME}-journal"}
+_NAMES = {LOCK_NAME, _IDENTITY, LEDGER_NAME, CATALOG_NAME, f"{CATALOG_NAME}-journal"}
 _DATA = re.compile(r"data-\d{3,}")
 # Files that an interrupted creation, or mkfs, may leave in a directory that holds no store.
 _LEFTOVERS = {LOCK_NAME, f"{_IDENTITY}.new", f"{CATALOG_NAME}.new", f"{CATALOG_NAME}.new-journal", "lost+found"}
 _PROFILES = (f"{PROFILE_NAME}.", f"{LINK_PROFILE_NAME}.")
-_OWNED = re.compile(rf"{_IDENTITY}|{_DATA.pattern}|{re.escape(CATALOG_NAME)}(-journal|\.new|\.new-journal)?")
+_OWNED = re.compile(
+    rf"{_IDENTITY}|{LEDGER_NAME}|{_DATA.pattern}|{re.escape(CATALOG_NAME)}(-journal|\.new|\.new-journal)?"
+)
 
 Mode = Literal["a", "x", "r", "w"]
 

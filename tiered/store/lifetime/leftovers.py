@@ -23,11 +23,13 @@ from tiered.bytes.private_file import fsync_directory
 from tiered.errors import CorruptionError, TieredError, UsageError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, owned_files
+from tiered.store.lifetime.ledger import LEDGER_NAME
 
 __all__ = ["Leftover", "Leftovers"]
 
 _CREATION = ("identity.new", f"{CATALOG_NAME}.new", f"{CATALOG_NAME}.new-journal")
-_UNFINISHED = (*_CREATION, "identity", "lock")  # order: the lock last; without an identity nothing else is ours
+# Order: the lock last; without an identity nothing else is ours.
+_UNFINISHED = (*_CREATION, LEDGER_NAME, "identity", "lock")
 _DATA = re.compile(r"data-(\d{3,})")
 _BENCH = re.compile(r"\.tiered-bench-[a-z0-9_]{8}")
 _PROFILES = "|".join(map(re.escape, (PROFILE_NAME, LINK_PROFILE_NAME)))

@@ -15,6 +15,7 @@ import torch
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Device
 from tiered.bytes.device.engines import DEVICES, open_device
+from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.memory import MemoryDevice, MemoryDisk
 from tiered.bytes.free_memory import free_memory
 from tiered.bytes.pinned_arena import PinnedArena
@@ -27,6 +28,7 @@ from tiered.store.format.root import Root
 from tiered.store.format.state_text import encode
 from tiered.store.lifetime.confirmation import Alone, Confirmation
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
+from tiered.store.lifetime.ledgers import Ledgers
 from tiered.store.space.bandwidth import profiled_weights
 from tiered.units import MiB, format_bytes, parse_bytes
 
@@ -55,6 +57,7 @@ class Parts:
     weights: Sequence[float] | None = None  # by which extents are spread over the devices at first; None: equal
     spared_nbytes: int = 0  # of each device, for the catalog
     confirmation: Confirmation = field(default_factory=Alone)  # of generations, at open and in commits
+    ledgers: Ledgers = field(default_factory=Ledgers)
 
     def close(self, close_arena: Callable[[], None]) -> None:
         """Close everything; blocks. ``close_arena`` is called when nothing is in flight any more.
@@ -73,6 +76,7 @@ class Parts:
             self.catalog.close()
         if failure is not None:
             raise failure
+        self.ledgers.close()  # order: the counters of the devices are final now
         if self.directories is not None:
             self.directories.close()
         close_arena()  # Lifetime: only now does no operation use its buffers
@@ -143,13 +147,15 @@ def _open_around(arena: Arena, paths: Sequence[Path], durable: bool, engine: str
         else:
             catalog = SqliteCatalog(catalog_path, read_only=mode == "r")
         stack.callback(catalog.close)
+        ledgers = Ledgers() if mode == "r" else Ledgers(directories.paths, directories.store_uuid)
         devices = _open_devices(directories.paths, engine, stack)
+        ledgers.watch(devices)
         stack.pop_all()
-        return Parts(arena, devices, catalog, directories, _weights(devices), CATALOG_NBYTES)
+        return Parts(arena, devices, catalog, directories, _weights(devices), CATALOG_NBYTES, ledgers)
 
 
-def _open_devices(paths: Sequence[os.PathLike[str]], engine: str, stack: contextlib.ExitStack) -> list[Device]:
-    devices: list[Device] = []
+def _open_devices(paths: Sequence[os.PathLike[str]], engine: str, stack: contextlib.ExitStack) -> list[FileDevice]:
+    devices: list[FileDevice] = []
     for path in paths:
         devices.append(open_device(path, engine))
         stack.callback(devices[-1].close)
