@@ -151,7 +151,7 @@ def _open_around(arena: Arena, paths: Sequence[Path], durable: bool, engine: str
         devices = _open_devices(directories.paths, engine, stack)
         ledgers.watch(devices)
         stack.pop_all()
-        return Parts(arena, devices, catalog, directories, _weights(devices), CATALOG_NBYTES, ledgers)
+        return Parts(arena, devices, catalog, directories, _weights(devices), CATALOG_NBYTES, ledgers=ledgers)
 
 
 def _open_devices(paths: Sequence[os.PathLike[str]], engine: str, stack: contextlib.ExitStack) -> list[FileDevice]:
