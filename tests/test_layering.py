@@ -46,7 +46,7 @@ ORDER = {
     "ranks": ("comm",),
     "zero": ("layout", "division", "export", "frames", "forks", "accelerator_state", "step", "kernels", "formats",
              "parameters", "gradients", "activations", "microbatching", "engine", "store_events", "model_state",
-             "optimizer", "compute_device", "construct", "weights", "shard", "unsharded"),
+             "optimizer", "compute_device", "construct", "weights", "in_place", "shard", "unsharded"),
 }  # fmt: skip
 """The rooms of each floor, files of the floor itself among them: each imports only what stands before it."""
 

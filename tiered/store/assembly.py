@@ -67,6 +67,7 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
         root, rows = _load(parts.catalog, parts.confirmation, is_read_only=is_read_only)
     if root.num_directories != len(parts.devices):
         raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
+    parts.external.match(root.external)
     condition, service = Condition(), Service()
     nested_calls = NestedCalls(condition)
     space = Space(
@@ -76,6 +77,7 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
         deadline_s=deadline_s,
         weights=parts.weights,
         spared_nbytes=parts.spared_nbytes,
+        external=parts.external.device,
     )
     records = Records(
         space,
@@ -97,7 +99,7 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
         is_read_only=is_read_only,
     )
     streams, producers = StreamedValues(working_set), Producers()
-    generations = Generations(working_set, parts.catalog, root, producers, parts.confirmation)
+    generations = Generations(working_set, parts.catalog, root, producers, parts.confirmation, parts.external)
     service.refuse_failed = generations.refuse
     generations.watch_commits(parts.ledgers.note_commit)
     resources = Resources(parts, space, residents, records, condition=condition, nested_calls=nested_calls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -10,10 +11,14 @@ from typing import Any
 import torch
 
 from tiered.bytes.condition import Condition
+from tiered.store.format.row import ExternalRange
+from tiered.store.format.spec import Spec
+from tiered.store.lifetime.external import ExternalSources
 from tiered.store.records.producers import Producers
 from tiered.store.records.records import Records
 from tiered.store.residency.lease import Lease, LeaseBlock, Mode
 from tiered.store.residency.working_set import WorkingSet
+from tiered.store.values.adopted import adopt
 from tiered.store.values.values import Values
 from tiered.units import parse_bytes
 
@@ -23,6 +28,7 @@ __all__ = ["TensorMapping"]
 class TensorMapping(MutableMapping[str, torch.Tensor]):
     """The mapping that a store is. All methods are thread-safe."""
 
+    external: ExternalSources  # the user's own files that tensors may lie in
     working_set: WorkingSet
     _condition: Condition
     _producers: Producers
@@ -84,6 +90,17 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         DRAM alone: then these go out first. Raises KeyError, ValueError, LeaseError, CapacityError, CorruptionError.
         """
         self._values.write_part(self._producers.settled(key), start, value)
+
+    def adopt(self, key: str, file: str | os.PathLike[str], name: str) -> None:
+        """Make ``key`` the tensor ``name`` of a safetensors ``file`` of ``external``, read in place; touches no bytes.
+
+        Nothing of it is written to the store but, with the first commit, the digests of its blocks: the commit reads
+        what was not read by then. A later write to the key gives it bytes of its own. Raises UsageError.
+        """
+        number, entry = self.external.find(file, name)
+        dtype = getattr(torch, entry.dtype)
+        ranges = [ExternalRange(0, number, entry.offset, entry.nbytes)] if entry.nbytes else []
+        adopt(self.working_set, self._producers.settled(key), Spec(dtype, entry.shape), ranges)
 
     def __delitem__(self, key: str) -> None:
         """Drop ``key``; a commit makes it durable. KeyError; LeaseError while it is leased for writing."""

@@ -6,7 +6,7 @@ It has the order of events; working_set.py, values.py, streaming.py and commit.p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -55,6 +55,7 @@ class Store(TensorMapping):
         durable: bool = True,
         engine: str = "auto",
         mode: str = "a",
+        external: Sequence[str | os.PathLike[str]] = (),
         _arena: Arena | None = None,
     ) -> None:
         """Open or create the store in ``directories``, striped over them; blocks.
@@ -63,14 +64,18 @@ class Store(TensorMapping):
         ``device_memory`` bounds its bytes on the accelerator, such as "20GiB" (default: ``tiered.shard`` decides from
         free memory). With 0 it serves none; else ``dram`` is page-locked for the current one: choose that before.
         ``durable=False`` makes swap space that vanishes with the process. ``engine`` moves the bytes: "auto", "uring",
-        "threads", "aiofiles", "mmap" or "memory". ``mode`` "a" opens or creates, "x" creates, "r" only reads. Raises
-        UsageError, CapacityError, CorruptionError, DeviceError; nothing stays open then.
+        "threads", "aiofiles", "mmap" or "memory". ``mode`` "a" opens or creates, "x" creates, "r" only reads.
+        ``external``: safetensors files, or folders of them, in which tensors may lie and are read in place (``adopt``,
+        and the ``weights`` of ``tiered.shard`` that no step changes); to be given at each open. Raises UsageError,
+        CapacityError, CorruptionError, DeviceError; nothing stays open then.
         """
         self.device_memory = None if device_memory is None else parse_bytes(device_memory)
         try:
             with INTERRUPTS:
                 arena = _arena or new_arena(dram_budget(dram), serves_accelerator=self.device_memory != 0)
-                parts = open_parts(directories, arena, durable=durable, engine=engine, mode=mode)
+                parts = open_parts(
+                    directories, arena, durable=durable, engine=engine, mode=mode, external=external
+                )
                 self._assemble(parts, durable=durable, mode=mode, deadline_s=_DEADLINE_S)
         except KeyboardInterrupt:  # it may have come when all was open, and the caller has no store
             if hasattr(self, "_generations"):
@@ -92,6 +97,7 @@ class Store(TensorMapping):
         made = assemble(parts, durable=durable, is_read_only=mode == "r", deadline_s=deadline_s)
         self.working_set = made.working_set
         self._parts, self._resources = parts, made.resources
+        self.external = parts.external
         self._condition, self._service, self._nested_calls = made.condition, made.service, made.nested_calls
         self._records, self._streams, self._values = made.working_set.records, made.streams, made.values
         self._producers, self._generations = made.producers, made.generations

@@ -9,7 +9,7 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
 from tiered.zero.formats.budget import share_out_as_asked
+from tiered.zero.in_place import leave_in_place
 from tiered.zero.layout import Shares
 from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, refuse_missing
 from tiered.zero.optimizer.masters import master_key, master_offsets, masters_nbytes
@@ -241,21 +242,25 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
     """Write each unit's values, and the masters of cast parameters; with ``adopt`` the store's own values stay."""
     working_set = store.working_set
     if not adopt:
-        nbytes = sum(unit.nbytes for unit in units)
+        in_place = leave_in_place(store, units, source)
+        nbytes = sum(unit.nbytes for unit in units) - sum(in_place.values())
         if store.durable:  # a second set of the keys that steps write
             nbytes += sum(unit.layout.gradient_nbytes for unit in units)
         masters = sum(masters_nbytes(u.segments) for u in units if any(source.is_cast(s) for s in u.segments))
         store.reserve_space(nbytes + masters, scratch=not store.durable)
     for unit in units:
         if not adopt:
-            _fill_unit(store, unit, source)
+            _fill_unit(store, unit, source, in_place)
         for segment in unit.segments:
             _convert(segment, working_set)
 
 
-def _fill_unit(store: Store, unit: Unit, source: Weights) -> None:
+def _fill_unit(store: Store, unit: Unit, source: Weights, in_place: Collection[str]) -> None:
+    """Write the values of ``unit``, but for the keys ``in_place``."""
     working_set = store.working_set
     for number, span in enumerate(unit.layout.spans):
+        if span.key in in_place:
+            continue
         working_set.create(span.key, span.nbytes)
         lease = working_set.lease(span.key, "w")
         try:

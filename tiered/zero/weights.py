@@ -37,10 +37,12 @@ class Weights:
     ) -> None:
         self._mapping: Mapping[str, torch.Tensor] | None = source if isinstance(source, Mapping) else None
         self._files: dict[str, Any] = {}
+        self._paths: dict[str, str] = {}  # by the name of a tensor
         if source is not None and self._mapping is None:
             for path in _paths([source] if isinstance(source, str | Path) else list(source)):
                 reader = _open(path)
                 self._files |= dict.fromkeys(reader.keys(), reader)
+                self._paths |= dict.fromkeys(reader.keys(), str(path))
         self._dtypes: dict[Segment, bool] = {}
         self._has_source = source is not None
         if self._has_source:
@@ -55,6 +57,13 @@ class Weights:
         if segment.dtype != torch.bfloat16 or not segment.trainable:
             return False
         return self._dtype(segment) != segment.dtype
+
+    def place(self, segment: Segment) -> tuple[str, str] | None:
+        """Return the file that has the values of ``segment`` as they lie in memory, and their name there; else None."""
+        path = self._paths.get(segment.name)
+        if path is None or segment.strides != torch.empty(segment.shape, device="meta").stride():
+            return None
+        return path, segment.name
 
     def copy(self, segment: Segment, out: torch.Tensor) -> None:
         """Copy the values of ``segment``'s parameter to ``out`` (its shape, any dtype)."""

@@ -51,9 +51,10 @@ class CatalogTransaction:
         self._num_rows = header.num_rows
         self._digest_sum = header.digest_sum
         self._seed = row_seed(header.store_uuid)
-        for table in ("records_before", "pages_before"):
-            connection.execute(f"DELETE FROM {table}")
-        connection.execute("DELETE FROM root WHERE one = 0")
+        if connection.execute("SELECT one FROM root WHERE one = 0").fetchone():  # a deletion of nothing writes pages
+            for table in ("records_before", "pages_before"):
+                connection.execute(f"DELETE FROM {table}")
+            connection.execute("DELETE FROM root WHERE one = 0")
         if keeps_before:
             connection.execute("INSERT INTO root SELECT 0, format, body, digest FROM root WHERE one = 1")
 

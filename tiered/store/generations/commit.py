@@ -12,11 +12,14 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from tiered.bytes.critical_section import ServiceThread
-from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
+from tiered.errors import CapacityError, CorruptionError, DeviceError, LeaseError, TieredError
 from tiered.store.catalog.catalog import Catalog, GenerationName
 from tiered.store.format.root import Root
+from tiered.store.generations.external_digests import ExternalDigests
 from tiered.store.lifetime.confirmation import Confirmation
+from tiered.store.lifetime.external import ExternalSources
 from tiered.store.records.entry import Entry, EntryState
+from tiered.store.records.external_records import learned
 from tiered.store.records.producers import Producer
 from tiered.store.records.records import Sealed
 from tiered.store.residency.working_set import WorkingSet
@@ -41,7 +44,14 @@ class Committer:
     written any more: ``failure`` has the reason, and reopening the store decides which generation it holds.
     """
 
-    def __init__(self, working_set: WorkingSet, catalog: Catalog, root: Root, confirmation: Confirmation) -> None:
+    def __init__(
+        self,
+        working_set: WorkingSet,
+        catalog: Catalog,
+        root: Root,
+        confirmation: Confirmation,
+        external: ExternalSources,
+    ) -> None:
         self.root = root  # the last committed generation's
         self.failure: Exception | None = None
         self.lost_generation = 0
@@ -54,6 +64,8 @@ class Committer:
         self._condition = working_set.condition
         self._catalog = catalog
         self._confirmation = confirmation
+        self._external = external
+        self._digests = ExternalDigests(working_set)
         self._thread: threading.Thread | None = None
 
     def start(self, state: str, *, is_last: bool = False) -> int:
@@ -65,6 +77,7 @@ class Committer:
         """
         while True:
             self.wait()
+            self._digests.reserve()
             with self._condition:
                 self._working_set.residents.drain()
                 if is_last:
@@ -185,6 +198,7 @@ class Committer:
         is_durable = False
         try:
             self._write(sealed)
+            self._complete(sealed)
             flush_begun = recorder.begin(on_device=False)
             self._working_set.space.flush()
             recorder.worked("flush", subject, flush_begun)
@@ -195,6 +209,7 @@ class Committer:
                 next_key_id=self._records.next_key_id,
                 state=sealed.state,
                 nonce=self._confirmation.begin(sealed.generation),
+                external=self._external.files if self.root.external or self._has_external(sealed) else (),
             )
             self._records.look_up_freed()
             written = _written_nbytes()
@@ -219,6 +234,19 @@ class Committer:
             self.num_commits += 1
             self._condition.notify_all()
         self.on_commit(self.catalog_write_bytes)
+
+    def _complete(self, sealed: Sealed) -> None:
+        """Find the digests of external records that lack them. Raises CorruptionError where a file has changed."""
+        if not self._has_external(sealed):
+            return
+        for entry, row in self._digests.compute(list(sealed.rows.items())).items():
+            with self._condition:
+                learned(self._records, entry, sealed.rows[entry], row.digests)
+        if (what := self._external.changed()) is not None:
+            raise CorruptionError(f"an external file was changed while the store was open: {what}")
+
+    def _has_external(self, sealed: Sealed) -> bool:
+        return self._external.device is not None and any(row.ranges for row in sealed.rows.values())
 
     def _write(self, sealed: Sealed) -> None:
         """Write the sealed entries that have not landed; wait until they have."""

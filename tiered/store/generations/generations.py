@@ -19,6 +19,7 @@ from tiered.store.format.root import Root
 from tiered.store.generations.commit import Committer
 from tiered.store.generations.registry import Registry, committed_state, encode_user_state
 from tiered.store.lifetime.confirmation import Confirmation
+from tiered.store.lifetime.external import ExternalSources
 from tiered.store.records.producers import Producers
 from tiered.store.residency.residents import this_thread
 from tiered.store.residency.working_set import WorkingSet
@@ -41,12 +42,13 @@ class Generations:
         root: Root,
         producers: Producers,
         confirmation: Confirmation,
+        external: ExternalSources,
     ) -> None:
         self.guards: list[Callable[[str], None]] = []
         self._producers = producers
         self._working_set = working_set
         self._records = working_set.records
-        self._committer = None if catalog is None else Committer(working_set, catalog, root, confirmation)
+        self._committer = None if catalog is None else Committer(working_set, catalog, root, confirmation, external)
         self._user_text = encode_user_state(committed_state(root.state)[0])  # order: it checks the text
         self.registry = Registry(root.state)
         self._root = root

@@ -8,7 +8,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -28,6 +28,7 @@ from tiered.store.format.root import Root
 from tiered.store.format.state_text import encode
 from tiered.store.lifetime.confirmation import Alone, Confirmation
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
+from tiered.store.lifetime.external import ExternalSources
 from tiered.store.lifetime.ledgers import Ledgers
 from tiered.store.space.bandwidth import profiled_weights
 from tiered.units import MiB, format_bytes, parse_bytes
@@ -58,6 +59,7 @@ class Parts:
     spared_nbytes: int = 0  # of each device, for the catalog
     confirmation: Confirmation = field(default_factory=Alone)  # of generations, at open and in commits
     ledgers: Ledgers = field(default_factory=Ledgers)
+    external: ExternalSources = field(default_factory=lambda: ExternalSources((), "auto"))
 
     def close(self, close_arena: Callable[[], None]) -> None:
         """Close everything; blocks. ``close_arena`` is called when nothing is in flight any more.
@@ -66,9 +68,9 @@ class Parts:
         closed, and this may be called again.
         """
         failure: Exception | None = None
-        for device in self.devices:
+        for close in (*(device.close for device in self.devices), self.external.close):
             try:
-                device.close()
+                close()
             except TieredError as error:
                 failure = failure or error
         # Order: the lock goes last, when nothing of this process can write any more.
@@ -110,20 +112,23 @@ def empty_root(store_uuid: bytes, num_directories: int) -> Root:
     return Root(store_uuid, generation=0, next_key_id=1, num_directories=num_directories, state=encode({}))
 
 
-def open_parts(paths: Sequence[Path], arena: Arena, *, durable: bool, engine: str, mode: str) -> Parts:
+def open_parts(
+    paths: Sequence[Path], arena: Arena, *, durable: bool, engine: str, mode: str, external: Sequence[Path] = ()
+) -> Parts:
     """Open or create a store's devices and catalog around ``arena``, which is theirs to close.
 
     Raises UsageError, CapacityError, DeviceError and others, with everything closed.
     """
     try:
-        return _open_around(arena, paths, durable, engine, mode)
+        _check_engine(engine)
+        sources = ExternalSources(external, engine)
+        return replace(_open_around(arena, paths, durable, engine, mode), external=sources)
     except BaseException:
         arena.close()
         raise
 
 
 def _open_around(arena: Arena, paths: Sequence[Path], durable: bool, engine: str, mode: str) -> Parts:
-    _check_engine(engine)
     if mode not in ("a", "x", "r"):
         raise ValueError(f'mode must be "a", "x" or "r", got {mode!r}')
     if engine == "memory":

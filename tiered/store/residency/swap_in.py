@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from tiered.bytes.device.base import IOClass
 from tiered.stats import SwapStatistics
 from tiered.store.records.entry import Entry, EntryState, Residence
+from tiered.store.records.external_records import learned
 from tiered.store.records.records import Records
 from tiered.store.residency.residents import Residents
 from tiered.store.residency.room import Room
@@ -139,6 +140,8 @@ class SwapIn:
             self._residents.num_arriving -= 1
             transfer.is_done = True
             if transfer.error is None:
+                if transfer.row.ranges and not transfer.row.digests:
+                    learned(self._records, entry, transfer.row, bytes(transfer.digests))
                 entry.state = EntryState.CLEAN
                 counts = self.counts[transfer.io_class]
                 counts[0] += entry.nbytes

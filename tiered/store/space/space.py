@@ -20,6 +20,7 @@ from tiered.store.space.bandwidth import BandwidthMeter
 from tiered.store.space.extents import ExtentAllocator, ExtentError
 from tiered.store.space.readers import Readers
 from tiered.store.transfers.digest_threads import DigestThreads
+from tiered.store.transfers.external_read import ExternalRead
 from tiered.store.transfers.transfer import Progress, Transfer
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import format_bytes, round_up
@@ -45,6 +46,7 @@ class Space:
         deadline_s: float,
         weights: Sequence[float] | None = None,
         spared_nbytes: int = 0,
+        external: Device | None = None,
     ) -> None:
         """Spread extents over ``devices`` by ``weights``, such as bandwidths, until the devices are seen at work.
 
@@ -52,7 +54,8 @@ class Space:
         """
         self.meter = BandwidthMeter(len(devices)) if len(devices) > 1 else None
         self.devices = tuple(devices) if self.meter is None else self.meter.metered(devices)
-        self.alignment = max((device.alignment for device in devices), default=4096)
+        self.external = external  # the user's own files, that records may lie in
+        self.alignment = max((device.alignment for device in (*devices, external) if device is not None), default=4096)
         self.store_uuid = store_uuid
         self.digest_threads = DigestThreads()
         self.progress = Progress()  # of all transfers
@@ -241,6 +244,21 @@ class Space:
         is_checked_by_owner: bool = False,
     ) -> Transfer:
         """Return the transfer, not yet started, of as much of ``row`` as ``memory`` holds from ``first_slab`` on."""
+        if row.ranges:
+            assert self.external is not None, row
+            return ExternalRead(
+                self.external,
+                self.store_uuid,
+                row,
+                memory=memory,
+                io_class=io_class,
+                threads=self.digest_threads,
+                progress=self.progress,
+                on_done=on_done,
+                on_moved=on_moved,
+                first_slab=first_slab,
+                is_checked_by_owner=is_checked_by_owner,
+            )
         return Transfer(
             self.devices,
             self.store_uuid,

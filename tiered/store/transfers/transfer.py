@@ -326,9 +326,13 @@ class Transfer:
             expected = row.digests[index * DIGEST_NBYTES : (index + 1) * DIGEST_NBYTES]
             found = digest(content[start : start + row.block_nbytes], seed)
             if found.to_bytes(DIGEST_NBYTES, "little") != expected:
-                piece = next(pieces(row.extents, index * row.block_nbytes, 1))
+                piece = self._place_of(index)
                 return self._corruption(piece, f"block {block} does not match its digest: the device holds other bytes")
         return None
+
+    def _place_of(self, index: int) -> Extent:
+        """Return where the row's block ``index`` begins."""
+        return next(pieces(self.row.extents, index * self.row.block_nbytes, 1))
 
     def _translate(self, piece: Extent, error: Exception) -> Exception:
         """Return the error of a failed operation: a file that has lost its end is damage, all else is the device's."""

@@ -18,7 +18,7 @@ from tiered.bytes.device.base import IOClass
 from tiered.bytes.interrupt import uninterrupted
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
 from tiered.store.format.extent import Extent, join, pieces
-from tiered.store.format.row import Page, Row, part_of
+from tiered.store.format.row import ExternalRange, Page, Row, part_of
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
@@ -130,7 +130,7 @@ class PartValues:
     def write(self, key: str, start: int, flat: torch.Tensor, whole: Callable[[], None]) -> None:
         """Write ``flat``, (nbytes,) uint8 on any compute device, over the bytes from ``start`` on; blocks. KeyError.
 
-        Other bytes stay as they are. ``whole`` is called instead for a record that lives in its row. Raises ValueError
+        Other bytes stay as they are. ``whole`` is called instead for a record without extents. Raises ValueError
         for bytes that the record does not have, LeaseError, CapacityError, CorruptionError, DeviceError.
         """
         working_set = self._working_set
@@ -152,7 +152,7 @@ class PartValues:
                 return working_set.room.pump()
 
     def _begin(self, key: str, start: int, nbytes: int) -> _Target | None:
-        """Return where to write, with a stream begun on the row; None for a record that lives in its row."""
+        """Return where to write, with a stream begun on the row; None for a record that has no extents."""
         working_set, records = self._working_set, self._records
         deadline = Deadline(f"write of a part of {key!r}", working_set.deadline_s)
         while True:
@@ -162,7 +162,7 @@ class PartValues:
                 if entry is None or (entry.state is EntryState.UNDEFINED):
                     raise KeyError(key)
                 _check_range(key, start, nbytes, entry.nbytes)
-                if entry.is_inline or not nbytes:
+                if entry.is_inline or not nbytes or (entry.row is not None and entry.row.ranges):
                     return None
                 if key in self._writing or not records.may_write(entry):
                     deadline.wait(self._condition, records.commit_progress())
@@ -277,6 +277,9 @@ def _part(row: Row, first: int, blocks: int) -> Row:
         return part_of(row, first, blocks)
     start = first * row.block_nbytes
     nbytes = min(blocks * row.block_nbytes, row.nbytes - start)
+    if row.ranges:
+        digests = row.digests[DIGEST_NBYTES * first : DIGEST_NBYTES * (first + blocks)]
+        return replace(row, nbytes=nbytes, ranges=_cut(row.ranges, start, nbytes), digests=digests, base_block=first)
     stored = sum(extent.nbytes for extent in row.extents) - start
     return replace(
         row,
@@ -285,6 +288,16 @@ def _part(row: Row, first: int, blocks: int) -> Row:
         digests=row.digests[DIGEST_NBYTES * first : DIGEST_NBYTES * (first + blocks)],
         base_block=first,
     )
+
+
+def _cut(ranges: Iterable[ExternalRange], start: int, nbytes: int) -> tuple[ExternalRange, ...]:
+    """Return the ranges of the bytes [start, start + nbytes) of a record, by their place in these."""
+    found = []
+    for each in ranges:
+        begin, stop = max(start, each.start), min(start + nbytes, each.start + each.nbytes)
+        if begin < stop:
+            found.append(ExternalRange(begin - start, each.file, each.offset + begin - each.start, stop - begin))
+    return tuple(found) or (ExternalRange(0, 0, 0, 0),)
 
 
 def _changed(

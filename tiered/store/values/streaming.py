@@ -309,8 +309,8 @@ class SlabJob:
 def _order(row: Row, space: Space) -> list[int]:
     """Return the slabs of ``row`` in an order that keeps every device busy; blocks where it has pages."""
     extents: Iterable[Extent] = row.extents
+    if row.ranges or (row.pages is not None and len(space.devices) == 1):
+        return list(range(num_blocks(row.nbytes, SLAB_NBYTES)))
     if row.pages is not None:
-        if len(space.devices) == 1:
-            return list(range(num_blocks(row.nbytes, SLAB_NBYTES)))
         extents = part_of(row, 0, row.num_blocks).extents
     return block_order([(extent.device, extent.nbytes) for extent in extents])

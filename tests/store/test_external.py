@@ -1,0 +1,237 @@
+"""Tensors that lie in the user's own files: read in place, never written, and known by their digests."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from tests.store.rig import numbers
+from tiered.errors import CorruptionError, UsageError
+from tiered.store.format.row import ExternalRange
+from tiered.store.format.spec import Spec
+from tiered.store.store import Store
+from tiered.store.values.adopted import adopt
+from tiered.units import KiB, MiB
+
+ENGINES = ["uring", "threads", "aiofiles", "mmap"]
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {
+        "large": numbers(9 * MiB + 12, 1).view(torch.float32).nan_to_num(),
+        "small": numbers(300, 2), "none": torch.empty(0, 3), "pages": numbers(5 * 4096 + 2, 3).view(torch.bfloat16),
+        "odd": numbers(70_001, 4), "matrix": numbers(6000, 5).view(torch.int16).reshape(30, 100),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "base.safetensors"
+    save_file(tensors(), path)
+    return path
+
+
+def same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.dtype == second.dtype and torch.equal(
+        first.contiguous().view(-1).view(torch.uint8), second.contiguous().view(-1).view(torch.uint8)
+    )
+
+
+def opened(tmp_path: Path, base: Path, *, dram: str = "64MiB", **options: object) -> Store:
+    return Store(tmp_path / "run", dram=dram, external=[base], **options)  # type: ignore[arg-type]
+
+
+def adopted(store: Store, base: Path) -> None:
+    for name, value in tensors().items():
+        if value.numel():
+            store.adopt(f"base/{name}", base, name)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dram", ["8MiB", "64MiB"])
+def test_tensors_are_read_in_place(tmp_path: Path, base: Path, engine: str, dram: str) -> None:
+    before = base.read_bytes()
+    with opened(tmp_path, base, dram=dram, engine=engine) as store:
+        adopted(store, base)
+        for name, value in tensors().items():
+            if value.numel():
+                assert same(store[f"base/{name}"], value), name
+                with store.lease(f"base/{name}") if value.nbytes < MiB else store.lease("base/small"):
+                    pass
+        store["own"] = numbers(5000)
+        store.commit({"step": 1})
+        written = store.statistics().write_bytes
+        assert written == 8 * KiB and store.working_set.space.used_nbytes == 8 * KiB
+        assert store.verify().is_clean
+    for mode in ("a", "r"):
+        with opened(tmp_path, base, dram=dram, engine=engine, mode=mode) as store:
+            assert store.state == {"step": 1} and store.external.paths == [str(base)]
+            assert all(same(store[f"base/{name}"], value) for name, value in tensors().items() if value.numel())
+            report = store.verify()
+            assert report.is_clean and report.num_keys == 6
+            assert same(store.read_part("base/large", 1_050_000, 1_060_000), tensors()["large"][1_050_000:1_060_000])
+    assert base.read_bytes() == before
+
+
+def test_what_was_not_read_is_read_for_the_first_commit(tmp_path: Path, base: Path) -> None:
+    with opened(tmp_path, base) as store:
+        adopted(store, base)
+        read = store.statistics().read_bytes
+        store.commit()
+        assert store.external.device is not None
+        assert store.external.device.statistics().read_bytes >= 9 * MiB and store.statistics().read_bytes == read
+        once = store.external.device.statistics().read_bytes
+        store["a"] = numbers(2000)
+        store.commit()
+        assert store.external.device.statistics().read_bytes == once
+    with opened(tmp_path, base) as store:
+        assert store.verify().is_clean
+
+
+def test_a_later_write_gives_a_key_bytes_of_its_own(tmp_path: Path, base: Path) -> None:
+    with opened(tmp_path, base) as store:
+        adopted(store, base)
+        store.commit()
+        with store.lease("base/odd", "rw") as view:
+            view[0] = 7
+        store.write_part("base/pages", 3, torch.zeros(5, dtype=torch.bfloat16))
+        store["base/small"] = numbers(2000)
+        del store["base/matrix"]
+        store.rollback()
+        assert same(store["base/odd"], tensors()["odd"]) and same(store["base/matrix"], tensors()["matrix"])
+        with store.lease("base/odd", "rw") as view:
+            view[0] = 7
+        store.write_part("base/pages", 3, torch.zeros(5, dtype=torch.bfloat16))
+        store["base/small"] = numbers(2000)
+        del store["base/matrix"]
+        store.commit()
+    with opened(tmp_path, base) as store:
+        odd, pages = tensors()["odd"], tensors()["pages"]
+        odd[0], pages[3:8] = 7, 0
+        assert same(store["base/odd"], odd) and same(store["base/pages"], pages)
+        assert same(store["base/small"], numbers(2000)) and "base/matrix" not in store
+        assert same(store["base/large"], tensors()["large"]) and store.verify().is_clean
+
+
+def test_a_flipped_bit_is_found_with_its_file_and_offset(tmp_path: Path, base: Path) -> None:
+    with opened(tmp_path, base) as store:
+        adopted(store, base)
+        store.commit()
+        _, entry = store.external.find(base, "large")
+    offset = entry.offset + 5 * MiB + 3
+    with open(base, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes((byte ^ 4,)))
+    with opened(tmp_path, base) as store:
+        for read in (lambda: store["base/large"], lambda: store.read_part("base/large", 1_310_720, 1_310_724)):
+            with pytest.raises(CorruptionError, match="block 1 does not match") as caught:
+                read()
+            assert (caught.value.file, caught.value.offset) == (str(base), entry.offset + 4 * MiB)
+        (error,) = store.verify().errors
+        assert error.key == "base/large"
+        assert same(store["base/odd"], tensors()["odd"])
+
+
+def test_another_file_under_the_name_is_refused_or_found(tmp_path: Path, base: Path) -> None:
+    with opened(tmp_path, base) as store:
+        adopted(store, base)
+    values = tensors()
+    kept = base.read_bytes()
+    save_file({**values, "odd": values["odd"] + 1}, base)  # a fine-tune: same header, same length
+    with opened(tmp_path, base) as store, pytest.raises(CorruptionError, match="block 0"):
+        store["base/odd"]
+    save_file({**values, "odd": values["odd"][:-1]}, base)
+    with pytest.raises(UsageError, match=r"another file than .* expected [\d,]+ bytes, got [\d,]+"):
+        opened(tmp_path, base)
+    save_file({**values, "odd": values["odd"].to(torch.int8)}, base)
+    with pytest.raises(UsageError, match="with another header"):
+        opened(tmp_path, base)
+    base.unlink()
+    with pytest.raises(UsageError, match=r"base\.safetensors"):
+        opened(tmp_path, base)
+    with pytest.raises(UsageError, match=r"lie in the file 'base.safetensors' .* missing; none was given"):
+        Store(tmp_path / "run", dram="16MiB")
+    (tmp_path / "elsewhere").mkdir()
+    moved = tmp_path / "elsewhere" / "renamed.safetensors"
+    moved.write_bytes(kept)
+    for place in (moved, moved.parent):
+        with Store(tmp_path / "run", dram="16MiB", external=[place]) as store:
+            assert same(store["base/odd"], tensors()["odd"])
+
+
+def test_a_file_that_changes_while_it_is_open(tmp_path: Path, base: Path) -> None:
+    with opened(tmp_path, base) as store:
+        adopted(store, base)
+        with open(base, "r+b") as file:
+            file.seek(-10, os.SEEK_END)
+            file.write(bytes(10))
+        with pytest.raises(Exception, match="was changed while the store was open"):
+            store.commit()
+    save_file(tensors(), base)
+    with opened(tmp_path, base) as store:
+        assert len(store) == 0  # nothing was committed
+
+
+def test_two_files_and_their_order(tmp_path: Path, base: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    save_file({"x": numbers(9000, 7)}, other)
+    with Store(tmp_path / "run", dram="16MiB", external=[other, base]) as store:
+        store.adopt("x", other, "x")
+        store.adopt("odd", base, "odd")
+    with Store(tmp_path / "run", dram="16MiB", external=[base, other]) as store:
+        assert same(store["x"], numbers(9000, 7)) and same(store["odd"], tensors()["odd"])
+        assert store.external.paths == [str(other), str(base)]
+        with pytest.raises(UsageError, match="not among the files"):
+            store.adopt("y", tmp_path / "third.safetensors", "x")
+        with pytest.raises(UsageError):
+            store.adopt("y", other, "y")
+
+
+def test_swap_space_may_lie_beside_external_files(tmp_path: Path, base: Path) -> None:
+    with opened(tmp_path, base, durable=False) as store:
+        adopted(store, base)
+        assert same(store["base/large"], tensors()["large"]) and same(store["base/odd"], tensors()["odd"])
+        with store.lease("base/odd", "rw") as view:
+            view.zero_()
+        assert not store["base/odd"].any()
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 1 << 30))
+def test_ranges_at_any_place_come_back(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    """Ranges of any length, at any offset in file and record, with gaps, over several slabs and blocks of any size."""
+    rng = random.Random(seed)
+    folder = tmp_path_factory.mktemp("external")
+    content = numbers(5 * MiB, seed % 100)
+    save_file({"all": content}, folder / "f.safetensors")
+    record = torch.zeros(rng.choice((20_000, 300_001, 5 * MiB + 333)), dtype=torch.uint8)
+    ranges, at = [], 0
+    with Store(folder / "run", dram="32MiB", external=[folder], engine="threads") as store:
+        _, entry = store.external.find(folder / "f.safetensors", "all")
+        while at < record.numel():
+            at += rng.choice((0, 0, 1, 100, 4096, 9000))
+            nbytes = min(record.numel() - at, rng.choice((1, 512, 4095, 4096, 16_384, 16_385, 50_000, 4 * MiB)))
+            if nbytes <= 0:
+                break
+            start = rng.randrange(content.numel() - nbytes)
+            record[at : at + nbytes] = content[start : start + nbytes]
+            ranges.append(ExternalRange(at, 0, entry.offset + start, nbytes))
+            at += nbytes
+        block = rng.choice((4 * KiB, 64 * KiB, 4 * MiB))
+        adopt(store.working_set, "a", Spec(torch.uint8, (record.numel(),), block), ranges)
+        assert torch.equal(store["a"], record)
+        store.commit()
+        start = rng.randrange(record.numel())
+        stop = min(record.numel(), start + rng.choice((1, 5000, 200_000)))
+        assert torch.equal(store.read_part("a", start, stop), record[start:stop])
+    with Store(folder / "run", dram="8MiB", external=[folder], engine="threads") as store:
+        assert torch.equal(store["a"], record) and store.verify().is_clean

@@ -1,0 +1,205 @@
+"""A frozen base that is read from its own safetensors files: never copied or written, to the bits of plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import tiered
+from tiered.errors import CorruptionError, UsageError
+from tiered.units import KiB
+
+WIDTH, BLOCKS = 160, 6
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.05}
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank adapter beside it."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.down = nn.Parameter(torch.randn(4, width) / 10)
+        self.up = nn.Parameter(torch.zeros(width, 4))
+        self.base.requires_grad_(False)
+        self.norm.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.base(self.norm(x)) + x @ self.down.T @ self.up.T)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Adapted() for _ in range(BLOCKS)))
+
+
+def saved(folder: Path) -> list[Path]:
+    """Save the model's values in two files and return them."""
+    values = {name: value.contiguous() for name, value in model().state_dict().items()}
+    paths = [folder / "model-00001-of-00002.safetensors", folder / "model-00002-of-00002.safetensors"]
+    save_file({name: value for name, value in values.items() if name < "3"}, paths[0])
+    save_file({name: value for name, value in values.items() if name >= "3"}, paths[1])
+    return paths
+
+
+def batch(step: int, width: int = WIDTH) -> torch.Tensor:
+    return torch.randn(5, width, generator=torch.Generator().manual_seed(step))
+
+
+def train(net: Any, optimizer: Any, steps: range) -> list[torch.Tensor]:
+    losses = []
+    for step in steps:
+        loss = net(batch(step, net[0].norm.normalized_shape[0])).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def reference(num_steps: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    net = model()
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], **ADAMW, fused=True)
+    return train(net, optimizer, range(num_steps)), net.state_dict()
+
+
+def sharded(
+    store: tiered.Store, paths: list[Path] | None, *, width: int = WIDTH, blocks: int = BLOCKS, **options: Any
+) -> tuple[nn.Module, Any]:
+    with torch.device("meta"):
+        net: Any = nn.Sequential(*(Adapted(width) for _ in range(blocks)))
+    net = tiered.shard(net, store, unit=Adapted, weights=paths, hold=0, **options)
+    return net, tiered.AdamW([p for p in net.parameters() if p.requires_grad], **ADAMW)
+
+
+def read_in_place(store: tiered.Store) -> int:
+    assert store.external.device is not None
+    return store.external.device.statistics().read_bytes
+
+
+TRAINED_NBYTES = BLOCKS * 4 * (8 * WIDTH)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_adapters_over_a_base_in_place_have_the_bits_of_plain_pytorch(tmp_path: Path, activations: str) -> None:
+    paths = saved(tmp_path)
+    before = [path.read_bytes() for path in paths]
+    losses, state = reference(6)
+    with tiered.Store(tmp_path / "run", dram="8MiB", external=paths) as store:
+        net, optimizer = sharded(store, paths, activations=activations)
+        found = train(net, optimizer, range(3))
+        store.commit({"step": 3})
+        # Adapters, and their moments; padded to pages, a key for each unit.
+        data = store.working_set.space.used_nbytes
+        assert data <= 3 * TRAINED_NBYTES + 4 * 4 * KiB * BLOCKS
+        written = store.statistics().write_bytes
+        assert written <= 4 * (3 * TRAINED_NBYTES + 4 * 4 * KiB * BLOCKS)
+    with tiered.Store(tmp_path / "run", dram="8MiB", external=[tmp_path]) as store:
+        net, optimizer = sharded(store, None, activations=activations)
+        assert store.resume() == {"step": 3}
+        found += train(net, optimizer, range(3, 6))
+        with tiered.unsharded(net):
+            assert all(torch.equal(value, state[name]) for name, value in net.named_parameters())
+        store.commit({"step": 6})
+        assert store.verify().is_clean
+    assert all(torch.equal(*pair) for pair in zip(found, losses, strict=True))
+    assert [path.read_bytes() for path in paths] == before
+
+
+def test_a_base_that_does_not_fit_is_read_twice_in_a_step(tmp_path: Path) -> None:
+    """2p less the units that are still there where forward meets backward, and a step the next: at most 4 in 8 MiB."""
+    width, blocks, steps = 700, 8, 3
+    torch.manual_seed(3)
+    values = nn.Sequential(*(Adapted(width) for _ in range(blocks))).state_dict()
+    save_file({name: value.contiguous() for name, value in values.items()}, tmp_path / "base.safetensors")
+    with tiered.Store(tmp_path / "run", dram="8MiB", external=[tmp_path]) as store:
+        net, optimizer = sharded(store, [tmp_path / "base.safetensors"], width=width, blocks=blocks, activations="keep")
+        train(net, optimizer, range(2))
+        before, own = read_in_place(store), store.statistics().read_bytes
+        train(net, optimizer, range(2, 2 + steps))
+        read, own = read_in_place(store) - before, store.statistics().read_bytes - own
+    unit = 4 * (width * width + 3 * width)
+    edges = 3 * 4 * 2 * 4 * KiB  # of the ranges of a unit, in each of its slabs: less than two pages at either end
+    assert steps * (2 * blocks - 2 * 4) * unit <= read <= steps * 2 * blocks * (unit + edges)
+    assert own <= steps * blocks * 100 * KiB  # adapters and their moments
+
+
+def test_spans_that_do_not_lie_in_a_file_as_they_are_needed_are_copied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = saved(tmp_path)
+    caplog.set_level("INFO", "tiered")
+    with tiered.Store(tmp_path / "run", dram="16MiB", external=paths[:1], durable=False) as store:
+        net, _ = sharded(store, paths)
+        assert "3.9 MiB" not in caplog.text
+        in_place = [record.getMessage() for record in caplog.records if "read in place" in record.getMessage()]
+        assert len(in_place) == 1 and "whose file is not among the external ones" in in_place[0]
+        with torch.no_grad():
+            assert torch.equal(net(batch(0)), model()(batch(0)))
+    caplog.clear()
+    with tiered.Store(tmp_path / "cast", dram="16MiB", external=paths, durable=False) as store:
+        net, _ = sharded(store, paths, param_dtype=torch.bfloat16)
+        assert "which is float32 there and torch.bfloat16 here" in caplog.text
+        assert not any(entry.row is not None and entry.row.ranges for entry in store._records.entries.used())
+
+
+def test_a_flipped_bit_of_the_base_is_found_in_the_forward_that_reads_it(tmp_path: Path) -> None:
+    paths = saved(tmp_path)
+    with tiered.Store(tmp_path / "run", dram="8MiB", external=paths) as store:
+        net, optimizer = sharded(store, paths)
+        train(net, optimizer, range(1))
+        store.commit({"step": 1})
+        _, entry = store.external.find(paths[1], "4.base.weight")
+    with open(paths[1], "r+b") as file:
+        file.seek(entry.offset + 5001)
+        byte = file.read(1)[0]
+        file.seek(entry.offset + 5001)
+        file.write(bytes((byte ^ 1,)))
+    with tiered.Store(tmp_path / "run", dram="8MiB", external=paths) as store:
+        net, optimizer = sharded(store, None)
+        store.resume()
+        with pytest.raises(CorruptionError) as caught:
+            train(net, optimizer, range(1, 2))
+        assert caught.value.file == str(paths[1]) and 0 < caught.value.offset <= entry.offset + 5001
+        store.rollback()
+
+
+def test_unfreezing_lays_a_unit_out_in_the_store(tmp_path: Path) -> None:
+    paths = saved(tmp_path)
+    before = [path.read_bytes() for path in paths]
+    plain = model()
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **ADAMW, fused=True)
+    losses = train(plain, optimizer, range(2))
+    plain[2].base.requires_grad_(True)
+    optimizer.add_param_group({"params": list(plain[2].base.parameters())})
+    losses += train(plain, optimizer, range(2, 4))
+    with tiered.Store(tmp_path / "run", dram="8MiB", external=paths) as store:
+        with torch.device("meta"):
+            net: Any = nn.Sequential(*(Adapted() for _ in range(BLOCKS)))
+        net = tiered.shard(net, store, unit=Adapted, weights=paths, hold=0)
+        ours = tiered.AdamW(net.parameters(), **ADAMW)
+        found = train(net, ours, range(2))
+        net[2].base.requires_grad_(True)
+        found += train(net, ours, range(2, 4))
+        store.commit()
+        with tiered.unsharded(net):
+            assert all(torch.equal(value, plain.state_dict()[name]) for name, value in net.named_parameters())
+    assert all(torch.equal(*pair) for pair in zip(found, losses, strict=True))
+    assert [path.read_bytes() for path in paths] == before
+
+
+def test_a_run_is_not_resumed_without_its_base(tmp_path: Path) -> None:
+    paths = saved(tmp_path)
+    with tiered.Store(tmp_path / "run", dram="8MiB", external=paths) as store:
+        sharded(store, paths)
+        store.commit()
+    with pytest.raises(UsageError, match="which is missing"):
+        tiered.Store(tmp_path / "run", dram="8MiB", external=paths[:1])
+    assert json.loads((tmp_path / "run" / "identity").read_text())["format"] == 1

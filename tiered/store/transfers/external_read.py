@@ -1,0 +1,178 @@
+"""ExternalRead: slabs of a record that lies in the user's own files, read from where they are.
+
+Their offsets there are not aligned, the device's operations are. So what is aligned in the file is read to an aligned
+place in the record's own memory, within the bytes that it is for, and moved by less than a page; the edges come through
+scratch memory of a few pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tiered.bytes.device.aligned_range import AlignedRange, aligned_range
+from tiered.bytes.device.base import Device, IOClass, Operation
+from tiered.errors import CorruptionError
+from tiered.store.format.checksum import block_digests
+from tiered.store.format.extent import Extent
+from tiered.store.format.row import ExternalRange, Row
+from tiered.store.transfers.digest_threads import DigestThreads
+from tiered.store.transfers.transfer import SLAB_NBYTES, Progress, Transfer
+from tiered.units import round_up
+
+__all__ = ["ExternalRead"]
+
+_EDGE_PAGES = 4  # shorter ranges come through scratch memory as a whole
+
+
+class _Edge(NamedTuple):
+    """Bytes on their way through scratch memory."""
+
+    place: int  # in the transfer's memory
+    found: AlignedRange
+    scratch: memoryview
+
+
+class _Shift(NamedTuple):
+    """Bytes that were read a few bytes behind their place."""
+
+    place: int  # in the transfer's memory, of the bytes and of where they belong
+    read_at: int
+    nbytes: int
+
+
+class ExternalRead(Transfer):
+    """A read of ``row``, whose bytes are in ``ranges``; else as a Transfer.
+
+    Where the row has no digests yet, ``digests`` are those of what was read.
+    """
+
+    __slots__ = ("_edges", "_shifts", "_starts")
+
+    def __init__(
+        self,
+        device: Device,
+        store_uuid: bytes,
+        row: Row,
+        *,
+        memory: memoryview,
+        io_class: IOClass,
+        threads: DigestThreads,
+        progress: Progress,
+        on_done: Callable[[Transfer], None],
+        on_moved: Callable[[Transfer], None] | None = None,
+        first_slab: int = 0,
+        is_checked_by_owner: bool = False,
+    ) -> None:
+        assert io_class is not IOClass.WRITE, row
+        super().__init__(
+            (device,), store_uuid, row, memory=memory, io_class=io_class, threads=threads, progress=progress,
+            on_done=on_done, on_moved=on_moved, first_slab=first_slab, is_checked_by_owner=is_checked_by_owner,
+        )  # fmt: skip
+        self._starts = [each.start for each in row.ranges]
+        self._edges: dict[int, list[_Edge]] = {}  # by slab
+        self._shifts: dict[int, list[_Shift]] = {}
+
+    def _operations(self) -> list[list[tuple[int, Operation]]]:
+        operations = super()._operations()
+        if not self.row.digests and operations:
+            self.digests = bytearray(self._digests_end(self._slabs[-1]))
+        return operations
+
+    def _pieces(self, slab: int) -> list[tuple[Extent, memoryview]]:
+        edges: list[tuple[int, int, AlignedRange]] = []  # place, file, what to read
+        shifts: list[_Shift] = []
+        pieces: list[tuple[Extent, memoryview]] = []
+        for place, each in self._ranges_in(slab):
+            self._plan(place, each, edges, shifts, pieces)
+        if not edges and not pieces:  # zeros alone: a slab ends when its reads do
+            edges.append((0, 0, AlignedRange(0, self._alignment(), 0, 0)))
+        scratch = memoryview(mmap.mmap(-1, max(1, sum(found.nbytes for _, _, found in edges))))
+        start = 0
+        self._edges[slab], self._shifts[slab] = [], shifts
+        for place, file, found in edges:
+            memory = scratch[start : start + found.nbytes]
+            pieces.append((Extent(0, file, found.offset, found.nbytes), memory))
+            self._edges[slab].append(_Edge(place, found, memory))
+            start += found.nbytes
+        return pieces
+
+    def _ranges_in(self, slab: int) -> list[tuple[int, ExternalRange]]:
+        """Return the parts of the row's ranges in ``slab``, each with its place in the transfer's memory."""
+        begin = slab * SLAB_NBYTES
+        end = min(begin + SLAB_NBYTES, self.row.nbytes)
+        found = []
+        for each in self.row.ranges[max(0, bisect_right(self._starts, begin) - 1) :]:
+            start, stop = max(begin, each.start), min(end, each.start + each.nbytes)
+            if each.start >= end:
+                break
+            if start < stop:
+                part = each._replace(start=start, offset=each.offset + start - each.start, nbytes=stop - start)
+                found.append((start - self.first_slab * SLAB_NBYTES, part))
+        return found
+
+    def _plan(
+        self,
+        place: int,
+        each: ExternalRange,
+        edges: list[tuple[int, int, AlignedRange]],
+        shifts: list[_Shift],
+        pieces: list[tuple[Extent, memoryview]],
+    ) -> None:
+        """Plan the reads for bytes that belong at ``place`` in the memory: an interior, and what is around it."""
+        unit = self._alignment()
+        _, file, offset, nbytes = each
+        if nbytes <= _EDGE_PAGES * unit:
+            edges.append((place, file, aligned_range(offset, nbytes, unit)))
+            return
+        first, last = round_up(offset, unit), (offset + nbytes) // unit * unit
+        belongs_at = place + first - offset
+        read_at = round_up(belongs_at, unit)
+        last -= unit if read_at > belongs_at else 0  # so that it ends within the bytes it is for
+        pieces.append((Extent(0, file, first, last - first), self.memory[read_at : read_at + last - first]))
+        if read_at > belongs_at:
+            shifts.append(_Shift(belongs_at, read_at, last - first))
+        if first > offset:
+            edges.append((place, file, aligned_range(offset, first - offset, unit)))
+        rest = offset + nbytes - last
+        if rest:
+            edges.append((place + last - offset, file, aligned_range(last, rest, unit)))
+
+    def _assemble(self, slab: int) -> None:
+        """Put what was read where it belongs, and zeros between."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        for shift in self._shifts.pop(slab):
+            ctypes.memmove(address + shift.place, address + shift.read_at, shift.nbytes)
+        for edge in self._edges.pop(slab):
+            if edge.found.wanted:
+                edge.found.copy_out(edge.scratch, self.memory[edge.place : edge.place + edge.found.wanted])
+        end = (slab - self.first_slab) * SLAB_NBYTES
+        for place, each in (*self._ranges_in(slab), (end + len(self._bytes_of(slab)), None)):
+            if place > end:
+                ctypes.memset(address + end, 0, place - end)
+            end = place + (0 if each is None else each.nbytes)
+
+    def _check(self, slab: int) -> CorruptionError | None:
+        self._assemble(slab)
+        if self.row.digests:
+            return super()._check(slab)
+        row = self.row
+        found = block_digests(
+            self._bytes_of(slab), self._store_uuid, row.key_id, row.block_nbytes, self._block(slab), row.generation
+        )
+        self.digests[self._digests_end(slab) - len(found) : self._digests_end(slab)] = found
+        return None
+
+    def _place_of(self, index: int) -> Extent:
+        """Return where in its files the row's block ``index`` begins, or the first bytes behind that."""
+        start = index * self.row.block_nbytes
+        for each in self.row.ranges:
+            if each.start + each.nbytes > start:
+                skip = max(0, start - each.start)
+                return Extent(0, each.file, each.offset + skip, each.nbytes - skip)
+        return Extent(0, self.row.ranges[-1].file, 0, 0)
+
+

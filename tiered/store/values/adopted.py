@@ -1,0 +1,30 @@
+"""Adopted keys: records whose bytes lie in the user's own files, and are read there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiered.bytes.interrupt import uninterrupted
+from tiered.errors import UsageError
+from tiered.store.format.row import ExternalRange
+from tiered.store.format.spec import Spec
+from tiered.store.records.external_records import adopted
+from tiered.store.residency.working_set import WorkingSet
+
+__all__ = ["adopt"]
+
+
+@uninterrupted
+def adopt(working_set: WorkingSet, key: str, spec: Spec, ranges: Sequence[ExternalRange]) -> None:
+    """Make ``key`` a tensor of ``spec`` whose bytes are those of ``ranges``, ascending, and zeros between; no I/O.
+
+    An existing one is replaced. A write to it later, by a put or a lease, gives it bytes of the store's own.
+    """
+    working_set.check(writing=True)
+    working_set.deferred_seal.settle_for(key, is_new=True)
+    if not ranges or not spec.nbytes:
+        raise UsageError(f"adoption of {key!r}: it has no bytes in an external file; put it instead")
+    with working_set.condition:
+        old = working_set.keys.settled(key, "adoption")
+        entry = working_set.keys.replace(old, key, spec, scratch=not working_set.records.durable)
+        adopted(working_set.records, entry, tuple(ranges))
