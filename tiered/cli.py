@@ -128,6 +128,14 @@ Json = Annotated[Path | None, typer.Option(help="Write the figures of this run t
 Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing before the end.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Answer every question with yes.")]
 Run = Annotated[list[Path], typer.Argument(parser=_path, metavar="RUN", help="The run's directory, or all of them.")]
+External = Annotated[
+    list[Path] | None,
+    typer.Option(
+        parser=_path,
+        metavar="FILE",
+        help="A safetensors file, or a folder of them, that some of the run lies in; again for more.",
+    ),
+]
 Drop = Annotated[
     list[str] | None,
     typer.Option(
@@ -240,11 +248,11 @@ def inspect(run: Run) -> int:
 
 
 @_command
-def verify(run: Run, drop: Drop = None, yes: Yes = False) -> int:
+def verify(run: Run, drop: Drop = None, external: External = None, yes: Yes = False) -> int:
     """Read and check every byte of a run; exit status 1 and key, file and offset on damage."""
     from tiered.train.existing_run import check
 
-    return check(run, drop or (), yes=yes)
+    return check(run, drop or (), external=external or (), yes=yes)
 
 
 @_command

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.store.rig import numbers
+from tiered.cli import main
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.format.row import ExternalRange
 from tiered.store.format.spec import Spec
@@ -179,6 +180,26 @@ def test_a_file_that_changes_while_it_is_open(tmp_path: Path, base: Path) -> Non
     save_file(tensors(), base)
     with opened(tmp_path, base) as store:
         assert len(store) == 0  # nothing was committed
+
+
+def test_the_command_line_knows_external_files(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened(tmp_path, base) as store:
+        adopted(store, base)
+        store["own"] = numbers(100)
+
+    def run(*words: object) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["tiered", *map(str, words)])
+        status = main()
+        return status, "".join(capsys.readouterr())
+
+    status, output = run("inspect", tmp_path / "run")
+    assert status == 0 and output.count(", in base.safetensors\n") == 5 and "6 keys" in output
+    status, output = run("verify", tmp_path / "run", "--external", base)
+    assert status == 0 and "of 6 keys, generation 1: none damaged" in output
+    status, output = run("verify", tmp_path / "run")
+    assert status == 2 and "is missing; none was given" in output
 
 
 def test_two_files_and_their_order(tmp_path: Path, base: Path) -> None:

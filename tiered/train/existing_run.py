@@ -15,6 +15,7 @@ import tiered
 from tiered.bytes.private_file import fsync_directory
 from tiered.console.question import confirm
 from tiered.errors import CorruptionError, UsageError
+from tiered.store.catalog.catalog import GenerationName
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.root import Root
 from tiered.store.format.row import Row
@@ -58,7 +59,7 @@ def find_run(directories: Sequence[Path]) -> ExistingRun | None:
         return None
     locked = Directories.open(directories, "r")
     try:
-        root, _ = _load(directories)
+        root, _, _ = _load(directories)
     finally:
         locked.close()
     return ExistingRun(committed_state(root.state)[0], root.generation) if root.generation else None
@@ -69,18 +70,20 @@ def describe(directories: Sequence[Path]) -> Iterator[str]:
 
     Reads the catalog in one short transaction, and no tensor's bytes. Raises UsageError where there is no store.
     """
-    root, rows = _load(directories)
+    root, rows, kept = _load(directories)
+    unconfirmed = f", not confirmed yet; generation {kept[1].number} is kept beside it" if kept[1:] else ""
     state, registered = committed_state(root.state)
     rows.sort(key=lambda row: row.name)
     names = [_printable(row.name) for row in rows]
     width = max(map(len, names), default=0)
     for name, row in zip(names, rows, strict=True):
         shape = "x".join(map(str, row.shape)) or "scalar"
-        yield f"{name:{width}}  {row.dtype:14} {shape:>16} {row.nbytes:>14,} B  generation {row.generation}"
+        line = f"{name:{width}}  {row.dtype:14} {shape:>16} {row.nbytes:>14,} B  generation {row.generation}"
+        yield line + _whereabouts(row, root)
     for directory in directories:
         yield f"{directory}: {_written(directory, root.store_uuid)}"
     yield f"{len(rows)} keys, {format_bytes(sum(row.nbytes for row in rows))}, in {root.num_directories} directories"
-    yield f"generation {root.generation}"
+    yield f"generation {root.generation}{unconfirmed}"
     yield f"registered {', '.join(map(_printable, registered)) or 'nothing'}"
     yield f"state {_shown(state)}"
 
@@ -101,17 +104,20 @@ def _written(directory: Path, store_uuid: bytes) -> str:
     return f"{format_bytes(newest.data_bytes)} of data{catalog} written since {newest.since}"
 
 
-def check(directories: Sequence[Path], drop: Sequence[str] = (), *, yes: bool = False) -> int:
+def check(
+    directories: Sequence[Path], drop: Sequence[str] = (), *, external: Sequence[Path] = (), yes: bool = False
+) -> int:
     """Read and check every byte of the store, print the result, and return 0, or 1 for damage; blocks.
 
-    Of the damaged keys those in ``drop`` are dropped, in one commit. Raises UsageError, with nothing dropped, when one
-    of them does not exist or is not damaged, or is of a model and that is not agreed to; and where there is no store.
+    ``external`` are the user's own files that some of it lies in. Of the damaged keys those in ``drop`` are dropped, in
+    one commit. Raises UsageError, with nothing dropped, when one of them does not exist or is not damaged, or is of a
+    model and that is not agreed to; and where there is no store.
     """
     missing = [path for path in directories if not path.is_dir()]
     if missing or not holds_any_file(directories):
         raise UsageError(f"no run in {', '.join(map(str, missing or directories))}")
     try:
-        with tiered.Store(*directories, dram=64 * MiB, mode="r") as store:
+        with tiered.Store(*directories, dram=64 * MiB, mode="r", external=external) as store:
             report = store.verify()
             generation = store.generation
             unknown = [key for key in drop if key not in store]
@@ -129,7 +135,7 @@ def check(directories: Sequence[Path], drop: Sequence[str] = (), *, yes: bool = 
     left = [error.key for error in report.errors if error.key not in drop]
     if drop:
         _confirm_end([key for key in drop if key.startswith(_OF_A_MODEL)], yes=yes)
-        with tiered.Store(*directories, dram=64 * MiB) as store:
+        with tiered.Store(*directories, dram=64 * MiB, external=external) as store:
             for dropped in store.drop_damaged(drop):
                 print(dropped)
             print(f"generation {store.generation} is without them; still damaged: {_listed(left) or 'nothing'}")
@@ -183,7 +189,14 @@ def remove_store(directories: Sequence[Path]) -> None:
         locked.close()
 
 
-def _load(directories: Sequence[Path]) -> tuple[Root, list[Row]]:
+def _whereabouts(row: Row, root: Root) -> str:
+    """Return in which of the user's own files a record lies, in words; "" for one in the store's."""
+    names = dict.fromkeys(_printable(root.external[each.file].name) for each in row.ranges)
+    return f", in {', '.join(names)}" if names else ""
+
+
+def _load(directories: Sequence[Path]) -> tuple[Root, list[Row], tuple[GenerationName, ...]]:
+    """Return the newest generation and the names of those that are kept."""
     homes = [path / CATALOG_NAME for path in directories if (path / CATALOG_NAME).exists()]
     if len(homes) != 1:
         where = ", ".join(map(str, directories))
@@ -192,6 +205,6 @@ def _load(directories: Sequence[Path]) -> tuple[Root, list[Row]]:
     catalog = SqliteCatalog(homes[0], read_only=True)
     try:
         root, rows = catalog.load()
-        return root, list(rows)
+        return root, list(rows), catalog.kept()
     finally:
         catalog.close()

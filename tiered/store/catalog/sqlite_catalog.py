@@ -107,6 +107,8 @@ class SqliteCatalog(Catalog):
 
     def load(self, generation: int | None = None) -> tuple[Root, CommittedRows]:
         loaded = self._read(lambda: self._load(generation))
+        with self._using("load") as connection:
+            connection.execute("PRAGMA shrink_memory")  # SQLite's cache of a table that is read once
         self._settle()
         return loaded
 
