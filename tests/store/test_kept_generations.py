@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,9 @@ from tiered.store.catalog.catalog import GenerationName
 from tiered.store.format.checksum import PAGE_BLOCKS
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Page, Row, pages_of
-from tiered.units import KiB
+from tiered.store.lifetime.leftovers import Leftovers
+from tiered.store.store import Store
+from tiered.units import KiB, MiB
 
 
 @pytest.fixture(params=[SqliteHome, SimulatedHome])
@@ -255,6 +259,25 @@ def test_a_generation_that_was_not_confirmed_is_there_or_was_never(chosen: int |
         store["e"] = numbers(9000)
         assert store.commit() == (chosen or 2) + 1
         assert store.verify().is_clean
+
+
+def test_gc_leaves_what_a_kept_generation_stands_on(tmp_path: Path) -> None:
+    """Its bytes may lie behind all of the newest generation's."""
+    with Store(tmp_path, dram="16MiB") as store:
+        store["first"] = numbers(40_000, 1)
+        store["last"] = numbers(50_000, 2)
+        store.commit()
+        rows = {record.name: record.extents[0] for record in store.records()}
+        catalog = store._parts.catalog
+        assert catalog is not None
+        gone = max(rows, key=lambda name: rows[name].offset)
+        root, committed = catalog.load()
+        key_id = next(row.key_id for row in committed if row.name == gone)
+        catalog.apply(replace(root, generation=root.generation + 1), [], [key_id], keeps_before=True)
+    os.truncate(tmp_path / "data-000", 1 * MiB)
+    with Leftovers([tmp_path]) as found:
+        ends = [item.end for item in found.items if item.path.name == "data-000"]
+    assert ends == [rows[gone].offset + rows[gone].nbytes]
 
 
 def test_a_generation_that_the_store_does_not_have_is_refused() -> None:

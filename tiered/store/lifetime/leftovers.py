@@ -142,8 +142,8 @@ class Leftovers:
     def _data(self, store: Directories) -> Iterator[Leftover]:
         """Yield the data files that no row names, and the ends of others that no row reaches."""
         with closing(SqliteCatalog(store.paths[0] / CATALOG_NAME)) as catalog:
-            _, rows = catalog.load()
-        extents = rows.extents
+            kept = [catalog.load(generation.number)[1] for generation in catalog.kept()]
+        extents = np.concatenate([rows.extents for rows in kept])
         for device, path in enumerate(store.paths):
             for name in sorted(os.listdir(path)):
                 match = _DATA.fullmatch(name)

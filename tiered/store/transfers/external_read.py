@@ -166,6 +166,9 @@ class ExternalRead(Transfer):
         self.digests[self._digests_end(slab) - len(found) : self._digests_end(slab)] = found
         return None
 
+    def _reaches(self, nbytes: int, piece: Extent) -> bool:
+        return round_up(nbytes, self._alignment()) >= piece.offset + piece.nbytes
+
     def _place_of(self, index: int) -> Extent:
         """Return where in its files the row's block ``index`` begins, or the first bytes behind that."""
         start = index * self.row.block_nbytes

@@ -334,6 +334,10 @@ class Transfer:
         """Return where the row's block ``index`` begins."""
         return next(pieces(self.row.extents, index * self.row.block_nbytes, 1))
 
+    def _reaches(self, nbytes: int, piece: Extent) -> bool:
+        """Return whether a file of ``nbytes`` has all of ``piece``."""
+        return nbytes >= piece.offset + piece.nbytes
+
     def _translate(self, piece: Extent, error: Exception) -> Exception:
         """Return the error of a failed operation: a file that has lost its end is damage, all else is the device's."""
         if self.is_write or type(error) is not DeviceError:
@@ -343,7 +347,7 @@ class Transfer:
             size = os.stat(device.path(piece.file)).st_size
         except OSError:  # a stand-in without a file
             size = device.files().get(piece.file, 0)
-        if size >= piece.offset + piece.nbytes:
+        if self._reaches(size, piece):
             return error
         corruption = self._corruption(piece, f"the file ends at {size} bytes")
         corruption.__cause__ = error

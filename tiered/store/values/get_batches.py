@@ -83,7 +83,7 @@ class GetBatches:
                     raise KeyError(name)
                 row = entry.row
                 is_here = entry.state is EntryState.STORED and row is not None and len(row.extents) == 1
-                if is_here and row is not None and is_small(working_set, row.nbytes):
+                if is_here and row is not None and is_small(working_set, row.nbytes) and row.num_blocks == 1:
                     rows.append(row)
                 else:
                     others.append(name)

@@ -74,7 +74,6 @@ class PartValues:
             _check_range(key, start, flat.numel(), entry.nbytes)
             row = entry.row if entry.state is EntryState.STORED else None
             if row is not None and row.inline is None:
-                row = self._records.paging.begin(entry) if row.is_paged else row
                 self._space.begin_stream(row)
         if row is None:
             self._read_resident(key, start, flat)
