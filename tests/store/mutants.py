@@ -15,6 +15,7 @@ import pytest
 
 from tests.bytes import test_files
 from tests.store import checks, test_directory
+from tests.store.test_external import saved
 from tiered.bytes.device.base import Device
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.files import DataFiles
@@ -55,8 +56,11 @@ def mutant(killer: Check) -> Callable[[Callable[[Patch], None]], Callable[[Patch
 def run_check(check: Check, directory: Path) -> None:
     """Call ``check`` with what it asks for; it raises where it sees something."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        offered = {"tmp_path": directory, "monkeypatch": monkeypatch, "umask": 0o777}
-        check(**{name: offered[name] for name in inspect.signature(check).parameters})
+        offered: dict[str, Any] = {"tmp_path": directory, "monkeypatch": monkeypatch, "umask": 0o777, "policy": "keep"}
+        wanted = inspect.signature(check).parameters
+        if "base" in wanted:
+            offered["base"] = saved(directory)
+        check(**{name: offered[name] for name in wanted})
 
 
 # -- commits: what the campaign must see ---------------------------------------------------------------------------

@@ -32,11 +32,16 @@ def tensors() -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    path = tmp_path / "base.safetensors"
+def saved(folder: Path) -> Path:
+    """Save the tensors and return the file."""
+    path = folder / "base.safetensors"
     save_file(tensors(), path)
     return path
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return saved(tmp_path)
 
 
 def same(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -152,13 +157,13 @@ def test_another_file_under_the_name_is_refused_or_found(tmp_path: Path, base: P
         store["base/odd"]
     save_file({**values, "odd": values["odd"][:-1]}, base)
     with pytest.raises(UsageError, match=r"another file than .* expected [\d,]+ bytes, got [\d,]+"):
-        opened(tmp_path, base)
+        opened(tmp_path, base).close()
     save_file({**values, "odd": values["odd"].to(torch.int8)}, base)
     with pytest.raises(UsageError, match="with another header"):
-        opened(tmp_path, base)
+        opened(tmp_path, base).close()
     base.unlink()
     with pytest.raises(UsageError, match=r"base\.safetensors"):
-        opened(tmp_path, base)
+        opened(tmp_path, base).close()
     with pytest.raises(UsageError, match=r"lie in the file 'base.safetensors' .* missing; none was given"):
         Store(tmp_path / "run", dram="16MiB")
     (tmp_path / "elsewhere").mkdir()

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.devices.simulated_disk import SimulatedDisk
+from tests.devices.simulated_disk import Policy, SimulatedDisk
 from tests.store.rig import numbers, simulated_store
 from tiered.errors import CapacityError, CorruptionError, LeaseError, UsageError
+from tiered.store.format.row import Row
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
@@ -142,6 +143,29 @@ def test_parts_agree_with_a_tensor_in_memory(nbytes: int, block: str, seed: int,
         assert not store.working_set.space.used_nbytes
 
 
+@pytest.mark.parametrize("policy", ["drop", "keep", "subset", "torn"])
+def test_parts_that_no_commit_has_leave_the_tensor_as_it_was_committed(policy: Policy) -> None:
+    disk = SimulatedDisk(capacity_nbytes=4 * MiB)
+    value, later = numbers(200_000, 1), numbers(200_000, 1)
+    with simulated_store(disk, budget_nbytes=1 * MiB) as store:
+        store.put("a", value, block_size="4KiB")
+        store.commit()
+        store.write_part("a", 5000, numbers(30_000, 2))
+        later[5000:35_000] = numbers(30_000, 2)
+        store.commit()
+        store.write_part("a", 8000, numbers(60_000, 3))
+        store.write_part("a", 100, numbers(4000, 4))
+        moment = disk.moment()
+        store.write_part("a", 8192, numbers(8192, 6))
+        store.commit()
+        last = store["a"]
+    cut = moment.survivor(random.Random(5), policy)
+    with simulated_store(cut, budget_nbytes=1 * MiB) as store:
+        assert store.generation == 2 and store.verify().is_clean and torch.equal(store["a"], later)
+    with simulated_store(disk, budget_nbytes=1 * MiB) as store:
+        assert store.verify().is_clean and torch.equal(store["a"], last)
+
+
 def test_without_commits_parts_take_no_more_space() -> None:
     store = simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB, durable=False)
     written = Written(store, LARGE, "4KiB", 7)
@@ -169,35 +193,40 @@ def test_a_commit_of_one_block_of_a_large_tensor_is_small(tmp_path: Path) -> Non
         assert torch.equal(store.read_part("table", 12_345 * 4096, 12_346 * 4096)[5:105], numbers(100, 1))
 
 
-def test_a_reader_sees_the_tensor_that_was_there_when_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_sees_the_tensor_that_was_there_when_it_began() -> None:
     """Parts written and committed meanwhile go elsewhere, and its own blocks are reused only when it ends."""
-    disk = SimulatedDisk(can_lose_power=False)
-    store = simulated_store(disk, budget_nbytes=8 * MiB)
-    value = numbers(LARGE, 1)
-    store.put("a", value, block_size="4KiB")
-    store.commit()
-    row = store._values._stored_row("a")  # as get does
-    assert row is not None and row.pages is not None
-    for number in range(1, 4):
-        for _ in range(2):
-            store.write_part("a", 4 * MiB - 6000, numbers(300_000, number))
+    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB) as store:
+        value = numbers(LARGE, 1)
+        store.put("a", value, block_size="4KiB")
         store.commit()
-        store["b"] = numbers(LARGE, number)
+        row = store._values._stored_row("a")  # as get does
+        assert row is not None and row.pages is not None
+        for number in range(1, 4):
+            for _ in range(2):
+                store.write_part("a", 4 * MiB - 6000, numbers(300_000, number))
+            store.commit()
+            store["b"] = numbers(LARGE, number)
+            store.commit()
+        assert torch.equal(read(store, row), value)
+        value[4 * MiB - 6000 :][:300_000] = numbers(300_000, 3)
+        assert torch.equal(store["a"], value)
+        row = store._values._stored_row("a")
+        assert row is not None
+        store["a"] = numbers(LARGE, 9)
         store.commit()
-    read = torch.empty(LARGE, dtype=torch.uint8)
-    store._streams.get(row, read)
-    assert torch.equal(read, value)
-    value[4 * MiB - 6000 :][:300_000] = numbers(300_000, 3)
-    assert torch.equal(store["a"], value)
-    row = store._values._stored_row("a")
-    assert row is not None
-    store["a"] = numbers(LARGE, 9)
-    store.commit()
-    store["b"] = numbers(LARGE, 10)
-    store.commit()
-    store._streams.get(row, read)
-    assert torch.equal(read, value) and torch.equal(store["a"], numbers(LARGE, 9))
-    store.close()
+        store["b"] = numbers(LARGE, 10)
+        store.commit()
+        assert torch.equal(read(store, row), value) and torch.equal(store["a"], numbers(LARGE, 9))
+
+
+def read(store: Store, row: Row) -> torch.Tensor:
+    """Return the bytes of ``row``, on which a stream was begun."""
+    found = torch.empty(row.nbytes, dtype=torch.uint8)
+    try:
+        store._streams.get(row, found)
+    except CorruptionError as error:
+        raise AssertionError("its blocks, or its pages, are others by now") from error
+    return found
 
 
 def test_parts_of_one_tensor_are_written_by_many_threads() -> None:

@@ -1,0 +1,76 @@
+"""Seeded bugs in parts of tensors, in pages and in external files; importing this adds them to mutants.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.store import test_external, test_parts
+from tests.store.mutants import Patch, mutant
+from tiered.store.format.row import Page, Row
+from tiered.store.lifetime.external import ExternalSources
+from tiered.store.records.pages import Pages, block_extents
+from tiered.store.space.readers import Readers
+from tiered.store.transfers.external_read import ExternalRead
+from tiered.store.values.parts import PartValues
+
+__all__: list[str] = []
+
+
+@mutant(test_parts.test_parts_that_no_commit_has_leave_the_tensor_as_it_was_committed)
+def blocks_are_written_in_place(patch: Patch) -> None:
+    begin = PartValues._begin
+
+    def begin_in_place(values: PartValues, key: str, start: int, nbytes: int) -> Any:
+        target = begin(values, key, start, nbytes)
+        if target is None or target.row.pages is None:
+            return target
+        page: Page = target.row.pages.page(target.row, 0)
+        blocks = range(target.first, target.first + target.blocks)
+        places = (extent for block in blocks for extent in block_extents(target.row, page, block))
+        return target._replace(extents=tuple(places))
+
+    patch.setattr(PartValues, "_begin", begin_in_place)
+    patch.setattr(Readers, "give_up", lambda readers, extents, version=None: [])  # which would free what is in use
+
+
+@mutant(test_parts.test_a_reader_sees_the_tensor_that_was_there_when_it_began)
+def pages_that_change_are_not_kept_for_readers(patch: Patch) -> None:
+    patch.setattr(Pages, "keep", lambda pages, changed: None)
+
+
+@mutant(test_parts.test_a_reader_sees_the_tensor_that_was_there_when_it_began)
+def blocks_are_free_while_somebody_reads_them(patch: Patch) -> None:
+    patch.setattr(Readers, "give_up", lambda readers, extents, version=None: list(extents))
+
+
+@mutant(test_parts.test_a_commit_of_one_block_of_a_large_tensor_is_small)
+def all_pages_are_written_with_each_commit(patch: Patch) -> None:
+    inherit = Pages.inherit
+
+    def inherit_all(pages: Pages, before: Pages, *, is_sealed: bool) -> None:
+        inherit(pages, before, is_sealed=is_sealed)
+        row = Row(1, "table", "uint8", (64 << 20,), 64 << 20, 1, (), b"", None, 4096, is_paged=True)
+        pages.change({number: before.page(row, number) for number in range(16)})
+
+    patch.setattr(Pages, "inherit", inherit_all)
+
+
+@mutant(test_external.test_a_flipped_bit_is_found_with_its_file_and_offset)
+def external_bytes_are_not_checked(patch: Patch) -> None:
+    patch.setattr(ExternalRead, "_check", _without_check(ExternalRead._check))
+
+
+def _without_check(check: Any) -> Any:
+    def assemble(read: ExternalRead, slab: int) -> None:
+        if read.row.digests:
+            read._assemble(slab)
+        else:
+            check(read, slab)
+
+    return assemble
+
+
+@mutant(test_external.test_another_file_under_the_name_is_refused_or_found)
+def any_file_will_do(patch: Patch) -> None:
+    patch.setattr(ExternalSources, "_find", lambda sources, file, number: number)
+
