@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from hypothesis import strategies as st
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.catalogs import SimulatedHome, SqliteHome, inline_row, loaded, root_of, row_of
 from tests.store.rig import numbers, simulated_store
+from tests.store.together import Together
 from tiered.errors import CorruptionError, DeadlineError, DeviceError, UsageError
 from tiered.store.catalog.catalog import GenerationName
 from tiered.store.format.checksum import PAGE_BLOCKS
@@ -195,34 +194,6 @@ def _load_within(catalog: Any, connection: Any) -> None:
 
 
 # -- the store -----------------------------------------------------------------------------------------------------
-
-
-class Together:
-    """The confirmation of a store that others share: each generation waits for ``may_confirm``."""
-
-    keeps_before = True
-
-    def __init__(self) -> None:
-        self.may_confirm = threading.Event()
-        self.may_confirm.set()
-        self.asked = threading.Event()
-        self.error: Exception | None = None
-        self.chosen: int | None = None  # the number to open; None: the newest
-
-    def choose(self, kept: Sequence[GenerationName]) -> GenerationName:
-        if self.chosen is None:
-            return kept[0]
-        return next((name for name in kept if name.number == self.chosen), GenerationName(99, 0))
-
-    def begin(self, number: int) -> int:
-        return 1000 + number
-
-    def confirm(self, generation: GenerationName) -> None:
-        assert generation.nonce == 1000 + generation.number
-        self.asked.set()
-        assert self.may_confirm.wait(30)
-        if self.error is not None:
-            raise self.error
 
 
 def committed_twice(disk: SimulatedDisk, together: Together) -> None:
