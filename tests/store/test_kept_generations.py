@@ -255,8 +255,22 @@ def test_a_generation_that_the_store_does_not_have_is_refused() -> None:
     disk, together = SimulatedDisk(), Together()
     committed_twice(disk, together)
     together.chosen = 3
-    with pytest.raises(CorruptionError, match="not GenerationName"):
+    with pytest.raises(CorruptionError, match="not GenerationName") as caught:
         simulated_store(disk, confirmation=together)
+    assert caught.value.file == "memory catalog"
+
+
+def test_the_newest_generation_is_not_given_up_for_a_damaged_one() -> None:
+    disk, together = SimulatedDisk(), Together()
+    committed_twice(disk, together)
+    content: Any = disk.load("catalog")
+    newest, before = content.kept
+    disk.transact("catalog", content._replace(kept=(newest, before._replace(rows={}))))
+    together.chosen = 1
+    with pytest.raises(CorruptionError, match="expected 3 rows, got 0"):
+        simulated_store(disk, confirmation=together)
+    with simulated_store(disk) as store:
+        assert store.generation == 2 and store.verify().is_clean
 
 
 def test_until_it_is_confirmed_no_key_takes_a_third_set_and_nothing_is_reused() -> None:

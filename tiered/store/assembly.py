@@ -55,10 +55,13 @@ def _load(catalog: Catalog, confirmation: Confirmation, *, is_read_only: bool) -
     kept = catalog.kept()
     chosen = confirmation.choose(kept)
     if chosen not in kept:
-        raise CorruptionError(f"catalog {catalog.name}: it has the generations {kept}, and not {chosen}")
+        message = f"catalog {catalog.name}: it has the generations {kept}, and not {chosen}"
+        raise CorruptionError(message, file=catalog.name)
+    loaded = catalog.load(chosen.number)
+    # Order: a damaged catalog is not written to, and the newest generation is not given up for a damaged one.
     if chosen != kept[0] and not is_read_only:
         catalog.discard()
-    return catalog.load(chosen.number)
+    return loaded
 
 
 def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: float) -> Assembly:
