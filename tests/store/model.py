@@ -22,7 +22,8 @@ from hypothesis.stateful import (
 )
 
 from tests.devices.simulated_disk import SimulatedDisk
-from tests.store.rig import Counter, numbers, simulated_store
+from tests.store.rig import WAIT_S, Counter, numbers, simulated_store
+from tests.store.together import Together
 from tiered.errors import DeviceError, LeaseError, TieredError, UsageError
 from tiered.store.residency.working_set import Lease
 from tiered.store.store import Store
@@ -58,12 +59,15 @@ NOTHING = Sealed(0, {}, 0, {})
 class StoreAgainstDict(RuleBasedStateMachine):
     """One store, reopened now and then; ``open`` is what it must hold now, ``sealed`` after a rollback.
 
-    ``durable`` is the last generation that a crash must not lose: ``sealed``, or the one before while that commits.
+    ``durable`` is the last generation that a crash must not lose: ``sealed``, or the one before while that commits. A
+    store that others share is opened with either, as they say, until ``sealed`` is confirmed.
     """
 
-    @initialize(num_devices=st.sampled_from([1, 3]))
-    def create(self, num_devices: int) -> None:
+    @initialize(num_devices=st.sampled_from([1, 3]), is_shared=st.booleans())
+    def create(self, num_devices: int, is_shared: bool) -> None:
         self.disk = SimulatedDisk(capacity_nbytes=1 * MiB)
+        self.is_shared = is_shared
+        self.together = Together()
         self.num_devices = num_devices
         self.open: dict[str, torch.Tensor] = {}
         self.sealed = self.durable = NOTHING
@@ -71,8 +75,17 @@ class StoreAgainstDict(RuleBasedStateMachine):
         self.leased: set[str] = set()  # keys whose present bytes are among these
         self._open_store()
 
-    def _open_store(self) -> None:
-        self.store: Store = simulated_store(self.disk, budget_nbytes=BUDGET_NBYTES, num_devices=self.num_devices)
+    def _open_store(self, chosen: int | None = None) -> None:
+        """Open the store; ``chosen`` is the generation that all have, where others share it: None for the newest."""
+        self.together = Together(chosen)
+        self.store: Store = simulated_store(
+            self.disk,
+            budget_nbytes=BUDGET_NBYTES,
+            num_devices=self.num_devices,
+            confirmation=self.together if self.is_shared else None,
+        )
+        condition = self.store.working_set.condition
+        self.together.is_awaited = lambda: bool(condition._waiters)
         self.counter = Counter()
         self.store.register("counter", self.counter)
 
@@ -182,9 +195,25 @@ class StoreAgainstDict(RuleBasedStateMachine):
         if wait:
             self.durable = self.sealed
 
+    @precondition(lambda self: self.is_shared)
+    @rule(value=st.integers())
+    def commit_to_be_confirmed(self, value: int) -> None:
+        """Commit; ``confirm`` says when it is confirmed, or the first call that has to wait for that."""
+        self._begin_commit(value)
+        self.together.may_confirm.clear()
+        self.together.asked.clear()
+        self.store.commit({"value": value}, wait=False)
+        assert self.together.asked.wait(WAIT_S)
+
+    @precondition(lambda self: not self.together.may_confirm.is_set())
+    @rule()
+    def confirm(self) -> None:
+        self.together.may_confirm.set()
+
     def _begin_commit(self, value: int) -> None:
         """Note what is about to be sealed; what was sealed before is durable by the time that is."""
         self.store.wait_for_commit()
+        self.together.may_confirm.set()
         self.counter.count += 1
         self.durable = self.sealed
         self.sealed = Sealed(self.sealed.generation + 1, dict(self.open), self.counter.count, {"value": value})
@@ -209,12 +238,27 @@ class StoreAgainstDict(RuleBasedStateMachine):
             self.disk._failures.clear()
         self.durable = self.sealed  # nothing of that kind was to be done
 
-    @rule(policy=POLICIES, seed=SEEDS)
-    def crash(self, policy: Any, seed: int) -> None:
-        self._cut_power(policy, seed)
+    @precondition(lambda self: self.is_shared)
+    @rule(value=st.integers(), wait=st.booleans(), takes_before=st.booleans())
+    def lose_a_confirmation(self, value: int, wait: bool, takes_before: bool) -> None:
+        self._begin_commit(value)
+        self.together.error = DeviceError("no")
+        with pytest.raises(DeviceError, match="not confirmed"):
+            self.store.commit({"value": value}, wait=wait)
+            self.store.wait_for_commit()
+        self._close_broken()
+        if not takes_before:
+            self.durable = self.sealed
+        self._open_what_is_left(takes_before)
 
-    @rule(policy=POLICIES, seed=SEEDS, num_operations=st.integers(0, 30), value=st.integers())
-    def crash_in_a_commit(self, policy: Any, seed: int, num_operations: int, value: int) -> None:
+    @rule(policy=POLICIES, seed=SEEDS, takes_before=st.booleans())
+    def crash(self, policy: Any, seed: int, takes_before: bool) -> None:
+        self._cut_power(policy, seed, takes_before)
+
+    @rule(
+        policy=POLICIES, seed=SEEDS, num_operations=st.integers(0, 30), value=st.integers(), takes_before=st.booleans()
+    )
+    def crash_in_a_commit(self, policy: Any, seed: int, num_operations: int, value: int, takes_before: bool) -> None:
         self._begin_commit(value)
         self.disk.crash_at = self.disk.num_operations + num_operations
         try:
@@ -222,13 +266,15 @@ class StoreAgainstDict(RuleBasedStateMachine):
             self.durable = self.sealed
         except TieredError:
             pass
-        self._cut_power(policy, seed)
+        self._cut_power(policy, seed, takes_before)
 
-    def _cut_power(self, policy: Any, seed: int) -> None:
+    def _cut_power(self, policy: Any, seed: int, takes_before: bool) -> None:
         survivor = self.disk.power_cut(random.Random(seed), policy)
+        if self.is_shared and self.together.confirmed == self.sealed.generation:  # order: when no write can follow it
+            self.durable = self.sealed
         self._close_broken()
         self.disk = survivor
-        self._open_what_is_left()
+        self._open_what_is_left(takes_before)
 
     def _close_broken(self) -> None:
         self._release()
@@ -237,10 +283,14 @@ class StoreAgainstDict(RuleBasedStateMachine):
         except TieredError:
             pass
 
-    def _open_what_is_left(self) -> None:
-        """Open what a crash or a failure has left: the durable generation, or the one that was being committed."""
-        self._open_store()
-        found = {each.generation: each for each in (self.durable, self.sealed)}
+    def _open_what_is_left(self, takes_before: bool = False) -> None:
+        """Open what a crash or a failure has left: the durable generation, or the one that was being committed.
+
+        ``takes_before``: others that share the store have the durable one only.
+        """
+        chooses = takes_before and self.is_shared
+        self._open_store(self.durable.generation if chooses else None)
+        found = {each.generation: each for each in (self.durable, self.durable if chooses else self.sealed)}
         assert self.store.generation in found
         self.sealed = self.durable = found[self.store.generation]
         self.open = dict(self.sealed.contents)
