@@ -1,7 +1,8 @@
 """The campaign on the simulated disk: a job, every state that a power cut can leave of it, and what each must hold.
 
-The job runs once; the disk hands over a Moment at each of its operations, and every crash state is made of one. What is
-found wrong is a sentence, "" for nothing.
+The job runs once; the disk hands over a Moment at each of its operations, and every crash state is made of one. A state
+of a store that others share is opened with its newest generation and, from a copy, with the one before, until the
+newest is confirmed. What is found wrong is a sentence, "" for nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import torch
 import xxhash
 
 from tests.devices.simulated_disk import Moment, Policy, SimulatedDisk
-from tests.store.rig import Counter, numbers, simulated_store
+from tests.store.rig import Counter, await_true, numbers, simulated_store
+from tests.store.together import Together
 from tiered.errors import TieredError
+from tiered.store.catalog.catalog import GenerationName
+from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.space import device_space
 from tiered.store.space.extents import ExtentAllocator
 from tiered.store.store import Store
@@ -31,6 +35,8 @@ NAMES = tuple("abcdefgh")
 NUM_STEPS = 5
 POLICIES: tuple[Policy, ...] = ("drop", "keep", *("subset",) * 20, *("torn",) * 2, *("torn pages",) * 2)
 POLICIES_IN_RECOVERY: tuple[Policy, ...] = ("drop", "keep", "subset", "subset", "torn", "torn pages")
+
+LAGS = (0, 0, 3, 6)  # actions of a job between a commit and its confirmation, where no call waits for that
 
 _GROWTH_NBYTES = 24 * KiB  # instead of 64 MiB: files grow throughout the job, and new ones are made
 _FILE_NBYTES = 64 * KiB  # instead of a TiB
@@ -56,11 +62,19 @@ class Oracle:
 
 
 class Job:
-    """A seeded sequence of puts, leases, deletes, commits and rollbacks, noted in the oracle before it is asked for."""
+    """A seeded sequence of puts, leases, deletes, commits and rollbacks, noted in the oracle before it is asked for.
 
-    def __init__(self, store: Store, oracle: Oracle, seed: int) -> None:
+    The job confirms its commits itself, where ``together`` says that others share the store.
+    """
+
+    def __init__(self, store: Store, oracle: Oracle, seed: int, together: Together | None) -> None:
         self.store = store
         self.oracle = oracle
+        self.together = together
+        self.lag = 0
+        if together is not None:
+            condition = store.working_set.condition
+            together.is_awaited = lambda: bool(condition._waiters)
         self.rng = random.Random(seed)
         self.counter = Counter()
         store.register("counter", self.counter)
@@ -72,6 +86,7 @@ class Job:
             for _ in range(self.rng.randint(4, 8)):
                 actions = self.put, self.write, self.delete, self.go_back, self.hint
                 self.rng.choices(actions, (8, 6, 2, 1, 2))[0]()
+                self.confirm()
             self.commit_later()
         self.commit()
 
@@ -103,7 +118,24 @@ class Job:
         self.counter.count += 1
         self.wait()  # so that the oracle knows which generation comes next
         self.oracle.seal(self.oracle.acknowledged + 1, self.counter.count)
+        self.lag = 0 if self.together is None else self.rng.choice(LAGS)
+        if self.together is None or not self.lag:
+            self._start_commit()
+            return
+        asked = self.together.asked
+        asked.clear()
+        self.together.may_confirm.clear()
+        self._start_commit()
+        await_true(lambda: asked.is_set() or self.store._records.sealed is None)
+
+    def _start_commit(self) -> None:
         assert self.store.commit({"step": self.counter.count}, wait=False) == max(self.oracle.contents)
+
+    def confirm(self) -> None:
+        """Let the last commit be confirmed, if it is time."""
+        self.lag -= 1
+        if self.together is not None and self.lag <= 0:
+            self.together.may_confirm.set()
 
     def wait(self) -> None:
         self.store.wait_for_commit()
@@ -140,27 +172,58 @@ class Instant:
     """A moment of the disk, and what the oracle had noted by then."""
 
     moment: Moment
+    oracle: Oracle
     acknowledged: int
     newest: int  # sealed, or about to be
+    confirmed: int  # by all that share the store; ``acknowledged``, or newer than that
 
     @property
     def is_inside_commit(self) -> bool:
         return self.newest > self.acknowledged
 
 
-def job_instants(disk: SimulatedDisk, oracle: Oracle, *, seed: int, num_devices: int, num_steps: int) -> list[Instant]:
-    """Run the job to its end; return the instants at all its operations, and the one after the last."""
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How the store of a job is opened."""
+
+    num_devices: int = 1
+    is_shared: bool = False
+
+    def open(self, disk: SimulatedDisk, together: Together | None) -> Store:
+        return simulated_store(disk, budget_nbytes=BUDGET_NBYTES, num_devices=self.num_devices, confirmation=together)
+
+    def confirmation(self, chosen: int | None = None) -> Together | None:
+        """Return that of a store that others share, all of which have ``chosen``; None: that of this store alone."""
+        return Together(chosen) if self.is_shared else None
+
+
+def job_instants(
+    disk: SimulatedDisk, oracle: Oracle, setting: Setting, *, seed: int, num_steps: int, left: Instant | None = None
+) -> list[Instant]:
+    """Run the job to its end; return the instants at all its operations, and the one after the last.
+
+    ``left`` is what a crash has left, where ``oracle`` is of the generation before the newest in it: then the instants
+    of the opening, which discards that one, come first.
+    """
     instants: list[Instant] = []
     lock = threading.Lock()  # not the disk's own: the oracle is noted by another thread
+    together = setting.confirmation(None if left is None else oracle.acknowledged)
 
     def note(moment: Moment) -> None:
         with lock:
             # Order: ``acknowledged`` first, which only ever follows what is on the disk by now.
-            instants.append(Instant(moment, oracle.acknowledged, max(list(oracle.contents))))
+            acknowledged = oracle.acknowledged
+            confirmed = acknowledged if together is None else together.confirmed
+            instants.append(Instant(moment, oracle, acknowledged, max(list(oracle.contents)), confirmed))
 
-    with simulated_store(disk, budget_nbytes=BUDGET_NBYTES, num_devices=num_devices) as store:
+    def note_opening(moment: Moment) -> None:
+        assert left is not None
+        instants.append(Instant(moment, left.oracle, oracle.acknowledged, left.newest, oracle.acknowledged))
+
+    disk.watch = None if left is None else note_opening
+    with setting.open(disk, together) as store:
         disk.watch = note
-        Job(store, oracle, seed).run(num_steps)
+        Job(store, oracle, seed, together).run(num_steps)
         disk.watch = None
     note(disk.moment())
     return instants
@@ -168,10 +231,10 @@ def job_instants(disk: SimulatedDisk, oracle: Oracle, *, seed: int, num_devices:
 
 @dataclass(slots=True)
 class Campaign:
-    """All crash states of the job of one seed. Odd seeds stripe over two devices.
+    """All crash states of the job of one seed. Odd seeds stripe over two devices; 1, 2, 5, 6 and so on are shared.
 
-    States of one instant with the same bytes, files and catalog, are opened once: ``num_opened`` counts those,
-    ``num_states`` all.
+    States of one instant with the same bytes, files and catalog, are opened once with each generation that others may
+    choose: ``num_opened`` counts these, ``num_states`` all states.
     """
 
     seed: int
@@ -182,12 +245,14 @@ class Campaign:
     num_opened: int = 0
     num_in_recovery: int = 0  # of these opened, after a crash of what a crash had left
     num_inside_commit: int = 0  # of these opened
+    num_before: int = 0  # of these opened, with the generation before the newest
+    num_discards: int = 0  # recoveries that began with one
     wrong: list[str] = field(default_factory=list)
-    _found: dict[bytes, int | str] = field(default_factory=dict)  # what a state holds: generation, or what is wrong
+    _found: dict[bytes, str] = field(default_factory=dict)  # what is wrong with a state, by its bytes
 
     @property
-    def num_devices(self) -> int:
-        return 1 + self.seed % 2
+    def setting(self) -> Setting:
+        return Setting(1 + self.seed % 2, is_shared=self.seed % 4 in (1, 2))
 
     def run(self, *, until_wrong: bool = False) -> Campaign:
         """Crash after every operation, and once at each instant again after every operation of the recovery.
@@ -197,11 +262,10 @@ class Campaign:
         with small_files():
             oracle = Oracle()
             disk = SimulatedDisk(capacity_nbytes=CAPACITY_NBYTES)
-            simulated_store(disk, num_devices=self.num_devices).close()  # an empty store: creation has its own tests
+            setting = self.setting
+            simulated_store(disk, num_devices=setting.num_devices).close()  # empty: creation has its own tests
             try:
-                instants = job_instants(
-                    disk, oracle, seed=self.seed, num_devices=self.num_devices, num_steps=self.num_steps
-                )
+                instants = job_instants(disk, oracle, setting, seed=self.seed, num_steps=self.num_steps)
             except Exception as error:
                 self.wrong.append(f"the job fails: {error!r}")
                 return self
@@ -209,52 +273,79 @@ class Campaign:
             for instant in instants[self.part]:
                 if until_wrong and self.wrong:
                     break
-                self._found.clear()  # what a key stands for lives as long as its moment
                 where = f"operation {instant.moment.number}"
-                self._crash(instant, oracle, POLICIES, where)
-                self._crash_in_recovery(instant, oracle, where)
+                self._crash(instant, POLICIES, where)
+                self._crash_in_recovery(instant, where)
         return self
 
-    def _crash(self, instant: Instant, oracle: Oracle, policies: tuple[Policy, ...], where: str) -> None:
+    def _crash(self, instant: Instant, policies: tuple[Policy, ...], where: str) -> None:
+        self._found.clear()  # what a key stands for lives as long as its moment
         rng = random.Random(f"{self.seed}/{where}")
         for number, policy in enumerate(policies):
+            self.num_states += 1
             disk = instant.moment.survivor(rng, policy)
-            found = self._look(disk, oracle, instant)
-            if isinstance(found, int) and not instant.acknowledged <= found <= instant.newest:
-                found = f"generation {found}, expected {instant.acknowledged} to {instant.newest}"
-            if isinstance(found, str):
-                self.wrong.append(f"{where}, {policy} (number {number}): {found}")
+            key = _fingerprint(disk, self.setting.num_devices)
+            if key not in self._found:
+                self._found[key] = self._look(disk, instant)
+            if self._found[key]:
+                self.wrong.append(f"{where}, {policy} (number {number}): {self._found[key]}")
 
-    def _look(self, disk: SimulatedDisk, oracle: Oracle, instant: Instant) -> int | str:
-        self.num_states += 1
-        key = _fingerprint(disk, self.num_devices)
-        if key not in self._found:
-            self.num_opened += 1
-            self.num_inside_commit += instant.is_inside_commit
-            self._found[key] = look(disk, oracle, num_devices=self.num_devices)
-        return self._found[key]
+    def _look(self, disk: SimulatedDisk, instant: Instant) -> str:
+        """Open a state, with each generation that others may choose; return what is wrong."""
+        kept = _choices(disk, instant)
+        before = disk.moment()
+        self.num_opened += len(kept)
+        self.num_before += len(kept) - 1
+        self.num_inside_commit += instant.is_inside_commit * len(kept)
+        found = look(disk, instant.oracle, self.setting)
+        if not isinstance(found, int):
+            return found
+        if not instant.confirmed <= found <= instant.newest:
+            return f"generation {found}, expected {instant.confirmed} to {instant.newest}"
+        if self.setting.is_shared and found > instant.confirmed and len(kept) < 2:
+            return f"generation {found} is not confirmed, and the one before is gone"
+        for name in kept[1:]:
+            found = look(before.survivor(random.Random(0), "drop"), instant.oracle, self.setting, chosen=name.number)
+            if found != name.number:
+                return f"with generation {name.number}, which all have: {found}"
+        return ""
 
-    def _crash_in_recovery(self, instant: Instant, oracle: Oracle, where: str) -> None:
-        """Go on with what one crash has left: commit, and crash after every operation of that."""
-        seed = f"{self.seed}/{where}/recovery"
-        disk, twin = (instant.moment.survivor(random.Random(seed), "subset") for _ in range(2))
-        found = look(twin, oracle, num_devices=self.num_devices)
-        if isinstance(found, str):
-            self.wrong.append(f"{where}, before the recovery: {found}")
+    def _crash_in_recovery(self, instant: Instant, where: str) -> None:
+        """Go on with what one crash has left: open it, commit, and crash after every operation of that."""
+        disk = instant.moment.survivor(random.Random(f"{self.seed}/{where}/recovery"), "subset")
+        left, before = disk.moment(), self.num_opened
+        for name in _choices(disk, instant):
+            self._recover(left, instant, name.number, f"{where}, recovery with generation {name.number}")
+        self.num_in_recovery += self.num_opened - before
+
+    def _recover(self, left: Moment, instant: Instant, chosen: int, where: str) -> None:
+        disk, twin = (left.survivor(random.Random(0), "drop") for _ in range(2))
+        found = look(twin, instant.oracle, self.setting, chosen=chosen)
+        if found != chosen:
+            self.wrong.append(f"{where}: {found}")
             return
-        recovered = oracle.at(found)
+        is_discarded = chosen < MemoryCatalog(disk).kept()[0].number
+        self.num_discards += is_discarded
         try:
             instants = job_instants(
-                disk, recovered, seed=instant.moment.number, num_devices=self.num_devices, num_steps=1
+                disk,
+                instant.oracle.at(chosen),
+                self.setting,
+                seed=instant.moment.number,
+                num_steps=1,
+                left=instant if is_discarded else None,
             )
         except Exception as error:
-            self.wrong.append(f"{where}, in the recovery: {error!r}")
+            self.wrong.append(f"{where}: {error!r}")
             return
-        before = self.num_opened
         for second in instants:
-            self._found.clear()
-            self._crash(second, recovered, POLICIES_IN_RECOVERY, f"{where}, recovery {second.moment.number}")
-        self.num_in_recovery += self.num_opened - before
+            self._crash(second, POLICIES_IN_RECOVERY, f"{where}, operation {second.moment.number}")
+
+
+def _choices(disk: SimulatedDisk, instant: Instant) -> tuple[GenerationName, ...]:
+    """Return the generations that all that share the store may have: the newest on ``disk``, or the one before."""
+    kept = MemoryCatalog(disk).kept()
+    return kept if kept[0].number > instant.confirmed else kept[:1]
 
 
 def _fingerprint(disk: SimulatedDisk, num_devices: int) -> bytes:
@@ -267,10 +358,10 @@ def _fingerprint(disk: SimulatedDisk, num_devices: int) -> bytes:
     return digest.digest()
 
 
-def look(disk: SimulatedDisk, oracle: Oracle, *, num_devices: int = 1) -> int | str:
+def look(disk: SimulatedDisk, oracle: Oracle, setting: Setting, *, chosen: int | None = None) -> int | str:
     """Open what the power cut has left, check all of it, and commit once more; return its generation."""
     try:
-        with simulated_store(disk, budget_nbytes=BUDGET_NBYTES, num_devices=num_devices) as store:
+        with setting.open(disk, setting.confirmation(chosen)) as store:
             generation = store.generation
             return _wrong_in(store, oracle) or _next_commit(store) or generation
     except TieredError as error:
