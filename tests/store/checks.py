@@ -24,7 +24,9 @@ from tests.seccomp import forbid
 from tests.store.catalogs import SqliteHome, content_of, root_of, row_of
 from tests.store.crashes import Campaign
 from tests.store.rig import WAIT_S, GatedStore, assert_holds, filled, numbers, simulated_store, stored
+from tests.store.together import Together
 from tiered.errors import CorruptionError, DeadlineError, DeviceError, TieredError, UsageError
+from tiered.store.lifetime.confirmation import Confirmation
 from tiered.store.lifetime.directory import Directories
 from tiered.store.store import Store
 from tiered.store.waiting import deadline
@@ -67,12 +69,57 @@ def superseded_bytes_stay_until_the_commit_is_durable(tmp_path: Path) -> None:
         gated.catalog.may_apply.set()
         with suppress(DeviceError):
             gated.store.close()
+        _assert_generation_1_is_whole(gated, before)
+
+
+def superseded_bytes_stay_until_the_generation_is_confirmed(tmp_path: Path) -> None:
+    """While others are asked to confirm a commit, nothing may be written where the generation before has its bytes."""
+    together = Together()
+    with _gated(confirmation=together) as gated:
+        before = {f"{number}": numbers(12 * KiB, number) for number in range(4)}
+        gated.store.put_many(before)
+        gated.store.commit()
+        together.asked.clear()
+        together.may_confirm.clear()
+        gated.store.put_many({name: value + 1 for name, value in before.items()})
+        gated.store.commit(wait=False)
+        assert together.asked.wait(1), "nobody was asked"
+        taken = _bytes_of(gated.disk)
+        gated.store.put_many({f"later {number}": numbers(12 * KiB, 9 + number) for number in range(4)})
+        stored(gated.store.working_set, *(f"later {number}" for number in range(4)))
+        assert _bytes_of(gated.disk) != taken, "nothing was written, and nothing is shown"
+        together.error = DeviceError("a rank is gone")
+        together.may_confirm.set()
+        with suppress(DeviceError):
+            gated.store.close()
+        together.chosen, together.error = 1, None
+        _assert_generation_1_is_whole(gated, before)
+
+
+def _assert_generation_1_is_whole(gated: GatedStore, expected: dict[str, torch.Tensor]) -> None:
+    try:
         gated.open()
         assert gated.store.generation == 1
-        try:
-            assert_holds(gated.store, before)
-        except CorruptionError as error:
-            raise AssertionError("generation 1 was overwritten") from error
+        assert_holds(gated.store, expected)
+    except CorruptionError as error:
+        raise AssertionError("generation 1 was overwritten, or is gone") from error
+
+
+def a_generation_given_up_leaves_the_one_before(tmp_path: Path) -> None:
+    """In the files, as a new process finds them: rows that were changed, added and deleted."""
+    home = SqliteHome(tmp_path)
+    before = root_of(1), [row_of(1), row_of(2), row_of(3)]
+    with closing(home.create()) as catalog:
+        catalog.apply(before[0], before[1], [])
+        catalog.apply(root_of(2), [row_of(1, generation=2, seed=5), row_of(4, generation=2)], [3], keeps_before=True)
+    try:
+        with closing(home.reopen()) as catalog:
+            root, rows = catalog.load(1)
+            assert (root, list(rows)) == before
+            catalog.discard()
+        assert content_of(home) == before
+    except (CorruptionError, UsageError) as error:
+        raise AssertionError("generation 1 is not there") from error
 
 
 def _bytes_of(disk: SimulatedDisk) -> bytes:
@@ -80,8 +127,8 @@ def _bytes_of(disk: SimulatedDisk) -> bytes:
 
 
 @contextmanager
-def _gated(*, deadline_s: float = WAIT_S) -> Iterator[GatedStore]:
-    gated = GatedStore(deadline_s=deadline_s)
+def _gated(*, deadline_s: float = WAIT_S, confirmation: Confirmation | None = None) -> Iterator[GatedStore]:
+    gated = GatedStore(deadline_s=deadline_s, confirmation=confirmation)
     try:
         yield gated
     finally:

@@ -23,10 +23,13 @@ from tiered.bytes.device.in_flight import InFlight
 from tiered.errors import DeviceError
 from tiered.store.catalog import new_file as new_file_module
 from tiered.store.catalog import sqlite_catalog as catalog_module
+from tiered.store.catalog.catalog import GenerationName
 from tiered.store.catalog.memory_catalog import MemoryCatalog
+from tiered.store.catalog.transaction import CatalogTransaction, discard_newest
 from tiered.store.format import committed_rows, root
 from tiered.store.generations.commit import Committer
 from tiered.store.lifetime import directory, lock
+from tiered.store.lifetime.confirmation import Confirmation
 from tiered.store.lifetime.service import Service
 from tiered.store.records.entry import Entry
 from tiered.store.records.records import Extents, Records, Sealed
@@ -158,6 +161,101 @@ def deletions_are_left_out_of_the_commit(patch: Patch) -> None:
         apply(catalog, root, upserts, [], **options)
 
     patch.setattr(MemoryCatalog, "apply", apply_without)
+
+
+# -- two generations side by side ----------------------------------------------------------------------------------
+
+
+class _Instead:
+    """The confirmation of a store, with another ``confirm``."""
+
+    def __init__(self, confirmation: Confirmation, confirm: Callable[[GenerationName], None]) -> None:
+        self.keeps_before = confirmation.keeps_before
+        self.choose, self.begin, self.confirm = confirmation.choose, confirmation.begin, confirm
+
+
+def _confirm_instead(patch: Patch, confirm: Callable[[Committer, Confirmation, GenerationName], None]) -> None:
+    make = Committer.__init__
+
+    def make_with(committer: Committer, *arguments: Any) -> None:
+        make(committer, *arguments)
+        real = committer._confirmation
+        committer._confirmation = _Instead(real, lambda generation: confirm(committer, real, generation))
+
+    patch.setattr(Committer, "__init__", make_with)
+
+
+@mutant(checks.superseded_bytes_stay_until_the_generation_is_confirmed)
+def a_commit_is_not_confirmed(patch: Patch) -> None:
+    _confirm_instead(patch, lambda committer, real, generation: None)
+
+
+def _free_and_confirm(committer: Committer, real: Confirmation, generation: GenerationName) -> None:
+    records = committer._records
+    assert records.sealed is not None
+    with committer._condition:
+        for entry in (*records.sealed.rows, *records.sealed.removed):
+            if entry.committed is not None:
+                records._space.give_back(entry.committed.extents)
+                entry.committed = dataclasses.replace(entry.committed, extents=())  # nothing is left to free later
+    real.confirm(generation)
+
+
+@mutant(checks.superseded_bytes_stay_until_the_generation_is_confirmed)
+def superseded_extents_are_reused_before_the_confirmation(patch: Patch) -> None:
+    _confirm_instead(patch, _free_and_confirm)
+
+
+def _keep_nothing(patch: Patch, catalog: type) -> None:
+    apply = catalog.apply  # type: ignore[attr-defined]
+
+    def apply_alone(catalog: Any, *arguments: Any, keeps_before: bool = False) -> None:
+        apply(catalog, *arguments)
+
+    patch.setattr(catalog, "apply", apply_alone)
+
+
+@mutant(checks.no_crash_state_is_wrong)
+def the_generation_before_is_not_kept_in_memory(patch: Patch) -> None:
+    _keep_nothing(patch, MemoryCatalog)
+
+
+@mutant(checks.a_generation_given_up_leaves_the_one_before)
+def the_generation_before_is_not_kept_in_the_file(patch: Patch) -> None:
+    _keep_nothing(patch, catalog_module.SqliteCatalog)
+
+
+@mutant(checks.a_generation_given_up_leaves_the_one_before)
+def replaced_rows_are_not_kept(patch: Patch) -> None:
+    patch.setattr(CatalogTransaction, "_keep_row", lambda transaction, key_id: None)
+
+
+@mutant(checks.a_generation_given_up_leaves_the_one_before)
+def a_discard_leaves_the_added_rows(patch: Patch) -> None:
+    def discard(connection: sqlite3.Connection) -> None:
+        connection.execute("DELETE FROM records_before WHERE length(body) = 0")
+        discard_newest(connection)
+
+    patch.setattr(catalog_module, "discard_newest", discard)
+
+
+@mutant(checks.no_crash_state_is_wrong)
+def the_newest_generation_is_never_discarded(patch: Patch) -> None:
+    patch.setattr(MemoryCatalog, "discard", lambda catalog: None)
+
+
+@mutant(checks.no_crash_state_is_wrong)
+def the_newest_generation_is_discarded_by_the_next_commit(patch: Patch) -> None:
+    apply, discard, given_up = MemoryCatalog.apply, MemoryCatalog.discard, list[MemoryCatalog]()
+    patch.setattr(MemoryCatalog, "discard", given_up.append)
+
+    def discard_and_apply(catalog: MemoryCatalog, *arguments: Any, **options: bool) -> None:
+        if catalog in given_up:
+            given_up.remove(catalog)
+            discard(catalog)
+        apply(catalog, *arguments, **options)
+
+    patch.setattr(MemoryCatalog, "apply", discard_and_apply)
 
 
 # -- results: what must not be passed over -------------------------------------------------------------------------

@@ -223,8 +223,15 @@ class GatedCatalog(Catalog):
 class GatedStore:
     """A store whose device and catalog can be held up, failed and watched; opened again, it is the same one."""
 
-    def __init__(self, *, budget_nbytes: int = BUDGET_NBYTES, deadline_s: float = WAIT_S) -> None:
+    def __init__(
+        self,
+        *,
+        budget_nbytes: int = BUDGET_NBYTES,
+        deadline_s: float = WAIT_S,
+        confirmation: Confirmation | None = None,
+    ) -> None:
         self.disk = SimulatedDisk(capacity_nbytes=1 * MiB, can_lose_power=False)
+        self.confirmation = confirmation or Alone()
         self.budget_nbytes = budget_nbytes
         self.deadline_s = deadline_s
         self.events: list[str] = []
@@ -241,7 +248,8 @@ class GatedStore:
         self.device.events = self.events
         self.catalog = GatedCatalog(MemoryCatalog(self.disk), self.events)
         arena = Arena(self.budget_nbytes)
-        self.store = Store._from_parts(Parts(arena, [self.device], self.catalog), deadline_s=self.deadline_s)
+        parts = Parts(arena, [self.device], self.catalog, confirmation=self.confirmation)
+        self.store = Store._from_parts(parts, deadline_s=self.deadline_s)
 
     def let_through(self, action: Callable[[Callable[[], None]], None]) -> None:
         """Run ``action(done)`` in a thread, which calls ``done`` only once the device is open; return at its end."""
