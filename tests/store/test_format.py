@@ -6,10 +6,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import sqlite3
+import struct
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from tests.store.rig import numbers
 from tiered.cli import main
 from tiered.errors import CorruptionError, DeviceError, UsageError
 from tiered.store.catalog import new_file
+from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.root import FORMAT_VERSION
 from tiered.store.store import Store
 
@@ -127,6 +131,55 @@ def test_a_store_of_format_1_can_be_gone_on_with(directories: list[Path]) -> Non
         assert store.generation == GENERATION + 1 and torch.equal(store["more"], numbers(100_000))
         assert_holds_format_1(store)
     assert version_of(directories) == FORMAT_VERSION
+
+
+def add_large_row(path: Path) -> bytes:
+    """Add a record of 1025 blocks of 4 MiB to the catalog of format 1, and return the digests of its blocks."""
+    root_of_1, digests = struct.Struct("<16sQQIQQ"), random.Random(1).randbytes(8 * 1025)
+    nbytes = (1024 << 22) + 5
+    with closing(sqlite3.connect(path)) as connection, connection:
+        body = connection.execute("SELECT body FROM root").fetchone()[0]
+        store_uuid, generation, key_id, num_directories, num_rows, digest_sum = root_of_1.unpack_from(body)
+        place = struct.pack("<HIQQ", 0, 7, 0, 1025 << 22)
+        row = struct.pack("<QQIIBBB", 1, nbytes, 5, 1, 5, 1, 0) + b"largeuint8" + struct.pack("<Q", nbytes)
+        seed = xxhash.xxh3_64_intdigest(store_uuid)
+        digest = xxhash.xxh3_64_intdigest(key_id.to_bytes(8, "little") + row + place + digests, seed)
+        total = (digest_sum + digest) % (1 << 64)
+        root = root_of_1.pack(store_uuid, generation, key_id + 1, num_directories, num_rows + 1, total)
+        root += body[root_of_1.size :]
+        values = (key_id, row + place + digests, digest.to_bytes(8, "little"))
+        connection.execute("INSERT INTO records VALUES (?, ?, ?)", values)
+        root_digest = xxhash.xxh3_64_intdigest((1).to_bytes(4, "little") + root).to_bytes(8, "little")
+        connection.execute("UPDATE root SET body = ?, digest = ?", (root, root_digest))
+    return digests
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_large_record_of_format_1_has_pages_before_and_after_the_file_is_written_anew(
+    directories: list[Path], read_only: bool
+) -> None:
+    path = directories[0] / "catalog.db"
+    digests = add_large_row(path)
+    with closing(SqliteCatalog(path, read_only=read_only)) as catalog:
+        root, rows = catalog.load()
+        (row,) = (row for row in rows if row.name == "large")
+        assert row.is_paged
+        for number, expected in ((0, digests[: 8 * 1024]), (1, digests[8 * 1024 :])):
+            assert catalog.page(row, number).digests == expected
+        with pytest.raises(CorruptionError, match=r"page 2 of 'large' .* is gone"):
+            catalog.page(row, 2)
+        if not read_only:
+            catalog.apply(replace(root, generation=root.generation + 1), [], [])
+            assert catalog.page(row, 1).digests == digests[8 * 1024 :]
+    assert version_of(directories) == (1 if read_only else FORMAT_VERSION)
+
+
+def test_a_catalog_of_format_1_with_two_roots_is_damaged(directories: list[Path]) -> None:
+    path = directories[0] / "catalog.db"
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("INSERT INTO root SELECT 0, format, body, digest FROM root")
+    with closing(SqliteCatalog(path)) as catalog, pytest.raises(CorruptionError, match="expected one root row, got 2"):
+        catalog.load()
 
 
 def newer_catalog(directories: list[Path]) -> None:

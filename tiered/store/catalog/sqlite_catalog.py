@@ -134,6 +134,7 @@ class SqliteCatalog(Catalog):
             if self._version == 1:
                 found = self._converted(connection)
                 root, header = decode_root(*found.root, self.name)
+                self._store_uuid = root.store_uuid
                 return root, CommittedRows.decode(found.rows, header, self.name, raw_pages=found.pages)
             for one in self._ones(connection):
                 root, header = self._read_root(connection, one)
@@ -147,10 +148,13 @@ class SqliteCatalog(Catalog):
         raise UsageError(f"catalog {self.name} does not hold generation {generation} any more, or not yet")
 
     def _load_page(self, row: Row, number: int) -> Page:
+        place = (row.key_id, number)
         with self._looking("read") as connection:
-            found = connection.execute(
-                "SELECT body, digest FROM pages WHERE key_id = ? AND page = ?", (row.key_id, number)
-            ).fetchone()
+            if self._version == 1:
+                found = next((page[2:] for page in self._converted(connection).pages if page[:2] == place), None)
+            else:
+                sql = "SELECT body, digest FROM pages WHERE key_id = ? AND page = ?"
+                found = connection.execute(sql, place).fetchone()
         where = f"page {number} of {row.name!r} (key id {row.key_id})"
         if found is None or page_digest(row.key_id, number, found[0], row_seed(self._store_uuid)) != found[1]:
             raise corrupt(f"{where} {'is gone' if found is None else 'does not match its digest'}", self.name, row.name)
