@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.devices.simulated_disk import SimulatedDisk
-from tests.store.catalogs import SimulatedHome, SqliteHome, inline_row, loaded, root_of, row_of
+from tests.store.catalogs import UUID, SimulatedHome, SqliteHome, inline_row, loaded, root_of, row_of
 from tests.store.rig import numbers, simulated_store
 from tests.store.together import Together
 from tiered.errors import CorruptionError, DeadlineError, DeviceError, UsageError
 from tiered.store.catalog.catalog import GenerationName
 from tiered.store.format.checksum import PAGE_BLOCKS
 from tiered.store.format.extent import Extent
-from tiered.store.format.row import Page, Row, pages_of
+from tiered.store.format.row import Page, Row, page_digest, pages_of, row_seed
 from tiered.store.lifetime.leftovers import Leftovers
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
@@ -173,6 +174,88 @@ def test_damage_to_what_is_kept_is_found(tmp_path: Any) -> None:
             connection.execute("RELEASE damage")
 
 
+def test_damage_to_a_page_is_found_when_it_is_read(tmp_path: Path) -> None:
+    home, row = SqliteHome(tmp_path), large_row(1)
+    with closing(home.create()) as catalog:
+        catalog.apply(root_of(1), [row], [])
+        catalog.load()
+        short = page_digest(1, 1, b"short", row_seed(UUID))
+        for sql, values, message in (
+            ("UPDATE pages SET body = x'00' WHERE page = 1", (), "page 1 of 'key 1' .* does not match its digest"),
+            ("UPDATE pages SET body = ?, digest = ? WHERE page = 1", (b"short", short), "cannot be decoded"),
+            ("DELETE FROM pages WHERE page = 1", (), "is gone"),
+        ):
+            with closing(sqlite3.connect(home.path)) as connection, connection:
+                connection.execute(sql, values)
+            with pytest.raises(CorruptionError, match=message) as caught:
+                catalog.page(paged(row), 1)
+            assert (caught.value.file, caught.value.key) == (str(home.path), "key 1")
+            assert catalog.page(paged(row), 0) == next(pages_of(row))
+        with closing(sqlite3.connect(home.path)) as connection, connection:
+            connection.execute("UPDATE pages SET page = -1 WHERE page = 2")
+        with pytest.raises(CorruptionError, match="no such page can be"):
+            catalog.load()
+
+
+def test_damage_to_a_page_in_memory_is_found_when_it_is_read() -> None:
+    home, row = SimulatedHome(None), large_row(1)
+    with closing(home.create()) as catalog:
+        catalog.apply(root_of(1), [row], [])
+        content: Any = home.disk.load("catalog")
+        newest = content.kept[0]
+        pages = {place: page for place, page in newest.pages.items() if place != (1, 2)}
+        home.disk.transact("catalog", content._replace(kept=(newest._replace(pages=pages),)))
+        with pytest.raises(CorruptionError, match="page 2 of 'key 1' does not match its digest"):
+            catalog.page(paged(row), 2)
+
+
+NUM_FLIPS = 600
+
+
+def test_a_flipped_bit_in_two_generations_is_found_or_harms_neither(quick_path: Path) -> None:
+    """Of rows and pages that were changed, added and deleted; flips.py has the stores."""
+    home, rng = SqliteHome(quick_path), random.Random(1)
+    with closing(home.create()) as catalog:
+        rows = [large_row(1), large_row(2), row_of(3), large_row(4), inline_row(5, b"x" * 200)]
+        catalog.apply(root_of(1), rows, [])
+        part = replace(paged(rows[3]), generation=2, changed={1: list(pages_of(large_row(4, seed=9)))[1]})
+        newer = [large_row(2, generation=2, seed=1), row_of(3, generation=2, seed=1), row_of(6, generation=2), part]
+        catalog.apply(root_of(2), newer, [1], keeps_before=True)
+    image, expected = home.path.read_bytes(), _both(home)
+    found = 0
+    for _ in range(NUM_FLIPS):
+        damaged = bytearray(image)
+        damaged[rng.randrange(len(image))] ^= 1 << rng.randrange(8)
+        home.path.write_bytes(damaged)
+        contents = _both(home)
+        assert [one for one, right in zip(contents, expected, strict=True) if one not in (right, None)] == []
+        found += None in contents
+    assert found > NUM_FLIPS / 4
+
+
+def _both(home: SqliteHome) -> list[Any]:
+    """Return the newest generation, the one before, and it again when the newest was given up; None for damage."""
+    contents: list[Any] = []
+    try:
+        with closing(home.reopen()) as catalog:
+            for number in (2, 1):
+                try:
+                    root, rows = catalog.load(number)
+                    contents.append((root, list(rows)))
+                except CorruptionError as error:
+                    assert error.file == str(home.path)
+                    contents.append(None)
+            if contents[1] is None:
+                return [*contents, None]
+            catalog.discard()
+            root, rows = catalog.load(1)
+            pages = [catalog.page(row, number) for row in rows if row.is_paged for number in range(3)]
+            return [*contents, (root, list(rows), pages)]
+    except CorruptionError as error:
+        assert error.file == str(home.path)
+        return [*contents, None, None, None][:3]
+
+
 def _load_within(catalog: Any, connection: Any) -> None:
     """Load the generation before, from within a transaction of the test's own."""
 
@@ -258,6 +341,13 @@ def test_a_generation_that_the_store_does_not_have_is_refused() -> None:
     with pytest.raises(CorruptionError, match="not GenerationName") as caught:
         simulated_store(disk, confirmation=together)
     assert caught.value.file == "memory catalog"
+
+
+def test_a_store_on_other_devices_than_it_has_is_refused() -> None:
+    disk = SimulatedDisk()
+    simulated_store(disk).close()
+    with pytest.raises(UsageError, match="the store has 1 directories, got 2"):
+        simulated_store(disk, num_devices=2)
 
 
 def test_the_newest_generation_is_not_given_up_for_a_damaged_one() -> None:
