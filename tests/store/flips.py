@@ -1,6 +1,7 @@
 """One flipped bit in one file of a store's directories, and what the store then does: it finds out, or nothing changed.
 
-The store lies in two directories, closed in order or killed inside a commit; each case starts from the same bytes.
+The store lies in two directories, closed in order, killed inside a commit, or left with a generation that was not
+confirmed beside the one before; each case starts from the same bytes.
 """
 
 from __future__ import annotations
@@ -16,21 +17,24 @@ from typing import Any, Literal
 
 import torch
 
-from tests.store.rig import Counter, numbers
+from tests.store.rig import WAIT_S, Counter, numbers
+from tests.store.together import Together
+from tiered.bytes.arena import Arena
 from tiered.bytes.device.profile import PROFILE_NAME, Profile, write_profile
 from tiered.errors import CorruptionError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.directory import CATALOG_NAME
 from tiered.store.lifetime.ledger import LEDGER_NAME
+from tiered.store.lifetime.opening import open_parts
 from tiered.store.store import Store
-from tiered.units import KiB
+from tiered.units import KiB, MiB
 
 __all__ = ["CLASSES", "Flip", "Subject", "batch", "draw", "try_flip"]
 
 JOURNAL_NAME = f"{CATALOG_NAME}-journal"
 CLASSES = {
-    "data in use": 3, "data not in use": 1, "catalog": 3, "catalog of a killed commit": 2, "journal": 3, "identity": 2,
-    "lock": 1, "profile": 1, "ledger": 1,
+    "data in use": 3, "data not in use": 1, "catalog": 3, "catalog of a killed commit": 2,
+    "catalog of two generations": 2, "journal": 3, "identity": 2, "lock": 1, "profile": 1, "ledger": 1,
 }  # fmt: skip
 """The classes of bytes, and how often each is drawn: the small ones as often as the large, those that matter more."""
 
@@ -39,15 +43,19 @@ _PAGE_NBYTES = 4096
 _BATCH = 200
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")  # https://sqlite.org/fileformat.html, section 3
 
-Killed = Literal["", "early", "torn", "late"]
-"""How much of a commit had reached the catalog when its process was killed: no commit, no page, some pages, all."""
+Killed = Literal["", "early", "torn", "late", "unconfirmed"]
+"""How much of a commit had reached the catalog when its process was killed: no commit, no page, some pages, all; or all
+but the confirmation of those that share the store."""
 
 Image = dict[Path, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """One bit of ``file`` in a store that was closed in order or ``killed``; ``is_long``: looked at by a reader too."""
+    """One bit of ``file`` in a store that was closed in order or ``killed``.
+
+    ``is_long``: it is looked at by a reader too. ``chosen``: the generation that all have who share the store.
+    """
 
     kind: str
     killed: Killed
@@ -55,13 +63,15 @@ class Flip:
     offset: int
     bit: int
     is_long: bool = False
+    chosen: int | None = None
 
 
 class Subject:
     """A store of three generations in ``root``, as the bytes of its files, and what it holds.
 
-    ``images`` has the files by how the store was left. Every image but "late" can only be generation 3; "late", whose
-    journal alone says that generation 4 is not committed, is 3 with the journal and, whole as well, 4 without.
+    ``images`` has the files by how the store was left. "late", whose journal alone says that generation 4 is not
+    committed, is 3 with the journal and, whole as well, 4 without. "unconfirmed" is 3 or 4, as those say that share the
+    store. All others can only be generation 3.
     """
 
     def __init__(self, root: Path) -> None:
@@ -87,9 +97,20 @@ class Subject:
         for killed, catalog in (("early", old), ("torn", _mixed(old, new)), ("late", new)):
             image = {**self.images["early" if killed != "early" else ""], **self._files(data_only=True)}
             self.images[killed] = {**image, self._home(CATALOG_NAME): catalog, self._home(JOURNAL_NAME): journal}
+        self.restore(self.images[""])
+        self._commit_4(self.open(chosen=3))
+        self.images["unconfirmed"] = self._files()
 
-    def open(self, mode: str = "a") -> Store:
-        return Store(*self.directories, dram="8MiB", mode=mode)
+    def open(self, mode: str = "a", chosen: int | None = None) -> Store:
+        """Open the store, as one that others share with ``chosen``."""
+        if chosen is None:
+            return Store(*self.directories, dram="8MiB", mode=mode)
+        parts = open_parts(self.directories, Arena(8 * MiB), durable=True, engine="auto", mode=mode)
+        parts.confirmation = Together(chosen)
+        store = Store.__new__(Store)
+        store.device_memory = None
+        store._assemble(parts, durable=True, mode=mode, deadline_s=WAIT_S)
+        return store
 
     def restore(self, image: Image) -> None:
         """Make the directories hold ``image`` and nothing else."""
@@ -127,16 +148,19 @@ class Subject:
     def _killed_commit(self) -> tuple[bytes, bytes]:
         """Commit generation 4; return the catalog after it, and the journal as it stood before the first page of it."""
         store = self.open()
-        store.register("counter", Counter(4))
         catalog = store._parts.catalog
         assert isinstance(catalog, SqliteCatalog) and catalog._connection is not None
         held = _HeldCommit(catalog._connection, self._home(JOURNAL_NAME))
         catalog._connection = held  # type: ignore[assignment]
-        self._put(store, 4)
-        store.commit({"step": 4, "more": "t" * 5000})
-        self._note(store, 4)
-        store.close()
+        self._commit_4(store)
         return self._home(CATALOG_NAME).read_bytes(), held.journal
+
+    def _commit_4(self, store: Store) -> None:
+        with store:
+            store.register("counter", Counter(4))
+            self._put(store, 4)
+            store.commit({"step": 4, "more": "t" * 5000})
+            self._note(store, 4)
 
 
 class _HeldCommit:
@@ -178,6 +202,8 @@ def draw(subject: Subject, rng: random.Random) -> Flip:
     """Draw a class of bytes, then one of its bits; of catalog and journal half of them where the structure is."""
     kind = rng.choices(list(CLASSES), list(CLASSES.values()))[0]
     killed: Killed = rng.choice(("early", "torn", "late")) if kind in ("catalog of a killed commit", "journal") else ""
+    killed = "unconfirmed" if kind == "catalog of two generations" else killed
+    chosen = rng.choice((3, 4)) if killed == "unconfirmed" else None
     image = subject.images[killed]
     directory = rng.choice(subject.directories)
     if kind == "data in use":
@@ -195,7 +221,7 @@ def draw(subject: Subject, rng: random.Random) -> Flip:
                 offset = rng.randrange(len(image[file]))
         elif file.parent == home and file.name in (CATALOG_NAME, JOURNAL_NAME) and rng.random() < 0.5:
             offset = _structural(len(image[file]), file.name, rng)
-    return Flip(kind, killed, file, offset, rng.randrange(8), is_long=rng.random() < 0.2)
+    return Flip(kind, killed, file, offset, rng.randrange(8), is_long=rng.random() < 0.2, chosen=chosen)
 
 
 def _structural(nbytes: int, name: str, rng: random.Random) -> int:
@@ -238,10 +264,9 @@ def try_flip(subject: Subject, flip: Flip) -> tuple[str, str]:
 
 
 def _use(subject: Subject, flip: Flip, mode: str) -> tuple[str, str]:
-    store = subject.open(mode)
-    with store:
+    with subject.open(mode, flip.chosen) as store:
         generation = store.generation
-        if generation not in ((3, 4) if flip.killed == "late" else (3,)):
+        if generation not in ((3, 4) if flip.killed == "late" else (flip.chosen or 3,)):
             return "broken", f"generation {generation}"
         damaged, wrong = _look(store, subject, generation)
         if wrong or damaged or mode == "r":

@@ -16,6 +16,7 @@ import xxhash
 
 from tests.store.flips import JOURNAL_NAME
 from tiered.bytes.device.profile import PROFILE_NAME
+from tiered.store.catalog.transaction import ROWS_BEFORE
 from tiered.store.format import root as roots
 from tiered.store.format import row as rows
 from tiered.store.lifetime.directory import CATALOG_NAME
@@ -26,6 +27,8 @@ __all__ = ["KINDS", "Kind"]
 _NUMBERS = (
     0, 1, 2, 255, 1 << 12, (1 << 16) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 62) + 1, (1 << 63) - 1, 1 << 63
 )  # fmt: skip
+
+_TABLES = ("records", "root", "pages", "records_before", "pages_before")
 
 Mutation = Callable[[Path, random.Random], None]
 
@@ -64,7 +67,7 @@ def _replace_file(path: Path, rng: random.Random) -> None:
 
 def _run_sql(path: Path, rng: random.Random) -> None:
     """Change the tables as anybody with SQLite could, leaving the digests."""
-    number, table = rng.choice(_NUMBERS) % (1 << 63), rng.choice(("records", "root", "pages", "records_before"))
+    number, table = rng.choice(_NUMBERS) % (1 << 63), rng.choice(_TABLES)
     column = rng.choice(("body", "digest"))
     value = rng.choice((f"zeroblob({rng.randrange(100_000)})", str(number), "'text'", "1.5", "randomblob(300)", "body"))
     statement = rng.choice(
@@ -75,6 +78,9 @@ def _run_sql(path: Path, rng: random.Random) -> None:
             f"UPDATE records SET key_id = key_id + {rng.randrange(1, 100)}",
             "UPDATE records SET key_id = -key_id", f"DELETE FROM {table}", f"DROP TABLE {table}",
             f"INSERT INTO records SELECT key_id + 1000, body, digest FROM records LIMIT {rng.randrange(1, 9)}",
+            "INSERT OR IGNORE INTO records_before SELECT * FROM records", "UPDATE root SET one = 1 - one",
+            "UPDATE records_before SET key_id = key_id + 1000", f"DELETE FROM root WHERE one = {number % 2}",
+            "INSERT INTO pages_before SELECT key_id, 0, body, digest FROM records",
             f"CREATE TRIGGER t AFTER INSERT ON {table} BEGIN DELETE FROM records; END",
             "CREATE VIEW v AS SELECT * FROM root", f"CREATE INDEX i ON {table} ({column})",
             f"ALTER TABLE {table} ADD COLUMN more", f"ALTER TABLE {table} RENAME TO other",
@@ -89,10 +95,11 @@ def _run_sql(path: Path, rng: random.Random) -> None:
 
 
 def _forge(path: Path, rng: random.Random) -> None:
-    """Change rows, the root or the state, and make every digest and sum right again."""
+    """Change rows, the root or the state of a generation, and make every digest and sum of it right again."""
     with closing(sqlite3.connect(path)) as connection, connection:
-        (root,) = connection.execute("SELECT body FROM root").fetchone()
-        found = dict(connection.execute("SELECT key_id, body FROM records").fetchall())
+        one, root = rng.choice(connection.execute("SELECT one, body FROM root ORDER BY one").fetchall())
+        kept = connection.execute("SELECT key_id, body, digest FROM records" if one else ROWS_BEFORE).fetchall()
+        found = {key_id: body for key_id, body, _ in kept}
         header, state = list(roots._ROOT.unpack_from(root)), root[roots.ROOT_HEADER_NBYTES :]
         what = rng.randrange(4)
         if what < 2:
@@ -107,9 +114,10 @@ def _forge(path: Path, rng: random.Random) -> None:
         digests = {key_id: rows._row_digest(key_id, body, seed) for key_id, body in found.items()}
         header[7] = sum(int.from_bytes(digest, "little") for digest in digests.values()) % (1 << 64)
         body = roots._ROOT.pack(*header) + state
-        connection.execute("UPDATE root SET body = ?, digest = ?", (body, roots._root_digest(body)))
-        changed = [(found[key_id], digests[key_id], key_id) for key_id in found]
-        connection.executemany("UPDATE records SET body = ?, digest = ? WHERE key_id = ?", changed)
+        connection.execute("UPDATE root SET body = ?, digest = ? WHERE one = ?", (body, roots._root_digest(body), one))
+        changed = [(key_id, found[key_id], digests[key_id]) for key_id, _, digest in kept if digests[key_id] != digest]
+        table = "records" if one else "records_before"
+        connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?)", changed)
 
 
 def _forged_row(body: bytes, other: bytes, rng: random.Random) -> bytes:

@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 
-from tests.store.flips import JOURNAL_NAME, Image, Subject
+from tests.store.flips import JOURNAL_NAME, Killed, Subject
 from tests.store.forgery import KINDS, Kind
 from tests.store.places import quick_directory
 from tiered.bytes.device.profile import find_profile
 from tiered.errors import CorruptionError, TieredError
+from tiered.store.lifetime.directory import CATALOG_NAME
 from tiered.store.store import Store
 from tiered.train.existing_run import describe
 
@@ -45,19 +46,21 @@ _ARENA_NBYTES = 32 << 20  # arena, threads' stacks and SQLite's cache, as the ke
 
 def _try_case(subject: Subject, kind: Kind, rng: random.Random) -> str:
     """Mutate, then read everything that a store, its commands and its users would; return what was wrong."""
-    killed = "late" if kind.name == JOURNAL_NAME else ""
-    image: Image = subject.images[killed]  # type: ignore[index]
-    subject.restore(image)
+    killed: Killed = "late" if kind.name == JOURNAL_NAME else ""
+    chosen = None
+    if kind.name == CATALOG_NAME and rng.random() < 0.5:
+        killed, chosen = "unconfirmed", rng.choice((None, 3, 4))
+    subject.restore(subject.images[killed])
     path = subject.directories[0] / kind.name
     with suppress(sqlite3.Error):  # SQLite refused: the file is as it was
         kind.mutate(path, rng)
     nbytes = sum(each.stat().st_size for each in path.parent.iterdir() if not each.name.startswith("data-"))
-    expected = None if kind.is_forged else {3, 4} if killed else {3}
+    expected = {"": {3}, "late": {3, 4}, "unconfirmed": {chosen or 4}}[killed]
     tracemalloc.start()
     _reset_peak()
     before, start_s = _resident_nbytes("VmRSS"), time.process_time()
     try:
-        wrong = _read_everything(subject, expected)
+        wrong = _read_everything(subject, None if kind.is_forged else expected, chosen)
     except TieredError:
         wrong = ""
     except BaseException as error:
@@ -72,12 +75,12 @@ def _try_case(subject: Subject, kind: Kind, rng: random.Random) -> str:
     return wrong
 
 
-def _read_everything(subject: Subject, expected: set[int] | None) -> str:
+def _read_everything(subject: Subject, expected: set[int] | None, chosen: int | None) -> str:
     find_profile(subject.directories[0])
     for _ in describe(subject.directories):
         pass
     for mode in ("r", "a"):
-        with subject.open(mode) as store:
+        with subject.open(mode, chosen) as store:
             wrong = _read(store, subject, expected)
             if wrong:
                 return wrong

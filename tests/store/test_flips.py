@@ -39,7 +39,7 @@ def test_every_flipped_bit_is_found_or_harms_nothing(subject: Subject) -> None:
     assert sum(counts.values()) == sum(found.values()) + sum(harmless.values()) == NUM_FLIPS
     # What is read is checked; what nobody reads, or only takes advice from, refuses nothing.
     assert harmless["identity"] == 0 < found["identity"]
-    assert min(found["data in use"], found["catalog"], found["journal"]) > 20
+    assert min(found["data in use"], found["catalog"], found["catalog of two generations"], found["journal"]) > 20
     assert not any(found[kind] for kind in ("data not in use", "lock", "profile", "ledger"))
     assert min(harmless[kind] for kind in ("data not in use", "lock", "profile", "ledger")) > 20
 
@@ -50,6 +50,17 @@ def test_without_a_flip_nothing_is_damaged(subject: Subject, killed: Killed) -> 
     with subject.open() as store:
         assert store.generation == 3  # the journal was played back, whatever pages the killed commit had written
         assert store.state == subject.states[3] and set(store) == set(subject.contents[3])
+        assert store.verify().is_clean
+
+
+@pytest.mark.parametrize("mode", ["r", "a"])
+@pytest.mark.parametrize("chosen", [None, 3, 4])
+def test_without_a_flip_both_generations_are_whole(subject: Subject, chosen: int | None, mode: str) -> None:
+    subject.restore(subject.images["unconfirmed"])
+    generation = chosen or 4
+    with subject.open(mode, chosen) as store:
+        assert store.generation == generation
+        assert store.state == subject.states[generation] and set(store) == set(subject.contents[generation])
         assert store.verify().is_clean
 
 
