@@ -6,6 +6,7 @@ import base64
 import json
 import random
 import sqlite3
+import struct
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -101,23 +102,52 @@ def _forge(path: Path, rng: random.Random) -> None:
         kept = connection.execute("SELECT key_id, body, digest FROM records" if one else ROWS_BEFORE).fetchall()
         found = {key_id: body for key_id, body, _ in kept}
         header, state = list(roots._ROOT.unpack_from(root)), root[roots.ROOT_HEADER_NBYTES :]
-        what = rng.randrange(4)
+        pages: list[tuple[int, int, bytes]] = []
+        what = rng.randrange(5)
         if what < 2:
             for key_id in rng.sample(sorted(found), rng.randrange(1, 4)):
                 found[key_id] = _forged_row(found[key_id], found[rng.choice(sorted(found))], rng)
         elif what == 2:
             field = rng.randrange(1, 7)
             header[field] = rng.choice(_NUMBERS) % (1 << (32 if field in (4, 5) else 64))
-        else:
+        elif what == 3:
             state = _forged_state(state, rng)
+        else:
+            key_id = rng.choice(sorted(found))
+            found[key_id], pages = _made_up_pages(key_id, rng)
+            header[6] += len(pages)
         seed = rows.row_seed(header[0])
         digests = {key_id: rows._row_digest(key_id, body, seed) for key_id, body in found.items()}
-        header[7] = sum(int.from_bytes(digest, "little") for digest in digests.values()) % (1 << 64)
+        sealed = [(*page, rows.page_digest(*page, seed)) for page in pages]
+        total = sum(int.from_bytes(digest, "little") for digest in (*digests.values(), *(page[3] for page in sealed)))
+        header[7] = total % (1 << 64)
         body = roots._ROOT.pack(*header) + state
         connection.execute("UPDATE root SET body = ?, digest = ? WHERE one = ?", (body, roots._root_digest(body), one))
         changed = [(key_id, found[key_id], digests[key_id]) for key_id, _, digest in kept if digests[key_id] != digest]
         table = "records" if one else "records_before"
         connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?)", changed)
+        table = "pages" if one else "pages_before"
+        connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?, ?)", sealed)
+
+
+def _made_up_pages(key_id: int, rng: random.Random) -> tuple[bytes, list[tuple[int, int, bytes]]]:
+    """Return the body of a row of 1500 blocks of 4096 bytes, and (key id, page, body) of its pages, mostly right."""
+    num_blocks = [1024, 476]
+    nbytes = sum(num_blocks) * 4096
+    row = rows._ROW.pack(1, nbytes, 5, 0, 5, 1, rows.PAGED, 12) + b"pagesuint8" + nbytes.to_bytes(8, "little")
+    flaws, pages = [rng.randrange(16) for _ in num_blocks], []
+    for page, (number, flaw) in enumerate(zip(num_blocks, flaws, strict=True)):
+        extent = [0, 7, page << 30, number * 4096]
+        if flaw < 4:
+            extent[flaw] = rng.choice(_NUMBERS) % (1 << (16, 32, 64, 64)[flaw])
+        extents = struct.pack("<HIQQ", *extent) * (rng.choice((0, 2, 5000)) if flaw == 4 else 1)
+        many = (1 << 32) - 1 if flaw == 5 else len(extents) // 22
+        written = rng.choice((1, 1 << 31)) if flaw == 6 else 0
+        content = rng.randbytes(8 * number - (rng.choice((1, 8, 8 * number)) if flaw == 7 else 0))
+        generation = 1 << 40 if flaw == 8 else 1
+        body = struct.pack("<QII", generation, many, written) + extents + content + bytes(8 * number * (written == 1))
+        pages.append((key_id, page + (flaw == 9), body))
+    return row, pages
 
 
 def _forged_row(body: bytes, other: bytes, rng: random.Random) -> bytes:
