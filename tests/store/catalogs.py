@@ -8,10 +8,11 @@ from dataclasses import replace
 from tests.devices.simulated_disk import SimulatedDisk
 from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
-from tiered.store.format.checksum import num_blocks
+from tiered.store.format.checksum import PAGE_BLOCKS, num_blocks
 from tiered.store.format.extent import Extent
 from tiered.store.format.root import Root
-from tiered.store.format.row import Row
+from tiered.store.format.row import Row, pages_of
+from tiered.units import KiB
 
 UUID = bytes(range(16))
 ROOT = Root(store_uuid=UUID, generation=0, next_key_id=1, num_directories=2, state="{}")
@@ -37,6 +38,19 @@ def row_of(key_id, name=None, *, nbytes=5000, generation=1, seed=0):
 
 def inline_row(key_id, content, generation=1):
     return Row(key_id, f"inline {key_id}", "uint8", (len(content),), len(content), generation, (), b"", content)
+
+
+def large_row(key_id, *, num_blocks=3 * PAGE_BLOCKS - 5, generation=1, seed=0):
+    """Return a row of blocks of 4 KiB that needs three pages."""
+    nbytes = num_blocks * 4 * KiB - 7
+    row = row_of(key_id, nbytes=nbytes, generation=generation, seed=seed)
+    places = (Extent(0, 1, key_id << 30, 4 * KiB), Extent(1, 0, key_id << 30, num_blocks * 4 * KiB))
+    return replace(row, block_nbytes=4 * KiB, digests=bytes((key_id + seed,)) * 8 * num_blocks, extents=places)
+
+
+def paged(row):
+    """Return what is in the row's own place of the catalog, where it has pages."""
+    return replace(row, extents=(), digests=b"", is_paged=True) if list(pages_of(row)) else row
 
 
 def root_of(generation, next_key_id=1 << 40, state="{}"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.devices.simulated_disk import SimulatedDisk
-from tests.store.catalogs import ROOT, UUID, SqliteHome, content_of, failing, inline_row, root_of, row_of
+from tests.store.catalogs import ROOT, UUID, SqliteHome, content_of, failing, inline_row, large_row, root_of, row_of
 from tiered.errors import CorruptionError, DeviceError, UsageError
 from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.catalog.sqlite_file import connect, make_durable, translated
@@ -21,7 +21,8 @@ from tiered.store.format import committed_rows as rows_module
 from tiered.store.format import root as root_module
 from tiered.store.format import row as row_module
 from tiered.store.format.committed_rows import CommittedRows
-from tiered.store.format.root import RootHeader, decode_root, encode_root
+from tiered.store.format.extent import Extent
+from tiered.store.format.root import ExternalFile, RootHeader, decode_root, encode_root
 from tiered.store.format.row import encode_row
 from tiered.store.lifetime.identity import Identity
 
@@ -215,6 +216,66 @@ def test_rows_of_many_kinds_and_what_rows_say_of_themselves(monkeypatch: pytest.
     assert rows.owner(0) == "key 9"
     with pytest.raises(IndexError):
         rows.owner(1)
+
+
+def pages_with(row: Any, changes: dict[int, Any]) -> list[tuple[int, int, bytes, bytes]]:
+    """Return the pages of ``row``, some of them replaced; their digests are right."""
+    seed, pages = row_module.row_seed(UUID), []
+    for number, page in enumerate(row_module.pages_of(row)):
+        body = row_module.encode_page(page._replace(**changes.get(number, {})))
+        pages.append((row.key_id, number, body, row_module.page_digest(row.key_id, number, body, seed)))
+    return pages
+
+
+def decoded(rows: list[Any], pages: list[tuple[int, int, bytes, bytes]]) -> CommittedRows:
+    raw = [encoded(row) for row in rows]
+    total = sum(int.from_bytes(each[-1], "little") for each in (*raw, *pages))
+    header = replace(header_of(raw), num_rows=len(raw) + len(pages), digest_sum=total & ((1 << 64) - 1))
+    return CommittedRows.decode(raw, header, "it", raw_pages=pages)
+
+
+@pytest.mark.parametrize(
+    ("number", "changes", "message"),
+    [
+        (1, {"digests": b""}, "page 1 of 'key 2' .* cannot be decoded"),
+        (1, {"extents": (Extent(0, 1, 0, 4096),)}, "page 1 of 'key 2' .*: extents of 4096 bytes for"),
+        (0, {"generation": 10}, "page 0 of 'key 2' .*: written for generation 10, committed is 9"),
+        (0, {"written": (10).to_bytes(8, "little") * 1024}, "written for generation 10, committed is 9"),
+        (2, {"extents": (Extent(2, 1, 0, 1019 * 4096),)}, "a page of 'key 2' has an extent that is no range of a file"),
+    ],
+)
+def test_a_page_whose_digest_is_right_is_still_looked_at(number: int, changes: Any, message: str) -> None:
+    with pytest.raises(CorruptionError, match=message):
+        decoded([row_of(1), large_row(2)], pages_with(large_row(2), {number: changes}))
+
+
+def test_pages_are_those_of_the_rows_and_in_order() -> None:
+    rows = [row_of(1), large_row(2), large_row(3)]
+    pages = [*pages_with(rows[1], {}), *pages_with(rows[2], {})]
+    found = decoded(rows, pages)
+    num_extents = [len(page.extents) for row in rows[1:] for page in row_module.pages_of(row)]
+    assert [found.owner(index) for index in (0, 1, sum(num_extents[:3]), sum(num_extents[:3]) + 1)] == [
+        "key 1", "key 2", "key 2", "key 3",
+    ]  # fmt: skip
+    with pytest.raises(IndexError):
+        found.owner(1 + sum(num_extents))
+    for wrong, message in (
+        (pages[:3], "pages are missing of 'key 3'"),
+        (pages[:5], "pages are missing of 'key 3'"),
+        (pages[3:], "page 0 of key id 3, expected 0 of 2"),
+        ([pages[0], *pages[2:]], "page 2 of key id 2, expected 1 of 2"),
+        ([*pages, (4, 0, b"", b"")], "page 0 of key id 4, expected 0 of 0"),
+        ([(*pages[0][:2], b"", pages[0][3]), *pages[1:]], "page 0 of 'key 2' .* does not match its digest"),
+    ):
+        with pytest.raises(CorruptionError, match=message):
+            decoded(rows, wrong)
+
+
+def test_a_list_of_files_that_does_not_end_with_its_bytes_is_damage() -> None:
+    body = bytearray(encode_root(replace(ROOT, external=(ExternalFile("f", 4096, 1),)), 0, 0)[0])
+    body[root_module.ROOT_HEADER_NBYTES + 16] = 2  # the bytes of its name: it goes on into the state
+    with pytest.raises(CorruptionError):
+        decode_root(bytes(body), root_module._root_digest(bytes(body)), "it")
 
 
 def test_a_catalog_that_the_simulated_disk_has_lost() -> None:

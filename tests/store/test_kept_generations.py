@@ -16,7 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.devices.simulated_disk import SimulatedDisk
-from tests.store.catalogs import UUID, SimulatedHome, SqliteHome, inline_row, loaded, root_of, row_of
+from tests.store.catalogs import (
+    UUID,
+    SimulatedHome,
+    SqliteHome,
+    inline_row,
+    large_row,
+    loaded,
+    paged,
+    root_of,
+    row_of,
+)
 from tests.store.rig import numbers, simulated_store
 from tests.store.together import Together
 from tiered.errors import CorruptionError, DeadlineError, DeviceError, UsageError
@@ -32,19 +42,6 @@ from tiered.units import KiB, MiB
 @pytest.fixture(params=[SqliteHome, SimulatedHome])
 def home(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
     return request.param(tmp_path)
-
-
-def large_row(key_id: int, *, num_blocks: int = 3 * PAGE_BLOCKS - 5, generation: int = 1, seed: int = 0) -> Row:
-    """Return a row of blocks of 4 KiB that needs three pages."""
-    nbytes = num_blocks * 4 * KiB - 7
-    row = row_of(key_id, nbytes=nbytes, generation=generation, seed=seed)
-    places = (Extent(0, 1, key_id << 30, 4 * KiB), Extent(1, 0, key_id << 30, num_blocks * 4 * KiB))
-    return replace(row, block_nbytes=4 * KiB, digests=bytes((key_id + seed,)) * 8 * num_blocks, extents=places)
-
-
-def paged(row: Row) -> Row:
-    """Return what is in the row's own place of the catalog, where it has pages."""
-    return replace(row, extents=(), digests=b"", is_paged=True) if list(pages_of(row)) else row
 
 
 class Changed:
