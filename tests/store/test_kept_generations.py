@@ -36,7 +36,7 @@ from tiered.store.format.extent import Extent
 from tiered.store.format.row import Page, Row, page_digest, pages_of, row_seed
 from tiered.store.lifetime.leftovers import Leftovers
 from tiered.store.store import Store
-from tiered.units import KiB, MiB
+from tiered.units import MiB
 
 
 @pytest.fixture(params=[SqliteHome, SimulatedHome])
