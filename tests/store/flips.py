@@ -23,6 +23,8 @@ from tiered.bytes.arena import Arena
 from tiered.bytes.device.profile import PROFILE_NAME, Profile, write_profile
 from tiered.errors import CorruptionError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
+from tiered.store.format.extent import Extent
+from tiered.store.format.row import Row, part_of
 from tiered.store.lifetime.directory import CATALOG_NAME
 from tiered.store.lifetime.ledger import LEDGER_NAME
 from tiered.store.lifetime.opening import open_parts
@@ -86,7 +88,8 @@ class Subject:
                 self._put(store, generation)
                 store.commit({"step": generation, "more": "s" * 5000})
                 self._note(store, generation)
-            places = [(e.device, e.offset, e.nbytes) for record in store.records() for e in record.extents]
+            rows = [store._records.entries[name].row for name in store]
+            places = [(e.device, e.offset, e.nbytes) for row in rows if row is not None for e in _extents(row)]
             self.used = [(self.directories[d] / "data-000", offset, nbytes) for d, offset, nbytes in places]
         for directory in self.directories:
             write_profile(directory, _profile())
@@ -128,6 +131,10 @@ class Subject:
         store.put_many({name: numbers(nbytes, generation) for name, nbytes in sizes.items()})
         store["matrix"] = torch.full((30, 50), float(generation), dtype=torch.bfloat16)
         store.put_many({f"row {i} {'n' * 900}": numbers(i, generation) for i in range(0, 18, generation)})
+        if generation == 1:
+            store.put("parts", numbers(30_000, 1), block_size="4KiB")
+        else:
+            store.write_part("parts", 4000 * generation, numbers(9000, generation))
         store[f"gone {generation}"] = numbers(9000)
         if generation > 1:
             del store[f"gone {generation - 1}"]
@@ -318,6 +325,10 @@ def _mixed(old: bytes, new: bytes) -> bytes:
     for at in written:
         mixed[at : at + _PAGE_NBYTES] = new[at : at + _PAGE_NBYTES]
     return bytes(mixed)
+
+
+def _extents(row: Row) -> tuple[Extent, ...]:
+    return part_of(row, 0, row.num_blocks).extents if row.is_paged else row.extents
 
 
 def _profile() -> Profile:

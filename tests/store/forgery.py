@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import random
 import sqlite3
 import struct
@@ -115,6 +116,8 @@ def _forge(path: Path, rng: random.Random) -> None:
         else:
             key_id = rng.choice(sorted(found))
             found[key_id], pages = _made_up_pages(key_id, rng)
+            with open(os.open(path.parent / "data-007", os.O_RDWR | os.O_CREAT, 0o600), "wb") as data:
+                data.truncate(8 << 20)
             header[6] += len(pages)
         seed = rows.row_seed(header[0])
         digests = {key_id: rows._row_digest(key_id, body, seed) for key_id, body in found.items()}
@@ -137,7 +140,7 @@ def _made_up_pages(key_id: int, rng: random.Random) -> tuple[bytes, list[tuple[i
     row = rows._ROW.pack(1, nbytes, 5, 0, 5, 1, rows.PAGED, 12) + b"pagesuint8" + nbytes.to_bytes(8, "little")
     flaws, pages = [rng.randrange(16) for _ in num_blocks], []
     for page, (number, flaw) in enumerate(zip(num_blocks, flaws, strict=True)):
-        extent = [0, 7, page << 30, number * 4096]
+        extent = [0, 7, page << 22, number * 4096]
         if flaw < 4:
             extent[flaw] = rng.choice(_NUMBERS) % (1 << (16, 32, 64, 64)[flaw])
         extents = struct.pack("<HIQQ", *extent) * (rng.choice((0, 2, 5000)) if flaw == 4 else 1)

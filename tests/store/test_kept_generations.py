@@ -31,6 +31,7 @@ from tests.store.rig import numbers, simulated_store
 from tests.store.together import Together
 from tiered.errors import CorruptionError, DeadlineError, DeviceError, UsageError
 from tiered.store.catalog.catalog import GenerationName
+from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.format.checksum import PAGE_BLOCKS
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Page, Row, page_digest, pages_of, row_seed
@@ -215,7 +216,8 @@ def test_a_flipped_bit_in_two_generations_is_found_or_harms_neither(quick_path: 
     with closing(home.create()) as catalog:
         rows = [large_row(1), large_row(2), row_of(3), large_row(4), inline_row(5, b"x" * 200)]
         catalog.apply(root_of(1), rows, [])
-        part = replace(paged(rows[3]), generation=2, changed={1: list(pages_of(large_row(4, seed=9)))[1]})
+        changed = Changed({1: list(pages_of(large_row(4, seed=9)))[1]})
+        part = replace(paged(rows[3]), generation=2, pages=changed)
         newer = [large_row(2, generation=2, seed=1), row_of(3, generation=2, seed=1), row_of(6, generation=2), part]
         catalog.apply(root_of(2), newer, [1], keeps_before=True)
     image, expected = home.path.read_bytes(), _both(home)
@@ -310,6 +312,31 @@ def test_a_generation_that_was_not_confirmed_is_there_or_was_never(chosen: int |
         store["e"] = numbers(9000)
         assert store.commit() == (chosen or 2) + 1
         assert store.verify().is_clean
+
+
+def test_a_reader_of_the_generation_before_has_its_pages() -> None:
+    """A reader discards nothing, and reads what it has chosen."""
+    disk, together = SimulatedDisk(), Together()
+    with simulated_store(disk, confirmation=together) as store:
+        store.put("a", numbers(20_000, 1), block_size="4KiB")
+        store.commit()
+        store.write_part("a", 3000, numbers(5000, 2))
+        store.commit()
+        store.write_part("a", 100, numbers(9000, 3))
+        value = numbers(20_000, 1)
+        value[3000:8000] = numbers(5000, 2)
+        together.error = DeviceError("a rank is gone")
+        with pytest.raises(DeviceError):
+            store.commit()
+    for chosen in (2, 3):
+        catalog = MemoryCatalog(disk)
+        root, rows = catalog.load(chosen)
+        (row,) = rows
+        page = catalog.page(row, 0)
+        assert root.generation == chosen and page.written and max(page.written[::8]) == chosen
+    together.error, together.chosen = None, 2
+    with simulated_store(disk, confirmation=together) as store:
+        assert torch.equal(store["a"], value)
 
 
 def test_gc_leaves_what_a_kept_generation_stands_on(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class Catalog(ABC):
 
     @abstractmethod
     def page(self, row: Row, number: int) -> Page:
-        """Return a page of the newest generation's ``row``. Raises CorruptionError, DeviceError."""
+        """Return a page of ``row`` in the generation that was loaded or committed last. Raises CorruptionError."""
 
     @abstractmethod
     def apply(

@@ -46,6 +46,7 @@ class MemoryCatalog(Catalog):
         self._disk = disk
         self._is_closed = False
         self._failed = False
+        self._loaded = 0  # which of the generations that are kept
         if not isinstance(disk.load(_NAME), _Content):
             raise UsageError("the memory disk holds no catalog: create one")
 
@@ -62,9 +63,10 @@ class MemoryCatalog(Catalog):
         return tuple(GenerationName(root.generation, root.nonce) for root in roots)
 
     def load(self, generation: int | None = None) -> tuple[Root, CommittedRows]:
-        for each in self._content().kept:
+        for index, each in enumerate(self._content().kept):
             root, header = decode_root(each.body, each.digest, self.name)
             if generation in (None, root.generation):
+                self._loaded = index
                 raw = ((key_id, *each.rows[key_id]) for key_id in sorted(each.rows))
                 raw_pages = ((*place, *each.pages[place]) for place in sorted(each.pages))
                 rows = CommittedRows.decode(
@@ -74,9 +76,9 @@ class MemoryCatalog(Catalog):
         raise UsageError(f"the memory catalog does not hold generation {generation}")
 
     def page(self, row: Row, number: int) -> Page:
-        newest = self._content().kept[0]
-        body, digest = newest.pages.get((row.key_id, number), (b"", b""))
-        seed = row_seed(decode_root(newest.body, newest.digest, self.name)[0].store_uuid)
+        loaded = self._content().kept[self._loaded]
+        body, digest = loaded.pages.get((row.key_id, number), (b"", b""))
+        seed = row_seed(decode_root(loaded.body, loaded.digest, self.name)[0].store_uuid)
         if page_digest(row.key_id, number, body, seed) != digest:
             raise corrupt(f"page {number} of {row.name!r} does not match its digest", self.name, row.name)
         return decode_page(body, min(PAGE_BLOCKS, row.num_blocks - number * PAGE_BLOCKS))
@@ -112,6 +114,7 @@ class MemoryCatalog(Catalog):
     def _transact(self, content: _Content) -> None:
         if self._failed:
             raise DeviceError("memory catalog: an earlier commit failed and its outcome is unknown")
+        self._loaded = 0
         try:
             self._disk.transact(_NAME, content)
         except DeviceError:

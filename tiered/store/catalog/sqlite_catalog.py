@@ -78,6 +78,8 @@ class SqliteCatalog(Catalog):
         self._failed: str | None = None
         self._version = FORMAT_VERSION  # of the file, once it was looked at
         self._store_uuid = b""
+        self._is_before = False  # the generation that was loaded is the one before the newest
+        self._old_pages: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # of a file of version 1
         self._is_settled = read_only
         # Held as long as the connection: closing any descriptor of the file drops SQLite's locks on it.
         self._fd: int | None = None
@@ -135,11 +137,13 @@ class SqliteCatalog(Catalog):
                 found = self._converted(connection)
                 root, header = decode_root(*found.root, self.name)
                 self._store_uuid = root.store_uuid
+                self._old_pages = {page[:2]: page[2:] for page in found.pages}
                 return root, CommittedRows.decode(found.rows, header, self.name, raw_pages=found.pages)
             for one in self._ones(connection):
                 root, header = self._read_root(connection, one)
                 self._store_uuid = root.store_uuid
                 if generation in (None, root.generation):
+                    self._is_before = one == _BEFORE
                     raw = self._read_rows(connection, _ROWS if one == _NEWEST else ROWS_BEFORE)
                     raw_pages = self._read_pages(connection, _PAGES if one == _NEWEST else PAGES_BEFORE)
                     return root, CommittedRows.decode(
@@ -150,11 +154,11 @@ class SqliteCatalog(Catalog):
     def _load_page(self, row: Row, number: int) -> Page:
         place = (row.key_id, number)
         with self._looking("read") as connection:
-            if self._version == 1:
-                found = next((page[2:] for page in self._converted(connection).pages if page[:2] == place), None)
-            else:
-                sql = "SELECT body, digest FROM pages WHERE key_id = ? AND page = ?"
-                found = connection.execute(sql, place).fetchone()
+            found = self._old_pages.get(place)
+            for table in ("pages_before", "pages") if self._is_before else ("pages",) if self._version > 1 else ():
+                if found is None:
+                    sql = f"SELECT body, digest FROM {table} WHERE key_id = ? AND page = ?"
+                    found = connection.execute(sql, place).fetchone()
         where = f"page {number} of {row.name!r} (key id {row.key_id})"
         if found is None or page_digest(row.key_id, number, found[0], row_seed(self._store_uuid)) != found[1]:
             raise corrupt(f"{where} {'is gone' if found is None else 'does not match its digest'}", self.name, row.name)
@@ -204,6 +208,7 @@ class SqliteCatalog(Catalog):
             except BaseException as error:
                 self._abandon(connection, error)
                 raise
+            self._is_before = False
 
     def _upgrade(self, connection: sqlite3.Connection) -> sqlite3.Connection:
         """Write the catalog anew in the version of today, and return the connection to it."""
@@ -211,7 +216,7 @@ class SqliteCatalog(Catalog):
         make_file(Path(self.name), found.root, found.rows, found.pages, replaces=True)
         self._end()
         self._open()
-        self._version = FORMAT_VERSION
+        self._version, self._old_pages = FORMAT_VERSION, {}
         assert self._connection is not None
         return self._connection
 
