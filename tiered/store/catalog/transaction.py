@@ -9,7 +9,17 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 
 from tiered.store.format.root import FORMAT_VERSION, Root, RootHeader, encode_root
-from tiered.store.format.row import Page, Row, encode_page, encode_row, page_digest, pages_of, row_seed
+from tiered.store.format.row import (
+    KIND_AT,
+    PAGED,
+    Page,
+    Row,
+    encode_page,
+    encode_row,
+    page_digest,
+    pages_of,
+    row_seed,
+)
 
 __all__ = ["PAGES_BEFORE", "ROWS_BEFORE", "SCHEMA", "CatalogTransaction", "discard_newest"]
 
@@ -63,18 +73,19 @@ class CatalogTransaction:
         self._connection.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", self._encoded(rows))
 
     def _encoded(self, rows: Iterable[Row]) -> Iterator[tuple[int, bytes, bytes]]:
+        store_uuid, next_key_id = self._header.store_uuid, self._header.next_key_id
         for row in rows:
-            body, new = encode_row(row, self._header.store_uuid)
-            is_new = row.key_id >= self._header.next_key_id
-            old = None if is_new else self._digest_of(row.key_id)
+            body, new = encode_row(row, store_uuid)
+            old = None if row.key_id >= next_key_id else self._digest_of(row.key_id)
             if self._keeps:
                 self._keep_row(row.key_id)
             if old is not None and not row.is_paged:
                 self._drop_pages(row.key_id)
             self._count(old, new)
-            pages = enumerate(pages_of(row)) if row.pages is None else row.pages.changed.items()
-            for number, page in pages:
-                self._put_page(row.key_id, number, page)
+            if body[KIND_AT] == PAGED:
+                pages = enumerate(pages_of(row)) if row.pages is None else row.pages.changed.items()
+                for number, page in pages:
+                    self._put_page(row.key_id, number, page)
             yield row.key_id, body, new
 
     def delete(self, key_ids: Iterable[int]) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "EXTENT_NBYTES",
     "HERE",
     "INLINE",
+    "KIND_AT",
     "MAX_NUM_DIMS",
     "PAGED",
     "ROW_HEADER_NBYTES",
@@ -42,7 +43,6 @@ __all__ = [
     "encode_page",
     "encode_row",
     "extents_problem",
-    "needs_pages",
     "page_digest",
     "pages_of",
     "part_of",
@@ -66,6 +66,9 @@ MAX_NUM_DIMS = 255
 ROW_HEADER_NBYTES = _ROW.size
 """How many bytes at the start of a row's body have a fixed place."""
 
+KIND_AT = 26
+"""Which byte of a row's body is its kind."""
+
 EXTENT_NBYTES = _EXTENT.size
 """Bytes of one extent in a row."""
 
@@ -82,9 +85,9 @@ class ExternalRange(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: that makes a row cost twice as much, and a million are made
 class Row:
-    """The facts about one key in the catalog, or about some of its blocks in a row.
+    """The facts about one key in the catalog, or about some of its blocks in a row. Never changed once it is made.
 
     ``generation`` is the one that the bytes were written for, where ``written`` does not say otherwise block by block;
     with the key id it seeds the digests. A tensor of at most 1 KiB may live in ``inline``; it then has neither extents
@@ -194,12 +197,7 @@ def _kind(row: Row) -> int:
         return INLINE
     if row.ranges:
         return EXTERNAL
-    return PAGED if row.is_paged or row.written or row.num_blocks > PAGE_BLOCKS else HERE
-
-
-def needs_pages(nbytes: int, block_nbytes: int) -> bool:
-    """Whether a record of so many bytes has too many blocks for its row."""
-    return num_blocks(nbytes, block_nbytes) > PAGE_BLOCKS
+    return PAGED if row.is_paged or row.written or row.nbytes > row.block_nbytes * PAGE_BLOCKS else HERE
 
 
 def part_of(row: Row, first: int, blocks: int) -> Row:
@@ -308,25 +306,27 @@ def row_problem(row: Row) -> str | None:
         return f"key id, generation or size out of range ({row.generation}, {row.nbytes} bytes)"
     if len(row.shape) > MAX_NUM_DIMS:
         return f"{len(row.shape)} dimensions"
-    if any(not 0 <= dim < LIMIT for dim in row.shape):
-        return f"a shape of {row.shape}"
+    for dim in row.shape:
+        if not 0 <= dim < LIMIT:
+            return f"a shape of {row.shape}"
     if row.inline is not None:
         fits = len(row.inline) == row.nbytes and not row.extents and not row.digests
         return None if fits else f"{len(row.inline)} bytes inline for {row.nbytes}, with extents or digests"
     if row.is_paged:
         return "extents or digests beside its pages" if row.extents or row.digests or not row.nbytes else None
-    if len(row.digests) != DIGEST_NBYTES * row.num_blocks:
+    if len(row.digests) != -(-row.nbytes // row.block_nbytes) * DIGEST_NBYTES:
         return f"{len(row.digests)} bytes of digests for {row.num_blocks} blocks"
     return _ranges_problem(row) if row.ranges else extents_problem(row.extents, row.nbytes)
 
 
 def extents_problem(extents: tuple[Extent, ...], nbytes: int) -> str | None:
     """Return what is wrong with ``extents`` for a record, or a page of one, of ``nbytes``; or None."""
-    if any(e.nbytes <= 0 or e.offset < 0 or e.offset + e.nbytes >= LIMIT or e.file < 0 for e in extents):
-        return "an extent that is no range of a named file"
-    if sum(e.nbytes for e in extents) < nbytes:
-        return f"extents of {sum(e.nbytes for e in extents)} bytes for {nbytes}"
-    return None
+    total = 0
+    for _, file, offset, length in extents:  # a loop: of a million rows, most have one
+        if length <= 0 or offset < 0 or offset + length >= LIMIT or file < 0:
+            return "an extent that is no range of a named file"
+        total += length
+    return f"extents of {total} bytes for {nbytes}" if total < nbytes else None
 
 
 def _ranges_problem(row: Row) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tiered.store.format.checksum import PAGE_BLOCKS
 from tiered.store.format.extent import Extent
-from tiered.store.format.row import Page, Row, needs_pages
+from tiered.store.format.row import Page, Row
 from tiered.store.records.entry import BlockWrites, Entry, EntryState
 from tiered.store.records.pages import Pages, ReadPage, block_extents, paged
 from tiered.store.space.readers import Readers
@@ -32,7 +32,7 @@ class Paging:
 
     def kept(self, row: Row) -> Row:
         """Return ``row``, which has all its extents and digests, as an entry keeps it: in pages, if there are many."""
-        if row.inline is not None or not needs_pages(row.nbytes, row.block_nbytes):
+        if row.nbytes <= row.block_nbytes * PAGE_BLOCKS or row.inline is not None:
             return row
         return paged(row, self.read_page, Readers())
 

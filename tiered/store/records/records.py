@@ -151,12 +151,14 @@ class Records:
 
         ``alias`` is the lease for writing that is being granted, if one is: it may turn out to change nothing.
         """
-        is_read = entry.row is not None and isinstance(entry.row.pages, Pages) and entry.row.pages.readers.are_there
+        pages = None if entry.row is None else entry.row.pages
+        is_read = isinstance(pages, Pages) and pages.readers.are_there
         if is_read:  # a stream reads the bytes of many blocks: they stay, and are not written over
             self._free_landing(entry)
         if alias is not None and entry.state is EntryState.CLEAN and entry.parts is None and not is_read:
             alias.before = Stored(entry.row, entry.digests, entry in self.changed)
-        self.paging.free(entry)
+        if entry.parts is not None:
+            self.paging.free(entry)
         entry.row = None
         entry.digests = None
         if not entry.scratch:
@@ -246,10 +248,12 @@ class Records:
             entry.landing = None
 
     def _free_landing(self, entry: Entry) -> None:
+        if entry.landing is None:
+            return
         landing, entry.landing = entry.landing, None
-        if landing is not None and entry.row is not None and isinstance(entry.row.pages, Pages):
+        if entry.row is not None and isinstance(entry.row.pages, Pages):
             self._space.give_back_when_read(landing, entry.row.pages.readers)
-        elif landing is not None:
+        else:
             self._space.give_back(landing)
 
     # Below: generations
