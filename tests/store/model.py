@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import random
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +24,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from safetensors.torch import save_file
 
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, Counter, numbers, simulated_store
@@ -55,6 +60,17 @@ class Sealed(NamedTuple):
 
 NOTHING = Sealed(0, {}, 0, {})
 
+EXTERNAL = {"small": numbers(3001, 77), "large": numbers(22_222, 78)}
+"""The tensors of a file of the user's own."""
+
+
+@functools.cache
+def _base() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="tiered-model-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    save_file(EXTERNAL, folder / "base.safetensors")
+    return folder / "base.safetensors"
+
 
 class StoreAgainstDict(RuleBasedStateMachine):
     """One store, reopened now and then; ``open`` is what it must hold now, ``sealed`` after a rollback.
@@ -63,8 +79,9 @@ class StoreAgainstDict(RuleBasedStateMachine):
     store that others share is opened with either, as they say, until ``sealed`` is confirmed.
     """
 
-    @initialize(num_devices=st.sampled_from([1, 3]), is_shared=st.booleans())
-    def create(self, num_devices: int, is_shared: bool) -> None:
+    @initialize(num_devices=st.sampled_from([1, 3]), is_shared=st.booleans(), has_external=st.booleans())
+    def create(self, num_devices: int, is_shared: bool, has_external: bool) -> None:
+        self.external = [_base()] if has_external else []
         self.disk = SimulatedDisk(capacity_nbytes=1 * MiB)
         self.is_shared = is_shared
         self.together = Together()
@@ -83,6 +100,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
             budget_nbytes=BUDGET_NBYTES,
             num_devices=self.num_devices,
             confirmation=self.together if self.is_shared else None,
+            external=self.external,
         )
         condition = self.store.working_set.condition
         self.together.is_awaited = lambda: bool(condition._waiters)
@@ -100,11 +118,38 @@ class StoreAgainstDict(RuleBasedStateMachine):
         self.leases.clear()
         self.leased.clear()
 
-    @rule(name=NAMES, nbytes=SIZES, seed=SEEDS)
-    def put(self, name: str, nbytes: int, seed: int) -> None:
+    @rule(name=NAMES, nbytes=SIZES, seed=SEEDS, block=st.sampled_from([None, "4KiB", "8KiB"]))
+    def put(self, name: str, nbytes: int, seed: int, block: str | None) -> None:
         value = numbers(nbytes, seed)
-        self.store[name] = value
+        self.store.put(name, value, block_size=block)
         self.open[name] = value
+        self.leased.discard(name)
+
+    @rule(name=NAMES, start=st.floats(0, 1), share=st.floats(0, 1), seed=SEEDS)
+    def write_part(self, name: str, start: float, share: float, seed: int) -> None:
+        if name not in self.open or self.open[name].dtype != torch.uint8:
+            return
+        expected = self.open[name] = self.open[name].clone()
+        first = int(start * expected.numel())
+        part = numbers(int(share * (expected.numel() - first)), seed)
+        self.store.write_part(name, first, part)
+        expected.view(-1)[first : first + part.numel()] = part
+        if part.numel():
+            self.leased.discard(name)
+
+    @rule(name=NAMES, start=st.floats(0, 1), share=st.floats(0, 1))
+    def read_part(self, name: str, start: float, share: float) -> None:
+        if name in self.open:
+            flat = self.open[name].reshape(-1)
+            first = int(start * flat.numel())
+            stop = first + int(share * (flat.numel() - first))
+            assert same(self.store.read_part(name, first, stop), flat[first:stop])
+
+    @precondition(lambda self: self.external)
+    @rule(name=NAMES, source=st.sampled_from(["small", "large"]))
+    def adopt(self, name: str, source: str) -> None:
+        self.store.adopt(name, self.external[0], source)
+        self.open[name] = EXTERNAL[source].clone()
         self.leased.discard(name)
 
     @rule(name=NAMES, dtype=DTYPES, shape=SHAPES, seed=SEEDS, is_strided=st.booleans())

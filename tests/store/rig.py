@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,7 @@ from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.root import Root
 from tiered.store.format.row import Page, Row
 from tiered.store.lifetime.confirmation import Alone, Confirmation
+from tiered.store.lifetime.external import ExternalSources
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store
@@ -40,6 +42,7 @@ def simulated_store(
     wrap: Callable[[Device], Device] = lambda device: device,
     arena: Arena | None = None,
     confirmation: Confirmation | None = None,
+    external: Sequence[Path] = (),
 ) -> Store:
     """Open the store on ``disk``, creating it where there is none. ``wrap`` puts an adaptor around each device."""
     arena = Arena(budget_nbytes) if arena is None else arena
@@ -50,7 +53,8 @@ def simulated_store(
         root = empty_root(uuid.UUID(int=7).bytes, num_devices)
         catalog = MemoryCatalog.create(disk, root) if is_new else MemoryCatalog(disk)
     devices = [wrap(MemoryDevice(disk, index)) for index in range(num_devices)]
-    parts = Parts(arena, devices, catalog, confirmation=confirmation or Alone())
+    sources = ExternalSources(external, "threads")
+    parts = Parts(arena, devices, catalog, confirmation=confirmation or Alone(), external=sources)
     return Store._from_parts(parts, durable=durable, deadline_s=deadline_s)
 
 

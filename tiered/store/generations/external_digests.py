@@ -37,16 +37,19 @@ class ExternalDigests:
     def __init__(self, working_set: WorkingSet) -> None:
         self._working_set = working_set
         self._buffer: Buffer | None = None
+        self._slab_nbytes = SLAB_NBYTES  # of memory for a slab: less, where all records are smaller
 
     def reserve(self) -> None:
         """Take the memory that the next commit needs, if it needs some; may block. Raises CapacityError."""
         if self._working_set.space.external is None or self._buffer is not None:
             return
         with self._working_set.condition:
-            is_needed = any(_is_missing(entry.row) for entry in self._working_set.records.changed)
-        if is_needed:
-            most = self._working_set.budget_bytes // 8 // SLAB_NBYTES
-            self._buffer = self._working_set.room.reserve(SLAB_NBYTES * max(1, min(_MOST_SLABS, most)))
+            rows = [entry.row for entry in self._working_set.records.changed if _is_missing(entry.row)]
+        if rows:
+            largest = max(row.nbytes for row in rows if row is not None)
+            self._slab_nbytes = min(SLAB_NBYTES, self._working_set.space.round_up(largest))
+            most = self._working_set.budget_bytes // 8 // self._slab_nbytes
+            self._buffer = self._working_set.room.reserve(self._slab_nbytes * max(1, min(_MOST_SLABS, most)))
 
     def compute(self, rows: Iterable[tuple[Entry, Row]]) -> dict[Entry, Row]:
         """Return those of ``rows`` that lack digests, with them; blocks. Raises CorruptionError, DeviceError.
@@ -63,8 +66,8 @@ class ExternalDigests:
 
     def _compute(self, missing: list[tuple[Entry, Row]]) -> dict[Entry, Row]:
         assert self._buffer is not None, missing
-        memory, done = self._buffer.memory, queue.SimpleQueue[Transfer]()
-        free = [memory[start : start + SLAB_NBYTES] for start in range(0, len(memory) - SLAB_NBYTES + 1, SLAB_NBYTES)]
+        memory, done, size = self._buffer.memory, queue.SimpleQueue[Transfer](), self._slab_nbytes
+        free = [memory[start : start + size] for start in range(0, len(memory) - size + 1, size)]
         found: dict[Row, dict[int, bytes]] = {row: {} for _, row in missing}
         total, nbytes, said_s, in_flight = sum(row.nbytes for _, row in missing), 0, time.monotonic(), 0
         jobs = _jobs(row for _, row in missing)

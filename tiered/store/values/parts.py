@@ -77,9 +77,9 @@ class PartValues:
                 self._space.begin_stream(row)
         if row is None:
             self._read_resident(key, start, flat)
-        elif row.inline is not None:
+        elif row.inline is not None and flat.numel():
             flat.copy_(torch.frombuffer(bytearray(row.inline), dtype=torch.uint8)[start : start + flat.numel()])
-        else:
+        elif row.inline is None:
             self._read_stored(row, start, flat)
 
     def _read_resident(self, key: str, start: int, flat: torch.Tensor) -> None:
