@@ -23,6 +23,8 @@ from tests.store.together import Together
 from tiered.errors import TieredError
 from tiered.store.catalog.catalog import GenerationName
 from tiered.store.catalog.memory_catalog import MemoryCatalog
+from tiered.store.format.extent import Extent
+from tiered.store.format.row import Row, part_of
 from tiered.store.space import device_space
 from tiered.store.space.extents import ExtentAllocator
 from tiered.store.store import Store
@@ -84,8 +86,8 @@ class Job:
         """Each step changes some keys and commits; the next one goes on while that commit runs."""
         for _ in range(num_steps):
             for _ in range(self.rng.randint(4, 8)):
-                actions = self.put, self.write, self.delete, self.go_back, self.hint
-                self.rng.choices(actions, (8, 6, 2, 1, 2))[0]()
+                actions = self.put, self.write, self.write_part, self.delete, self.go_back, self.hint
+                self.rng.choices(actions, (8, 6, 4, 2, 1, 2))[0]()
                 self.confirm()
             self.commit_later()
         self.commit()
@@ -93,7 +95,7 @@ class Job:
     def put(self) -> None:
         name = self.rng.choice(NAMES)
         value = numbers(self.rng.choice(SIZES), self.rng.getrandbits(30))
-        self.store[name] = value
+        self.store.put(name, value, block_size=self.rng.choice((None, "4KiB")))
         self.oracle.open[name] = value
 
     def write(self) -> None:
@@ -103,6 +105,18 @@ class Job:
         with self.store.lease(name, "rw") as view:
             view += 1
         self.oracle.open[name] = self.oracle.open[name] + 1
+
+    def write_part(self) -> None:
+        """Write some bytes by themselves: their blocks, and the pages of the catalog that these are in."""
+        if not self.oracle.open:
+            return
+        name = self.rng.choice(sorted(self.oracle.open))
+        value = self.oracle.open[name].clone()
+        start = self.rng.randrange(value.numel())
+        part = numbers(self.rng.randint(1, value.numel() - start), self.rng.getrandbits(30))
+        self.store.write_part(name, start, part)
+        value[start : start + part.numel()] = part
+        self.oracle.open[name] = value
 
     def delete(self) -> None:
         if self.oracle.open:
@@ -397,9 +411,14 @@ def _next_commit(store: Store) -> str:
     return _wrong_extents(store)
 
 
+def _extents(row: Row) -> tuple[Extent, ...]:
+    return part_of(row, 0, row.num_blocks).extents if row.is_paged else row.extents
+
+
 def _wrong_extents(store: Store) -> str:
     """Every byte in use belongs to one committed extent: nothing leaks, nothing overlaps."""
-    extents = sorted(extent for record in store.records() for extent in record.extents)
+    rows = [store._records.entries[name].row for name in store]
+    extents = sorted(extent for row in rows if row is not None for extent in _extents(row))
     for one, other in itertools.pairwise(extents):
         if one[:2] == other[:2] and one.offset + one.nbytes > other.offset:
             return f"{one} overlaps {other}"
