@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 
@@ -193,6 +195,48 @@ def test_unfreezing_lays_a_unit_out_in_the_store(tmp_path: Path) -> None:
             assert all(torch.equal(value, plain.state_dict()[name]) for name, value in net.named_parameters())
     assert all(torch.equal(*pair) for pair in zip(found, losses, strict=True))
     assert [path.read_bytes() for path in paths] == before
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_peft_adapters_over_a_base_in_place(tmp_path: Path) -> None:
+    """As README has it, against the same in memory: a base in bf16, saved by transformers, adapters by PEFT."""
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=64, n_head=2, vocab_size=256, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.utils.logging.disable_progress_bar()  # whose thread outlives it
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True)
+    base = tmp_path / "base"
+    transformers.GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(base)
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, lora)
+
+    def losses(model: Any, optimizer: Any) -> list[torch.Tensor]:
+        found = []
+        for step in range(4):
+            ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(step))
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return found
+
+    plain = adapted(transformers.GPT2LMHeadModel.from_pretrained(base, dtype=torch.bfloat16))
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    expected = losses(plain, torch.optim.AdamW(trained, lr=1e-3, fused=True))
+    with tiered.Store(tmp_path / "run", dram="32MiB", external=[base]) as store:
+        with torch.device("meta"):
+            model = transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
+        model = adapted(tiered.shard(model.requires_grad_(False), store, weights=base))
+        optimizer = tiered.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3, store=store)
+        found = losses(model, optimizer)
+        store.commit({"step": 4})
+        numel = sum(p.numel() for p in trained)
+        assert store.working_set.space.used_nbytes <= 3 * 4 * numel + 16 * 4 * KiB  # adapters and moments, padded
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def test_a_run_is_not_resumed_without_its_base(tmp_path: Path) -> None:
