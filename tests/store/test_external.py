@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from safetensors.torch import save_file
 
 from tests.store.rig import numbers
 from tiered.cli import main
-from tiered.errors import CorruptionError, UsageError
+from tiered.errors import CorruptionError, LeaseError, UsageError
 from tiered.store.format.row import ExternalRange
 from tiered.store.format.spec import Spec
 from tiered.store.store import Store
@@ -130,7 +132,7 @@ def test_a_flipped_bit_is_found_with_its_file_and_offset(tmp_path: Path, base: P
     with opened(tmp_path, base) as store:
         adopted(store, base)
         store.commit()
-        _, entry = store.external.find(base, "large")
+        entry = store.external.find(base, "large")
     offset = entry.offset + 5 * MiB + 3
     with open(base, "r+b") as file:
         file.seek(offset)
@@ -180,11 +182,88 @@ def test_a_file_that_changes_while_it_is_open(tmp_path: Path, base: Path) -> Non
         with open(base, "r+b") as file:
             file.seek(-10, os.SEEK_END)
             file.write(bytes(10))
-        with pytest.raises(Exception, match="was changed while the store was open"):
+        with pytest.raises(UsageError, match="was changed while the store was open"):
             store.commit()
+        store["own"] = numbers(5000)  # nothing was sealed, and the store goes on
+        store.clear()
+        store["own"] = numbers(5000)
+        store.commit()
     save_file(tensors(), base)
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        assert list(store) == ["own"]
+
+
+def test_a_link_to_a_file_that_is_open_changes_nothing(tmp_path: Path, base: Path) -> None:
     with opened(tmp_path, base) as store:
-        assert len(store) == 0  # nothing was committed
+        adopted(store, base)
+        os.link(base, tmp_path / "another")
+        base.chmod(0o600)
+        store.commit()
+        assert store.verify().is_clean
+
+
+def test_a_commit_that_was_refused_leaves_nothing_behind(tmp_path: Path, base: Path) -> None:
+    """It had read digests; what is adopted later is larger, and has its own."""
+    with opened(tmp_path, base) as store:
+        store["own"] = numbers(5000)
+        store.adopt("a", base, "pages")
+        with store.lease("own", "rw"), pytest.raises(LeaseError):
+            store.commit()
+        store.adopt("b", base, "large")
+        store.commit()
+        assert same(store["b"], tensors()["large"]) and same(store["a"], tensors()["pages"])
+        assert store.working_set.statistics().arena_bytes <= 16 * MiB
+    with opened(tmp_path, base) as store:
+        assert store.verify().is_clean
+
+
+def test_a_base_that_takes_long_to_read_fails_no_commit(tmp_path: Path, base: Path) -> None:
+    with opened(tmp_path, base, dram="8MiB") as store:
+        adopted(store, base)
+        transfer = store.working_set.space.transfer
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            time.sleep(0.2)
+            return transfer(*arguments, **options)
+
+        store.working_set.space.transfer = slow  # type: ignore[method-assign]
+        store.working_set.deadline_s = 1.0  # for all of it; what moves is not late
+        store.commit(wait=False)
+        store.working_set.deadline_s = 60.0
+
+
+def test_files_that_look_alike_and_files_that_nothing_lies_in(tmp_path: Path, base: Path) -> None:
+    twin = tmp_path / "twin" / base.name
+    twin.parent.mkdir()
+    values = {name: value.flip(0) for name, value in tensors().items()}
+    save_file(values, twin)
+    unused = tmp_path / "unused.safetensors"
+    save_file({"z": torch.ones(3)}, unused)
+    with Store(tmp_path / "run", dram="16MiB", external=[unused, base, twin, base]) as store:
+        store.adopt("first", base, "odd")
+        store.adopt("second", twin, "odd")
+        store.commit()
+        store["own"] = numbers(3000)
+    for files in ([base, twin], [base, twin, unused]):
+        with Store(tmp_path / "run", dram="16MiB", external=files) as store:
+            assert same(store["first"], tensors()["odd"]) and same(store["second"], values["odd"])
+            store["own"] = numbers(3000)
+    with Store(tmp_path / "run", dram="16MiB", external=[base, twin]) as store:
+        del store["second"], store["first"]
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        assert list(store) == ["own"] and same(store["own"], numbers(3000))
+
+
+def test_a_damaged_external_key_can_be_dropped(tmp_path: Path, base: Path) -> None:
+    with opened(tmp_path, base) as store:
+        adopted(store, base)
+        entry = store.external.find(base, "odd")
+    with open(base, "r+b") as file:
+        file.seek(entry.offset)
+        file.write(b"\1\2\3")
+    with opened(tmp_path, base) as store:
+        (dropped,) = store.drop_damaged(["base/odd"])
+        assert dropped.places == ((str(base), entry.offset, entry.nbytes),)
 
 
 def test_the_command_line_knows_external_files(
@@ -215,7 +294,7 @@ def test_two_files_and_their_order(tmp_path: Path, base: Path) -> None:
         store.adopt("odd", base, "odd")
     with Store(tmp_path / "run", dram="16MiB", external=[base, other]) as store:
         assert same(store["x"], numbers(9000, 7)) and same(store["odd"], tensors()["odd"])
-        assert store.external.paths == [str(other), str(base)]
+        assert store.external.path(0) == str(other) and store.external.path(1) == str(base)
         with pytest.raises(UsageError, match="not among the files"):
             store.adopt("y", tmp_path / "third.safetensors", "x")
         with pytest.raises(UsageError):
@@ -242,7 +321,8 @@ def test_ranges_at_any_place_come_back(tmp_path_factory: pytest.TempPathFactory,
     record = torch.zeros(rng.choice((20_000, 300_001, 5 * MiB + 333)), dtype=torch.uint8)
     ranges, at = [], 0
     with Store(folder / "run", dram="32MiB", external=[folder], engine="threads") as store:
-        _, entry = store.external.find(folder / "f.safetensors", "all")
+        entry = store.external.find(folder / "f.safetensors", "all")
+        assert store.external.number(folder / "f.safetensors") == 0
         while at < record.numel():
             at += rng.choice((0, 0, 1, 100, 4096, 9000))
             nbytes = min(record.numel() - at, rng.choice((1, 512, 4095, 4096, 16_384, 16_385, 50_000, 4 * MiB)))

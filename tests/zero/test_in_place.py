@@ -158,7 +158,7 @@ def test_a_flipped_bit_of_the_base_is_found_in_the_forward_that_reads_it(tmp_pat
         net, optimizer = sharded(store, paths)
         train(net, optimizer, range(1))
         store.commit({"step": 1})
-        _, entry = store.external.find(paths[1], "4.base.weight")
+        entry = store.external.find(paths[1], "4.base.weight")
     with open(paths[1], "r+b") as file:
         file.seek(entry.offset + 5001)
         byte = file.read(1)[0]

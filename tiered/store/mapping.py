@@ -97,7 +97,9 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         Nothing of it is written to the store but, with the first commit, the digests of its blocks: the commit reads
         what was not read by then. A later write to the key gives it bytes of its own. Raises UsageError.
         """
-        number, entry = self.external.find(file, name)
+        entry = self.external.find(file, name)
+        with self._condition:
+            number = self.external.number(file)
         dtype = getattr(torch, entry.dtype)
         ranges = [ExternalRange(0, number, entry.offset, entry.nbytes)] if entry.nbytes else []
         adopt(self.working_set, self._producers.settled(key), Spec(dtype, entry.shape), ranges)

@@ -11,23 +11,22 @@ from tiered.errors import UsageError
 from tiered.store.format.row import ExternalRange
 from tiered.store.format.spec import Spec
 from tiered.store.store import Store
-from tiered.store.values.adopted import adopt
 from tiered.units import format_bytes
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.weights import Weights
 
-__all__ = ["leave_in_place"]
+__all__ = ["find_in_place"]
 
 _log = logging.getLogger("tiered")
 
 
-def leave_in_place(store: Store, units: Sequence[Unit], source: Weights) -> dict[str, int]:
-    """Make the keys of frozen spans ones whose bytes lie in the files of ``source``; return these, and their bytes.
+def find_in_place(store: Store, units: Sequence[Unit], source: Weights) -> dict[str, tuple[Spec, list[ExternalRange]]]:
+    """Return the keys of frozen spans whose bytes lie in the files of ``source``, and where; for ``adopt``.
 
     A span stays there where the store has its files open, in its ``external``, and they have all of its values with
     the same dtype and in the same order. One line of the log says how much is to be copied although its file is open.
     """
-    found: dict[str, int] = {}
+    found: dict[str, tuple[Spec, list[ExternalRange]]] = {}
     left: list[str] = []
     copied = 0
     for unit in units if store.external.paths else ():
@@ -40,11 +39,11 @@ def leave_in_place(store: Store, units: Sequence[Unit], source: Weights) -> dict
                 left.append(ranges)
                 copied += span.nbytes
             else:
-                adopt(store.working_set, span.key, Spec(torch.uint8, (span.nbytes,)), ranges)
-                found[span.key] = span.nbytes
+                found[span.key] = (Spec(torch.uint8, (span.nbytes,)), ranges)
     if found or left:
         others = f"; {format_bytes(copied)} are copied, such as those with {left[0]}" if left else ""
-        _log.info("%s of frozen parameters are read in place%s", format_bytes(sum(found.values())), others)
+        nbytes = sum(spec.nbytes for spec, _ in found.values())
+        _log.info("%s of frozen parameters are read in place%s", format_bytes(nbytes), others)
     return found
 
 
@@ -56,7 +55,9 @@ def _ranges(store: Store, segments: Sequence[Segment], source: Weights) -> list[
         if place is None:
             return f"{segment.name}, which no file has in this order"
         try:
-            file, entry = store.external.find(*place)
+            entry = store.external.find(*place)
+            with store.working_set.condition:
+                file = store.external.number(place[0])
         except UsageError:
             return f"{segment.name}, whose file is not among the external ones"
         if getattr(torch, entry.dtype, None) != segment.dtype or entry.nbytes != segment.nbytes:

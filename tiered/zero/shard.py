@@ -20,6 +20,7 @@ from torch.utils import swap_tensors
 from tiered.errors import UsageError
 from tiered.store.generations.registry import taking_apart
 from tiered.store.store import Store
+from tiered.store.values import adopted
 from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.compute_tier import ComputeTier
 from tiered.units import format_bytes
@@ -29,7 +30,7 @@ from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
 from tiered.zero.formats.budget import share_out_as_asked
-from tiered.zero.in_place import leave_in_place
+from tiered.zero.in_place import find_in_place
 from tiered.zero.layout import Shares
 from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, refuse_missing
 from tiered.zero.optimizer.masters import master_key, master_offsets, masters_nbytes
@@ -242,12 +243,14 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
     """Write each unit's values, and the masters of cast parameters; with ``adopt`` the store's own values stay."""
     working_set = store.working_set
     if not adopt:
-        in_place = leave_in_place(store, units, source)
-        nbytes = sum(unit.nbytes for unit in units) - sum(in_place.values())
+        in_place = find_in_place(store, units, source)
+        nbytes = sum(unit.nbytes for unit in units) - sum(spec.nbytes for spec, _ in in_place.values())
         if store.durable:  # a second set of the keys that steps write
             nbytes += sum(unit.layout.gradient_nbytes for unit in units)
         masters = sum(masters_nbytes(u.segments) for u in units if any(source.is_cast(s) for s in u.segments))
         store.reserve_space(nbytes + masters, scratch=not store.durable)
+        for key, (spec, ranges) in in_place.items():
+            adopted.adopt(working_set, key, spec, ranges)
     for unit in units:
         if not adopt:
             _fill_unit(store, unit, source, in_place)

@@ -80,18 +80,19 @@ class ExternalFiles(NumberedFiles):
         """Return the absolute path of ``file``."""
         return self._paths[file] if 0 <= file < len(self._paths) else f"external file {file}, which was not given,"
 
-    def changed(self, file: int | None = None) -> str | None:
+    def changed(self, file: int | None = None, *, ignores_ctime: bool = False) -> str | None:
         """Return how ``file``, or any of them, differs from the file that was opened; None where it does not.
 
         Asks the kernel about the open file and about its path, and reads no data; blocks. A change of owner, mode or
-        number of names counts, because its time cannot be told from that of new bytes. Kernels before 6.13 keep time in
-        steps of 1 to 10 ms: new bytes of the same length in the step of the opening do not show. Raises ClosedError.
+        number of names counts, because its time cannot be told from that of new bytes; with ``ignores_ctime`` not, nor
+        do new bytes then whose time somebody has set back. Kernels before 6.13 keep time in steps of 1 to 10 ms: new
+        bytes of the same length in the step of the opening do not show. Raises ClosedError.
         """
         self._check_open()  # order: before the lock, which a forked child may find held for ever
         with CRITICAL_SECTION.lock, self._status_lock:
             self._check_open()
             for number in range(len(self._paths)) if file is None else (file,):
-                difference = self._difference(number)
+                difference = self._difference(number, ignores_ctime=ignores_ctime)
                 if difference is not None:
                     return f"{self.path(number)} is not what it was when it was opened: {difference}"
         return None
@@ -124,12 +125,14 @@ class ExternalFiles(NumberedFiles):
         self.is_direct = True
         return None
 
-    def _difference(self, number: int) -> str | None:
+    def _difference(self, number: int, *, ignores_ctime: bool) -> str | None:
         before = self._identities[number]
         try:
             now = _Identity.of(os.fstat(self._files[number].fd))
         except OSError as error:
             return f"it cannot be asked: {error.strerror}"
+        if ignores_ctime:
+            now = now._replace(ctime_ns=before.ctime_ns)
         if now != before:
             names = [name for name, old, new in zip(_Identity._fields, before, now, strict=True) if old != new]
             return ", ".join(f"{name} was {getattr(before, name)} and is {getattr(now, name)}" for name in names)

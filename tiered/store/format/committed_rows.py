@@ -19,6 +19,7 @@ from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
 from tiered.store.format.root import RootHeader, corrupt
 from tiered.store.format.row import (
     EXTENT_NBYTES,
+    EXTERNAL,
     HERE,
     INLINE,
     PAGED,
@@ -105,6 +106,14 @@ class CommittedRows:
         last = next(reversed(self.encoded.values()), None)
         if last is not None:  # the largest key id
             decoding.check(last)
+
+    def external(self) -> set[int]:
+        """Return the numbers of the external files that rows lie in."""
+        found: set[int] = set()
+        for row in self.encoded.values():
+            if unpack_header(row, _KEY_NBYTES)[6] == EXTERNAL:
+                found.update(each.file for each in decode_row(row).ranges)
+        return found
 
     def owner(self, index: int) -> str:
         """Return the name of the row that has the extent ``extents[index]``."""

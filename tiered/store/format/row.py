@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
@@ -27,6 +27,7 @@ from tiered.store.format.root import LIMIT, RootHeader
 
 __all__ = [
     "EXTENT_NBYTES",
+    "EXTERNAL",
     "HERE",
     "INLINE",
     "KIND_AT",
@@ -133,6 +134,8 @@ class Row:
 
 class PageSource(Protocol):
     """Where a paged row's pages are."""
+
+    readers: Any
 
     @property
     def changed(self) -> Mapping[int, Page]:

@@ -12,16 +12,15 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from tiered.bytes.critical_section import ServiceThread
-from tiered.errors import CapacityError, CorruptionError, DeviceError, LeaseError, TieredError
+from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
 from tiered.store.catalog.catalog import Catalog, GenerationName
 from tiered.store.format.root import Root
-from tiered.store.generations.external_digests import ExternalDigests
+from tiered.store.generations.external_digests import find_digests, lacks_digests
 from tiered.store.lifetime.confirmation import Confirmation
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.records.entry import Entry, EntryState
-from tiered.store.records.external_records import learned
 from tiered.store.records.producers import Producer
-from tiered.store.records.records import Sealed
+from tiered.store.records.sealed import Sealed
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
 from tiered.store.transfers.transfer import start_all
@@ -65,7 +64,6 @@ class Committer:
         self._catalog = catalog
         self._confirmation = confirmation
         self._external = external
-        self._digests = ExternalDigests(working_set)
         self._thread: threading.Thread | None = None
 
     def start(self, state: str, *, is_last: bool = False) -> int:
@@ -77,7 +75,7 @@ class Committer:
         """
         while True:
             self.wait()
-            self._digests.reserve()
+            find_digests(self._working_set, self._external)  # order: before anything is sealed, and without the lock
             with self._condition:
                 self._working_set.residents.drain()
                 if is_last:
@@ -89,6 +87,8 @@ class Committer:
                     continue
                 begun = self._working_set.recorder.begin(on_device=False)
                 self._refuse_writers("commit", lingering=True)
+                if self._external.device is not None and any(lacks_digests(each.row) for each in self._records.changed):
+                    continue  # adopted meanwhile
                 missing = self._take_targets()
                 if not missing:
                     handed: list[Sealed] = []
@@ -198,7 +198,6 @@ class Committer:
         is_durable = False
         try:
             self._write(sealed)
-            self._complete(sealed)
             flush_begun = recorder.begin(on_device=False)
             self._working_set.space.flush()
             recorder.worked("flush", subject, flush_begun)
@@ -209,9 +208,9 @@ class Committer:
                 next_key_id=self._records.next_key_id,
                 state=sealed.state,
                 nonce=self._confirmation.begin(sealed.generation),
-                external=self._external.files if self.root.external or self._has_external(sealed) else (),
+                external=self._external.files,
             )
-            self._records.look_up_freed()
+            self._hand_out_pages(sealed)
             written = _written_nbytes()
             self._catalog.apply(
                 root,
@@ -235,18 +234,14 @@ class Committer:
             self._condition.notify_all()
         self.on_commit(self.catalog_write_bytes)
 
-    def _complete(self, sealed: Sealed) -> None:
-        """Find the digests of external records that lack them. Raises CorruptionError where a file has changed."""
-        if not self._has_external(sealed):
-            return
-        for entry, row in self._digests.compute(list(sealed.rows.items())).items():
+    def _hand_out_pages(self, sealed: Sealed) -> None:
+        """Have whoever reads rows with pages keep those that the catalog is about to lose. May block for reads."""
+        with self._condition:
+            replaced = self._records.begin_to_apply()
+        if replaced:
+            found = self._records.paging.look_up(replaced)
             with self._condition:
-                learned(self._records, entry, sealed.rows[entry], row.digests)
-        if (what := self._external.changed()) is not None:
-            raise CorruptionError(f"an external file was changed while the store was open: {what}")
-
-    def _has_external(self, sealed: Sealed) -> bool:
-        return self._external.device is not None and any(row.ranges for row in sealed.rows.values())
+                sealed.freed = self._records.paging.looked_up(replaced, found)
 
     def _write(self, sealed: Sealed) -> None:
         """Write the sealed entries that have not landed; wait until they have."""

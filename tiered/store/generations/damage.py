@@ -68,8 +68,11 @@ def _dropped(working_set: WorkingSet, name: str, errors: Iterable[CorruptionErro
         row = entry.committed
     extents = part_of(row, 0, row.num_blocks).extents if row.is_paged else row.extents
     devices = working_set.space.devices
-    places = tuple((devices[extent.device].path(extent.file), extent.offset, extent.nbytes) for extent in extents)
-    return DroppedKey(name, row.nbytes, places, tuple(error for error in errors if error.key == name))
+    places = [(devices[extent.device].path(extent.file), extent.offset, extent.nbytes) for extent in extents]
+    external, indices = working_set.space.external, working_set.space.external_indices
+    if external is not None:
+        places += [(external.path(indices[each.file]), each.offset, each.nbytes) for each in row.ranges]
+    return DroppedKey(name, row.nbytes, tuple(places), tuple(error for error in errors if error.key == name))
 
 
 def _listed(names: list[str]) -> str:

@@ -7,7 +7,7 @@ data. Neither tells a model from its fine-tune: the digests of the blocks do, wh
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tiered.bytes.device.base import Device
 from tiered.bytes.device.engines import open_external
@@ -22,38 +22,46 @@ __all__ = ["ExternalSources"]
 
 
 class ExternalSources:
-    """Safetensors files that are open to be read in place. ``device`` numbers them as the catalog does.
+    """Safetensors files that are open to be read in place.
 
-    Files that the catalog knows come first, in its order; the others follow as they were given.
+    The catalog numbers those that records lie in, in the order in which they were first used; a file that no record
+    lies in has no number. ``indices`` has the place of each numbered file in ``device``.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], engine: str) -> None:
         """Open ``paths``, files or folders of them; blocks for one read of each. Raises UsageError, DeviceError."""
-        self._paths = [str(path) for given in paths for path in _files_of(given)]
-        self._engine = engine
+        found = {os.path.realpath(path): path for given in paths for path in reversed(_files_of(given))}
+        self._paths = sorted(found.values(), key=[path for given in paths for path in _files_of(given)].index)
         self._headers = [read_header(path) for path in self._paths]
-        self.files: tuple[ExternalFile, ...] = tuple(map(_identity, self._headers))
+        self._identities = [_identity(header) for header in self._headers]
+        self.files: tuple[ExternalFile, ...] = ()  # as the catalog numbers them
+        self.indices: dict[int, int] = {}
         self._device: FileDevice | None = None
-
-    def match(self, known: Sequence[ExternalFile]) -> None:
-        """Number the files as ``known`` does. Raises UsageError for one that is missing, or is not what it was."""
-        order = [self._find(file, number) for number, file in enumerate(known)]
-        order += [index for index in range(len(self.files)) if index not in order]
-        self._paths = [self._paths[index] for index in order]
-        self._headers = [self._headers[index] for index in order]
-        self.files = (*known, *(self.files[index] for index in order[len(known) :]))
         if self._paths:
-            self._device = open_external(self._paths, "auto" if self._engine == "memory" else self._engine)
+            self._device = open_external(self._paths, "auto" if engine == "memory" else engine)
 
-    def _find(self, file: ExternalFile, number: int) -> int:
-        """Return the index of the given file that is ``file``."""
-        same = [i for i, f in enumerate(self.files) if (f.nbytes, f.header_digest) == (file.nbytes, file.header_digest)]
-        found = next((index for index in same if self.files[index].name == file.name), same[0] if same else None)
-        if found is not None:
+    def match(self, known: Sequence[ExternalFile], needed: Collection[int]) -> None:
+        """Find the files that the catalog knows among those given; of these only ``needed`` ones have to be there.
+
+        Of several that look the same the order given counts. Raises UsageError for one that is missing or changed.
+        """
+        self.files = tuple(known)
+        for number, file in enumerate(known):
+            index = self._find(file, is_needed=number in needed)
+            if index is not None:
+                self.indices[number] = index
+
+    def _find(self, file: ExternalFile, *, is_needed: bool) -> int | None:
+        """Return the index of the given file that is ``file``, and no other's."""
+        free = [index for index in range(len(self._paths)) if index not in self.indices.values()]
+        looks = [(index, self._identities[index]) for index in free]
+        same = [i for i, f in looks if (f.nbytes, f.header_digest) == (file.nbytes, file.header_digest)]
+        found = next((index for index in same if self._identities[index].name == file.name), same[0] if same else None)
+        if found is not None or not is_needed:
             return found
-        namesakes = [i for i, f in enumerate(self.files) if f.name == file.name]
+        namesakes = [index for index, each in looks if each.name == file.name]
         if namesakes:
-            got, path = self.files[namesakes[0]], self._paths[namesakes[0]]
+            got, path = self._identities[namesakes[0]], self._paths[namesakes[0]]
             raise UsageError(
                 f"{path} is another file than the store's records lie in: expected {file.nbytes:,} bytes"
                 f"{'' if got.nbytes != file.nbytes else ' with another header'}, got {got.nbytes:,}; give the file that"
@@ -72,20 +80,37 @@ class ExternalSources:
 
     @property
     def paths(self) -> list[str]:
-        """The files' paths, by number."""
+        """The files' paths, in the order given."""
         return list(self._paths)
 
-    def find(self, path: str | os.PathLike[str], name: str) -> tuple[int, HeaderEntry]:
-        """Return the number of the file at ``path``, and its entry of ``name``. Raises UsageError."""
+    def path(self, number: int) -> str:
+        """Return the path of the file that the catalog has under ``number``."""
+        return self._paths[self.indices[number]]
+
+    def find(self, path: str | os.PathLike[str], name: str) -> HeaderEntry:
+        """Return the entry of ``name`` in the file at ``path``. Raises UsageError."""
+        return self._headers[self._index(path)].entry(name)
+
+    def number(self, path: str | os.PathLike[str]) -> int:
+        """Return the number of the file at ``path``, a new one if it has none; under the store's lock. UsageError."""
+        index = self._index(path)
+        for number, each in self.indices.items():
+            if each == index:
+                return number
+        self.files = (*self.files, self._identities[index])
+        self.indices[len(self.files) - 1] = index
+        return len(self.files) - 1
+
+    def _index(self, path: str | os.PathLike[str]) -> int:
         real = os.path.realpath(path)
-        for number, each in enumerate(self._paths):
+        for index, each in enumerate(self._paths):
             if os.path.realpath(each) == real:
-                return number, self._headers[number].entry(name)
+                return index
         raise UsageError(f"{path} is not among the files that the store was opened with: give it in external=[...]")
 
     def changed(self) -> str | None:
         """Return in what way a file has changed since it was opened, or None."""
-        return None if self._device is None else self._device.external.changed()
+        return None if self._device is None else self._device.external.changed(ignores_ctime=True)
 
     def close(self) -> None:
         """Close the files. Idempotent."""

@@ -6,16 +6,16 @@ when they are needed: a record of 64 GiB in blocks of 4 KiB costs no memory whil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from tiered.store.format.checksum import PAGE_BLOCKS
-from tiered.store.format.extent import Extent, pieces
+from tiered.store.format.extent import Extent
 from tiered.store.format.row import Page, Row, pages_of
 from tiered.store.space.readers import Readers
 from tiered.units import divide_up
 
-__all__ = ["Pages", "ReadPage", "block_extents", "num_pages", "paged"]
+__all__ = ["Pages", "ReadPage", "cut_blocks", "num_pages", "paged"]
 
 ReadPage = Callable[[Row, int], Page]
 
@@ -28,7 +28,8 @@ def num_pages(row: Row) -> int:
 class Pages:
     """The pages of one version of a record.
 
-    The invariant: a page that a later version has changed is in memory here, for whoever reads this version still.
+    The invariant: a page is in memory here as long as the catalog has it not, or not so, and somebody may read it. So
+    whoever changes a page hands it to all versions that are read, and a commit does so once more before it writes.
     """
 
     __slots__ = ("_own", "_read", "changed", "readers", "version")
@@ -44,11 +45,11 @@ class Pages:
 
     def begin(self) -> None:
         """Note one more reader of this version."""
-        self.readers.begin(self.version)
+        self.readers.begin(self)
 
     def end(self) -> list[Extent]:
         """Note one less; return the extents that are free by that."""
-        return self.readers.end(self.version)
+        return self.readers.end(self)
 
     def page(self, row: Row, number: int) -> Page:
         """Return a page of ``row``, whose version this is; may block. Raises CorruptionError, DeviceError."""
@@ -79,10 +80,9 @@ class Pages:
         if not is_sealed:
             self.changed.update(before.changed)
 
-    def written(self, later: Pages | None) -> None:
-        """Note that the catalog has all pages of this version; ``later`` is one that has changed some since."""
-        still = {} if later is None else {number: self._own[number] for number in later.changed if number in self._own}
-        self.changed, self._own = {}, still
+    def written(self) -> None:
+        """Note that the catalog has all pages of this version."""
+        self.changed, self._own = {}, {}
 
     def __repr__(self) -> str:
         return f"<Pages version {self.version}, {len(self._own)} in memory, {len(self.changed)} to be written>"
@@ -97,8 +97,19 @@ def paged(row: Row, read: ReadPage, readers: Readers) -> Row:
 
 
 
-def block_extents(row: Row, page: Page, block: int) -> tuple[Extent, ...]:
-    """Return where a ``page`` of ``row`` has ``block``; the last block's include what is behind its end."""
-    start = block % PAGE_BLOCKS * row.block_nbytes
-    nbytes = sum(extent.nbytes for extent in page.extents) - start
-    return tuple(pieces(page.extents, start, nbytes if block == row.num_blocks - 1 else row.block_nbytes))
+def cut_blocks(extents: Iterable[Extent], block_nbytes: int, blocks: int) -> list[tuple[Extent, ...]]:
+    """Return where each of ``blocks`` blocks lies that ``extents`` hold; the last one's has what is behind its end."""
+    found: list[tuple[Extent, ...]] = []
+    own: list[Extent] = []
+    left = block_nbytes
+    for extent in extents:
+        place = extent
+        while place.nbytes:
+            nbytes = place.nbytes if len(found) == blocks - 1 else min(left, place.nbytes)
+            own.append(place._replace(nbytes=nbytes))
+            place = place._replace(offset=place.offset + nbytes, nbytes=place.nbytes - nbytes)
+            left -= nbytes
+            if not left and len(found) < blocks - 1:
+                found.append(tuple(own))
+                own, left = [], block_nbytes
+    return [*found, tuple(own)]

@@ -1,6 +1,6 @@
 """Paging: records of many blocks, whose rows have pages, and blocks of them that are written by themselves.
 
-Bookkeeping under the store's lock, but for ``look_up_freed``. The rule of records.py holds block by block: a block that
+Bookkeeping under the store's lock, but for ``look_up``. The rule of records.py holds block by block: a block that
 is written goes to fresh extents, and those it had stay as they are until the commit that has it.
 """
 
@@ -8,18 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from tiered.store.format.checksum import PAGE_BLOCKS
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Page, Row
 from tiered.store.records.entry import BlockWrites, Entry, EntryState
-from tiered.store.records.pages import Pages, ReadPage, block_extents, paged
+from tiered.store.records.pages import Pages, ReadPage, paged
 from tiered.store.space.readers import Readers
 from tiered.store.space.space import Space
 
-__all__ = ["Paging"]
+__all__ = ["Paging", "Replaced"]
 
 Extents = tuple[Extent, ...]
+
+
+class Replaced(NamedTuple):
+    """A committed row, with pages, that a commit replaces: which pages the catalog will not have as they are."""
+
+    entry: Entry
+    row: Row
+    pages: Pages
+    numbers: Iterable[int]
+    is_whole: bool  # none of its blocks stays
 
 
 class Paging:
@@ -41,7 +52,7 @@ class Paging:
         row = entry.row
         assert row is not None and row.inline is None and entry.state is EntryState.STORED, entry
         if not row.is_paged:
-            pages = Pages(self.read_page, Readers())
+            pages = Pages(self.read_page, Readers(row.extents))
             pages.keep({0: Page(row.generation, row.extents, row.digests, b"")})
             row = replace(row, is_paged=True, extents=(), digests=b"", pages=pages)
         return row
@@ -51,12 +62,12 @@ class Paging:
         entry: Entry,
         row: Row,
         pages: Mapping[int, tuple[Page, Page]],
-        blocks: Mapping[int, Extents],
+        blocks: Mapping[int, tuple[Extents, Extents]],
         *,
         is_sealed: bool,
         generation: int,
     ) -> None:
-        """Note that ``blocks`` of ``entry`` are in other extents than ``row``, its newest, says.
+        """Note that ``blocks`` of ``entry`` are no more where ``row``, its newest, has them: where they were and are.
 
         ``row`` is from ``begin``, ``pages`` are those that the blocks are in: as they were, and as they are now.
         ``is_sealed``: ``row`` belongs to a generation that was sealed, so its extents stay.
@@ -64,7 +75,9 @@ class Paging:
         before = row.pages
         assert isinstance(before, Pages)
         later = Pages(self.read_page, before.readers)
-        before.keep({number: old for number, (old, _) in pages.items()})
+        was = {number: old for number, (old, _) in pages.items()}
+        before.keep(was)
+        before.readers.keep(was)
         later.inherit(before, is_sealed=is_sealed)
         later.change({number: new for number, (_, new) in pages.items()})
         if entry.parts is None:
@@ -72,8 +85,7 @@ class Paging:
             entry.landing = None  # its extents are those of all blocks
         parts = entry.parts
         free: list[Extent] = []
-        for block, extents in blocks.items():
-            place = parts.fresh.get(block) or block_extents(row, pages[block // PAGE_BLOCKS][0], block)
+        for block, (place, extents) in blocks.items():
             (free if parts.owns_all or block in parts.fresh else parts.superseded).extend(place)
             if not parts.owns_all:
                 parts.fresh[block] = extents
@@ -93,21 +105,25 @@ class Paging:
             fresh = (extent for extents in parts.fresh.values() for extent in extents)
             self._space.give_back_when_read(fresh, pages.readers)
 
-    def look_up_freed(self, replaced: Iterable[tuple[Entry, BlockWrites | None]]) -> dict[Entry, list[Extent]]:
-        """Return the extents of committed rows with pages that the running commit gives up. Blocks, and not locked.
+    @staticmethod
+    def look_up(replaced: Iterable[Replaced]) -> dict[Entry, dict[int, Page]]:
+        """Return the pages that a commit is about to take out of the catalog, as they are. Blocks, and not locked.
 
-        Those who read such a row have all its pages in memory afterwards: the commit takes them out of the catalog.
         Raises CorruptionError, DeviceError.
         """
-        found: dict[Entry, list[Extent]] = {}
-        for entry, parts in replaced:
-            old = entry.committed
-            if old is not None and isinstance(old.pages, Pages) and (parts is None or parts.owns_all):
-                pages = list(old.pages.all(old))
-                found[entry] = list(_extents(pages))
-                if old.pages.readers.are_there:  # who begins later begins with a later version
-                    old.pages.keep(dict(enumerate(pages)))
-        return found
+        return {
+            each.entry: {number: each.pages.page(each.row, number) for number in each.numbers} for each in replaced
+        }
+
+    @staticmethod
+    def looked_up(replaced: Iterable[Replaced], found: Mapping[Entry, Mapping[int, Page]]) -> dict[Entry, list[Extent]]:
+        """Hand the pages ``found`` to those who read them; return the extents of rows that are given up as a whole."""
+        freed: dict[Entry, list[Extent]] = {}
+        for entry, _, pages, _, is_whole in replaced:
+            pages.readers.keep(found[entry])
+            if is_whole:
+                freed[entry] = list(_extents(found[entry].values()))
+        return freed
 
     def give_back(self, old: Row | None, row: Row | None, parts: BlockWrites | None, freed: Iterable[Extent]) -> None:
         """Give back what of the committed ``old`` a generation with ``row`` has superseded: all, or some ``parts``.

@@ -9,48 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
-from collections import deque
 from collections.abc import Iterator, Mapping
 
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Page, Row
 from tiered.store.format.spec import Spec
-from tiered.store.records.entry import Alias, BlockWrites, Entry, EntryState, Record, Stored
-from tiered.store.records.pages import Pages, ReadPage
-from tiered.store.records.paging import Paging
+from tiered.store.records.entry import Alias, Entry, EntryState, Record, Stored
+from tiered.store.records.pages import Pages, ReadPage, num_pages
+from tiered.store.records.paging import Paging, Replaced
+from tiered.store.records.sealed import Sealed
 from tiered.store.records.table import Table
 from tiered.store.space.space import Space
 from tiered.units import format_bytes
 
-__all__ = ["Extents", "Records", "Sealed"]
+__all__ = ["Extents", "Records"]
 
 Extents = tuple[Extent, ...]
 
 _log = logging.getLogger("tiered")
-
-
-class Sealed:
-    """The fixed contents of a generation; its rows are complete once every pending entry has landed."""
-
-    __slots__ = (
-        "freed", "generation", "num_pending", "parts", "phase", "removed", "rows", "state", "targets", "thread",
-        "to_write",
-    )  # fmt: skip
-
-    def __init__(self, generation: int, state: str) -> None:
-        self.generation = generation
-        self.state = state  # JSON text
-        self.rows: dict[Entry, Row] = {}  # changed entries whose bytes have landed
-        self.targets: dict[Entry, Extents] = {}  # changed entries whose bytes have not, and where they go
-        self.to_write: deque[Entry] = deque()  # the entries of ``targets`` that may need a write to be started
-        self.removed: list[Entry] = []
-        self.parts: dict[Entry, BlockWrites] = {}  # of the entries of ``rows`` with some blocks written by themselves
-        self.freed: dict[Entry, list[Extent]] = {}  # extents of committed rows that had to be looked up
-        self.num_pending = 0
-        self.phase = 0  # counts the steps of the commit, as a sign of progress
-        self.thread: threading.Thread | None = None  # that flushes it, where it has one of its own
 
 
 class Records:
@@ -227,7 +204,11 @@ class Records:
         entry.state = EntryState.STORED
 
     def parts_written(
-        self, entry: Entry, row: Row, pages: Mapping[int, tuple[Page, Page]], blocks: Mapping[int, Extents]
+        self,
+        entry: Entry,
+        row: Row,
+        pages: Mapping[int, tuple[Page, Page]],
+        blocks: Mapping[int, tuple[Extents, Extents]],
     ) -> None:
         """Note that ``blocks`` of ``entry`` were written by themselves; see ``Paging.written``."""
         is_sealed = not entry.scratch and entry not in self.changed
@@ -327,8 +308,7 @@ class Records:
         for entry, row in sealed.rows.items():
             old, entry.committed = entry.committed, row
             if isinstance(row.pages, Pages):
-                newest = None if entry.row is None or entry.row is row else entry.row.pages
-                row.pages.written(newest if isinstance(newest, Pages) else None)
+                row.pages.written()
             self.paging.give_back(old, row, sealed.parts.get(entry), sealed.freed.get(entry, ()))
         for entry in sealed.removed:
             assert entry.committed is not None, f"{entry} was never committed, and yet its removal is"
@@ -336,12 +316,30 @@ class Records:
             entry.committed = None
         self.sealed = None
 
-    def look_up_freed(self) -> None:
-        """Find what extents the running commit frees, where rows do not say. Blocks; not under the lock."""
+    def begin_to_apply(self) -> list[Replaced]:
+        """Return the rows with pages that the running commit replaces, before the catalog forgets these pages.
+
+        From here on nobody begins to read the committed rows that it replaces: see ``is_replaced``.
+        """
         sealed = self.sealed
         assert sealed is not None
-        rows = ((entry, sealed.parts.get(entry)) for entry in sealed.rows)
-        sealed.freed = self.paging.look_up_freed((*rows, *((entry, None) for entry in sealed.removed)))
+        sealed.is_applying = True
+        found = []
+        for entry in (*sealed.rows, *sealed.removed):
+            old, parts = entry.committed, sealed.parts.get(entry)
+            if old is not None and isinstance(old.pages, Pages):
+                is_whole = parts is None or parts.owns_all
+                row = sealed.rows.get(entry)
+                changed = () if is_whole or row is None or row.pages is None else tuple(row.pages.changed)
+                if is_whole or old.pages.readers.are_there:
+                    numbers = range(num_pages(old)) if is_whole else changed
+                    found.append(Replaced(entry, old, old.pages, numbers, is_whole))
+        return found
+
+    def is_replaced(self, entry: Entry) -> bool:
+        """Whether a commit is about to replace the committed row of ``entry`` in the catalog."""
+        sealed = self.sealed
+        return sealed is not None and sealed.is_applying and (entry in sealed.rows or entry in sealed.removed)
 
     def roll_back(self) -> list[Entry]:
         """Return to the last sealed generation; no commit runs and all changed entries are settled.

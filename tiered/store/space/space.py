@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tiered.bytes.device.base import SCRATCH, Device, IOClass
 from tiered.bytes.device.parallel import in_parallel
 from tiered.bytes.interrupt import uninterrupted
-from tiered.errors import CapacityError, CorruptionError
+from tiered.errors import CapacityError, CorruptionError, UsageError
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row
@@ -47,6 +47,7 @@ class Space:
         weights: Sequence[float] | None = None,
         spared_nbytes: int = 0,
         external: Device | None = None,
+        external_indices: Mapping[int, int] | None = None,
     ) -> None:
         """Spread extents over ``devices`` by ``weights``, such as bandwidths, until the devices are seen at work.
 
@@ -55,7 +56,13 @@ class Space:
         self.meter = BandwidthMeter(len(devices)) if len(devices) > 1 else None
         self.devices = tuple(devices) if self.meter is None else self.meter.metered(devices)
         self.external = external  # the user's own files, that records may lie in
-        self.alignment = max((device.alignment for device in (*devices, external) if device is not None), default=4096)
+        self.external_indices = {} if external_indices is None else external_indices  # by the numbers that rows have
+        self.alignment = max((device.alignment for device in devices), default=4096)
+        if external is not None and external.alignment > self.alignment:
+            raise UsageError(
+                f"external files are on a drive that is read in units of {external.alignment} bytes, the store's own in"
+                f" {self.alignment}; copy the files to the store's drive, and give the copies"
+            )
         self.store_uuid = store_uuid
         self.digest_threads = DigestThreads()
         self.progress = Progress()  # of all transfers
@@ -67,6 +74,7 @@ class Space:
         self._promises: dict[bool, tuple[int, int]] = {}  # scratch -> bytes reserved, bytes in use before that
         self._streams: dict[Extents, int] = {}  # extents that streams read now
         self._freed: set[Extents] = set()  # of these, the ones to give back after
+        self._late: dict[Extents, list[Extent]] = {}  # of these, parts to give back after
         self._allocator = ExtentAllocator(len(self.devices), self.alignment)
         if weights is not None:
             self._allocator.set_weights(weights)
@@ -129,7 +137,14 @@ class Space:
 
     def give_back_when_read(self, extents: Iterable[Extent], readers: Readers, version: int | None = None) -> None:
         """Give back ``extents``, which ``version`` does not have, once nobody reads an older one."""
-        self._allocator.free(readers.give_up(extents, version))
+        self._free(readers.give_up(extents, version), readers)
+
+    def _free(self, extents: Sequence[Extent], readers: Readers) -> None:
+        """Free ``extents``, or have those who read the row that the record was before it had pages free them."""
+        if readers.origin and readers.origin in self._streams:
+            self._late.setdefault(readers.origin, []).extend(extents)
+        else:
+            self._allocator.free(extents)
 
     def quarantine(self, extents: Extents) -> None:
         """Never use ``extents`` again: a write to them failed, and their contents are unknown."""
@@ -150,12 +165,13 @@ class Space:
         """Note that what was begun has ended."""
         extents = row.extents
         if row.pages is not None:
-            self._allocator.free(row.pages.end())
+            self._free(row.pages.end(), row.pages.readers)
         if not extents:
             return
         self._streams[extents] -= 1
         if not self._streams[extents]:
             del self._streams[extents]
+            self._allocator.free(self._late.pop(extents, ()))
             if extents in self._freed:
                 self._freed.remove(extents)
                 self._allocator.free(extents)
@@ -248,6 +264,7 @@ class Space:
             assert self.external is not None, row
             return ExternalRead(
                 self.external,
+                self.external_indices,
                 self.store_uuid,
                 row,
                 memory=memory,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from tiered.bytes.device.aligned_range import AlignedRange, aligned_range
@@ -50,11 +50,12 @@ class ExternalRead(Transfer):
     Where the row has no digests yet, ``digests`` are those of what was read.
     """
 
-    __slots__ = ("_edges", "_shifts", "_starts")
+    __slots__ = ("_edges", "_indices", "_shifts", "_starts")
 
     def __init__(
         self,
         device: Device,
+        indices: Mapping[int, int],
         store_uuid: bytes,
         row: Row,
         *,
@@ -72,6 +73,7 @@ class ExternalRead(Transfer):
             (device,), store_uuid, row, memory=memory, io_class=io_class, threads=threads, progress=progress,
             on_done=on_done, on_moved=on_moved, first_slab=first_slab, is_checked_by_owner=is_checked_by_owner,
         )  # fmt: skip
+        self._indices = indices  # of the files that ranges name, on the device
         self._starts = [each.start for each in row.ranges]
         self._edges: dict[int, list[_Edge]] = {}  # by slab
         self._shifts: dict[int, list[_Shift]] = {}
@@ -83,6 +85,8 @@ class ExternalRead(Transfer):
         return operations
 
     def _pieces(self, slab: int) -> list[tuple[Extent, memoryview]]:
+        end = (slab - self.first_slab) * SLAB_NBYTES + min(SLAB_NBYTES, self.row.nbytes - slab * SLAB_NBYTES)
+        assert end <= len(self.memory), f"{len(self.memory)} bytes of memory for {self.row}"
         edges: list[tuple[int, int, AlignedRange]] = []  # place, file, what to read
         shifts: list[_Shift] = []
         pieces: list[tuple[Extent, memoryview]] = []
@@ -110,7 +114,8 @@ class ExternalRead(Transfer):
             if each.start >= end:
                 break
             if start < stop:
-                part = each._replace(start=start, offset=each.offset + start - each.start, nbytes=stop - start)
+                file = self._indices[each.file]
+                part = ExternalRange(start, file, each.offset + start - each.start, stop - start)
                 found.append((start - self.first_slab * SLAB_NBYTES, part))
         return found
 
@@ -175,7 +180,7 @@ class ExternalRead(Transfer):
         for each in self.row.ranges:
             if each.start + each.nbytes > start:
                 skip = max(0, start - each.start)
-                return Extent(0, each.file, each.offset + skip, each.nbytes - skip)
-        return Extent(0, self.row.ranges[-1].file, 0, 0)
+                return Extent(0, self._indices[each.file], each.offset + skip, each.nbytes - skip)
+        return Extent(0, self._indices[self.row.ranges[-1].file], 0, 0)
 
 

@@ -15,14 +15,16 @@ import torch
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
-from tiered.bytes.interrupt import uninterrupted
+from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
+from tiered.errors import LeaseError
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
 from tiered.store.format.extent import Extent, join, pieces
 from tiered.store.format.row import ExternalRange, Page, Row, part_of
 from tiered.store.records.entry import Entry, EntryState
+from tiered.store.records.pages import cut_blocks
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
-from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
+from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer, start_all
 from tiered.store.values.streaming import SlabJob
 from tiered.store.values.window import Window
 from tiered.store.waiting.deadline import Deadline
@@ -138,34 +140,46 @@ class PartValues:
         while True:
             target = self._begin(key, start, flat.numel())
             if target is None:
-                return whole()
+                return self._write_whole(key, whole)
             window = Window(working_set)
             is_own = True  # the extents are this write's to give back
             try:
                 digests = self._write_blocks(window, target, start, flat)
-                pages = self._changed_pages(target, digests)
-                is_own = not self._install(key, target, pages)
+                pages, blocks = self._changed_pages(target, digests)
+                is_own = not self._install(key, target, pages, blocks)
             finally:
                 window.when_idle(functools.partial(self._end, key, target, window, is_own))
             if not is_own:
                 return working_set.room.pump()
+
+    def _write_whole(self, key: str, whole: Callable[[], None]) -> None:
+        """Call ``whole``; no other write of a part of ``key`` comes in between."""
+        try:
+            whole()
+        finally:
+            with self._condition:
+                self._writing.discard(key)
+                self._condition.notify_all()
 
     def _begin(self, key: str, start: int, nbytes: int) -> _Target | None:
         """Return where to write, with a stream begun on the row; None for a record that has no extents."""
         working_set, records = self._working_set, self._records
         deadline = Deadline(f"write of a part of {key!r}", working_set.deadline_s)
         while True:
-            to_write: list[Entry] = []
+            INTERRUPTS.look()
+            transfers: list[Transfer] = []
             with self._condition:
                 entry = working_set.keys.settled(key, "write of a part")
                 if entry is None or (entry.state is EntryState.UNDEFINED):
                     raise KeyError(key)
                 _check_range(key, start, nbytes, entry.nbytes)
-                if entry.is_inline or not nbytes or (entry.row is not None and entry.row.ranges):
-                    return None
                 if key in self._writing or not records.may_write(entry):
-                    deadline.wait(self._condition, records.commit_progress())
+                    progress = (records.commit_progress(), self._space.progress.num_blocks)
+                    deadline.wait(self._condition, progress)
                     continue
+                if entry.is_inline or not nbytes or (entry.row is not None and entry.row.ranges):
+                    self._writing.add(key)
+                    return None
                 if entry.state is EntryState.CLEAN:
                     working_set.residents.drop(entry)
                     entry.state = EntryState.STORED
@@ -177,21 +191,28 @@ class PartValues:
                     needed = self._space.round_up(min(blocks * row.block_nbytes, row.nbytes - first * row.block_nbytes))
                     extents = self._space.take_nowait(needed, scratch=entry.scratch)
                     if extents is not None:
-                        self._space.begin_stream(row)
+                        for each in (row,) if found is row else (row, found):
+                            self._space.begin_stream(each)
                         self._writing.add(key)
                         return _Target(entry, row, found, first, blocks, extents, records.open_generation)
-                    shortage = Shortage(needed, entry.scratch)
-                else:
-                    to_write = [entry]
-            if to_write:  # its bytes are in DRAM alone: all of them go out first
-                working_set.room.write(to_write, to_write[0].nbytes)
-            else:
+                    shortage: Shortage | None = Shortage(needed, entry.scratch)
+                elif entry.residence is not None and entry.residence.writers:
+                    raise LeaseError(
+                        f"write of a part of {key!r}, and tensors of a lease for writing are alive; release them first"
+                    )
+                else:  # its bytes are in DRAM alone: all of them go out first
+                    transfers, shortage = working_set.room.write_back.plan([entry], entry.nbytes)
+                    if not transfers and shortage is None:
+                        deadline.wait(self._condition, self._space.progress.num_blocks)
+            start_all(transfers)
+            if shortage is not None:
                 working_set.room.grow(shortage)
 
     def _end(self, key: str, target: _Target, window: Window, is_own: bool) -> None:
         """Let others write the key. Under the lock, with nothing in flight."""
         self._writing.discard(key)
-        self._space.end_stream(target.row)
+        for each in (target.row,) if target.found is target.row else (target.row, target.found):
+            self._space.end_stream(each)
         if is_own:
             (self._space.quarantine if window.has_failed else self._space.give_back)(target.extents)
         self._condition.notify_all()
@@ -234,23 +255,33 @@ class PartValues:
         window.run(SlabJob(self._space, part, slab, IOClass.WRITE, fill=fill, use=collect) for slab in slabs)
         return bytes(digests)
 
-    def _changed_pages(self, target: _Target, digests: bytes) -> dict[int, tuple[Page, Page]]:
-        """Return the pages of the blocks, as they were and as they are to be; blocks."""
+    def _changed_pages(
+        self, target: _Target, digests: bytes
+    ) -> tuple[dict[int, tuple[Page, Page]], dict[int, tuple[Extents, Extents]]]:
+        """Return the pages of the blocks, and the places of each block, as they were and as they are to be; blocks."""
         row, end = target.row, target.first + target.blocks
         assert row.pages is not None
-        found = {}
+        found, blocks = {}, {}
+        new_places = cut_blocks(target.extents, row.block_nbytes, target.blocks)
         for number in range(target.first // PAGE_BLOCKS, -(-end // PAGE_BLOCKS)):
             old = row.pages.page(row, number)
             base = number * PAGE_BLOCKS
             begin, stop = max(target.first, base), min(end, base + PAGE_BLOCKS)
-            at = (begin - target.first) * row.block_nbytes
-            whole = sum(extent.nbytes for extent in target.extents)
-            places = pieces(target.extents, at, whole - at if stop == end else (stop - begin) * row.block_nbytes)
+            places = [place for each in new_places[begin - target.first : stop - target.first] for place in each]
+            old_places = cut_blocks(old.extents, row.block_nbytes, len(old.digests) // DIGEST_NBYTES)
+            for block in range(begin, stop):
+                blocks[block] = (old_places[block - base], new_places[block - target.first])
             new = digests[(begin - target.first) * DIGEST_NBYTES : (stop - target.first) * DIGEST_NBYTES]
             found[number] = (old, _changed(old, row.block_nbytes, begin - base, places, new, target.generation))
-        return found
+        return found, blocks
 
-    def _install(self, key: str, target: _Target, pages: Mapping[int, tuple[Page, Page]]) -> bool:
+    def _install(
+        self,
+        key: str,
+        target: _Target,
+        pages: Mapping[int, tuple[Page, Page]],
+        blocks: Mapping[int, tuple[Extents, Extents]],
+    ) -> bool:
         """Make the blocks the key's; False where it has changed meanwhile, and all is to be done again."""
         working_set, row = self._working_set, target.row
         with self._condition:
@@ -259,12 +290,6 @@ class PartValues:
                 return False
             working_set.residents.drop(entry)
             entry.state = EntryState.STORED
-            blocks: dict[int, Extents] = {}
-            for block in range(target.first, target.first + target.blocks):
-                begin = (block - target.first) * row.block_nbytes
-                left = sum(extent.nbytes for extent in target.extents) - begin
-                nbytes = left if block == target.first + target.blocks - 1 else row.block_nbytes
-                blocks[block] = tuple(pieces(target.extents, begin, nbytes))
             self._records.parts_written(entry, row, pages, blocks)
             working_set.streamed_out_bytes += target.blocks * row.block_nbytes
             return True

@@ -161,7 +161,9 @@ class StreamedValues:
             for name in names:
                 with self._condition:
                     entry = self._records.peek(name)
-                    rows = [] if entry is None else [entry.row] + [entry.committed] * (entry.committed is not entry.row)
+                    rows = [] if entry is None else [entry.row]
+                    if entry is not None and entry.committed is not entry.row and not self._records.is_replaced(entry):
+                        rows.append(entry.committed)
                     found = [row for row in rows if row is not None and row.inline is None]
                     for row in found:
                         self._space.begin_stream(row)
