@@ -8,7 +8,7 @@ from tests.store import test_external, test_parts
 from tests.store.mutants import Patch, mutant
 from tiered.store.format.row import Page, Row
 from tiered.store.lifetime.external import ExternalSources
-from tiered.store.records.pages import Pages, block_extents
+from tiered.store.records.pages import Pages, cut_blocks
 from tiered.store.space.readers import Readers
 from tiered.store.transfers.external_read import ExternalRead
 from tiered.store.values.parts import PartValues
@@ -25,8 +25,8 @@ def blocks_are_written_in_place(patch: Patch) -> None:
         if target is None or target.row.pages is None:
             return target
         page: Page = target.row.pages.page(target.row, 0)
-        blocks = range(target.first, target.first + target.blocks)
-        places = (extent for block in blocks for extent in block_extents(target.row, page, block))
+        all_places = cut_blocks(page.extents, target.row.block_nbytes, len(page.digests) // 8)
+        places = (extent for each in all_places[target.first : target.first + target.blocks] for extent in each)
         return target._replace(extents=tuple(places))
 
     patch.setattr(PartValues, "_begin", begin_in_place)
@@ -72,5 +72,5 @@ def _without_check(check: Any) -> Any:
 
 @mutant(test_external.test_another_file_under_the_name_is_refused_or_found)
 def any_file_will_do(patch: Patch) -> None:
-    patch.setattr(ExternalSources, "_find", lambda sources, file, number: number)
+    patch.setattr(ExternalSources, "_find", lambda sources, file, *, is_needed: 0)
 

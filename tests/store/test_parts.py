@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from pathlib import Path
@@ -227,6 +228,85 @@ def read(store: Store, row: Row) -> torch.Tensor:
     except CorruptionError as error:
         raise AssertionError("its blocks, or its pages, are others by now") from error
     return found
+
+
+def test_a_reader_of_parts_that_are_replaced_keeps_what_they_stand_on() -> None:
+    """The row below them has no pages, and is given up as a whole."""
+    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=64 * KiB) as store:
+        value = numbers(48 * KiB, 1)
+        store.put("a", value, block_size="4KiB")
+        store.commit()
+        store.write_part("a", 5000, numbers(100, 2))
+        value[5000:5100] = numbers(100, 2)
+        row = store._values._stored_row("a")
+        assert row is not None and row.pages is not None
+        store["a"] = numbers(48 * KiB, 3)
+        store.commit()
+        for number in range(4):
+            store[f"other {number}"] = numbers(48 * KiB, 4 + number)
+            store.commit()
+        assert torch.equal(read(store, row), value)
+
+
+def test_a_reader_of_a_tensor_without_pages_keeps_its_blocks_when_parts_are_written() -> None:
+    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=64 * KiB) as store:
+        value = numbers(48 * KiB, 1)
+        store.put("a", value, block_size="4KiB")
+        store.commit()
+        row = store._values._stored_row("a")
+        assert row is not None and row.pages is None
+        for number in range(3):
+            store.write_part("a", 5000, numbers(20_000, 2 + number))
+            store.commit()
+            store[f"other {number}"] = numbers(24 * KiB, 9 + number)
+            store.commit()
+        assert torch.equal(read(store, row), value)
+
+
+def test_a_stream_keeps_each_page_that_any_later_version_changes() -> None:
+    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB) as store:
+        value = numbers(LARGE, 1)
+        store.put("a", value, block_size="4KiB")
+        store.commit()
+        row = store._values._stored_row("a")
+        assert row is not None
+        store.write_part("a", 0, numbers(5000, 2))
+        store.write_part("a", 4 * MiB + 100, numbers(5000, 3))
+        store.commit()
+        store["a"] = numbers(LARGE, 4)
+        store.commit()
+        assert torch.equal(read(store, row), value)
+
+
+def test_a_part_over_bytes_that_cannot_leave_dram_is_an_error_at_once() -> None:
+    with simulated_store(budget_nbytes=64 * KiB) as store:
+        store.put("a", numbers(9000, 1), block_size="4KiB")
+        with store.lease("a", "r"):
+            pass
+        lease = store.working_set.lease("a", "rw")
+        kept = lease.tensor[:10]
+        with contextlib.suppress(LeaseError):
+            lease.release()
+        with pytest.raises(LeaseError, match="tensors of a lease for writing are alive"):
+            store.write_part("a", 0, numbers(10))
+        del kept, lease
+        store.write_part("a", 0, numbers(10))
+
+
+def test_parts_of_an_inline_tensor_are_written_by_many_threads() -> None:
+    with simulated_store() as store:
+        store["a"] = torch.zeros(400, dtype=torch.uint8)
+
+        def write(number: int) -> None:
+            for start in range(number, 400, 4):
+                store.write_part("a", start, torch.ones(1, dtype=torch.uint8))
+
+        threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert store["a"].all()
 
 
 def test_parts_of_one_tensor_are_written_by_many_threads() -> None:

@@ -82,6 +82,8 @@ class Paging:
         later.change({number: new for number, (_, new) in pages.items()})
         if entry.parts is None:
             entry.parts = BlockWrites(owns_all=not is_sealed)
+            if is_sealed and before.readers.origin:
+                self._space.derive(before.readers.origin, before.readers)
             entry.landing = None  # its extents are those of all blocks
         parts = entry.parts
         free: list[Extent] = []
@@ -132,6 +134,7 @@ class Paging:
         """
         if parts is not None and not parts.owns_all:
             assert row is not None and isinstance(row.pages, Pages)
+            self._space.derive(row.pages.readers.origin, None)
             self._space.give_back_when_read(parts.superseded, row.pages.readers, row.pages.version)
         elif old is not None and isinstance(old.pages, Pages):
             self._space.give_back_when_read(freed, old.pages.readers)

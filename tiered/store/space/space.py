@@ -74,6 +74,7 @@ class Space:
         self._promises: dict[bool, tuple[int, int]] = {}  # scratch -> bytes reserved, bytes in use before that
         self._streams: dict[Extents, int] = {}  # extents that streams read now
         self._freed: set[Extents] = set()  # of these, the ones to give back after
+        self._derived: dict[Extents, Readers] = {}  # extents of rows that versions with pages stand on
         self._late: dict[Extents, list[Extent]] = {}  # of these, parts to give back after
         self._allocator = ExtentAllocator(len(self.devices), self.alignment)
         if weights is not None:
@@ -129,8 +130,18 @@ class Space:
             self._has_room_to_balance = True
         return self._allocator.allocate_nowait(nbytes, scratch=scratch, balanced=self._has_room_to_balance)
 
+    def derive(self, extents: Extents, readers: Readers | None) -> None:
+        """Note that versions with ``readers`` stand on the ``extents`` of a row without pages; None: no more."""
+        if readers is None:
+            self._derived.pop(extents, None)
+        else:
+            self._derived[extents] = readers
+
     def give_back(self, extents: Extents) -> None:
-        if extents in self._streams:
+        readers = self._derived.pop(extents, None)
+        if readers is not None and readers.are_there:
+            self.give_back_when_read(extents, readers)
+        elif extents in self._streams:
             self._freed.add(extents)
         else:
             self._allocator.free(extents)
