@@ -12,7 +12,7 @@ from tests.rigs.available import needs
 from tests.rigs.drives import Shutdown
 from tests.rigs.room import Room
 from tests.rigs.system_calls import Call, kill_at, trace
-from tiered.store.catalog import catalog
+from tiered.store.catalog import sqlite_catalog as catalog
 from tiered.store.store import Store
 
 NUM_COMMITS = 5

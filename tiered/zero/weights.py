@@ -61,7 +61,7 @@ class Weights:
     def place(self, segment: Segment) -> tuple[str, str] | None:
         """Return the file that has the values of ``segment`` as they lie in memory, and their name there; else None."""
         path = self._paths.get(segment.name)
-        if path is None or segment.strides != torch.empty(segment.shape, device="meta").stride():
+        if path is None or segment.strides != torch.empty(segment.shape, dtype=segment.dtype, device="meta").stride():
             return None
         return path, segment.name
 

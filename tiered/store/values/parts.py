@@ -227,7 +227,7 @@ class PartValues:
             base_block=first, is_paged=False, pages=None,
         )  # fmt: skip
         skip, rest = start - begin, begin + nbytes - start - flat.numel()
-        before, behind = torch.empty(skip, dtype=torch.uint8), torch.empty(rest, dtype=torch.uint8)
+        before, behind = (torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in (skip, rest))
         for edge, place in ((before, begin), (behind, begin + nbytes - rest)):
             if edge.numel():
                 with self._condition:

@@ -121,7 +121,7 @@ class Values:
     def read_part(self, key: str, start: int, stop: int) -> torch.Tensor:
         """Return a copy of the elements [start, stop) of the flattened tensor of ``key``, on the CPU; see Store."""
         spec = self._spec_of(key, start, stop)
-        result = torch.empty(stop - start, dtype=spec.dtype)
+        result = torch.empty(stop - start, dtype=spec.dtype, device="cpu")
         self._parts.read(key, start * spec.dtype.itemsize, _flat(result))
         return result
 

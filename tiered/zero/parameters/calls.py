@@ -172,7 +172,10 @@ class Calls:
 
     def innermost_unit(self) -> Unit | None:
         """Return the unit that is being called, if one is."""
-        return next((call.unit for call in reversed(self.stack.calls) if call.unit is not None), None)
+        for call in reversed(self.stack.calls):  # no generator: an interrupt that comes as one is closed goes nowhere
+            if call.unit is not None:
+                return call.unit
+        return None
 
     def begin(self, module: nn.Module, unit: Unit | None, *, is_method: bool = False) -> Call:
         """A call begins."""
