@@ -54,10 +54,6 @@ class Readers:
         for version in self._active:
             version.keep(pages)
 
-    def is_read(self, version: Version) -> bool:
-        """Whether anybody reads ``version``."""
-        return version in self._active
-
     @property
     def are_there(self) -> bool:
         """Whether anybody reads any version."""

@@ -6,6 +6,7 @@ Taking and giving back is bookkeeping under the store's lock; growing and flushi
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -273,22 +274,10 @@ class Space:
         """Return the transfer, not yet started, of as much of ``row`` as ``memory`` holds from ``first_slab`` on."""
         if row.ranges:
             assert self.external is not None, row
-            return ExternalRead(
-                self.external,
-                self.external_indices,
-                self.store_uuid,
-                row,
-                memory=memory,
-                io_class=io_class,
-                threads=self.digest_threads,
-                progress=self.progress,
-                on_done=on_done,
-                on_moved=on_moved,
-                first_slab=first_slab,
-                is_checked_by_owner=is_checked_by_owner,
-            )
-        return Transfer(
-            self.devices,
+            kind: Callable[..., Transfer] = functools.partial(ExternalRead, self.external, self.external_indices)
+        else:
+            kind = functools.partial(Transfer, self.devices)
+        return kind(
             self.store_uuid,
             row,
             memory=memory,

@@ -10,17 +10,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from tiered.bytes.device.aligned_range import AlignedRange, aligned_range
-from tiered.bytes.device.base import Device, IOClass, Operation
+from tiered.bytes.device.base import Device, Operation
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import block_digests
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import ExternalRange, Row
-from tiered.store.transfers.digest_threads import DigestThreads
-from tiered.store.transfers.transfer import SLAB_NBYTES, Progress, Transfer
+from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
 from tiered.units import round_up
 
 __all__ = ["ExternalRead"]
@@ -53,27 +52,12 @@ class ExternalRead(Transfer):
     __slots__ = ("_edges", "_indices", "_shifts", "_starts")
 
     def __init__(
-        self,
-        device: Device,
-        indices: Mapping[int, int],
-        store_uuid: bytes,
-        row: Row,
-        *,
-        memory: memoryview,
-        io_class: IOClass,
-        threads: DigestThreads,
-        progress: Progress,
-        on_done: Callable[[Transfer], None],
-        on_moved: Callable[[Transfer], None] | None = None,
-        first_slab: int = 0,
-        is_checked_by_owner: bool = False,
+        self, device: Device, indices: Mapping[int, int], store_uuid: bytes, row: Row, **options: Any
     ) -> None:
-        assert io_class is not IOClass.WRITE, row
-        super().__init__(
-            (device,), store_uuid, row, memory=memory, io_class=io_class, threads=threads, progress=progress,
-            on_done=on_done, on_moved=on_moved, first_slab=first_slab, is_checked_by_owner=is_checked_by_owner,
-        )  # fmt: skip
-        self._indices = indices  # of the files that ranges name, on the device
+        """``indices`` has the place on ``device`` of each file that ranges name; ``options`` as of a Transfer."""
+        super().__init__((device,), store_uuid, row, **options)
+        assert not self.is_write, row
+        self._indices = indices
         self._starts = [each.start for each in row.ranges]
         self._edges: dict[int, list[_Edge]] = {}  # by slab
         self._shifts: dict[int, list[_Shift]] = {}
