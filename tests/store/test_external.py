@@ -294,7 +294,8 @@ def test_two_files_and_their_order(tmp_path: Path, base: Path) -> None:
         store.adopt("odd", base, "odd")
     with Store(tmp_path / "run", dram="16MiB", external=[base, other]) as store:
         assert same(store["x"], numbers(9000, 7)) and same(store["odd"], tensors()["odd"])
-        assert store.external.path(0) == str(other) and store.external.path(1) == str(base)
+        paths = store.external.paths
+        assert [paths[store.external.indices[number]] for number in (0, 1)] == [str(other), str(base)]
         with pytest.raises(UsageError, match="not among the files"):
             store.adopt("y", tmp_path / "third.safetensors", "x")
         with pytest.raises(UsageError):

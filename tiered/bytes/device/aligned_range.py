@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from tiered.units import round_up
 
-__all__ = ["AlignedRange", "aligned_range", "aligned_ranges"]
+__all__ = ["AlignedRange", "aligned_range"]
 
 
 class AlignedRange(NamedTuple):
@@ -28,19 +27,3 @@ def aligned_range(offset: int, nbytes: int, alignment: int) -> AlignedRange:
     start = offset - offset % alignment
     end = round_up(offset + nbytes, alignment) if nbytes else start
     return AlignedRange(start, end - start, offset - start, nbytes)
-
-
-def aligned_ranges(offset: int, nbytes: int, *, alignment: int, most_nbytes: int) -> Iterator[tuple[int, AlignedRange]]:
-    """Yield aligned ranges of at most ``most_nbytes`` that hold ``nbytes`` at ``offset`` together, no block twice.
-
-    Each comes with the place of its first wanted byte in the whole: 0 for the first. ``most_nbytes`` is the scratch
-    memory for one of them, a multiple of ``alignment``; else ValueError.
-    """
-    if most_nbytes < alignment or most_nbytes % alignment:
-        raise ValueError(f"most_nbytes must be a multiple of {alignment}, got {most_nbytes}")
-    place = 0
-    while place < nbytes:
-        start = offset + place
-        wanted = min(nbytes - place, most_nbytes - start % alignment)
-        yield place, aligned_range(start, wanted, alignment)
-        place += wanted

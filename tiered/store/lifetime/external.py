@@ -83,10 +83,6 @@ class ExternalSources:
         """The files' paths, in the order given."""
         return list(self._paths)
 
-    def path(self, number: int) -> str:
-        """Return the path of the file that the catalog has under ``number``."""
-        return self._paths[self.indices[number]]
-
     def find(self, path: str | os.PathLike[str], name: str) -> HeaderEntry:
         """Return the entry of ``name`` in the file at ``path``. Raises UsageError."""
         return self._headers[self._index(path)].entry(name)
