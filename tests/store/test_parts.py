@@ -278,6 +278,28 @@ def test_a_stream_keeps_each_page_that_any_later_version_changes() -> None:
         assert torch.equal(read(store, row), value)
 
 
+def test_a_reader_that_begins_with_the_committed_tensor_reads_no_later_page() -> None:
+    """Parts were written before it began, and after that to the same page; then all of the tensor is replaced."""
+    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB) as store:
+        value = numbers(LARGE, 1)
+        store.put("a", value, block_size="4KiB")
+        store.commit()
+        store.write_part("a", 0, numbers(5000, 2))
+        store.write_part("a", 4 * MiB + 100, numbers(5000, 3))
+        committed = store._records.entries["a"].committed  # as verify does
+        assert committed is not None
+        with store._condition:
+            store.working_set.space.begin_stream(committed)
+        store.write_part("a", 4 * MiB + 200, numbers(5000, 4))
+        store["a"] = numbers(LARGE, 5)
+        store.commit()
+        store["b"] = numbers(LARGE, 6)
+        store.commit()
+        assert torch.equal(read(store, committed), value)
+        assert store.working_set.space.used_nbytes == 2 * -(-LARGE // 4096) * 4096
+        assert torch.equal(store["a"], numbers(LARGE, 5)) and store.verify().is_clean
+
+
 def test_a_part_over_bytes_that_cannot_leave_dram_is_an_error_at_once() -> None:
     with simulated_store(budget_nbytes=64 * KiB) as store:
         store.put("a", numbers(9000, 1), block_size="4KiB")

@@ -29,7 +29,8 @@ class Pages:
     """The pages of one version of a record.
 
     The invariant: a page is in memory here as long as the catalog has it not, or not so, and somebody may read it. So
-    whoever changes a page hands it to all versions that are read, and a commit does so once more before it writes.
+    a version begins with all pages that the one before has in memory, and a commit hands out those that the catalog is
+    about to lose, before it writes, to all versions that are read.
     """
 
     __slots__ = ("_own", "_read", "changed", "readers", "version")

@@ -61,7 +61,7 @@ class Paging:
         self,
         entry: Entry,
         row: Row,
-        pages: Mapping[int, tuple[Page, Page]],
+        pages: Mapping[int, Page],
         blocks: Mapping[int, tuple[Extents, Extents]],
         *,
         is_sealed: bool,
@@ -69,17 +69,14 @@ class Paging:
     ) -> None:
         """Note that ``blocks`` of ``entry`` are no more where ``row``, its newest, has them: where they were and are.
 
-        ``row`` is from ``begin``, ``pages`` are those that the blocks are in: as they were, and as they are now.
+        ``row`` is from ``begin``, ``pages`` are those that the blocks are in, as they are now.
         ``is_sealed``: ``row`` belongs to a generation that was sealed, so its extents stay.
         """
         before = row.pages
         assert isinstance(before, Pages)
         later = Pages(self.read_page, before.readers)
-        was = {number: old for number, (old, _) in pages.items()}
-        before.keep(was)
-        before.readers.keep(was)
         later.inherit(before, is_sealed=is_sealed)
-        later.change({number: new for number, (_, new) in pages.items()})
+        later.change(pages)
         if entry.parts is None:
             entry.parts = BlockWrites(owns_all=not is_sealed)
             if is_sealed and before.readers.origin:

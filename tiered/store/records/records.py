@@ -207,7 +207,7 @@ class Records:
         self,
         entry: Entry,
         row: Row,
-        pages: Mapping[int, tuple[Page, Page]],
+        pages: Mapping[int, Page],
         blocks: Mapping[int, tuple[Extents, Extents]],
     ) -> None:
         """Note that ``blocks`` of ``entry`` were written by themselves; see ``Paging.written``."""

@@ -257,8 +257,8 @@ class PartValues:
 
     def _changed_pages(
         self, target: _Target, digests: bytes
-    ) -> tuple[dict[int, tuple[Page, Page]], dict[int, tuple[Extents, Extents]]]:
-        """Return the pages of the blocks, and the places of each block, as they were and as they are to be; blocks."""
+    ) -> tuple[dict[int, Page], dict[int, tuple[Extents, Extents]]]:
+        """Return the pages of the blocks as they are to be, and where each block was and is to be; blocks."""
         row, end = target.row, target.first + target.blocks
         assert row.pages is not None
         found, blocks = {}, {}
@@ -272,14 +272,14 @@ class PartValues:
             for block in range(begin, stop):
                 blocks[block] = (old_places[block - base], new_places[block - target.first])
             new = digests[(begin - target.first) * DIGEST_NBYTES : (stop - target.first) * DIGEST_NBYTES]
-            found[number] = (old, _changed(old, row.block_nbytes, begin - base, places, new, target.generation))
+            found[number] = _changed(old, row.block_nbytes, begin - base, places, new, target.generation)
         return found, blocks
 
     def _install(
         self,
         key: str,
         target: _Target,
-        pages: Mapping[int, tuple[Page, Page]],
+        pages: Mapping[int, Page],
         blocks: Mapping[int, tuple[Extents, Extents]],
     ) -> bool:
         """Make the blocks the key's; False where it has changed meanwhile, and all is to be done again."""
