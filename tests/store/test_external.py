@@ -302,6 +302,14 @@ def test_two_files_and_their_order(tmp_path: Path, base: Path) -> None:
             store.adopt("y", other, "y")
 
 
+def test_a_store_that_cannot_be_opened_leaves_no_external_file_open(tmp_path: Path, base: Path) -> None:
+    with opened(tmp_path, base):
+        before = set(os.listdir("/proc/self/fd"))
+        with pytest.raises(UsageError, match="process"):
+            opened(tmp_path, base).close()
+        assert set(os.listdir("/proc/self/fd")) == before
+
+
 def test_swap_space_may_lie_beside_external_files(tmp_path: Path, base: Path) -> None:
     with opened(tmp_path, base, durable=False) as store:
         adopted(store, base)

@@ -121,8 +121,12 @@ def open_parts(
     """
     try:
         _check_engine(engine)
-        sources = ExternalSources(external, engine)
-        return replace(_open_around(arena, paths, durable, engine, mode), external=sources)
+        with contextlib.ExitStack() as stack:
+            sources = ExternalSources(external, engine)
+            stack.callback(sources.close)
+            parts = replace(_open_around(arena, paths, durable, engine, mode), external=sources)
+            stack.pop_all()
+            return parts
     except BaseException:
         arena.close()
         raise
