@@ -29,9 +29,6 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CONSTRUCT_BYTES_PER_PARAM = 4
 """Scratch space that the constructor's fp32 values pass through, until the process ends."""
 
-FIRST_BYTES_PER_PARAM = 28
-"""Written while model and optimizer are made: values, units, masters, state, some of it twice (26.6 seen at 0.4 B)."""
-
 IN_MEMORY_BYTES_PER_PARAM = 16
 """bf16 parameters and gradients, fp32 master and two moments; or all four in fp32. Activations come on top."""
 
@@ -102,8 +99,8 @@ class Plan:
     @property
     def write_nbytes(self) -> int:
         """Bytes this process writes: its steps, and the model's first state when it starts from nothing."""
-        first = FIRST_BYTES_PER_PARAM * self.num_params if not self.first_step else 0
-        return first + self.num_steps * self.step_write_nbytes
+        constructed = (CONSTRUCT_BYTES_PER_PARAM + self.state_bytes_per_param) * self.num_params
+        return (0 if self.first_step else int(constructed)) + self.num_steps * self.step_write_nbytes
 
     def check_space(self) -> None:
         """Raise CapacityError unless each file system has room for its share, files already there counted in."""

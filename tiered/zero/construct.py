@@ -70,6 +70,16 @@ class ConstructedParameter:
         self.owner.shown[self] = None
         return self.segment.view(self.gathered.tensors[0])
 
+    @contextlib.contextmanager
+    def lend(self, mode: str) -> Iterator[torch.Tensor]:
+        """Lend the values to ``mode``, in DRAM, of the parameter's shape; no tensor of them may outlive the block."""
+        self.park()
+        lease = self.tier.lease(self.key, mode)
+        try:
+            yield self.segment.view(lease.tensor)
+        finally:
+            lease.release()
+
     def lies_in(self, storage: int) -> bool:
         """Return whether the parameter is shown in the storage of that address."""
         return self.gathered is not None and self.gathered.tensors[0].untyped_storage().data_ptr() == storage

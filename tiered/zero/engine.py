@@ -32,6 +32,7 @@ from tiered.zero.gradients.updates import NO_UPDATES, Updates
 from tiered.zero.layout import Shares
 from tiered.zero.parameters.access import Access
 from tiered.zero.parameters.calls import Calls
+from tiered.zero.parameters.conductor import MasterKeeper
 from tiered.zero.parameters.functorch import check_no_transform, guard_functorch
 from tiered.zero.parameters.gather_ahead import ahead_on
 from tiered.zero.parameters.open_units import OpenUnits
@@ -48,12 +49,12 @@ class Engine:
     open_gradients: OpenGradients
     schedule: SharedSchedule
 
-    def __init__(self, store: Store, model: nn.Module, units: Sequence[Unit], *, shares: Shares) -> None:
-        self.store, self.working_set = store, store.working_set
-        self.units = list(units)  # the root unit first, then in the order of the modules
-        self.tier = units[0].tier
+    def __init__(
+        self, store: Store, model: nn.Module, units: Sequence[Unit], *, shares: Shares, masters: MasterKeeper
+    ) -> None:
+        self.store, self.working_set, self.masters = store, store.working_set, masters
+        self.units, self.tier = list(units), units[0].tier  # the root unit first, then in the order of the modules
         self.updates: Updates = NO_UPDATES
-        self.write_listeners: list[Callable[[Segment, torch.Tensor | None], None]] = []  # values were replaced
         self.model = weakref.ref(model)
         self.calls = Calls(SavedPairs(self, lambda tensor: self.activations.pack(tensor)))
         self.phase = Phase(
@@ -102,9 +103,8 @@ class Engine:
         self.layouts.is_stale = True
 
     def written(self, segment: Segment, source: torch.Tensor | None) -> None:
-        """The values of a parameter were replaced, by ``source`` where it is known; the optimizer hears of it."""
-        for listener in self.write_listeners:
-            listener(segment, source)
+        """The values of a parameter were replaced, by ``source`` where it is known; so is its master."""
+        self.masters.set_master(segment, source)
 
     # -- units ---------------------------------------------------------------------------------------------------
 

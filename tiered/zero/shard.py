@@ -33,7 +33,7 @@ from tiered.zero.formats.budget import share_out_as_asked
 from tiered.zero.in_place import find_in_place
 from tiered.zero.layout import Shares
 from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, refuse_missing
-from tiered.zero.optimizer.masters import master_key, master_offsets, masters_nbytes
+from tiered.zero.optimizer.masters import Masters, masters_nbytes, offsets_of, write_masters
 from tiered.zero.parameters.eager import eager, stay_eager
 from tiered.zero.parameters.methods import running
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
@@ -101,14 +101,14 @@ def shard(
         _adopt(store, model, units, committed)
     shares = _shares_of(units, store.working_set.budget_bytes, hold, swaps="swap" in words.values())
     give_memory(tier, [unit.layout for unit in units], store.device_memory, updates=update_on != "cpu")
-    _fill(store, units, source, adopt=committed is not None)
+    masters = _fill(store, units, source, adopt=committed is not None)
     move_buffers(model, tier.device)
-    engine = Engine(store, model, units, shares=shares)
+    engine = Engine(store, model, units, shares=shares, masters=masters)
     engine.phase.must_resume = engine.layouts.is_stale = engine.layouts.drops_frozen = committed is not None
     engine.layouts.update_on = update_on
     engine.activations.take(words, shares.activations)
     _hook(model, modules, units, engine)
-    _register(store, model, engine)
+    _register(store, model, engine, masters)
     _log.info(
         "sharded %d parameters into %d units, %s held in DRAM",
         sum(len(u.segments) for u in units),
@@ -127,10 +127,11 @@ def _adopt(store: Store, model: nn.Module, units: Sequence[Unit], committed: dic
     refuse_missing(store, (key for unit in units for key in unit.keys))
 
 
-def _register(store: Store, model: nn.Module, engine: Engine) -> None:
+def _register(store: Store, model: nn.Module, engine: Engine, masters: Masters) -> None:
     """Have ``store`` report its calls to ``engine``, and commit the model's small state with the keys."""
     hook_state_dicts(model, engine)
     store.add_guard(functools.partial(prepare_for, engine))
+    store.add_guard(masters.prepare_for)  # order: after what may refuse
     if isinstance(engine.tier, AcceleratorTier):
         store.working_set.recorder.attach(engine.tier.copies.clock, engine.tier.statistics)
     for prefix, name in _CLASSES.items():
@@ -239,23 +240,33 @@ def _segment(name: str, parameter: nn.Parameter, param_dtype: torch.dtype | None
     return Segment(name, parameter, cast)
 
 
-def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) -> None:
-    """Write each unit's values, and the masters of cast parameters; with ``adopt`` the store's own values stay."""
-    working_set = store.working_set
+def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) -> Masters:
+    """Write each unit's values, and leave the masters of cast parameters, which are returned.
+
+    With ``adopt`` the store's own values stay.
+    """
+    working_set, masters = store.working_set, Masters(store, units)
     if not adopt:
         in_place = find_in_place(store, units, source)
+        cast = [unit for unit in units if any(map(source.is_cast, unit.segments))]
+        left = {unit: source.constructed(offsets_of(unit.segments)) for unit in cast}
         nbytes = sum(unit.nbytes for unit in units) - sum(spec.nbytes for spec, _ in in_place.values())
         if store.durable:  # a second set of the keys that steps write
             nbytes += sum(unit.layout.gradient_nbytes for unit in units)
-        masters = sum(masters_nbytes(u.segments) for u in units if any(source.is_cast(s) for s in u.segments))
-        store.reserve_space(nbytes + masters, scratch=not store.durable)
+        nbytes += sum(masters_nbytes(unit.segments) for unit, constructed in left.items() if constructed is None)
+        store.reserve_space(nbytes, scratch=not store.durable)
         for key, (spec, ranges) in in_place.items():
             adopted.adopt(working_set, key, spec, ranges)
     for unit in units:
+        constructed: Mapping[Segment, Any] = {}
         if not adopt:
             _fill_unit(store, unit, source, in_place)
+            if unit in left:
+                constructed = left[unit] or {}
+                masters.leave(unit, constructed) if constructed else write_masters(store, unit, source.copy)
         for segment in unit.segments:
-            _convert(segment, working_set)
+            _convert(segment, working_set, is_left=segment in constructed)
+    return masters
 
 
 def _fill_unit(store: Store, unit: Unit, source: Weights, in_place: Collection[str]) -> None:
@@ -274,28 +285,18 @@ def _fill_unit(store: Store, unit: Unit, source: Weights, in_place: Collection[s
         finally:
             lease.release()
         working_set.swap_out([span.key])
-    offsets = master_offsets(unit.segments)
-    if not any(source.is_cast(segment) for segment in offsets):
-        return
-    key = master_key(unit.name)
-    working_set.create(key, masters_nbytes(unit.segments))
-    lease = working_set.lease(key, "w")
-    try:
-        for segment, offset in offsets.items():
-            flat = lease.tensor.view(torch.float32)[offset : offset + segment.numel]
-            source.copy(segment, flat.as_strided(segment.shape, segment.strides))
-    finally:
-        lease.release()
-    working_set.swap_out([key])
 
 
-def _convert(segment: Segment, working_set: Any) -> None:
-    """Make the parameter a TieredParameter of ``segment``, without values of its own."""
+def _convert(segment: Segment, working_set: Any, *, is_left: bool) -> None:
+    """Make the parameter a TieredParameter of ``segment``, without values of its own.
+
+    ``is_left``: the key where it was constructed stays.
+    """
     parameter = segment.parameter
     if isinstance(parameter, TieredParameter):
         constructed: Any = parameter.segment.unit
         constructed.park()
-        working_set.delete([constructed.key])
+        working_set.delete([] if is_left else [constructed.key])
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # order: a TieredParameter refuses a swap
     with without_dispatch():
         blank = placeholder(segment.shape, segment.dtype, segment.unit.tier.device)

@@ -6,7 +6,7 @@ They are read one parameter at a time, so that a model larger than memory can be
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from tiered.errors import CorruptionError, UsageError
-from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
+from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Segment
 
 __all__ = ["Weights"]
@@ -58,6 +58,18 @@ class Weights:
             return False
         return self._dtype(segment) != segment.dtype
 
+    def constructed(self, segments: Iterable[Segment]) -> dict[Segment, Any] | None:
+        """Return the places where a constructor made the values of ``segments``, if these are their fp32 masters."""
+        found: dict[Segment, Any] = {}
+        for segment in segments:
+            parameter = segment.parameter
+            if self._has_source or not isinstance(parameter, TieredParameter) or parameter.dtype != torch.float32:
+                return None
+            found[segment] = parameter.segment.unit
+            if parameter.segment.strides != segment.strides:
+                return None
+        return found
+
     def place(self, segment: Segment) -> tuple[str, str] | None:
         """Return the file that has the values of ``segment`` as they lie in memory, and their name there; else None."""
         path = self._paths.get(segment.name)
@@ -74,10 +86,9 @@ class Weights:
             parameter = segment.parameter
             if isinstance(parameter, TieredParameter):
                 constructed: Any = parameter.segment.unit
-                constructed.show()
-                with without_dispatch():
-                    out.copy_(parameter)
-                constructed.park()
+                with constructed.lend("r") as value:  # not "rw": clean bytes are not written again
+                    out.copy_(value)
+                    del value
             else:
                 out.copy_(parameter)
 

@@ -20,7 +20,7 @@ from tiered.zero.formats.layout import Layouts, Tile
 from tiered.zero.formats.rules import Hyperparameters
 from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.model_state import refuse_missing
-from tiered.zero.optimizer.masters import master_key, master_offsets, masters_nbytes
+from tiered.zero.optimizer.masters import MasterOf, Masters, masters_nbytes
 from tiered.zero.optimizer.plain import PlainSegment, PlainUnit
 from tiered.zero.parameters.unit import Segment, Unit
 
@@ -105,7 +105,7 @@ class OptimizerState:
         made: list[str] = []
         try:
             for bucket in buckets:
-                self._write(bucket, None, {})
+                self._write(bucket, None)
                 made.append(bucket.key)
         except BaseException:
             self._store.working_set.delete(made)
@@ -122,30 +122,26 @@ class OptimizerState:
         refuse_missing(self._store, (bucket.key for buckets in self.buckets.values() for bucket in buckets))
         self._store.reserve_space(self._parameter_nbytes + self.nbytes)
 
-    def create(self) -> None:
-        """Write every bucket: moments of zero, the masters that ``shard`` has left, which are deleted."""
-        units = [unit for unit in self.buckets if master_key(unit.name) in self._store]
-        masters = sum(masters_nbytes(unit.segments) for unit in units)
+    def create(self, masters: Sequence[Masters]) -> None:
+        """Write every bucket: moments of zero, and the ``masters`` that ``shard`` has left, which are deleted."""
+        left = {unit: each for each in masters for unit in each.units()}
+        nbytes = sum(masters_nbytes(unit.segments) for unit, each in left.items() if each.takes_space(unit))
         if self._store.durable:  # two sets of all, but for the masters, whose space becomes the state's
-            self._store.reserve_space(self._parameter_nbytes + 2 * self.nbytes - masters)
+            self._store.reserve_space(self._parameter_nbytes + 2 * self.nbytes - nbytes)
         else:
-            self._store.reserve_space(max(0, self.nbytes - masters), scratch=True)
+            self._store.reserve_space(max(0, self.nbytes - nbytes), scratch=True)
         for unit, buckets in self.buckets.items():
-            self._create(unit, buckets)
+            if unit not in left:
+                for bucket in buckets:
+                    self._write(bucket, None)
+                continue
+            with left[unit].of(unit) as master_of:
+                for bucket in buckets:
+                    self._write(bucket, master_of)
+            left[unit].delete(unit)
 
-    def _create(self, unit: StateUnit, buckets: Sequence[Bucket[Segment]]) -> None:
-        working_set = self._store.working_set
-        key = master_key(unit.name)
-        masters = working_set.lease(key, "r") if key in self._store else None
-        offsets = master_offsets(unit.segments) if masters is not None else {}
-        for bucket in buckets:
-            self._write(bucket, None if masters is None else masters.tensor.view(torch.float32), offsets)
-        if masters is not None:
-            masters.release()
-            working_set.delete([key])
-
-    def _write(self, bucket: Bucket[Segment], masters: torch.Tensor | None, offsets: dict[Segment, int]) -> None:
-        """Write a fresh ``bucket``: moments of zero, and the ``masters`` (fp32, at ``offsets``), if any."""
+    def _write(self, bucket: Bucket[Segment], master_of: MasterOf | None) -> None:
+        """Write a fresh ``bucket``: moments of zero, and the masters, if any."""
         working_set = self._store.working_set
         working_set.create(bucket.key, bucket.nbytes)
         try:
@@ -155,20 +151,18 @@ class OptimizerState:
             raise
         try:
             lease.tensor.zero_()
-            if masters is not None:
-                self._attach_masters(bucket, lease.tensor, masters, offsets)
+            if master_of is not None:
+                for piece in bucket.pieces:
+                    self._attach_master(piece, lease.tensor, master_of(piece.segment))
         finally:
             lease.release()
         working_set.swap_out([bucket.key])
 
-    def _attach_masters(
-        self, bucket: Bucket[Segment], state: torch.Tensor, masters: torch.Tensor, offsets: dict[Segment, int]
-    ) -> None:
-        for piece in bucket.pieces:
-            if piece.segment in offsets:
-                start = offsets[piece.segment] + piece.start
-                for tile, first, last in self._tiles(piece, state):
-                    self._attach(tile, masters[start + first : start + last], None)
+    def _attach_master(self, piece: Piece[Segment], state: torch.Tensor, master: torch.Tensor | None) -> None:
+        """Keep the bits of ``master``, (numel of the parameter,), that the parameter lacks; None: it lacks none."""
+        if master is not None:
+            for tile, first, last in self._tiles(piece, state):
+                self._attach(tile, master[piece.start + first : piece.start + last], None)
 
     def _tiles(self, piece: Piece[Segment], state: torch.Tensor) -> Iterator[tuple[Tile, int, int]]:
         """Yield the tiles of ``piece`` and their bounds in elements of it; ``state`` is the bucket's bytes."""

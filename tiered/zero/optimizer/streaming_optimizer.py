@@ -33,6 +33,7 @@ from tiered.zero.optimizer.committed_optimizer import (
     withhold_steps,
 )
 from tiered.zero.optimizer.loaded_state import StateDictReader
+from tiered.zero.optimizer.masters import Masters
 from tiered.zero.optimizer.optimizer_state import OptimizerState, StateUnit
 from tiered.zero.optimizer.place_choice import choose_place
 from tiered.zero.optimizer.plain import PlainUnit
@@ -165,7 +166,7 @@ class StreamingOptimizer(Optimizer):
             scratch, layouts = self._pipeline.scratch, Layouts(self.format, self.rule)
             self._state = OptimizerState(self._store, units, managed, layouts, bucket_numel=numel, scratch=scratch)
             if committed is None:
-                self._state.create()
+                self._state.create([e.masters for e in self._engines if isinstance(e.masters, Masters)])
             else:
                 with taking_apart("tiered.optimizer", by=self._title):
                     compare(committed, self._description())
@@ -188,8 +189,7 @@ class StreamingOptimizer(Optimizer):
         largest = max((bucket.nbytes for unit in engine.units for bucket in self._state.buckets[unit]), default=0)
         thread = self._threads[engine] = UpdateThread(engine, buckets_bytes=3 * whole_pages(largest))
         self._store.add_producer(thread)
-        engine.phase.updates_in_backward = self.in_backward
-        engine.write_listeners.append(self._state.set_master)
+        engine.phase.updates_in_backward, engine.masters = self.in_backward, self._state
         engine.attach(thread, self.submit, {unit: self._state.buckets[unit] for unit in engine.units})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -16,7 +16,7 @@ from tiered.zero.parameters.open_units import Ahead, OpenUnits
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Phase
 
-__all__ = ["Conductor", "ForwardCalls"]
+__all__ = ["Conductor", "ForwardCalls", "MasterKeeper"]
 
 
 class _Backward(Protocol):
@@ -47,6 +47,13 @@ class ForwardCalls(Protocol):
 
     def method_ended(self) -> None:
         """The outermost method has ended."""
+
+
+class MasterKeeper(Protocol):
+    """The owner of the fp32 masters: the optimizer, and before there is one, ``Masters``."""
+
+    def set_master(self, segment: Segment, source: torch.Tensor | None) -> None:
+        """The caller has replaced the values of ``segment``: its master becomes ``source``, or those values."""
 
 
 class Conductor(Protocol):
