@@ -84,6 +84,7 @@ class Buffer:
         assert 0 <= nbytes <= self.nbytes, (nbytes, self.nbytes)
         # An empty tensor has a storage of one byte, which it never shows: a storage of none could not be watched.
         array = array_type(max(nbytes, 1)).from_address(self.address)
+        array.mapping = self.memory.obj  # type: ignore[attr-defined]  # lifetime: mapped as long as a tensor is there
         self._aliases = [alias for alias in self._aliases if alias() is not None]
         watched = weakref.ref(array, on_dead)
         self._aliases.append(watched)

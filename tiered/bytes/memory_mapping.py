@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import weakref
 
 from tiered.units import MiB, round_up
 
@@ -20,15 +22,19 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class MemoryMapping:
-    """A private anonymous mapping with huge pages, which children of a fork do not inherit."""
+    """A private anonymous mapping with huge pages, which children of a fork do not inherit.
 
-    __slots__ = ("_address", "_nbytes", "memory", "start")
+    It ends by ``unmap``, or with the last view of ``memory`` and the last object that refers to its ``obj``.
+    """
+
+    __slots__ = ("_end", "memory", "start")
 
     def __init__(self, address: int, nbytes: int, start: int, usable_nbytes: int) -> None:
-        self._address = address
-        self._nbytes = nbytes
         self.start = start  # multiple of a huge page
-        self.memory = memoryview(array_type(usable_nbytes).from_address(start)).cast("B")
+        array = array_type(usable_nbytes).from_address(start)
+        self.memory = memoryview(array).cast("B")
+        self._end = weakref.finalize(array, _unmap, address, nbytes, os.getpid())
+        self._end.atexit = False  # the process's end is theirs, too
 
     @classmethod
     def create(cls, nbytes: int) -> MemoryMapping | None:
@@ -48,7 +54,20 @@ class MemoryMapping:
     def unmap(self) -> None:
         """Give memory and addresses back to the kernel; nothing may use them any more."""
         self.memory.release()
-        _libc().munmap(self._address, self._nbytes)
+        _kept.pop(self.start, None)
+        self._end()
+
+    def keep(self) -> None:
+        """Have the addresses stay mapped until ``unmap``, or for good, whatever becomes of the views."""
+        _kept[self.start] = self.memory.obj
+
+
+_kept: dict[int, object] = {}
+
+
+def _unmap(address: int, nbytes: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has no such mapping, and may use its addresses for something else
+        _libc().munmap(address, nbytes)
 
 
 @functools.lru_cache(maxsize=4096)  # a ctypes array type costs 20 us to make, and each size needs its own

@@ -46,6 +46,7 @@ class PinnedArena(Arena):
         Raises ValueError; CapacityError where the kernel refuses the mapping.
         """
         super().__init__(nbytes)
+        self._mappings[0].keep()  # lifetime: registered memory must not be unmapped
         start = self._mappings[0].start
         self._start, self._end = start, start + nbytes // PAGE_NBYTES * PAGE_NBYTES
         self._slots = Slots(start, self._end, large_nbytes=large_nbytes)

@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
@@ -370,8 +371,10 @@ class Residents:
         for entry in self._entries.used():
             self.offer(entry)
         moving = [entry.residence for entry in self._entries.used() if entry.residence is not None]
+        # Lifetime: a tensor must not keep us: a failure that we lead to may keep the tensor, by its traceback.
+        reap = functools.partial(_reap, weakref.ref(self))
         for residence in [*self.orphans, *moving]:
-            residence.buffer.follow_up(self.reap)
+            residence.buffer.follow_up(reap)
 
     def reap(self) -> None:
         """After ``close``: give back the buffers that have ended since; without the lock."""
@@ -384,3 +387,9 @@ class Residents:
                 self.drain()
             finally:
                 self._condition.release()
+
+
+def _reap(residents: weakref.ref[Residents]) -> None:
+    there = residents()
+    if there is not None:  # else the arena is gone with them, and its memory with the last tensor
+        there.reap()

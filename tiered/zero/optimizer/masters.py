@@ -49,7 +49,7 @@ class Masters:
         self._own: set[Segment] = set()
 
     def __repr__(self) -> str:
-        return f"Masters({len(self.units())} units, {len(self._constructed)} of them constructed)"
+        return f"Masters({len(self._units)} units, {len(self._constructed)} of them constructed)"
 
     def leave(self, unit: Unit, constructed: Mapping[Segment, Constructed]) -> None:
         """Let the masters of ``unit`` be ``constructed``, all of ``offsets_of``; this object deletes them."""
