@@ -36,8 +36,10 @@ class Net(nn.Module):
 @pytest.mark.parametrize("update", ["backward", "step"])
 def test_nothing_larger_than_a_unit_is_allocated_outside_the_arena(update: str, state: str, tmp_path: Path) -> None:
     x = torch.randn(8, WIDTH, dtype=torch.bfloat16)
+    # ``acc_events``: without it torch 2.11 warns at a process's first profile, even at one of a single cycle.
+    activities = [torch.profiler.ProfilerActivity.CPU]
     with tiered.Store(tmp_path / "store", dram=24 * MiB) as store:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
             with tiered.construct(store):
                 model = Net()
             model = tiered.shard(model, store, param_dtype=torch.bfloat16)

@@ -268,7 +268,10 @@ def test_what_torch_has_and_tiered_lacks_is_refused_by_name(switch: str, tmp_pat
 
 
 def test_the_profiler_records_shapes_without_complaint(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
+    # ``acc_events``: without it torch 2.11 warns at a process's first profile, even at one of a single cycle.
+    profile = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, acc_events=True
+    )
     with debug_store(tmp_path, durable=False) as store:
         model = tiered.shard(nn.Linear(WIDTH, WIDTH), store)
         optimizer = tiered.AdamW(model.parameters())
