@@ -214,7 +214,7 @@ def test_torchs_own_clipping_reads_gradients_on_nvme_at_the_smallest_budget(tmp_
 NUM_UNITS, WIDTH = 22, 4096
 DRAM = 512 * MiB
 LARGEST_GRADIENT = 2 * WIDTH**2
-ALLOWANCE = 128 * MiB
+ALLOWANCE = 32 * MiB
 PATIENCE_S = 800  # 29 GB go to the drive and from it, which may be a slow one that others use, too
 
 
@@ -255,16 +255,17 @@ def large_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, An
 
 
 def test_four_gigabytes_of_state_stay_in_the_budget(large_run: dict[str, Any]) -> None:
-    """ru_maxrss <= after import + budget + what the reference saves + 2 x the largest unit's gradient + 128 MiB.
+    """Own memory <= after a step of PyTorch + budget + what the reference saves + 2 x the largest gradient + 32 MiB.
 
     And what plain PyTorch takes for a moment to train one layer, which is nothing where the processor computes in bf16.
+    Own memory at its peak is ru_maxrss without the most pages of libraries that the process had.
     """
     assert 12 * large_run["params"] > 4 * GiB
     assert large_run["arena_peak_bytes"] <= DRAM
     bound = DRAM + large_run["saved_bytes"] + 2 * LARGEST_GRADIENT + ALLOWANCE
-    bound += large_run["resident_bytes"] + large_run["plain_bytes"]
+    bound += large_run["own_bytes"] + large_run["plain_bytes"]
     assert large_run["saved_bytes"] < 2 * MiB
-    assert large_run["peak_rss_bytes"] <= bound
+    assert large_run["peak_rss_bytes"] - large_run["most_library_bytes"] <= bound
     assert len(set(large_run["losses"])) == len(large_run["losses"])
     assert all(0 < loss < 1 for loss in large_run["losses"])
 
