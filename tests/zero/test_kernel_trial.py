@@ -65,7 +65,7 @@ def test_without_numba_all_trains_to_the_same_bits_and_compact_alone_warns_once(
         f"print(digests_of_training({str(tmp_path / 'without')!r}))\n"
     )
     command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert tried_compact_kernels() is not None, compact_trial().reason
     assert ast.literal_eval(done.stdout) == digests_of_training(tmp_path / "with")
@@ -104,7 +104,7 @@ def test_importing_takes_no_numba_and_compiling_starts_no_thread() -> None:
         "except ValueError: print('none was started')",
     )
     command = [sys.executable, "-W", "error", "-c", "\n".join(lines)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert done.stdout == "none was started\n"
 
