@@ -23,12 +23,17 @@ import pytest
 # start inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Every process of a run would compile what it imports again, where the environment forbids to keep it: tests, with their
+# asserts, for 12 s of CPU time. git ignores __pycache__. Workers and programs that tests start inherit it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import torch
 from hypothesis import HealthCheck, settings
 
 from tests.rigs.warm_python import WarmPython
 from tiered.bytes.arena import Arena
 
+sys.dont_write_bytecode = False  # in this process, too
 torch.set_num_threads(2)
 
 # The same examples in every run, so that a change is judged by itself; and a drive that stalls or a busy machine fails
