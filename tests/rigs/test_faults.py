@@ -25,7 +25,7 @@ from tiered.units import KiB
 
 pytestmark = needs("faulty file system")
 
-NUM_CASES = 20  # of each engine's thousands: bench/soak.py --campaign errno goes through all
+NUM_CASES = 8  # of each engine's thousands: bench/soak.py --campaign errno goes through all
 SEED = 5
 DATA = "data-000"
 
