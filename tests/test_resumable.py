@@ -245,8 +245,14 @@ def no_warning(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not caplog.records
 
 
-def check(make: Callable[[], Iterable[Tensor]], *, num_epochs: int = 3, **options: Any) -> None:
-    """The plain loop, the undisturbed one, and it resumed after each step in turn, have the same bits."""
+def check(
+    make: Callable[[], Iterable[Tensor]], *, num_epochs: int = 3, has_workers: bool = False, **options: Any
+) -> None:
+    """The plain loop, the undisturbed one, and it resumed after each step in turn, have the same bits.
+
+    Where it ``has_workers``, whose start takes most of the time: after the first step, the last one of the first
+    epoch, the one in the middle of the last, and the last.
+    """
     seed(7)
     plain = Run(make()).train(range(num_epochs))
     seed(7)
@@ -254,7 +260,10 @@ def check(make: Callable[[], Iterable[Tensor]], *, num_epochs: int = 3, **option
     undisturbed = Run(wrapped).train(range(wrapped.epoch, num_epochs))
     assert same(undisturbed, plain)
     assert len(undisturbed.commits) == len(plain.losses)
-    for number, commit in enumerate(undisturbed.commits, 1):
+    num = len(undisturbed.commits)
+    stops = (1, num // num_epochs, num - num // num_epochs // 2, num) if has_workers else range(1, num + 1)
+    for number in stops:
+        commit = undisturbed.commits[number - 1]
         seed(100 + number)  # a new process's
         wrapped = tiered.resumable(make(), **options)
         resumed = Run(wrapped, undisturbed.losses[:number])
@@ -279,28 +288,28 @@ def test_a_resumed_loader_goes_on_with_the_bits_of_the_undisturbed_one(name: str
 @pytest.mark.usefixtures("no_warning")
 @pytest.mark.parametrize("name", ["shuffled", "own_generator", "turning_sampler", "drawing_sampler"])
 def test_a_data_loader_with_workers_goes_on_with_the_bits_of_the_undisturbed_one(name: str) -> None:
-    check(lambda: DATA_LOADERS[name](num_workers=2), num_epochs=2)
+    check(lambda: DATA_LOADERS[name](num_workers=2), num_epochs=2, has_workers=True)
 
 
 @pytest.mark.usefixtures("no_warning")
 @pytest.mark.parametrize("name", ["shuffled", "shuffled_by_own_generator"])
 def test_workers_that_persist_go_on_as_in_the_undisturbed_run(name: str) -> None:
-    check(lambda: DATA_LOADERS[name](num_workers=2, persistent_workers=True), num_epochs=2)
+    check(lambda: DATA_LOADERS[name](num_workers=2, persistent_workers=True), num_epochs=2, has_workers=True)
 
 
 @pytest.mark.usefixtures("no_warning")
 def test_what_workers_draw_for_iterable_data_comes_back() -> None:
-    check(lambda: loader(Stream(), num_workers=2), num_epochs=2)
+    check(lambda: loader(Stream(), num_workers=2), num_epochs=2, has_workers=True)
 
 
 def test_iterable_data_in_workers_that_persist_go_on() -> None:
-    check(lambda: loader(Stream(float), num_workers=1, persistent_workers=True), num_epochs=2)
+    check(lambda: loader(Stream(float), num_workers=1, persistent_workers=True), num_epochs=2, has_workers=True)
 
 
 @pytest.mark.usefixtures("no_warning")
 @pytest.mark.parametrize("make", [lambda: Items(random.random), ItemsWithGenerator], ids=["process", "own"])
 def test_replay_brings_back_what_workers_draw_for_items(make: Callable[[], Items]) -> None:
-    check(lambda: loader(make(), num_workers=2, shuffle=True), num_epochs=2, replay=True)
+    check(lambda: loader(make(), num_workers=2, shuffle=True), num_epochs=2, has_workers=True, replay=True)
 
 
 def test_replay_brings_back_what_a_data_set_counts() -> None:
