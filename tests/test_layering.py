@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,12 @@ def house() -> Tree:
     return tree
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    """Return the tree of a module, which nobody changes."""
+    return ast.parse(text)
+
+
 def arrows(tree: Tree) -> dict[str, set[str]]:
     """Return which modules of the tree each module imports, wherever in it."""
     found = {module: {_resolved(name, tree) for name in _names(module, text)} for module, text in tree.items()}
@@ -85,7 +92,7 @@ def arrows(tree: Tree) -> dict[str, set[str]]:
 
 
 def _names(module: str, text: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "tiered")
         elif isinstance(node, ast.ImportFrom):
@@ -168,7 +175,7 @@ def length_complaints(tree: Tree) -> set[str]:
         most = MOST_LINES_OF.get(module, MOST_LINES)
         if len(text.splitlines()) > most:
             found.add(f"{module} has more than {most} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 if node.end_lineno - node.lineno >= MOST_FUNCTION_LINES:

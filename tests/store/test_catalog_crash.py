@@ -127,18 +127,25 @@ def test_a_damaged_journal_is_found(file, tmp_path):
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-@pytest.mark.parametrize("bit", range(32))
-def test_a_journal_that_gives_the_file_another_size_is_found(file, tmp_path, bit, read_only):
-    (tmp_path / "copy").mkdir()
-    home = SqliteHome(tmp_path / "copy")
-    content = crash_in_commit(file, home)
-    with open(home.path.parent / "catalog.db-journal", "r+b") as journal:
-        num_pages = int.from_bytes(os.pread(journal.fileno(), 4, 16), "big")  # has no checksum
-        os.pwrite(journal.fileno(), (num_pages ^ 1 << bit).to_bytes(4, "big"), 16)
-    try:  # a larger file is terabytes long then, and empty
-        assert content_of(home, read_only=read_only) == content
-    except CorruptionError as error:
-        assert error.file == str(home.path)
+def test_a_journal_that_gives_the_file_another_size_is_found(quick_path, read_only):
+    for name in ("made", "copy"):
+        (quick_path / name).mkdir()
+    home = SqliteHome(quick_path / "copy")
+    content = crash_in_commit(SqliteHome(quick_path / "made"), home)
+    left = {path: path.read_bytes() for path in home.path.parent.iterdir()}
+    journal = home.path.parent / "catalog.db-journal"
+    num_pages = int.from_bytes(left[journal][16:20], "big")  # has no checksum
+    for bit in range(32):
+        for path, saved in left.items():
+            path.unlink(missing_ok=True)  # or one of terabytes would be cut first
+            path.write_bytes(saved)
+            path.chmod(0o600)
+        with open(journal, "r+b") as file:
+            os.pwrite(file.fileno(), (num_pages ^ 1 << bit).to_bytes(4, "big"), 16)
+        try:  # a larger file is terabytes long then, and empty
+            assert content_of(home, read_only=read_only) == content, f"bit {bit}"
+        except CorruptionError as error:
+            assert error.file == str(home.path)
 
 
 @pytest.mark.parametrize("word", ["BEGIN", "UPDATE", "COMMIT"])
