@@ -23,8 +23,8 @@ import pytest
 # start inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Every process of a run would compile what it imports again, where the environment forbids to keep it: tests, with their
-# asserts, for 12 s of CPU time. git ignores __pycache__. Workers and programs that tests start inherit it.
+# Every process of a run would compile what it imports again, where the environment forbids to keep it: tests, with
+# their asserts, for 12 s of CPU time. git ignores __pycache__. Workers and programs that tests start inherit it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import torch
