@@ -12,7 +12,7 @@ from tests.bytes.registrars import WatchedRegistrar
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store import rig
 from tests.store.catalogs import SqliteHome
-from tests.store.places import quick_directory
+from tests.store.places import quick_directory, short_files
 from tests.store.rig import BUDGET_NBYTES, GatedStore, pinned_arena, simulated_store
 from tiered.bytes.arena import Arena
 from tiered.store.residency.working_set import WorkingSet
@@ -23,7 +23,7 @@ from tiered.units import MiB
 @pytest.fixture
 def quick_path() -> Iterator[Path]:
     """A new directory, in memory where that is offered: for tests to which flushes are nothing but time."""
-    with quick_directory() as path:
+    with quick_directory() as path, short_files():
         yield path
 
 
@@ -80,9 +80,10 @@ def gated(budget_nbytes: int) -> Iterator[GatedStore]:
 
 
 @pytest.fixture(params=["durable", "durable=False", "memory", "two directories", "16 MiB, debug arena"])
-def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    """Every kind of store, with one contract."""
+def any_store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    """Every kind of store, with one contract; the plainest one on a drive."""
     kind = request.param
+    tmp_path = request.getfixturevalue("tmp_path" if kind == "durable" else "quick_path")
     if kind == "memory":
         made = Store(engine="memory", dram="16MiB")
     elif kind == "two directories":
