@@ -94,6 +94,13 @@ def ended_workers() -> Iterator[None]:
             thread.join(10)
 
 
+@pytest.fixture
+def drive_path() -> Iterator[Path]:
+    """A directory on a drive, where tests of its folder have theirs in memory."""
+    with tempfile.TemporaryDirectory(prefix="tiered-") as path:
+        yield Path(path)
+
+
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[WarmPython]:
     with tempfile.TemporaryDirectory(prefix="tiered-") as directory:

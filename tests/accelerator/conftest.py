@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from tests.accelerator import simulated
 from tests.accelerator.registrar import SimulatedRegistrar
 from tests.accelerator.training import DEVICE
+from tests.store.places import quick_directory, short_files
 from tiered.bytes.registrar import add_registrar
 
 
@@ -35,6 +37,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = [item for item in items if "accelerator" not in getattr(item, "fixturenames", ())]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A directory in memory where that is offered: the subject is the device, not the drive below."""
+    with quick_directory() as path, short_files():
+        yield path
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ H100 = Machine(60 * GiB, 120 * GiB, 78 * GiB, Bandwidth(3e9, 2e9), 6e14)
 SMALL_CARD = Machine(200 * GiB, 60 * GiB, 15 * GiB, Bandwidth(6e9, 5e9), 4e13)
 
 
-def test_the_whole_check_runs_on_the_simulated_device(sim: ModuleType, tmp_path: Path) -> None:
+def test_the_whole_check_runs_on_the_simulated_device(sim: ModuleType, drive_path: Path) -> None:
     environment = os.environ | {
         "PYTHON": sys.executable, "TIERED_TEST_DEVICE": "sim",
         "GPU_CHECK_TESTS": "tests/accelerator/test_training.py -k gpt-torch.bfloat16-step",
-        "GPU_CHECK_BENCH": f"--tiny --store {tmp_path / 'store'} --results {tmp_path}",
+        "GPU_CHECK_BENCH": f"--tiny --store {drive_path / 'store'} --results {drive_path}",
     }  # fmt: skip
     done = subprocess.run(
         [ROOT / "scripts" / "gpu_check", "9"], env=environment, capture_output=True, text=True, timeout=540
@@ -38,11 +38,11 @@ def test_the_whole_check_runs_on_the_simulated_device(sim: ModuleType, tmp_path:
     assert result["bench"] == "gpu" and result["waiting_calls"] == {}
     assert min(result[run]["seconds"] for run in ("compute_bound", "io_bound", "in_memory")) > 0
     assert 0 < result["compute_bound"]["device"]["peak_bytes"] <= result["sizes"]["device_memory"]
-    (file,) = tmp_path.glob("gpu_*.md")
+    (file,) = drive_path.glob("gpu_*.md")
     text = file.read_text()
     assert "| compute-bound |" in text and "| I/O-bound |" in text
     assert "Calls of a settled step that wait for the device: none." in text
-    assert not list((tmp_path / "store").iterdir())
+    assert not list((drive_path / "store").iterdir())
 
 
 @pytest.mark.parametrize("machine", [H100, SMALL_CARD, replace(H100, disk_bytes=10 * GiB)])
@@ -68,10 +68,10 @@ def test_a_fast_card_gets_as_many_tokens_as_hide_its_io() -> None:
     assert sizes_for(H100, 300).is_compute_bound
 
 
-def test_a_state_beyond_card_and_memory_trains_tiny(sim: ModuleType, tmp_path: Path) -> None:
+def test_a_state_beyond_card_and_memory_trains_tiny(sim: ModuleType, drive_path: Path) -> None:
     tiny = "--layers 3 --width 64 --heads 4 --context 16 --dram 16MiB --device-memory 2MiB --card 4MiB"
     limit = "--memory-limit 1GiB" if os.geteuid() == 0 and Path("/sys/fs/cgroup/memory").is_dir() else ""
-    command = [sys.executable, "bench/beyond_memory.py", *tiny.split(), *limit.split(), "--store", str(tmp_path)]
+    command = [sys.executable, "bench/beyond_memory.py", *tiny.split(), *limit.split(), "--store", str(drive_path)]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
     result = json.loads(output.splitlines()[-1])
     assert result["bench"] == "beyond_memory" and result["same_losses"] and result["within"], output

@@ -8,7 +8,7 @@ import torch
 
 from tests.models import CASES
 from tests.reference import Recipe
-from tests.store.places import quick_directory
+from tests.store.places import quick_directory, short_files
 from tests.zero.pending import Contents, contents, new_disk, pending
 from tests.zero.training import Session, debug_store, start
 from tiered.zero import layout as unit_layout
@@ -20,8 +20,14 @@ from tiered.zero.formats.kernel_trial import compact_trial
 @pytest.fixture
 def quick_path() -> Iterator[Path]:
     """A directory for tests of many cases whose subject is bits, not the drive: in memory where that is offered."""
-    with quick_directory() as path:
+    with quick_directory() as path, short_files():
         yield path
+
+
+@pytest.fixture
+def tmp_path(quick_path: Path) -> Path:
+    """The same: a durable store takes a third of the time there, and tests of stores are on drives."""
+    return quick_path
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,11 +38,12 @@ def many_buckets() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Compute with one thread: handing parts of small models to a second one takes longer than they do."""
+@pytest.fixture(scope="module", autouse=True)
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compute with one thread, save in modules that say ``TWO_THREADS``: small models take longer with a second one."""
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    if not getattr(request.module, "TWO_THREADS", False):
+        torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
 

@@ -124,7 +124,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @every_dtype
 @pytest.mark.parametrize("word", WAYS)
-@pytest.mark.usefixtures("one_thread", "swap_all", "kernels_of_word")
+@pytest.mark.usefixtures("swap_all", "kernels_of_word")
 def test_training_is_the_same_under_every_default_dtype(tmp_path: Path, word: str, dtype: torch.dtype) -> None:
     expected = trained(tmp_path / "a", word)
     with default_dtype(dtype):
@@ -133,7 +133,7 @@ def test_training_is_the_same_under_every_default_dtype(tmp_path: Path, word: st
 
 
 @pytest.mark.parametrize("word", WAYS)
-@pytest.mark.usefixtures("one_thread", "swap_all", "kernels_of_word")
+@pytest.mark.usefixtures("swap_all", "kernels_of_word")
 def test_training_is_the_same_under_a_default_device(tmp_path: Path, word: str) -> None:
     expected = trained(tmp_path / "a", word)
     with torch.device("meta"):

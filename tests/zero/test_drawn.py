@@ -7,8 +7,6 @@ import pytest
 from tests.zero.drawn.programs import run
 from tests.zero.drawn.sides import Plain
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("seed", range(1, 8))
 def test_a_drawn_program_has_the_bits_of_torch_or_is_refused(seed: int, quick_path: Path) -> None:

@@ -16,6 +16,8 @@ from tiered.store.store import Store
 from tiered.units import KiB
 from tiered.zero.gradients.stand_in import StandIn
 
+TWO_THREADS = True  # how long the layers compute beside I/O is left as users have it
+
 NUM_UNITS = 8
 WIDTH = 128
 BUDGET_NBYTES = 800 * KiB  # 528 is the smallest; gradients alone take 520

@@ -32,8 +32,6 @@ from tests.zero.training import (
 )
 from tiered.store.residency.working_set import WorkingSet
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 UPDATES = ("step", "backward")
 
@@ -223,13 +221,13 @@ def test_autocast_around_the_call(tmp_path: Path) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*losses, strict=True))
 
 
-def test_parameters_are_read_once_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_read_once_for_all(drive_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass reads a unit as often for eight micro-batches as for one; ordinary accumulation eight times as often."""
     case, num_reads = Case(quiet, batch_of_tokens), {}
-    nbytes = smallest_budget(case, Recipe(), "backward", tmp_path / "probe")
+    nbytes = smallest_budget(case, Recipe(), "backward", drive_path / "probe")
     for num, train in ((1, run), (8, run), (8, Session.run)):
         recipe = Recipe(num_micro_steps=num, num_steps=3)
-        with counted_swaps(monkeypatch) as swaps, debug_store(tmp_path / "store", nbytes, durable=False) as store:
+        with counted_swaps(monkeypatch) as swaps, debug_store(drive_path / "store", nbytes, durable=False) as store:
             session = start(case, recipe, store, "backward", hold=0)
             session.is_squeezed = True
             session.squeeze()

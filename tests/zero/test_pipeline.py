@@ -21,6 +21,8 @@ from tiered.errors import CapacityError, DeviceError, StepAbandonedError, UsageE
 from tiered.units import MiB
 from tiered.zero.optimizer.update_thread import UpdateThread
 
+TWO_THREADS = True  # how long the layers compute beside I/O is left as users have it
+
 CASE = CASES["gpt"]
 ROOMY_NBYTES = 8 * MiB
 UPDATES = ("step", "backward")

@@ -14,6 +14,8 @@ from tests.zero.test_pipeline import Rig, assert_same, every_update, expected, r
 from tiered.errors import DeadlineError, DeviceError, UsageError
 from tiered.zero.optimizer.update import UpdatePipeline
 
+TWO_THREADS = True  # how long the layers compute beside I/O is left as users have it
+
 Act = Callable[[Rig], object]
 
 
