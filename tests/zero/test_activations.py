@@ -18,8 +18,6 @@ from tests.zero.saved_tensors import WORDS, engine_of, swapped_of, wide_vectors
 from tests.zero.training import assert_same, debug_store, reference, reference_of, smallest_budget, start
 from tiered.zero.activations.activations import choose_swapped, words_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 RECIPES = {"fp32-backward": (None, "backward"), "bf16-step": (torch.bfloat16, "step")}
 
 
@@ -29,12 +27,12 @@ def test_bits_with_the_smallest_budget(
 ) -> None:
     """Everything is driven out between forward and backward."""
     param_dtype, update = RECIPES[recipe_name]
-    case, recipe = CASES[name], Recipe(param_dtype=param_dtype)
+    case, recipe = CASES[name], Recipe(param_dtype=param_dtype, num_steps=2)
     nbytes = smallest_budget(case, recipe, update, quick_path / "probe")
     with debug_store(quick_path / "store", nbytes, durable=False) as store:
         session = start(case, recipe, store, update, activations=word)
         session.is_squeezed = True
-        assert_same(session.run(), reference_of(name, param_dtype))
+        assert_same(session.run(), reference_of(name, param_dtype, num_steps=2))
         assert (swapped_of(session).num_swapped > 0) == (word == "swap")
         session.model.zero_grad()
         swapped_of(session).sweep()

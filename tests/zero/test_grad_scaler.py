@@ -1,7 +1,9 @@
 """Loss scaling gives the bits of torch's GradScaler over a model in memory, wherever the gradients are."""
 
+import itertools
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import tiered
 from tests.models import CASES
+from tests.pairwise import pairwise
 from tests.reference import MasterAdamW, Recipe
 from tests.zero.training import ROOMY_NBYTES, SEED, Session, debug_store, smallest_budget, start
 from tiered.errors import UsageError
@@ -24,6 +27,7 @@ SCALES: dict[str, dict[str, Any]] = {
     "odd": {"init_scale": 1000.0 / 3, "growth_factor": 1.7, "growth_interval": 2},
 }
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+RECIPES = {"plain": Recipe(), "clip": Recipe(max_norm=0.5), "accumulate": Recipe(num_micro_steps=3)}
 NUM_STEPS = 7
 
 
@@ -105,17 +109,20 @@ def assert_same(session: Session, model: nn.Module, optimizer: MasterAdamW) -> N
         assert int(state[index]["step"]) == int(optimizer.optimizer.state[master]["step"])
 
 
-@pytest.mark.parametrize("recipe", [{}, {"max_norm": 0.5}, {"num_micro_steps": 3}], ids=["plain", "clip", "accumulate"])
-@pytest.mark.parametrize("param_dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-@pytest.mark.parametrize("where", ["in_dram", "on_nvme", "torchs_own", "torchs_own_on_nvme"])
-def test_bits(
-    where: str, scale: dict[str, Any], param_dtype: torch.dtype | None, recipe: dict[str, Any], tmp_path: Path
-) -> None:
-    full = Recipe(param_dtype=param_dtype, **recipe)
-    model, optimizer, expected = in_memory(full, scale)
-    nbytes = smallest_budget(CASE, full, "step", tmp_path / "probe") if "on_nvme" in where else ROOMY_NBYTES
-    with debug_store(tmp_path / "run", nbytes, durable=False) as store:
+@cache
+def expected_of(recipe: str, param_dtype: torch.dtype | None, scale: str) -> tuple[nn.Module, MasterAdamW, Course]:
+    return in_memory(replace(RECIPES[recipe], param_dtype=param_dtype), SCALES[scale])
+
+
+@pairwise(
+    where=["in_dram", "on_nvme", "torchs_own", "torchs_own_on_nvme"],
+    kind=SCALES.keys(), param_dtype=DTYPES, recipe=RECIPES.keys(),
+)  # fmt: skip
+def test_bits(where: str, kind: str, param_dtype: torch.dtype | None, recipe: str, quick_path: Path) -> None:
+    full, scale = replace(RECIPES[recipe], param_dtype=param_dtype), SCALES[kind]
+    model, optimizer, expected = expected_of(recipe, param_dtype, kind)
+    nbytes = smallest_budget(CASE, full, "step", quick_path / "probe") if "on_nvme" in where else ROOMY_NBYTES
+    with debug_store(quick_path / "run", nbytes, durable=False) as store:
         session = start(CASE, full, store)
         session.is_squeezed = "on_nvme" in where
         scaler = torch.amp.GradScaler("cpu", **scale) if "torchs_own" in where else tiered.GradScaler(**scale)
@@ -125,8 +132,8 @@ def test_bits(
         course.check(expected)
         assert_same(session, model, optimizer)
         assert (course.num_stand_ins > 0) == ("on_nvme" in where)
-    if scale is SCALES["overflow"]:
-        assert any(b < a for a, b in pairwise([2.0**127, *expected.scales])), "no step was skipped"
+    if kind == "overflow":
+        assert any(b < a for a, b in itertools.pairwise([2.0**127, *expected.scales])), "no step was skipped"
 
 
 @pytest.mark.parametrize("param_dtype", DTYPES.values(), ids=DTYPES)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import tiered
 from tests.models import CASES, GPT, Block, Case, batch_of_tokens
+from tests.pairwise import pairwise
 from tests.reference import Recipe, Trained
 from tests.zero.test_invisible import by_decay, cosine
 from tests.zero.training import Session, assert_same, debug_store, reference, smallest_budget, start
@@ -73,20 +74,18 @@ def undisturbed(case: Case, recipe: Recipe) -> Trained:
 CASES_TO_RESUME = ("cnn", "lstm", "gpt", "data_dependent_order", "unused_parameter", "frozen_part", "mixed_dtypes")
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", CASES_TO_RESUME)
+@pairwise(name=CASES_TO_RESUME, param_dtype={"fp32": None, "bf16": torch.bfloat16}, update=["step", "backward"])
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
-    name: str, param_dtype: torch.dtype | None, update: str, tmp_path: Path
+    name: str, param_dtype: torch.dtype | None, update: str, drive_path: Path
 ) -> None:
     """Batch norm's buffers, dropout's generator, the scheduler and the loader included; three processes' worth."""
     case, recipe = CASES[name], Recipe(param_dtype=param_dtype, schedule=cosine, param_groups=by_decay)
     if name in ("unused_parameter", "data_dependent_order"):
         case = Case(case.build, case.batch, case.loss)
-    nbytes = smallest_budget(case, recipe, update, tmp_path / "probe")
+    nbytes = smallest_budget(case, recipe, update, drive_path / "probe")
     losses: list[Tensor] = []
     for life, until in enumerate((2, 3, NUM_STEPS)):
-        with debug_store(tmp_path / "store", nbytes) as store:
+        with debug_store(drive_path / "store", nbytes) as store:
             resumed = job(case, recipe, store, update, seed=7 + 100 * life)
             assert resumed.step == len(losses)
             counter = getattr(resumed.session.model, "num_forwards", None)

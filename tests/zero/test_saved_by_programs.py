@@ -13,7 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from tests.pairwise import pairwise
 from tests.zero.programs import (
+    UPDATES,
     WIDTH,
     WORDS,
     Block,
@@ -116,10 +118,10 @@ def over_all_and_over_each(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-@every_update
-@every_word
-@pytest.mark.parametrize("is_nested", [False, True])
-@pytest.mark.parametrize("loss_of", [over_the_model, over_the_loss, over_each_block, over_all_and_over_each])
+LOSSES = {each.__name__: each for each in (over_the_model, over_the_loss, over_each_block, over_all_and_over_each)}
+
+
+@pairwise(loss_of=LOSSES, is_nested={"flat": False, "nested": True}, word=WORDS, update=UPDATES)
 @pytest.mark.usefixtures("swap_all")
 def test_a_checkpoint_that_the_training_loop_puts_around_a_model(
     loss_of: Callable[[Any, Tensor], Tensor], is_nested: bool, word: str, update: str, tmp_path: Path
@@ -190,10 +192,10 @@ class Attending(nn.Module):
         return x.float().square().mean()
 
 
-@every_update
-@pytest.mark.parametrize("word", [*WORDS, "auto"])
-@pytest.mark.parametrize("is_cast", [False, True])
-@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pairwise(
+    is_checkpointed={"whole": False, "checkpointed": True}, is_cast={"fp32": False, "cast": True},
+    word=[*WORDS, "auto"], update=UPDATES,
+)  # fmt: skip
 @pytest.mark.usefixtures("swap_all")
 def test_arguments_that_are_one_tensor_are_one_where_they_are_computed_again(
     is_checkpointed: bool, is_cast: bool, word: str, update: str, tmp_path: Path

@@ -35,7 +35,7 @@ NUM_UNITS = 8
 WIDTH = 128
 BUDGET_NBYTES = {torch.float32: 800 * KiB, torch.bfloat16: 500 * KiB}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 
 class Training:

@@ -143,15 +143,15 @@ def reference(case: Case, recipe: Recipe, seed: int = SEED) -> Trained:
     return train(model, case.batch, case.loss, recipe)
 
 
-def reference_of(name: str, param_dtype: torch.dtype | None) -> Trained:
-    """Return the reference of a case of the zoo under the default recipe, with as many threads as there are now."""
-    return _reference_of(name, param_dtype, torch.get_num_threads())
+def reference_of(name: str, param_dtype: torch.dtype | None, **options: Any) -> Trained:
+    """Return the reference of a case of the zoo by the recipe of ``options``, with as many threads as there are now."""
+    return _reference_of(name, param_dtype, torch.get_num_threads(), **options)
 
 
 @cache
-def _reference_of(name: str, param_dtype: torch.dtype | None, num_threads: int) -> Trained:
+def _reference_of(name: str, param_dtype: torch.dtype | None, num_threads: int, **options: Any) -> Trained:
     """How a sum is divided among threads shows in its bits."""
-    return reference(CASES[name], Recipe(param_dtype=param_dtype))
+    return reference(CASES[name], Recipe(param_dtype=param_dtype, **options))
 
 
 _smallest_budgets: dict[tuple[Any, ...], int] = {}
