@@ -103,7 +103,8 @@ def test_an_allocation_that_fails_costs_one_step_and_names_the_dials(
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
         session = begun(store, update, update_on=update_on, activations=activations)
         batch = session.case.batch(2)
-        for at in (*range(1, 170, 13), *range(170, 360, 9)):  # the first backward allocation is about the 165th
+        forward, backward = (1, 170) if update == "step" else (14, 179)  # every second place, in turns
+        for at in (*range(forward, 170, 26), *range(backward, 360, 18)):  # the first of a backward is about the 165th
             store.rollback()
             sim.fail_allocation(at)
             part = try_step(session, store, batch)
@@ -111,7 +112,7 @@ def test_an_allocation_that_fails_costs_one_step_and_names_the_dials(
             assert part, f"allocation {at}"
             failed[part] += 1
         go_on_after_rollback(session)
-    assert failed["forward"] > 10 and failed["backward"] > 10
+    assert failed["forward"] > 5 and failed["backward"] > 5
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])

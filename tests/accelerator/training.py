@@ -18,6 +18,7 @@ from tests.reference import Recipe, Trained
 from tests.zero.training import reference, start
 from tiered.errors import CapacityError
 from tiered.units import MiB
+from tiered.zero.activations import swapped
 
 __all__ = [
     "DEVICE", "ROOMY_NBYTES", "case_on", "device_memory_named_in", "reference_on", "smallest_device_memory",
@@ -60,7 +61,20 @@ def _reference_on(
 
 
 def smallest_device_memory(name: str, recipe: Recipe, directory: Path, **options: Any) -> int:
-    """Return the smallest device budget for case ``name``, in bytes, as the refusal of one too small names it."""
+    """Return the smallest device budget for case ``name``, in bytes, as the refusal of one too small names it.
+
+    Asked for once, whatever is trained: what a model and its optimizer need is all that a refusal knows of.
+    """
+    key = (name, recipe.param_dtype, recipe.optimizer, swapped.SMALLEST_NBYTES, *sorted(options.items()))
+    if key not in _smallest_device_memories:
+        _smallest_device_memories[key] = _refused_device_memory(name, recipe, directory, **options)
+    return _smallest_device_memories[key]
+
+
+_smallest_device_memories: dict[tuple[Any, ...], int] = {}
+
+
+def _refused_device_memory(name: str, recipe: Recipe, directory: Path, **options: Any) -> int:
     with tiered.Store(directory, dram=ROOMY_NBYTES, device_memory=1, durable=False) as store:
         with pytest.raises(CapacityError) as refusal:
             start(case_on(options["device"], name), recipe, store, **options)
