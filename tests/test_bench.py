@@ -51,11 +51,10 @@ def test_train_step_compares_settings_of_our_own_on_a_slower_drive(tmp_path: Pat
     assert result["cpu_seconds"] > 0 and result["against_cpu_seconds"] > 0
 
 
-def test_frozen_runs_tiny(tmp_path: Path) -> None:
-    command = [sys.executable, "bench/frozen.py", "--layers", "2", "--width", "64", "--heads", "4", "--dram", "64"]
-    output = subprocess.run(
-        [*command, "--store", str(tmp_path)], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
-    ).stdout
+def test_frozen_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
+    tiny = ["--layers", "2", "--width", "64", "--heads", "4", "--dram", "64", "--store", str(tmp_path)]
+    command = [warm_python.executable, "bench/frozen.py", *tiny]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
     result = json.loads(output.splitlines()[-1])
     for name in ("lora", "half", "later"):
         assert result[name]["same_bits"] and result[name]["within"], output
