@@ -108,6 +108,9 @@ class TestRefusals:
             (["--json", "/tmp"], "cannot write /tmp: it is a directory"),
             (["--resume", "--fresh"], "give one of them"),
             (["--resume", "--no-durable"], "--no-durable leaves nothing to resume"),
+            (["--dry-run", "--json", "/tmp/all.json"], "--dry-run begins nothing"),
+            (["--dry-run", "--dram", "32MiB"], "is too small"),
+            (["--dry-run", "--resume"], "no run in"),
         ],
     )
     def test_bad_arguments(
@@ -192,12 +195,25 @@ class TestPlan:
         default = plan()
         assert default.step_write_nbytes == 12 * 404_443_136
         assert default.space_nbytes == 31 * 404_443_136
-        assert default.write_nbytes == (24 * 12 + 28) * 404_443_136
+        assert default.write_nbytes == (24 * 12 + 16) * 404_443_136
         lines = "\n".join(default.lines(Corpus((), name="nothing")))
         assert "404.4 M parameters" in lines
         assert "training in memory would need 6.0 GiB" in lines
         assert "4.5 GiB per step, 4.4 TiB per 1,000 steps and directory" in lines
         assert not default.warnings()
+
+    def test_a_dry_run_says_the_plan_and_begins_nothing(
+        self, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        store = tmp_path / "run"
+        options = ["--no-durable", *TINY, "--data", str(text)]
+        assert main(["train", "--dry-run", *options, "--store", str(store)]) == 0
+        *lines, last = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines] == ["model", "data", "job", "memory", "space", "writes"]
+        begin = last.partition("nothing was begun or written; begin: ")[2]
+        assert all(word in begin for word in ("--no-durable", "--layers 2", "--dram 32MiB", f"--store {store}"))
+        assert "--dry-run" not in begin
+        assert not store.exists()
 
     def test_smaller_state_is_planned_smaller(self) -> None:
         assert [round(plan(state=state).state_bytes_per_param) for state in ("exact", "compact")] == [12, 5]

@@ -127,6 +127,7 @@ Timeline = Annotated[
 Json = Annotated[Path | None, typer.Option(help="Write the figures of this run to a file.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing before the end.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Answer every question with yes.")]
+OnlyPlan = Annotated[bool, typer.Option("--dry-run", help="Say what the run would be, take and write, and stop.")]
 Run = Annotated[list[Path], typer.Argument(parser=_path, metavar="RUN", help="The run's directory, or all of them.")]
 External = Annotated[
     list[Path] | None,
@@ -207,6 +208,7 @@ def train(
     json: Json = None,
     timeline: Timeline = None,
     quiet: Quiet = False,
+    dry_run: OnlyPlan = False,
     yes: Yes = False,
 ) -> int:
     """Train a byte-level GPT on text; model and optimizer live in the store."""
@@ -230,6 +232,7 @@ def train(
             fresh=fresh,
             yes=yes,
             quiet=quiet,
+            dry_run=dry_run,
             json_file=json,
             timeline_file=timeline,
             program=_program(),

@@ -35,7 +35,10 @@ __all__ = ["Request", "train"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The request of the command line; ``given`` has its options, by their names in RunConfig and RunDials."""
+    """The request of the command line; ``given`` has its options, by their names in RunConfig and RunDials.
+
+    ``dry_run``: say what the run would be and take, refuse what it would refuse, and stop.
+    """
 
     directories: tuple[Path, ...]
     given: Mapping[str, object]
@@ -44,6 +47,7 @@ class Request:
     fresh: bool = False
     yes: bool = False
     quiet: bool = False
+    dry_run: bool = False
     json_file: Path | None = None
     timeline_file: Path | None = None
     program: str = "tiered"  # how the user calls us, for the commands we suggest
@@ -53,6 +57,8 @@ class Request:
             raise UsageError("--resume goes on with the run, --fresh removes it: give one of them")
         if self.resume and not self.durable:
             raise UsageError("--no-durable leaves nothing to resume: give --resume or --no-durable")
+        if self.dry_run and (self.json_file or self.timeline_file):
+            raise UsageError("--dry-run begins nothing that --json or --timeline could tell of: leave them out")
         check_writable(self.json_file, self.timeline_file)
 
     @property
@@ -98,6 +104,11 @@ def train(request: Request) -> int:
             print(f"drawn   {write_timeline(request.timeline_file, (), 0)}")
         return 0
     plan.check_budget()
+    if request.dry_run:
+        words = {"--fresh": request.fresh, "--resume": request.resume, "--no-durable": not request.durable}
+        options = [word for word, is_given in words.items() if is_given]
+        print(f"nothing was begun or written; begin: {request.command(*options, *request.options)}")
+        return 0
     if request.fresh and holds_store(request.directories):
         _confirm_removal(request)
         remove_store(request.directories)
