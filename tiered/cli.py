@@ -216,10 +216,9 @@ def train(
         layers=layers, width=width, heads=heads, context=context, batch=batch, lr=lr, clip=clip, accumulate=accumulate,
         dtype=dtype, update=update, state=state, seed=seed, steps=steps, commit_every=commit_every,
         activations=activations, micro_batches=micro_batches, device=device, update_on=update_on,
-        device_memory=_parsed("--device-memory", parse_bytes, device_memory),
+        device_memory=_parsed("--device-memory", parse_bytes, device_memory), dram=_parsed("--dram", parse_bytes, dram),
         hold=hold if hold == "auto" else _parsed("--hold", parse_bytes, hold),
-        data=tuple(str(path.absolute()) for path in data or ()) or None,
-        dram=_parsed("--dram", parse_bytes, dram), params=_parsed("--params", parse_count, params),
+        data=tuple(str(p.absolute()) for p in data or ()) or None, params=_parsed("--params", parse_count, params),
     )  # fmt: skip
     from tiered.train.launch import Request, train  # torch takes a second or two: not for a mistyped option
 
