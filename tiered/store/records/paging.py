@@ -52,7 +52,8 @@ class Paging:
         row = entry.row
         assert row is not None and row.inline is None and entry.state is EntryState.STORED, entry
         if not row.is_paged:
-            pages = Pages(self.read_page, Readers(row.extents))
+            # Order: versions that were rolled back may be read still, and stand on the same extents.
+            pages = Pages(self.read_page, self._space.derived(row.extents) or Readers(row.extents))
             pages.keep({0: Page(row.generation, row.extents, row.digests, b"")})
             row = replace(row, is_paged=True, extents=(), digests=b"", pages=pages)
         return row
@@ -79,8 +80,8 @@ class Paging:
         later.change(pages)
         if entry.parts is None:
             entry.parts = BlockWrites(owns_all=not is_sealed)
-            if is_sealed and before.readers.origin:
-                self._space.derive(before.readers.origin, before.readers)
+            if is_sealed and entry.row is not None and not entry.row.is_paged:
+                self._space.derive(entry.row.extents, before.readers)
             entry.landing = None  # its extents are those of all blocks
         parts = entry.parts
         free: list[Extent] = []
@@ -131,7 +132,8 @@ class Paging:
         """
         if parts is not None and not parts.owns_all:
             assert row is not None and isinstance(row.pages, Pages)
-            self._space.derive(row.pages.readers.origin, None)
+            if old is not None and not old.is_paged:
+                self._space.derive(old.extents, None)
             self._space.give_back_when_read(parts.superseded, row.pages.readers, row.pages.version)
         elif old is not None and isinstance(old.pages, Pages):
             self._space.give_back_when_read(freed, old.pages.readers)

@@ -138,6 +138,10 @@ class Space:
         else:
             self._derived[extents] = readers
 
+    def derived(self, extents: Extents) -> Readers | None:
+        """Return the readers of the versions that stand on ``extents``, if there are such."""
+        return self._derived.get(extents)
+
     def give_back(self, extents: Extents) -> None:
         readers = self._derived.pop(extents, None)
         if readers is not None and readers.are_there:
