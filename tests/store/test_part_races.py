@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from tests.devices.simulated_disk import SimulatedDisk
-from tests.store.rig import numbers, simulated_store
-from tests.store.test_parts import read
-from tiered.units import KiB
+from tests.store.rig import WAIT_S, numbers, simulated_store
+from tests.store.test_parts import LARGE, read
+from tiered.store.format.row import Page, Row
+from tiered.store.records.pages import Pages
+from tiered.units import KiB, MiB
 
 NBYTES = 48 * KiB
+
+
+def in_thread(action: Callable[[], object]) -> None:
+    """Run ``action`` in a thread of its own; return at its end."""
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("what", ["part", "whole"])
@@ -60,3 +73,28 @@ def test_a_reader_of_parts_of_one_key_is_nothing_to_the_key_that_had_the_extents
             store[f"other {number}"] = numbers(NBYTES, 50 + number)
             store.commit()
         assert torch.equal(read(store, row), value)
+
+
+def test_a_page_that_goes_while_a_reader_asks_for_it_is_no_damage() -> None:
+    """The reader has seen that it has none of its own; a commit drops the catalog's before it gets there."""
+    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB) as store:
+        value = numbers(LARGE, 1)
+        store.put("a", value, block_size="4KiB")
+        store.commit()
+        row = store._values._stored_row("a")
+        assert row is not None and isinstance(row.pages, Pages)
+        pages, from_catalog = row.pages, row.pages._read
+
+        def replace() -> None:
+            store["a"] = numbers(LARGE, 2)
+            store.commit()
+
+        def late(row: Row, number: int) -> Page:
+            if pages._read is late:
+                pages._read = from_catalog
+                in_thread(replace)
+            return from_catalog(row, number)
+
+        pages._read = late
+        assert torch.equal(read(store, row), value)
+        assert pages._read is from_catalog

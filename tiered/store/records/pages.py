@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from tiered.errors import CorruptionError
 from tiered.store.format.checksum import PAGE_BLOCKS
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Page, Row, pages_of
@@ -56,8 +57,14 @@ class Pages:
         """Return a page of ``row``, whose version this is; may block. Raises CorruptionError, DeviceError."""
         found = self._own.get(number)
         if found is None:
-            found = self._read(row, number)
-            # Order: a commit that put another page there had kept this one before.
+            try:
+                found = self._read(row, number)
+            except CorruptionError:
+                kept = self._own.get(number)
+                if kept is None:
+                    raise
+                return kept
+            # Order: a commit that put another page there, or none, had kept this one before.
             found = self._own.get(number, found)
         return found
 
@@ -94,8 +101,6 @@ def paged(row: Row, read: ReadPage, readers: Readers) -> Row:
     pages = Pages(read, readers)
     pages.change(dict(enumerate(pages_of(row))))
     return replace(row, extents=(), digests=b"", written=b"", is_paged=True, pages=pages)
-
-
 
 
 def cut_blocks(extents: Iterable[Extent], block_nbytes: int, blocks: int) -> list[tuple[Extent, ...]]:
