@@ -7,7 +7,7 @@ catalog. So a commit after it costs the changed blocks and their pages.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,17 +18,17 @@ from tiered.bytes.device.base import IOClass
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import LeaseError
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
-from tiered.store.format.extent import Extent, join, pieces
-from tiered.store.format.row import ExternalRange, Page, Row, part_of
+from tiered.store.format.extent import Extent
+from tiered.store.format.row import Page, Row
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.pages import cut_blocks
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer, start_all
+from tiered.store.values.part_rows import changed_page, part_row
 from tiered.store.values.streaming import SlabJob
 from tiered.store.values.window import Window
 from tiered.store.waiting.deadline import Deadline
-from tiered.units import round_up
 
 __all__ = ["PartValues"]
 
@@ -111,7 +111,7 @@ class PartValues:
         if not flat.numel():
             return
         first = start // row.block_nbytes
-        part = _part(row, first, (start + flat.numel() - 1) // row.block_nbytes - first + 1)
+        part = part_row(row, first, (start + flat.numel() - 1) // row.block_nbytes - first + 1)
         skip = start - first * row.block_nbytes
 
         def copy(job: SlabJob, transfer: Transfer, buffer: Buffer) -> None:
@@ -272,7 +272,7 @@ class PartValues:
             for block in range(begin, stop):
                 blocks[block] = (old_places[block - base], new_places[block - target.first])
             new = digests[(begin - target.first) * DIGEST_NBYTES : (stop - target.first) * DIGEST_NBYTES]
-            found[number] = _changed(old, row.block_nbytes, begin - base, places, new, target.generation)
+            found[number] = changed_page(old, row.block_nbytes, begin - base, places, new, target.generation)
         return found, blocks
 
     def _install(
@@ -293,55 +293,6 @@ class PartValues:
             self._records.parts_written(entry, row, pages, blocks)
             working_set.streamed_out_bytes += target.blocks * row.block_nbytes
             return True
-
-
-def _part(row: Row, first: int, blocks: int) -> Row:
-    """Return a row of some blocks of ``row``."""
-    if row.is_paged:
-        return part_of(row, first, blocks)
-    start = first * row.block_nbytes
-    nbytes = min(blocks * row.block_nbytes, row.nbytes - start)
-    if row.ranges:
-        digests = row.digests[DIGEST_NBYTES * first : DIGEST_NBYTES * (first + blocks)]
-        return replace(row, nbytes=nbytes, ranges=_cut(row.ranges, start, nbytes), digests=digests, base_block=first)
-    stored = sum(extent.nbytes for extent in row.extents) - start
-    return replace(
-        row,
-        nbytes=nbytes,
-        extents=tuple(pieces(row.extents, start, min(stored, round_up(nbytes, row.block_nbytes)))),
-        digests=row.digests[DIGEST_NBYTES * first : DIGEST_NBYTES * (first + blocks)],
-        base_block=first,
-    )
-
-
-def _cut(ranges: Iterable[ExternalRange], start: int, nbytes: int) -> tuple[ExternalRange, ...]:
-    """Return the ranges of the bytes [start, start + nbytes) of a record, by their place in these."""
-    found = []
-    for each in ranges:
-        begin, stop = max(start, each.start), min(start + nbytes, each.start + each.nbytes)
-        if begin < stop:
-            found.append(ExternalRange(begin - start, each.file, each.offset + begin - each.start, stop - begin))
-    return tuple(found) or (ExternalRange(0, 0, 0, 0),)
-
-
-def _changed(
-    page: Page, block_nbytes: int, first: int, places: Iterable[Extent], digests: bytes, generation: int
-) -> Page:
-    """Return ``page`` with the blocks from ``first`` on in ``places``, written for ``generation``."""
-    stored = sum(extent.nbytes for extent in page.extents)
-    blocks = len(digests) // DIGEST_NBYTES
-    start, stop = first * block_nbytes, min((first + blocks) * block_nbytes, stored)
-    is_last = (first + blocks) * DIGEST_NBYTES == len(page.digests)
-    stop = stored if is_last else stop
-    extents = (*pieces(page.extents, 0, start), *places, *pieces(page.extents, stop, stored - stop))
-    new = generation.to_bytes(8, "little") * blocks
-    written = page.written or page.generation.to_bytes(8, "little") * (len(page.digests) // DIGEST_NBYTES)
-    written = written[: 8 * first] + new + written[8 * (first + blocks) :]
-    at = DIGEST_NBYTES * first
-    content = page.digests[:at] + digests + page.digests[at + len(digests) :]
-    if written == written[:8] * (len(written) // 8):
-        return Page(generation, join(extents), content, b"")
-    return Page(generation, join(extents), content, written)
 
 
 def _check_range(key: str, start: int, nbytes: int, record_nbytes: int) -> None:

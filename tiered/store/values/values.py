@@ -1,4 +1,4 @@
-"""Values: whole tensors in and out of the store, by copy. Checks the values of put, and ``out``."""
+"""Values: whole tensors in and out of the store, by copy."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import aligned_memory, copy_contiguous, empty_aligned
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
-from tiered.errors import UsageError
 from tiered.store.format.checksum import BLOCK_NBYTES, MIN_BLOCK_SHIFT, block_digests
-from tiered.store.format.row import MAX_NUM_DIMS, Row
-from tiered.store.format.spec import INLINE_NBYTES, Spec, is_kept
+from tiered.store.format.row import Row
+from tiered.store.format.spec import INLINE_NBYTES, Spec
 from tiered.store.records.entry import Entry, EntryState
-from tiered.store.residency.lease import EndedView, ReadOnlyView, plain_of
 from tiered.store.residency.modes import refuse_modes
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.transfers.transfer import SLAB_NBYTES
@@ -28,6 +25,7 @@ from tiered.store.values.get_batches import GetBatches
 from tiered.store.values.parts import PartValues
 from tiered.store.values.put_batches import PutBatches, PutSource
 from tiered.store.values.streaming import DirectGet, StreamedValues
+from tiered.store.values.tensors import flat_of, plain_value, result_for
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import MiB
 
@@ -38,7 +36,6 @@ _NUM_AHEAD = 64  # keys that get_many prefetches
 _AHEAD_NBYTES = 64 * MiB  # for each device: bytes that get_many reads past the working set while it waits for a tensor
 _SMALLEST_BLOCK_NBYTES = 1 << MIN_BLOCK_SHIFT
 _DIRECT_NBYTES = MiB  # smaller tensors are not worth pages of their own
-_OWN_PAGES_NBYTES = 32 * MiB  # from here on malloc maps new pages for each tensor too, but small ones: slow to touch
 
 
 _Digests = tuple[int, int, bytes]
@@ -74,14 +71,14 @@ class Values:
     ) -> None:
         self._working_set.check(writing=True)
         self._working_set.deferred_seal.settle()
-        plain = _plain(key, value)
+        plain = plain_value(key, value)
         spec = self._spec(key, plain, block_nbytes)
         scratch = not self._records.durable
         if spec.nbytes <= INLINE_NBYTES:
             host = plain.cpu()
             self._install(key, spec, ctypes.string_at(host.data_ptr(), spec.nbytes) if spec.nbytes else b"")
         elif self._streams.must_stream(spec.nbytes):
-            self._streams.put(key, _flat(plain), spec, scratch=scratch)
+            self._streams.put(key, flat_of(plain), spec, scratch=scratch)
         else:
             entry = self._put_resident(key, plain, spec)
             if is_one_of_many and spec.nbytes >= _LARGE_NBYTES and entry.landing is None and not entry.held:
@@ -122,12 +119,12 @@ class Values:
         """Return a copy of the elements [start, stop) of the flattened tensor of ``key``, on the CPU; see Store."""
         spec = self._spec_of(key, start, stop)
         result = torch.empty(stop - start, dtype=spec.dtype, device="cpu")
-        self._parts.read(key, start * spec.dtype.itemsize, _flat(result))
+        self._parts.read(key, start * spec.dtype.itemsize, flat_of(result))
         return result
 
     def write_part(self, key: str, start: int, value: torch.Tensor) -> None:
         """Write ``value`` over the elements of the flattened tensor of ``key`` from ``start`` on; see Store."""
-        plain = _plain(key, value)
+        plain = plain_value(key, value)
         spec = self._spec_of(key, start, start + plain.numel())
         if plain.dtype != spec.dtype:
             raise ValueError(f"write of a part of {key!r}: expected {spec.dtype}, got {plain.dtype}")
@@ -135,10 +132,10 @@ class Values:
         def whole() -> None:
             if plain.numel():
                 values = self.get(key)
-                _flat(values)[start * spec.dtype.itemsize :][: plain.nbytes].copy_(_flat(plain))
+                flat_of(values)[start * spec.dtype.itemsize :][: plain.nbytes].copy_(flat_of(plain))
                 self.put(key, values)
 
-        self._parts.write(key, start * spec.dtype.itemsize, _flat(plain), whole)
+        self._parts.write(key, start * spec.dtype.itemsize, flat_of(plain), whole)
 
     def _put_resident(self, key: str, plain: torch.Tensor, spec: Spec) -> Entry:
         buffer = self._working_set.room.reserve(spec.nbytes)
@@ -203,9 +200,9 @@ class Values:
         target = torch.device("cpu" if device is None else device) if out is None else out.device
         row = self._stored_row(key)
         if row is not None and row.inline is not None:
-            result = _result(Spec.of(row), key, out, target)
+            result = result_for(Spec.of(row), key, out, target)
             if row.nbytes:
-                _flat(result).copy_(torch.frombuffer(bytearray(row.inline), dtype=torch.uint8))
+                flat_of(result).copy_(torch.frombuffer(bytearray(row.inline), dtype=torch.uint8))
             return result
         if row is not None:
             result, direct = self._begin(row, out, target)
@@ -216,7 +213,7 @@ class Values:
         deadline = Deadline(f"lease of {key!r} for 'r'", self._working_set.deadline_s)
         alias, spec, _ = self._working_set.obtain(key, "r", deadline, is_brief=True)
         try:
-            result = _result(spec, key, out, target)
+            result = result_for(spec, key, out, target)
             copy_contiguous(alias.residence.buffer, result, to_buffer=False)
         finally:
             self._working_set.residents.report_end(alias)  # no tensor was made over its bytes
@@ -270,22 +267,22 @@ class Values:
             if out is None and target.type == "cpu" and row.nbytes >= _DIRECT_NBYTES:
                 flat, memory = empty_aligned(row.nbytes, alignment)
                 return flat.view(spec.dtype).view(spec.shape), DirectGet(self._working_set, row, memory, is_new=True)
-            result = _result(spec, row.name, out, target)
-            own = aligned_memory(_flat(result), alignment)
+            result = result_for(spec, row.name, out, target)
+            own = aligned_memory(flat_of(result), alignment)
             if own is not None:
                 return result, DirectGet(self._working_set, row, own, is_new=False)
         except BaseException:
             with self._condition:
                 self._working_set.space.end_stream(row)
             raise
-        self._streams.get(row, _flat(result))
+        self._streams.get(row, flat_of(result))
         return result, None
 
     @uninterrupted
     def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Put each of ``values``, in order; not atomic before the commit. Where one fails, all before it are put."""
         self._working_set.check(writing=True)
-        self._put_batches.put(PutSource(values.items() if isinstance(values, Mapping) else values, _plain))
+        self._put_batches.put(PutSource(values.items() if isinstance(values, Mapping) else values, plain_value))
 
     def _stored_row(self, key: str) -> Row | None:
         """Return the row to read past the working set: inline, or to be streamed and then with a stream begun."""
@@ -327,69 +324,3 @@ def _copy_and_digest(
         first = start // block_nbytes
         digests += block_digests(buffer.memory[start:end], store_uuid, key_id, block_nbytes, first, generation)
     return bytes(digests)
-
-
-def _plain(key: str, value: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` detached, resolved and contiguous. Raises TypeError for other tensors, UsageError."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"put of {key!r}: expected a torch.Tensor, got {type(value).__name__}; torch.as_tensor(value) makes one of"
-            " an array, a list or a number"
-        )
-    refuse_modes("put", key)
-    if isinstance(value, EndedView):
-        raise UsageError(f"put of {key!r}: the lease of the given view has ended; lease it again, or clone() it before")
-    if isinstance(value, ReadOnlyView):
-        value = plain_of(value)
-    problem = ""
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        problem = f"the subclass {type(value).__name__}; pass value.as_subclass(torch.Tensor) if its bytes are all"
-    elif value.is_nested:
-        problem = "a nested tensor; pass its parts, value.unbind(), under keys of their own"
-    elif is_functorch_wrapped_tensor(value):
-        problem = "an argument inside torch.func; put what the transform returns"
-    elif value.is_meta:
-        problem = "a meta tensor, which has no bytes"
-    elif value.layout is not torch.strided:
-        problem = f"a tensor of layout {value.layout}; pass value.to_dense(), or its parts under keys of their own"
-    elif value.is_quantized:
-        problem = f"a quantised tensor ({value.dtype}); pass value.int_repr() and keep scale and zero point yourself"
-    elif not is_kept(value.dtype):  # bytes that were viewed so: no quantised tensor, and none can be made of them again
-        problem = f"a tensor of dtype {value.dtype}; pass value.view(torch.uint8)"
-    elif value.dim() > MAX_NUM_DIMS:
-        problem = f"{value.dim()} dimensions, of which a catalog row holds {MAX_NUM_DIMS}; pass value.flatten()"
-    if problem:
-        raise TypeError(f"put of {key!r}: expected a dense strided tensor, got {problem}")
-    return value.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _result(spec: Spec, key: str, out: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Return ``out``, about to be overwritten, or a new tensor of ``spec``.
-
-    Raises TypeError, ValueError or UsageError for an ``out`` that does not fit.
-    """
-    if out is None and device.type == "cpu" and spec.nbytes >= _OWN_PAGES_NBYTES:
-        return empty_aligned(spec.nbytes, 1)[0].view(spec.dtype).view(spec.shape)
-    if out is None:
-        return torch.empty(spec.shape, dtype=spec.dtype, device=device)
-    if not isinstance(out, torch.Tensor) or out.layout is not torch.strided or out.is_meta:
-        raise TypeError(f"get({key!r}): out must be a dense tensor")
-    if isinstance(out, ReadOnlyView):
-        raise UsageError(f'get({key!r}): out is a view of a lease for reading; lease it with mode="rw", or clone() it')
-    if out.dtype != spec.dtype or tuple(out.shape) != spec.shape:
-        raise ValueError(
-            f"get({key!r}): expected out of {spec.dtype} {list(spec.shape)}, got {out.dtype} {list(out.shape)}"
-        )
-    if not out.is_contiguous() or out.is_conj() or out.is_neg():
-        raise ValueError(f"get({key!r}): out must be contiguous and not a lazy conjugate or negative")
-    if out.requires_grad:
-        raise UsageError(f"get({key!r}): out requires grad; pass out.detach()")
-    if not out.is_inference():  # which has no version
-        # Invariant: graphs that saved it know that it is overwritten; torch sees none of the ways bytes come by.
-        torch.autograd.graph.increment_version(out)
-    return out
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the (nbytes,) uint8 view of a contiguous tensor; where it has one element its strides may be anything."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

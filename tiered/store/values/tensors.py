@@ -1,0 +1,84 @@
+"""Tensors: which of them go into a store, and which come out."""
+
+from __future__ import annotations
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from tiered.bytes.host_tensor import empty_aligned
+from tiered.errors import UsageError
+from tiered.store.format.row import MAX_NUM_DIMS
+from tiered.store.format.spec import Spec, is_kept
+from tiered.store.residency.lease import EndedView, ReadOnlyView, plain_of
+from tiered.store.residency.modes import refuse_modes
+from tiered.units import MiB
+
+__all__ = ["flat_of", "plain_value", "result_for"]
+
+_OWN_PAGES_NBYTES = 32 * MiB  # from here on malloc maps new pages for each tensor too, but small ones: slow to touch
+
+
+def plain_value(key: str, value: torch.Tensor) -> torch.Tensor:
+    """Return ``value`` detached, resolved and contiguous. Raises TypeError for other tensors, UsageError."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"put of {key!r}: expected a torch.Tensor, got {type(value).__name__}; torch.as_tensor(value) makes one of"
+            " an array, a list or a number"
+        )
+    refuse_modes("put", key)
+    if isinstance(value, EndedView):
+        raise UsageError(f"put of {key!r}: the lease of the given view has ended; lease it again, or clone() it before")
+    if isinstance(value, ReadOnlyView):
+        value = plain_of(value)
+    problem = ""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        problem = f"the subclass {type(value).__name__}; pass value.as_subclass(torch.Tensor) if its bytes are all"
+    elif value.is_nested:
+        problem = "a nested tensor; pass its parts, value.unbind(), under keys of their own"
+    elif is_functorch_wrapped_tensor(value):
+        problem = "an argument inside torch.func; put what the transform returns"
+    elif value.is_meta:
+        problem = "a meta tensor, which has no bytes"
+    elif value.layout is not torch.strided:
+        problem = f"a tensor of layout {value.layout}; pass value.to_dense(), or its parts under keys of their own"
+    elif value.is_quantized:
+        problem = f"a quantised tensor ({value.dtype}); pass value.int_repr() and keep scale and zero point yourself"
+    elif not is_kept(value.dtype):  # bytes that were viewed so: no quantised tensor, and none can be made of them again
+        problem = f"a tensor of dtype {value.dtype}; pass value.view(torch.uint8)"
+    elif value.dim() > MAX_NUM_DIMS:
+        problem = f"{value.dim()} dimensions, of which a catalog row holds {MAX_NUM_DIMS}; pass value.flatten()"
+    if problem:
+        raise TypeError(f"put of {key!r}: expected a dense strided tensor, got {problem}")
+    return value.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def result_for(spec: Spec, key: str, out: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Return ``out``, about to be overwritten, or a new tensor of ``spec``.
+
+    Raises TypeError, ValueError or UsageError for an ``out`` that does not fit.
+    """
+    if out is None and device.type == "cpu" and spec.nbytes >= _OWN_PAGES_NBYTES:
+        return empty_aligned(spec.nbytes, 1)[0].view(spec.dtype).view(spec.shape)
+    if out is None:
+        return torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    if not isinstance(out, torch.Tensor) or out.layout is not torch.strided or out.is_meta:
+        raise TypeError(f"get({key!r}): out must be a dense tensor")
+    if isinstance(out, ReadOnlyView):
+        raise UsageError(f'get({key!r}): out is a view of a lease for reading; lease it with mode="rw", or clone() it')
+    if out.dtype != spec.dtype or tuple(out.shape) != spec.shape:
+        raise ValueError(
+            f"get({key!r}): expected out of {spec.dtype} {list(spec.shape)}, got {out.dtype} {list(out.shape)}"
+        )
+    if not out.is_contiguous() or out.is_conj() or out.is_neg():
+        raise ValueError(f"get({key!r}): out must be contiguous and not a lazy conjugate or negative")
+    if out.requires_grad:
+        raise UsageError(f"get({key!r}): out requires grad; pass out.detach()")
+    if not out.is_inference():  # which has no version
+        # Invariant: graphs that saved it know that it is overwritten; torch sees none of the ways bytes come by.
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
+def flat_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the (nbytes,) uint8 view of a contiguous tensor; where it has one element its strides may be anything."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
