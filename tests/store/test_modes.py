@@ -61,7 +61,7 @@ def test_every_call_works_under_a_default_device(store: Store) -> None:
 
 def _calls(store: Store) -> list[Callable[[], object]]:
     """Return every way in which bytes of the keys "inline" and "k0" to "k11" move in or out of a store."""
-    names, value = [f"k{i}" for i in range(12)], numbers(4000)
+    names, value, part = [f"k{i}" for i in range(12)], numbers(4000), numbers(10)
 
     def lease(mode: Any) -> None:
         with store.lease("k0", mode=mode):
@@ -74,6 +74,8 @@ def _calls(store: Store) -> list[Callable[[], object]]:
         lambda: store.get_many(names),
         lambda: store.__setitem__("k0", value),
         lambda: store.put_many({"k0": value}),
+        *(lambda key=key: store.read_part(key, 0, 10) for key in ("k0", "inline")),  # type: ignore[misc]
+        *(lambda key=key: store.write_part(key, 0, part) for key in ("k0", "inline")),  # type: ignore[misc]
         *(lambda mode=mode: lease(mode) for mode in ("r", "rw", "w")),  # type: ignore[misc]
     ]
 
@@ -100,7 +102,7 @@ def test_a_mode_in_which_new_tensors_have_no_memory_is_refused(
     store.put_many(values)
     written(store)
     for call in _calls(store):
-        with pytest.raises(UsageError, match=r"(get|get_many|put|lease) of '(k0|inline)' (under|inside) "):
+        with pytest.raises(UsageError, match=r"(get|get_many|read_part|put|lease) of '(k0|inline)' (under|inside) "):
             run(call)
     assert all(torch.equal(store[name], value) for name, value in values.items())
     if store.durable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, numbers, simulated_store
 from tests.store.test_parts import LARGE, read
 from tiered.store.format.row import Page, Row
+from tiered.store.records.entry import Granted
 from tiered.store.records.pages import Pages
+from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
 NBYTES = 48 * KiB
@@ -98,3 +101,33 @@ def test_a_page_that_goes_while_a_reader_asks_for_it_is_no_damage() -> None:
         pages._read = late
         assert torch.equal(read(store, row), value)
         assert pages._read is from_catalog
+
+
+def before_it_has_the_bytes(store: Store, action: Callable[[], object]) -> None:
+    """Have another thread do ``action`` when the next call has looked at a resident key, and comes for its bytes."""
+    working_set = store.working_set
+    obtain = working_set.obtain
+
+    def late(*args: Any, **options: Any) -> Granted:
+        working_set.obtain = obtain  # type: ignore[method-assign]
+        in_thread(action)
+        return obtain(*args, **options)
+
+    working_set.obtain = late  # type: ignore[method-assign]
+
+
+def test_a_part_has_the_type_of_the_bytes_it_is_read_from() -> None:
+    with simulated_store() as store:
+        store["a"] = torch.arange(2000.0)
+        before_it_has_the_bytes(store, lambda: store.put("a", torch.arange(500)))
+        assert torch.equal(store.read_part("a", 200, 210), torch.arange(200, 210))
+
+
+def test_a_part_of_a_tensor_that_became_shorter_is_refused() -> None:
+    """What lies behind its end in memory is no part of it."""
+    with simulated_store() as store:
+        store["a"] = torch.arange(2000.0)
+        before_it_has_the_bytes(store, lambda: store.put("a", torch.zeros(1030, dtype=torch.uint8)))
+        with pytest.raises(ValueError, match=r"elements \[1500, 1510\) of 'a', which has 1030"):
+            store.read_part("a", 1500, 1510)
+        assert not store.read_part("a", 0, 1030).any()

@@ -20,13 +20,16 @@ from tiered.errors import LeaseError
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Page, Row
+from tiered.store.format.spec import Spec
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.pages import cut_blocks
+from tiered.store.residency.modes import refuse_modes
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer, start_all
 from tiered.store.values.part_rows import changed_page, part_row
 from tiered.store.values.streaming import SlabJob
+from tiered.store.values.tensors import flat_of
 from tiered.store.values.window import Window
 from tiered.store.waiting.deadline import Deadline
 
@@ -60,11 +63,12 @@ class PartValues:
     # Below: reading
 
     @uninterrupted
-    def read(self, key: str, start: int, flat: torch.Tensor) -> None:
-        """Read the bytes from ``start`` on into ``flat``, (nbytes,) uint8 on any compute device; blocks. KeyError.
+    def read(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Return the elements [start, stop) of the flattened tensor of ``key``, on the CPU; blocks.
 
-        Raises ValueError for bytes that the record does not have, CorruptionError, DeviceError.
+        Raises KeyError, ValueError for elements that it does not have, CorruptionError, DeviceError.
         """
+        refuse_modes("read_part", key)
         working_set = self._working_set
         working_set.check(writing=False)
         with self._condition:
@@ -73,28 +77,48 @@ class PartValues:
             entry = self._records.find(key)
             if entry is None:
                 raise KeyError(key)
-            _check_range(key, start, flat.numel(), entry.nbytes)
+            spec = entry.spec
+            _check_elements(key, spec, start, stop)
             row = entry.row if entry.state is EntryState.STORED else None
-            if row is not None and row.inline is None:
+            if row is not None:
                 self._space.begin_stream(row)
         if row is None:
-            self._read_resident(key, start, flat)
-        elif row.inline is not None and flat.numel():
-            flat.copy_(torch.frombuffer(bytearray(row.inline), dtype=torch.uint8)[start : start + flat.numel()])
-        elif row.inline is None:
-            self._read_stored(row, start, flat)
+            return self._read_resident(key, start, stop)
+        window = Window(working_set)
+        try:
+            result = torch.empty(stop - start, dtype=spec.dtype, device="cpu")
+            self._read_row(window, row, start * spec.dtype.itemsize, flat_of(result))
+        finally:
+            window.when_idle(lambda: self._space.end_stream(row))
+        return result
 
-    def _read_resident(self, key: str, start: int, flat: torch.Tensor) -> None:
+    def _read_resident(self, key: str, start: int, stop: int) -> torch.Tensor:
         working_set = self._working_set
         deadline = Deadline(f"lease of {key!r} for 'r'", working_set.deadline_s)
-        alias, _, _ = working_set.obtain(key, "r", deadline, is_brief=True)
+        # Order: the looks are those of these bytes; since the caller looked, the key may have become another.
+        alias, spec, _ = working_set.obtain(key, "r", deadline, is_brief=True)
         try:
-            memory = alias.residence.buffer.memory[start : start + flat.numel()]
+            _check_elements(key, spec, start, stop)
+            result = torch.empty(stop - start, dtype=spec.dtype, device="cpu")
+            begin = start * spec.dtype.itemsize
+            memory = alias.residence.buffer.memory[begin : begin + result.nbytes]
             if len(memory):
-                flat.copy_(torch.frombuffer(memory, dtype=torch.uint8))
+                flat_of(result).copy_(torch.frombuffer(memory, dtype=torch.uint8))
         finally:
             working_set.residents.report_end(alias)
             working_set.released(alias)
+        return result
+
+    def _read_row(self, window: Window, row: Row, start: int, flat: torch.Tensor) -> None:
+        """Read the bytes of ``row`` from ``start`` on into ``flat``."""
+        if not flat.numel():
+            return
+        if row.inline is not None:
+            flat.copy_(torch.frombuffer(bytearray(row.inline), dtype=torch.uint8)[start : start + flat.numel()])
+            return
+        self._read_blocks(window, row, start, flat)
+        with self._condition:
+            self._working_set.streamed_in_bytes += flat.numel()
 
     def _read_stored(self, row: Row, start: int, flat: torch.Tensor) -> None:
         """Read from ``row``, on which a stream was begun; this ends it."""
@@ -108,8 +132,6 @@ class PartValues:
 
     def _read_blocks(self, window: Window, row: Row, start: int, flat: torch.Tensor) -> None:
         """Read bytes of ``row`` from ``start`` on into ``flat``, by the blocks that they are in."""
-        if not flat.numel():
-            return
         first = start // row.block_nbytes
         part = part_row(row, first, (start + flat.numel() - 1) // row.block_nbytes - first + 1)
         skip = start - first * row.block_nbytes
@@ -293,6 +315,13 @@ class PartValues:
             self._records.parts_written(entry, row, pages, blocks)
             working_set.streamed_out_bytes += target.blocks * row.block_nbytes
             return True
+
+
+def _check_elements(key: str, spec: Spec, start: int, stop: int) -> None:
+    """Raise ValueError where a tensor of ``spec`` has no such elements."""
+    numel = spec.nbytes // spec.dtype.itemsize
+    if not 0 <= start <= stop <= numel:
+        raise ValueError(f"elements [{start}, {stop}) of {key!r}, which has {numel}; expected a range inside of it")
 
 
 def _check_range(key: str, start: int, nbytes: int, record_nbytes: int) -> None:

@@ -117,10 +117,7 @@ class Values:
 
     def read_part(self, key: str, start: int, stop: int) -> torch.Tensor:
         """Return a copy of the elements [start, stop) of the flattened tensor of ``key``, on the CPU; see Store."""
-        spec = self._spec_of(key, start, stop)
-        result = torch.empty(stop - start, dtype=spec.dtype, device="cpu")
-        self._parts.read(key, start * spec.dtype.itemsize, flat_of(result))
-        return result
+        return self._parts.read(key, start, stop)
 
     def write_part(self, key: str, start: int, value: torch.Tensor) -> None:
         """Write ``value`` over the elements of the flattened tensor of ``key`` from ``start`` on; see Store."""
