@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tests.store import test_external, test_parts
@@ -9,27 +10,28 @@ from tests.store.mutants import Patch, mutant
 from tiered.store.format.row import Page, Row
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.records.pages import Pages, cut_blocks
+from tiered.store.residency.write_back import Shortage
 from tiered.store.space.readers import Readers
 from tiered.store.transfers.external_read import ExternalRead
-from tiered.store.values.parts import PartValues
+from tiered.store.values.part_write import PartWrite
 
 __all__: list[str] = []
 
 
 @mutant(test_parts.test_parts_that_no_commit_has_leave_the_tensor_as_it_was_committed)
 def blocks_are_written_in_place(patch: Patch) -> None:
-    begin = PartValues._begin
+    begin = PartWrite._begin
 
-    def begin_in_place(values: PartValues, key: str, start: int, nbytes: int) -> Any:
-        target = begin(values, key, start, nbytes)
-        if target is None or target.row.pages is None:
+    def begin_in_place(write: PartWrite, nbytes: int) -> Any:
+        target: Any = begin(write, nbytes)
+        if target is None or isinstance(target, Shortage) or target.row.pages is None:
             return target
         page: Page = target.row.pages.page(target.row, 0)
         all_places = cut_blocks(page.extents, target.row.block_nbytes, len(page.digests) // 8)
         places = (extent for each in all_places[target.first : target.first + target.blocks] for extent in each)
-        return target._replace(extents=tuple(places))
+        return target._replace(new=replace(target.new, extents=tuple(places)))
 
-    patch.setattr(PartValues, "_begin", begin_in_place)
+    patch.setattr(PartWrite, "_begin", begin_in_place)
     patch.setattr(Readers, "give_up", lambda readers, extents, version=None: [])  # which would free what is in use
 
 

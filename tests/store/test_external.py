@@ -350,3 +350,23 @@ def test_ranges_at_any_place_come_back(tmp_path_factory: pytest.TempPathFactory,
         assert torch.equal(store.read_part("a", start, stop), record[start:stop])
     with Store(folder / "run", dram="8MiB", external=[folder], engine="threads") as store:
         assert torch.equal(store["a"], record) and store.verify().is_clean
+
+
+def test_a_part_of_an_adopted_tensor_needs_no_memory_besides_the_budget(tmp_path: Path) -> None:
+    value = numbers(24 * MiB, 1)
+    save_file({"large": value}, tmp_path / "base.safetensors")
+    with opened(tmp_path, tmp_path / "base.safetensors", dram="8MiB") as store:
+        store.adopt("a", tmp_path / "base.safetensors", "large")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = _resident_nbytes("VmHWM")
+        store.write_part("a", 5 * MiB - 2, numbers(4, 2))
+        assert _resident_nbytes("VmHWM") - before <= 12 * MiB
+        value[5 * MiB - 2 :][:4] = numbers(4, 2)
+        assert torch.equal(store["a"], value)
+        store.commit()
+        assert store.verify().is_clean and store.statistics().used_bytes == 24 * MiB
+
+
+def _resident_nbytes(name: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(name))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.devices.simulated_disk import SimulatedDisk
-from tests.store.rig import WAIT_S, numbers, simulated_store
+from tests.store.rig import WAIT_S, GatedDevice, GatedStore, await_true, numbers, simulated_store, stored
 from tests.store.test_parts import LARGE, read
 from tiered.store.format.row import Page, Row
 from tiered.store.records.entry import Granted
@@ -19,6 +21,36 @@ from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
 NBYTES = 48 * KiB
+
+
+@pytest.fixture
+def gated() -> Iterator[GatedStore]:
+    gated = GatedStore()
+    yield gated
+    gated.close()
+
+
+class Call:
+    """A call in a thread of its own, and the error that it ended with."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.error: Exception | None = None
+        self._action = action
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._action()
+        except Exception as error:
+            self.error = error
+
+    def end(self) -> None:
+        """Wait for its end; raise its error."""
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        if self.error is not None:
+            raise self.error
 
 
 def in_thread(action: Callable[[], object]) -> None:
@@ -131,3 +163,89 @@ def test_a_part_of_a_tensor_that_became_shorter_is_refused() -> None:
         with pytest.raises(ValueError, match=r"elements \[1500, 1510\) of 'a', which has 1030"):
             store.read_part("a", 1500, 1510)
         assert not store.read_part("a", 0, 1030).any()
+
+
+def hold_first_write(device: GatedDevice) -> None:
+    """Hold up one write: those that come meanwhile go on."""
+    device.hold = lambda operation: operation.is_write and not device.held
+
+
+def test_no_part_is_written_to_a_tensor_that_took_another_type(gated: GatedStore) -> None:
+    store = gated.store
+    store.put("a", torch.zeros(4 * 4096, dtype=torch.uint8), block_size="4KiB")
+    store.commit()
+    hold_first_write(gated.device)
+    call = Call(lambda: store.write_part("a", 10, torch.full((1,), 255, dtype=torch.uint8)))
+    assert gated.device.has_held.wait(WAIT_S)
+    store["a"] = torch.ones(4096)  # of as many bytes
+    gated.device.open()
+    with pytest.raises(ValueError, match=r"expected torch\.float32, got torch\.uint8"):
+        call.end()
+    assert (store["a"] == 1).all()
+
+
+@pytest.mark.parametrize("what", ["put", "lease"])
+def test_a_part_of_an_inline_tensor_undoes_no_write_that_has_returned(what: str) -> None:
+    with simulated_store() as store:
+        store["a"] = torch.zeros(400, dtype=torch.uint8)
+        settle, me = store.working_set.deferred_seal.settle, threading.get_ident()
+        num_writes = 0
+
+        def write() -> None:
+            nonlocal num_writes
+            num_writes += 1
+            if what == "put":
+                store["a"] = torch.full((400,), num_writes, dtype=torch.uint8)
+            else:
+                with store.lease("a", "rw") as view:
+                    view.fill_(num_writes)
+
+        def late() -> None:
+            settle()
+            if threading.get_ident() == me:  # it is about to look at the key, or to put what it made of that
+                in_thread(write)
+
+        store.working_set.deferred_seal.settle = late  # type: ignore[method-assign]
+        store.write_part("a", 0, torch.full((4,), 99, dtype=torch.uint8))
+        store.working_set.deferred_seal.settle = settle  # type: ignore[method-assign]
+        assert num_writes and store["a"].tolist() == [99] * 4 + [num_writes] * 396
+
+
+def test_a_part_of_an_adopted_tensor_undoes_no_write_that_has_returned(tmp_path: Path) -> None:
+    save_file({"x": numbers(40_000, 1)}, tmp_path / "base.safetensors")
+    gates: list[GatedDevice] = []
+
+    def gate(device: Any) -> GatedDevice:
+        gates.append(GatedDevice(device))
+        return gates[0]
+
+    with simulated_store(wrap=gate, external=[tmp_path / "base.safetensors"]) as store:
+        store.adopt("a", tmp_path / "base.safetensors", "x")
+        store.commit()
+        hold_first_write(gates[0])
+        call = Call(lambda: store.write_part("a", 5, torch.full((3,), 99, dtype=torch.uint8)))
+        assert gates[0].has_held.wait(WAIT_S)
+        value = numbers(40_000, 2)
+        store["a"] = value
+        gates[0].open()
+        call.end()
+        value[5:8] = 99
+        assert torch.equal(store["a"], value)
+        store.commit()
+        assert store.working_set.space.used_nbytes == 40 * KiB and store.verify().is_clean
+
+
+def test_who_waits_for_memory_keeps_nobody_from_writing_the_key() -> None:
+    with simulated_store(budget_nbytes=64 * KiB) as store:
+        store.put("a", numbers(60_000, 1), block_size="4KiB")
+        store["other"] = numbers(44_000, 2)
+        store.commit()
+        stored(store.working_set, "a", "other")
+        with store.lease("other", "r"):
+            call = Call(lambda: store.write_part("a", 0, numbers(50_000, 3)))
+            await_true(lambda: store.working_set.room.num_queued == 1)
+            store.write_part("a", 55_000, numbers(10, 4))  # by the thread that the call waits for
+        call.end()
+        value = numbers(60_000, 1)
+        value[:50_000], value[55_000:55_010] = numbers(50_000, 3), numbers(10, 4)
+        assert torch.equal(store["a"], value)

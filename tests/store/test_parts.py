@@ -6,12 +6,13 @@ import contextlib
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.devices.simulated_disk import Policy, SimulatedDisk
-from tests.store.rig import numbers, simulated_store
+from tests.store.rig import numbers, simulated_store, stored
 from tiered.errors import CapacityError, CorruptionError, LeaseError, UsageError
 from tiered.store.format.row import Row
 from tiered.store.store import Store
@@ -389,6 +390,43 @@ def test_a_part_that_finds_no_space_changes_nothing() -> None:
         store.write_part("a", 0, numbers(5000, 1))
         store.rollback()
         assert torch.equal(store["a"], value) and store.verify().is_clean
+
+
+def test_what_stays_of_a_block_is_in_no_memory_besides_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB) as store:
+        value, empty = numbers(5 * MiB, 1), torch.empty
+        store["a"] = value
+        store.commit()
+        made: list[int] = []
+
+        def counting(*size: Any, **options: Any) -> torch.Tensor:
+            made.append(empty(*size, **options).nbytes)
+            return empty(*size, **options)
+
+        monkeypatch.setattr(torch, "empty", counting)
+        store.write_part("a", 4 * MiB - 100, numbers(1000, 2))
+        monkeypatch.undo()
+        assert sum(made) <= 4 * KiB
+        value[4 * MiB - 100 :][:1000] = numbers(1000, 2)
+        assert torch.equal(store["a"], value)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_only_the_edges_of_a_part_need_the_blocks_that_were_there(at: int) -> None:
+    disk = SimulatedDisk(can_lose_power=False)
+    with simulated_store(disk, budget_nbytes=64 * KiB) as store:
+        store.put("a", numbers(5 * 4096, 1), block_size="4KiB")
+        store.commit()
+        stored(store.working_set, "a")
+        row = store._records.entries["a"].row
+        assert row is not None
+        place = row.extents[0].offset + (at + 1) * 4096
+        disk.image(0, 0)[place] ^= 1
+        if at == 1:
+            store.write_part("a", 4096 + 5, numbers(2 * 4096, 2))
+        else:
+            with pytest.raises(CorruptionError, match=f"block {at + 1}"):
+                store.write_part("a", 4096 + 5, numbers(2 * 4096, 2))
 
 
 def test_damage_is_found_block_by_block(tmp_path: Path) -> None:

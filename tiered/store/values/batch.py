@@ -58,6 +58,10 @@ class Batch:
         self._lock = threading.Lock()
         self._num_left = 0
 
+    @property
+    def is_write(self) -> bool:
+        return self._io_class is IOClass.WRITE
+
     def start(self) -> None:
         """Submit everything; raises interrupts only, and ends with an error then."""
         try:
@@ -74,7 +78,7 @@ class Batch:
 
     def _operation(self, extent: Extent, memory: memoryview) -> Operation:
         return Operation(
-            is_write=self._io_class is IOClass.WRITE,
+            is_write=self.is_write,
             file=extent.file,
             offset=extent.offset,
             memory=memory,

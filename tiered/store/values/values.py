@@ -103,36 +103,13 @@ class Values:
                 return Spec.like(plain, old.spec.block_nbytes)
         return spec
 
-    def _spec_of(self, key: str, start: int, stop: int) -> Spec:
-        """Return the looks of ``key``. KeyError; ValueError where it has no such elements."""
-        self._working_set.check(writing=False)
-        with self._condition:
-            entry = self._records.find(key)
-        if entry is None:
-            raise KeyError(key)
-        numel = entry.spec.nbytes // entry.spec.dtype.itemsize
-        if not 0 <= start <= stop <= numel:
-            raise ValueError(f"elements [{start}, {stop}) of {key!r}, which has {numel}; expected a range inside of it")
-        return entry.spec
-
     def read_part(self, key: str, start: int, stop: int) -> torch.Tensor:
         """Return a copy of the elements [start, stop) of the flattened tensor of ``key``, on the CPU; see Store."""
         return self._parts.read(key, start, stop)
 
     def write_part(self, key: str, start: int, value: torch.Tensor) -> None:
         """Write ``value`` over the elements of the flattened tensor of ``key`` from ``start`` on; see Store."""
-        plain = plain_value(key, value)
-        spec = self._spec_of(key, start, start + plain.numel())
-        if plain.dtype != spec.dtype:
-            raise ValueError(f"write of a part of {key!r}: expected {spec.dtype}, got {plain.dtype}")
-
-        def whole() -> None:
-            if plain.numel():
-                values = self.get(key)
-                flat_of(values)[start * spec.dtype.itemsize :][: plain.nbytes].copy_(flat_of(plain))
-                self.put(key, values)
-
-        self._parts.write(key, start * spec.dtype.itemsize, flat_of(plain), whole)
+        self._parts.write(key, start, value)
 
     def _put_resident(self, key: str, plain: torch.Tensor, spec: Spec) -> Entry:
         buffer = self._working_set.room.reserve(spec.nbytes)

@@ -31,6 +31,9 @@ class Movement(Protocol):
     is_done: bool  # for the window, which sets it under the store's lock
     error: Exception | None
 
+    @property
+    def is_write(self) -> bool: ...
+
     def start(self) -> None: ...
 
 
@@ -42,8 +45,11 @@ class WindowJob(Protocol):
     def begin(self, buffer: Buffer, on_done: Callable[[Any], None]) -> Movement:
         """Fill the buffer, where that is needed, and return the movement to start."""
 
-    def finish(self, movement: Any, buffer: Buffer) -> None:
-        """Use the moved bytes. Raising ends the window."""
+    def finish(self, movement: Any, buffer: Buffer) -> Movement | None:
+        """Use the moved bytes, and return the movement to go on with in the same buffer, if there is one.
+
+        Raising ends the window.
+        """
 
     def __str__(self) -> str:
         """Return a description for messages about waiting."""
@@ -57,7 +63,7 @@ class Window:
     """
 
     def __init__(self, working_set: WorkingSet) -> None:
-        self.has_failed = False  # a movement has
+        self.has_failed = False  # a write has
         self._working_set = working_set
         self._flying: deque[tuple[WindowJob, Movement]] = deque()  # oldest first
         self._buffers: dict[Movement, Buffer] = {}
@@ -67,21 +73,19 @@ class Window:
         self._is_abandoned = False
         self._on_idle: Callable[[], object] | None = None
 
-    def run(self, jobs: Iterable[WindowJob]) -> None:
-        """Carry out ``jobs``; the first exception of one of them ends it."""
-        idle: list[Buffer] = []
+    def run(self, jobs: Iterable[WindowJob], first: Buffer | None = None) -> None:
+        """Carry out ``jobs``; the first exception of one of them ends it.
+
+        ``first``, reserved by the caller, becomes the window's: jobs that fit in it never wait for memory.
+        """
+        idle = [] if first is None else [first]
         try:
             for job in jobs:
                 INTERRUPTS.look()
                 buffer = self._next_buffer(idle, job.nbytes)
                 idle.append(buffer)
                 movement = job.begin(buffer, self._done)
-                self._buffers[movement] = idle.pop()
-                self._flying.append((job, movement))
-                with self._working_set.condition:
-                    self._num_moving += 1
-                    self._moving_nbytes += buffer.nbytes
-                movement.start()
+                self._start(job, movement, idle.pop())
             self._drain(idle)
         finally:
             for buffer in idle:
@@ -107,7 +111,15 @@ class Window:
 
     def _drain(self, idle: list[Buffer]) -> None:
         while self._flying:
-            idle.append(self._finish_oldest())
+            self._finish_oldest(idle)
+
+    def _start(self, job: WindowJob, movement: Movement, buffer: Buffer) -> None:
+        self._flying.append((job, movement))
+        with self._working_set.condition:
+            self._buffers[movement] = buffer
+            self._num_moving += 1
+            self._moving_nbytes += buffer.nbytes
+        movement.start()
 
     def _next_buffer(self, idle: list[Buffer], nbytes: int) -> Buffer:
         """Return a buffer of at least ``nbytes``; waits for the oldest movement when the window is full."""
@@ -124,7 +136,7 @@ class Window:
             if extra is not None:
                 return extra
             if self._flying[0][1].is_done:
-                idle.append(self._finish_oldest())
+                self._finish_oldest(idle)
             else:
                 self._wait_for_oldest()
 
@@ -146,12 +158,17 @@ class Window:
             while not movement.is_done:
                 deadline.wait(self._working_set.condition, self._num_done)
 
-    def _finish_oldest(self) -> Buffer:
+    def _finish_oldest(self, idle: list[Buffer]) -> None:
+        """Wait for the oldest movement; its buffer is ``idle`` then, or on the way with the job's next one."""
         self._wait_for_oldest()
         job, movement = self._flying.popleft()
-        job.finish(movement, self._buffers[movement])
+        following = job.finish(movement, self._buffers[movement])
         with self._working_set.condition:
-            return self._buffers.pop(movement)
+            buffer = self._buffers.pop(movement)
+        if following is None:
+            idle.append(buffer)
+        else:
+            self._start(job, following, buffer)
 
     def _done(self, movement: Movement) -> None:
         with self._working_set.condition:
@@ -159,7 +176,7 @@ class Window:
             self._num_done += 1
             self._num_moving -= 1
             self._moving_nbytes -= self._buffers[movement].nbytes
-            self.has_failed = self.has_failed or movement.error is not None
+            self.has_failed = self.has_failed or (movement.is_write and movement.error is not None)
             if self._is_abandoned:
                 self._give_back(movement)
             self._working_set.condition.notify_all()

@@ -1,0 +1,306 @@
+"""PartWrite: one write of a part of a tensor, from its turn to the moment when the key has the new blocks.
+
+It takes fresh extents for the blocks it touches; all others stay where they are, and with them their pages of the
+catalog. So a commit after it costs the changed blocks and their pages. A record in external files gets all of its
+blocks anew: it leaves these files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from tiered.bytes.arena import Buffer
+from tiered.bytes.interrupt import INTERRUPTS
+from tiered.errors import LeaseError
+from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
+from tiered.store.format.extent import Extent
+from tiered.store.format.row import Page, Row
+from tiered.store.format.spec import INLINE_NBYTES, Spec
+from tiered.store.records.entry import Entry, EntryState
+from tiered.store.records.pages import cut_blocks
+from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.write_back import Shortage
+from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer, start_all
+from tiered.store.values.part_rows import changed_page
+from tiered.store.values.rewrite import RewriteJob
+from tiered.store.values.tensors import flat_of
+from tiered.store.values.window import Window
+from tiered.store.waiting.deadline import Deadline
+from tiered.units import divide_up
+
+__all__ = ["PartWrite", "check_elements"]
+
+Extents = tuple[Extent, ...]
+
+
+class _Target(NamedTuple):
+    """Blocks that a write has extents for."""
+
+    entry: Entry
+    row: Row  # the entry's, with pages unless it lies in external files; a stream was begun on it
+    found: Row  # the entry's as it was found
+    new: Row  # of the blocks, in their new extents, without digests
+    start: int  # of the new bytes in the record
+
+    @property
+    def first(self) -> int:
+        return self.new.base_block
+
+    @property
+    def blocks(self) -> int:
+        return self.new.num_blocks
+
+
+class PartWrite:
+    """Writes ``value`` over the elements of a flattened tensor from ``start`` on.
+
+    The invariant: who has the key, has the memory it needs, and who waits for the key or for memory has not the other.
+    All that was looked at is looked at again under the lock that installs the blocks; on a difference all begins anew.
+    """
+
+    def __init__(
+        self, working_set: WorkingSet, writing: set[str], key: str, start: int, value: torch.Tensor
+    ) -> None:
+        """``value`` is contiguous; ``writing`` are the keys that parts are being written of."""
+        self._working_set = working_set
+        self._records = working_set.records
+        self._space = working_set.space
+        self._condition = working_set.condition
+        self._writing = writing
+        self._key = key
+        self._start = start
+        self._value = value
+        self._flat = flat_of(value)
+        self._deadline = Deadline(f"write of a part of {key!r}", working_set.deadline_s)
+        self._digests = bytearray()
+
+    def run(self) -> None:
+        """Write it; blocks.
+
+        Raises KeyError, ValueError for another dtype or for elements that the tensor does not have, LeaseError,
+        CapacityError, CorruptionError, DeviceError, DeadlineError.
+        """
+        room = self._working_set.room
+        content = b""
+        if self._value.nbytes <= INLINE_NBYTES:
+            host = self._value.cpu()
+            content = ctypes.string_at(host.data_ptr(), host.nbytes) if host.nbytes else b""
+        while True:
+            nbytes = self._await_turn(content)
+            if not nbytes:
+                return room.pump()
+            buffer = room.reserve(nbytes)
+            try:
+                target = self._begin(nbytes)
+            except BaseException:
+                room.unreserve(buffer)
+                raise
+            if isinstance(target, _Target):
+                if self._write(target, buffer):
+                    return room.pump()
+                continue
+            room.unreserve(buffer)
+            if target is not None:
+                room.grow(target)
+
+    # Below: the turn
+
+    def _await_turn(self, content: bytes) -> int:
+        """Wait until the part can be written; return the bytes of memory that it takes, 0 where it is written.
+
+        ``content`` has the bytes of a part that an inline tensor may have. No memory is in hand.
+        """
+        working_set = self._working_set
+        self._deadline.renew()
+        while True:
+            INTERRUPTS.look()
+            working_set.deferred_seal.settle()
+            with self._condition:
+                entry = self._find()
+                if self._key in self._writing or not self._records.may_write(entry):
+                    self._wait()
+                    continue
+                if not self._flat.numel():
+                    return 0
+                if entry.is_inline:
+                    self._write_inline(entry, content)
+                    return 0
+                if entry.row is not None:
+                    return self._buffer_nbytes(entry.row)
+                self._refuse_writers(entry)
+                # Order: its bytes are in DRAM alone, and all of them go out first.
+                transfers, shortage = working_set.room.write_back.plan([entry], entry.nbytes)
+                if not transfers and shortage is None:
+                    self._wait()
+            start_all(transfers)
+            if shortage is not None:
+                working_set.room.grow(shortage)
+
+    def _find(self) -> Entry:
+        """Return the entry, settled, with the elements to be written; may wait."""
+        entry = self._working_set.keys.settled(self._key, "write of a part")
+        if entry is None or self._records.find(self._key) is not entry:
+            raise KeyError(self._key)
+        check_elements(self._key, entry.spec, self._start, self._start + self._value.numel())
+        if self._value.dtype != entry.spec.dtype:
+            raise ValueError(f"write of a part of {self._key!r}: expected {entry.spec.dtype}, got {self._value.dtype}")
+        return entry
+
+    def _wait(self) -> None:
+        progress = (self._records.commit_progress(), self._space.progress.num_blocks)
+        self._deadline.wait(self._condition, progress)
+
+    def _refuse_writers(self, entry: Entry) -> None:
+        if entry.residence is not None and entry.residence.writers:
+            raise LeaseError(
+                f"write of a part of {self._key!r}, and tensors of a lease for writing are alive; release them first"
+            )
+
+    def _span(self, row: Row) -> tuple[int, int, int]:
+        """Return where the new bytes begin in the record, and the first block to write and how many."""
+        start = self._start * self._value.dtype.itemsize
+        if row.ranges:
+            return start, 0, row.num_blocks
+        first = start // row.block_nbytes
+        return start, first, divide_up(start + self._flat.numel(), row.block_nbytes) - first
+
+    def _buffer_nbytes(self, row: Row) -> int:
+        _, first, blocks = self._span(row)
+        return min(SLAB_NBYTES, blocks * row.block_nbytes, row.nbytes - first * row.block_nbytes)
+
+    def _write_inline(self, entry: Entry, content: bytes) -> None:
+        """Put ``content`` into the row of an inline tensor. Under the lock."""
+        self._refuse_writers(entry)
+        if entry.row is None:
+            self._working_set.room.write_back.land_inline(entry)
+        assert entry.row is not None and entry.row.inline is not None
+        before, start = entry.row.inline, self._start * self._value.dtype.itemsize
+        self._working_set.residents.drop(entry)
+        self._records.touch(entry)
+        after = b"".join((before[:start], content, before[start + len(content) :]))
+        entry.row = self._records.inline_row(entry, after)
+        entry.state = EntryState.STORED
+
+    def _begin(self, nbytes: int) -> _Target | Shortage | None:
+        """Take the turn, with ``nbytes`` of memory in hand: return where to write, with a stream begun on the row.
+
+        Or what the files must grow by first. None: it is to be waited for without memory.
+        """
+        self._deadline.renew()
+        with self._condition:
+            entry = self._find()
+            while self._key in self._writing:  # who has the turn needs no more memory
+                self._wait()
+                entry = self._find()
+            if entry.is_inline or entry.row is None or not self._records.may_write(entry):
+                return None
+            if self._buffer_nbytes(entry.row) > nbytes:
+                return None
+            if entry.state is EntryState.CLEAN:
+                self._working_set.residents.drop(entry)
+                entry.state = EntryState.STORED
+            found = entry.row
+            row = found if found.ranges else self._records.paging.begin(entry)
+            start, first, blocks = self._span(row)
+            own = min(blocks * row.block_nbytes, row.nbytes - first * row.block_nbytes)
+            needed = self._space.round_up(own)
+            extents = self._space.take_nowait(needed, scratch=entry.scratch)
+            if extents is None:
+                return Shortage(needed, entry.scratch)
+            new = replace(
+                row, nbytes=own, generation=self._records.open_generation, extents=extents, digests=b"", written=b"",
+                ranges=(), base_block=first, is_paged=False, pages=None,
+            )  # fmt: skip
+            target = _Target(entry, row, found, new, start)
+            for each in self._streams(target):
+                self._space.begin_stream(each)
+            self._writing.add(self._key)
+            return target
+
+    def _streams(self, target: _Target) -> tuple[Row, ...]:
+        return (target.row,) if target.found is target.row else (target.row, target.found)
+
+    # Below: with the turn
+
+    def _write(self, target: _Target, buffer: Buffer) -> bool:
+        """Write the blocks and make them the key's; False where it has changed meanwhile. The buffer goes back."""
+        window = Window(self._working_set)
+        is_own = True  # the extents are this write's to give back
+        try:
+            window.run(self._jobs(target), buffer)
+            pages, blocks = ({}, {}) if target.row.ranges else self._changed_pages(target)
+            is_own = not self._install(target, pages, blocks)
+        finally:
+            window.when_idle(functools.partial(self._end, target, window, is_own))
+        return not is_own
+
+    def _end(self, target: _Target, window: Window, is_own: bool) -> None:
+        """Let others write the key. Under the lock, with nothing in flight."""
+        self._writing.discard(self._key)
+        for each in self._streams(target):
+            self._space.end_stream(each)
+        if is_own:
+            (self._space.quarantine if window.has_failed else self._space.give_back)(target.new.extents)
+        self._condition.notify_all()
+
+    def _jobs(self, target: _Target) -> Iterator[RewriteJob]:
+        digests = self._digests = bytearray(target.blocks * DIGEST_NBYTES)
+        slab_nbytes = SLAB_NBYTES // target.new.block_nbytes * DIGEST_NBYTES  # of digests
+
+        def collect(job: RewriteJob, transfer: Transfer) -> None:
+            place = job.slab * slab_nbytes
+            digests[place : place + len(transfer.digests)] = transfer.digests
+
+        for slab in range(divide_up(target.new.nbytes, SLAB_NBYTES)):
+            yield RewriteJob(self._space, target.row, target.new, slab, target.start, self._flat, collect)
+
+    def _changed_pages(self, target: _Target) -> tuple[dict[int, Page], dict[int, tuple[Extents, Extents]]]:
+        """Return the pages of the blocks as they are to be, and where each block was and is to be; blocks."""
+        row, new_row, end = target.row, target.new, target.first + target.blocks
+        assert row.pages is not None
+        found, blocks = {}, {}
+        new_places = cut_blocks(new_row.extents, row.block_nbytes, target.blocks)
+        for number in range(target.first // PAGE_BLOCKS, -(-end // PAGE_BLOCKS)):
+            old = row.pages.page(row, number)
+            base = number * PAGE_BLOCKS
+            begin, stop = max(target.first, base), min(end, base + PAGE_BLOCKS)
+            places = [place for each in new_places[begin - target.first : stop - target.first] for place in each]
+            old_places = cut_blocks(old.extents, row.block_nbytes, len(old.digests) // DIGEST_NBYTES)
+            for block in range(begin, stop):
+                blocks[block] = (old_places[block - base], new_places[block - target.first])
+            digests = self._digests[(begin - target.first) * DIGEST_NBYTES : (stop - target.first) * DIGEST_NBYTES]
+            found[number] = changed_page(
+                old, row.block_nbytes, begin - base, places, bytes(digests), new_row.generation
+            )
+        return found, blocks
+
+    def _install(
+        self, target: _Target, pages: Mapping[int, Page], blocks: Mapping[int, tuple[Extents, Extents]]
+    ) -> bool:
+        """Make the blocks the key's; False where it has changed meanwhile, and all is to be done again."""
+        working_set, row = self._working_set, target.row
+        with self._condition:
+            entry = working_set.keys.settled(self._key, "write of a part")
+            if entry is not target.entry or entry.row is not target.found or not self._records.may_write(entry):
+                return False
+            working_set.residents.drop(entry)
+            if row.ranges:
+                self._records.streamed(entry, replace(target.new, digests=bytes(self._digests)))
+            else:
+                entry.state = EntryState.STORED
+                self._records.parts_written(entry, row, pages, blocks)
+            working_set.streamed_out_bytes += target.new.nbytes
+            return True
+
+
+def check_elements(key: str, spec: Spec, start: int, stop: int) -> None:
+    """Raise ValueError where a tensor of ``spec`` has no such elements."""
+    numel = spec.nbytes // spec.dtype.itemsize
+    if not 0 <= start <= stop <= numel:
+        raise ValueError(f"elements [{start}, {stop}) of {key!r}, which has {numel}; expected a range inside of it")
