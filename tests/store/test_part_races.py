@@ -18,6 +18,7 @@ from tiered.store.format.row import Page, Row
 from tiered.store.records.entry import Granted
 from tiered.store.records.pages import Pages
 from tiered.store.store import Store
+from tiered.store.waiting.nested_calls import NestedCalls
 from tiered.units import KiB, MiB
 
 NBYTES = 48 * KiB
@@ -36,8 +37,8 @@ class Call:
     def __init__(self, action: Callable[[], object]) -> None:
         self.error: Exception | None = None
         self._action = action
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
 
     def _run(self) -> None:
         try:
@@ -47,8 +48,8 @@ class Call:
 
     def end(self) -> None:
         """Wait for its end; raise its error."""
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
         if self.error is not None:
             raise self.error
 
@@ -249,3 +250,84 @@ def test_who_waits_for_memory_keeps_nobody_from_writing_the_key() -> None:
         value = numbers(60_000, 1)
         value[:50_000], value[55_000:55_010] = numbers(50_000, 3), numbers(10, 4)
         assert torch.equal(store["a"], value)
+
+
+class Busy:
+    """A producer with pending work until ``end``."""
+
+    def __init__(self, store: Store) -> None:
+        self.nested_calls = NestedCalls(store._condition)
+        self.is_busy = True
+        self._conclude: Callable[[BaseException | None], None] | None = None
+        self._thread: threading.Thread | None = None
+
+    def is_this_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def finish(self, key: str) -> None:
+        pass
+
+    def finish_all(self) -> None:
+        pass
+
+    def pending_keys(self) -> list[str]:
+        return []
+
+    def when_done(self, conclude: Callable[[BaseException | None], None]) -> bool:
+        self._conclude = conclude
+        return True
+
+    def end(self) -> None:
+        """Finish the pending work in the producer's thread, and what was to come at its end."""
+        assert self._conclude is not None
+        self.is_busy = False
+        self._thread = threading.Thread(target=self._conclude, args=(None,))
+        self._thread.start()
+        self._thread.join(WAIT_S)
+
+
+CHANGES: dict[str, Callable[[Store], object]] = {
+    "part": lambda store: store.write_part("blocks", 0, numbers(10, 9)),
+    "part of an inline tensor": lambda store: store.write_part("inline", 0, numbers(10, 9)),
+    "inline put": lambda store: store.put("inline", numbers(400, 9)),
+    "put": lambda store: store.put("blocks", numbers(20_000, 9)),
+    "large put": lambda store: store.put("large", numbers(60_000, 9)),
+    "small puts": lambda store: store.put_many({f"small {i}": numbers(4000, 9 + i) for i in range(12)}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_commit_that_has_returned_contains_no_change_that_came_later(change: str) -> None:
+    """Its seal waits for a producer. The change had looked for such a seal before the call of commit."""
+    with simulated_store() as store:
+        store.put("blocks", numbers(20_000, 1), block_size="4KiB")
+        store.put_many({"inline": numbers(400, 2), "large": numbers(60_000, 3)})
+        store.put_many({f"small {i}": numbers(4000, i) for i in range(12)})
+        store.commit()
+        before = store.get_many(store)
+        producer, seal = Busy(store), store.working_set.deferred_seal
+        store.add_producer(producer)
+        settle, has_committed, is_back = seal.settle, threading.Event(), threading.Event()
+
+        def late() -> None:
+            is_call = threading.current_thread() is call.thread
+            if is_call and has_committed.is_set():
+                is_back.set()
+            settle()
+            if is_call and not has_committed.is_set():
+                in_thread(lambda: store.commit(wait=False))
+                has_committed.set()
+
+        seal.settle = late  # type: ignore[method-assign]
+        may_begin = threading.Event()
+        call = Call(lambda: (may_begin.wait(WAIT_S), CHANGES[change](store)))
+        may_begin.set()
+        await_true(lambda: is_back.is_set() or not call.thread.is_alive())
+        assert seal.is_closed
+        producer.end()
+        call.end()
+        assert has_committed.is_set()
+        store.wait_for_commit()
+        assert any(not torch.equal(store[name], value) for name, value in before.items())
+        store.rollback()
+        assert all(torch.equal(store[name], value) for name, value in before.items())

@@ -21,10 +21,14 @@ def adopt(working_set: WorkingSet, key: str, spec: Spec, ranges: Sequence[Extern
     An existing one is replaced. A write to it later, by a put or a lease, gives it bytes of the store's own.
     """
     working_set.check(writing=True)
-    working_set.deferred_seal.settle_for(key, is_new=True)
     if not ranges or not spec.nbytes:
         raise UsageError(f"adoption of {key!r}: it has no bytes in an external file; put it instead")
-    with working_set.condition:
-        old = working_set.keys.settled(key, "adoption")
-        entry = working_set.keys.replace(old, key, spec, scratch=not working_set.records.durable)
-        adopted(working_set.records, entry, tuple(ranges))
+    while True:
+        working_set.deferred_seal.settle()
+        with working_set.condition:
+            old = working_set.keys.settled(key, "adoption")
+            if working_set.deferred_seal.is_closed:  # a commit without it was asked for meanwhile
+                continue
+            entry = working_set.keys.replace(old, key, spec, scratch=not working_set.records.durable)
+            adopted(working_set.records, entry, tuple(ranges))
+            return

@@ -126,6 +126,8 @@ class PartWrite:
                 if self._key in self._writing or not self._records.may_write(entry):
                     self._wait()
                     continue
+                if working_set.deferred_seal.is_closed:
+                    continue
                 if not self._flat.numel():
                     return 0
                 if entry.is_inline:
@@ -151,6 +153,10 @@ class PartWrite:
         if self._value.dtype != entry.spec.dtype:
             raise ValueError(f"write of a part of {self._key!r}: expected {entry.spec.dtype}, got {self._value.dtype}")
         return entry
+
+    def _may_write(self, entry: Entry) -> bool:
+        """Whether a write now would be in the open generation, and leave those before as they are."""
+        return self._records.may_write(entry) and not self._working_set.deferred_seal.is_closed
 
     def _wait(self) -> None:
         progress = (self._records.commit_progress(), self._space.progress.num_blocks)
@@ -198,7 +204,7 @@ class PartWrite:
             while self._key in self._writing:  # who has the turn needs no more memory
                 self._wait()
                 entry = self._find()
-            if entry.is_inline or entry.row is None or not self._records.may_write(entry):
+            if entry.is_inline or entry.row is None or not self._may_write(entry):
                 return None
             if self._buffer_nbytes(entry.row) > nbytes:
                 return None
@@ -287,7 +293,7 @@ class PartWrite:
         working_set, row = self._working_set, target.row
         with self._condition:
             entry = working_set.keys.settled(self._key, "write of a part")
-            if entry is not target.entry or entry.row is not target.found or not self._records.may_write(entry):
+            if entry is not target.entry or entry.row is not target.found or not self._may_write(entry):
                 return False
             working_set.residents.drop(entry)
             if row.ranges:

@@ -191,16 +191,22 @@ class _PutBatch:
         if failure is not None:
             raise failure
         working_set, records = self._working_set, self._working_set.records
-        specs = [Spec.of(row) for row in self.rows]
-        with working_set.condition:
-            self.rows.reverse()
-            for spec in specs:
-                row = self.rows[-1]
-                old = working_set.keys.settled(row.name, "put")
-                entry = working_set.keys.replace(old, row.name, spec, scratch=self._scratch, key_id=row.key_id)
-                records.streamed(entry, row)
-                working_set.streamed_out_bytes += row.nbytes
-                self.rows.pop()
+        specs = [Spec.of(row) for row in reversed(self.rows)]
+        self.rows.reverse()
+        while specs:
+            working_set.deferred_seal.settle()
+            with working_set.condition:
+                while specs:
+                    row = self.rows[-1]
+                    old = working_set.keys.settled(row.name, "put")
+                    if working_set.deferred_seal.is_closed:  # a commit without these was asked for meanwhile
+                        break
+                    entry = working_set.keys.replace(
+                        old, row.name, specs.pop(), scratch=self._scratch, key_id=row.key_id
+                    )
+                    records.streamed(entry, row)
+                    working_set.streamed_out_bytes += row.nbytes
+                    self.rows.pop()
 
     def __str__(self) -> str:
         first = next(iter(self.keys), "")

@@ -85,12 +85,16 @@ class StreamedValues:
         try:
             blocks = _order(row, self._space)
             window.run(SlabJob(self._space, row, slab, IOClass.WRITE, fill=fill, use=collect) for slab in blocks)
-            with self._condition:
-                old = working_set.keys.settled(key, "put")  # raises for a lease that was opened meanwhile
-                is_own = False
-                entry = working_set.keys.replace(old, key, spec, scratch=scratch, key_id=row.key_id)
-                self._records.streamed(entry, dataclasses.replace(row, digests=bytes(digests)))
-                working_set.streamed_out_bytes += row.nbytes
+            while is_own:
+                working_set.deferred_seal.settle()
+                with self._condition:
+                    old = working_set.keys.settled(key, "put")  # raises for a lease that was opened meanwhile
+                    if working_set.deferred_seal.is_closed:
+                        continue
+                    is_own = False
+                    entry = working_set.keys.replace(old, key, spec, scratch=scratch, key_id=row.key_id)
+                    self._records.streamed(entry, dataclasses.replace(row, digests=bytes(digests)))
+                    working_set.streamed_out_bytes += row.nbytes
         except BaseException:
             if is_own:
                 space = self._space

@@ -70,20 +70,28 @@ class Values:
         self, key: str, value: torch.Tensor, *, is_one_of_many: bool, block_nbytes: int | None = None
     ) -> None:
         self._working_set.check(writing=True)
-        self._working_set.deferred_seal.settle()
         plain = plain_value(key, value)
+        while not self._put_plain(key, plain, is_one_of_many=is_one_of_many, block_nbytes=block_nbytes):
+            pass
+        self._working_set.room.pump()
+
+    def _put_plain(self, key: str, plain: torch.Tensor, *, is_one_of_many: bool, block_nbytes: int | None) -> bool:
+        """Put it; False where a commit without it was asked for meanwhile, and all is to be done again."""
+        self._working_set.deferred_seal.settle()
         spec = self._spec(key, plain, block_nbytes)
-        scratch = not self._records.durable
         if spec.nbytes <= INLINE_NBYTES:
             host = plain.cpu()
-            self._install(key, spec, ctypes.string_at(host.data_ptr(), spec.nbytes) if spec.nbytes else b"")
-        elif self._streams.must_stream(spec.nbytes):
-            self._streams.put(key, flat_of(plain), spec, scratch=scratch)
-        else:
-            entry = self._put_resident(key, plain, spec)
-            if is_one_of_many and spec.nbytes >= _LARGE_NBYTES and entry.landing is None and not entry.held:
-                self._working_set.room.write([entry], spec.nbytes)
-        self._working_set.room.pump()
+            content = ctypes.string_at(host.data_ptr(), spec.nbytes) if spec.nbytes else b""
+            return self._install(key, spec, content) is not None
+        if self._streams.must_stream(spec.nbytes):
+            self._streams.put(key, flat_of(plain), spec, scratch=not self._records.durable)
+            return True
+        entry = self._put_resident(key, plain, spec)
+        if entry is None:
+            return False
+        if is_one_of_many and spec.nbytes >= _LARGE_NBYTES and entry.landing is None and not entry.held:
+            self._working_set.room.write([entry], spec.nbytes)
+        return True
 
     def _spec(self, key: str, plain: torch.Tensor, block_nbytes: int | None) -> Spec:
         """Return the looks of ``plain`` as the tensor of ``key``."""
@@ -111,23 +119,26 @@ class Values:
         """Write ``value`` over the elements of the flattened tensor of ``key`` from ``start`` on; see Store."""
         self._parts.write(key, start, value)
 
-    def _put_resident(self, key: str, plain: torch.Tensor, spec: Spec) -> Entry:
+    def _put_resident(self, key: str, plain: torch.Tensor, spec: Spec) -> Entry | None:
         buffer = self._working_set.room.reserve(spec.nbytes)
+        entry: Entry | None = None
         try:
             if not plain.is_cpu or spec.nbytes < _LARGE_NBYTES:
                 copy_contiguous(buffer, plain, to_buffer=True)
-                return self._install(key, spec, buffer)
-            with self._condition:
-                generation, old = self._records.open_generation, self._records.entries.get(key)
-                is_new = old is None or not self._fits(old, spec)
-                key_id = self._records.new_key_ids(1) if old is None or is_new else old.key_id
-            store_uuid = self._working_set.space.store_uuid
-            digests = _copy_and_digest(buffer, plain, store_uuid, key_id, generation, spec.block_nbytes)
-            known = (key_id, generation, digests)
-            return self._install(key, spec, buffer, new_id=key_id if is_new else None, known=known)
-        except BaseException:
-            self._working_set.unreserve(buffer)
-            raise
+                entry = self._install(key, spec, buffer)
+            else:
+                with self._condition:
+                    generation, old = self._records.open_generation, self._records.entries.get(key)
+                    is_new = old is None or not self._fits(old, spec)
+                    key_id = self._records.new_key_ids(1) if old is None or is_new else old.key_id
+                store_uuid = self._working_set.space.store_uuid
+                digests = _copy_and_digest(buffer, plain, store_uuid, key_id, generation, spec.block_nbytes)
+                known = (key_id, generation, digests)
+                entry = self._install(key, spec, buffer, new_id=key_id if is_new else None, known=known)
+        finally:
+            if entry is None:
+                self._working_set.unreserve(buffer)
+        return entry
 
     def _install(
         self,
@@ -137,11 +148,16 @@ class Values:
         *,
         new_id: int | None = None,
         known: _Digests | None = None,
-    ) -> Entry:
-        """Make ``content`` the bytes of ``key``: of its entry, where that fits, or of a new one, under ``new_id``."""
+    ) -> Entry | None:
+        """Make ``content`` the bytes of ``key``: of its entry, where that fits, or of a new one, under ``new_id``.
+
+        Returns None, with nothing done, where a commit without them was asked for meanwhile.
+        """
         working_set = self._working_set
         with self._condition:
             entry = working_set.keys.settled(key, "put")
+            if working_set.deferred_seal.is_closed:
+                return None
             if entry is None or not self._fits(entry, spec):
                 entry = working_set.keys.replace(entry, key, spec, scratch=not self._records.durable, key_id=new_id)
             else:
