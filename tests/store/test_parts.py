@@ -392,6 +392,26 @@ def test_a_part_that_finds_no_space_changes_nothing() -> None:
         assert torch.equal(store["a"], value) and store.verify().is_clean
 
 
+def test_a_lack_of_space_says_what_a_commit_of_parts_would_free() -> None:
+    with simulated_store(SimulatedDisk(capacity_nbytes=1 * MiB), budget_nbytes=8 * MiB) as store:
+        store.put("a", numbers(600 * KiB, 1), block_size="4KiB")
+        store.commit()
+        store.write_part("a", 0, numbers(10))
+        with pytest.raises(CapacityError, match=r"a commit would free 4\.0 KiB"):
+            store.write_part("a", 0, numbers(500 * KiB, 2))
+        before = store.working_set.space.used_nbytes
+        store.commit()
+        assert before - store.working_set.space.used_nbytes == 4 * KiB
+
+
+def test_bytes_past_the_working_set_are_counted_as_they_are() -> None:
+    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB) as store:
+        store["a"] = numbers(4 * MiB + 5000)  # the last block is short
+        before = store.working_set.statistics().swaps.streamed_out_bytes
+        store.write_part("a", 4 * MiB + 10, numbers(10))
+        assert store.working_set.statistics().swaps.streamed_out_bytes - before == 5000
+
+
 def test_what_stays_of_a_block_is_in_no_memory_besides_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB) as store:
         value, empty = numbers(5 * MiB, 1), torch.empty

@@ -134,7 +134,7 @@ def test_what_a_running_commit_supersedes_counts_as_freed_by_the_next(gated: Gat
     gated.catalog.may_apply.clear()
     gated.store.commit(wait=False)
     with gated.store._condition:
-        names = {row.name for row in gated.store._records.superseded() if row is not None}
+        names = {entry.name for entry in gated.store._records.superseded()}
     gated.catalog.may_apply.set()
     assert names == {"inline", "ordinary", "streamed"}
 

@@ -15,7 +15,7 @@ from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Page, Row
 from tiered.store.format.spec import Spec
-from tiered.store.records.entry import Alias, Entry, EntryState, Record, Stored
+from tiered.store.records.entry import Alias, BlockWrites, Entry, EntryState, Record, Stored
 from tiered.store.records.pages import Pages, ReadPage, num_pages
 from tiered.store.records.paging import Paging, Replaced
 from tiered.store.records.sealed import Sealed
@@ -271,12 +271,13 @@ class Records:
             )
         return bool(dropped) and self.durable
 
-    def superseded(self) -> Iterator[Row | None]:
-        """Yield the committed rows that the next commit would free."""
-        for entry in (*self.changed, *self.removed):
-            yield entry.committed
-        for entry in (*self.sealed.rows, *self.sealed.targets, *self.sealed.removed) if self.sealed else ():
-            yield entry.committed
+    def superseded(self) -> dict[Entry, int]:
+        """Return how many bytes of which entries the next commit would free."""
+        writes = {entry: entry.parts for entry in (*self.changed, *self.removed)}
+        if self.sealed is not None:
+            sealed = (*self.sealed.rows, *self.sealed.targets, *self.sealed.removed)
+            writes |= {entry: self.sealed.parts.get(entry) for entry in sealed}
+        return {entry: _freed_nbytes(entry.committed, parts) for entry, parts in writes.items()}
 
     def seal(self, state: str) -> Sealed:
         """Fix the contents of the open generation and open the next; every dirty entry has its target."""
@@ -372,6 +373,13 @@ class Records:
         if entry.committed is None:
             entry.state = EntryState.UNDEFINED
             del self.entries[entry.name]
+
+
+def _freed_nbytes(committed: Row | None, parts: BlockWrites | None) -> int:
+    """Return how many bytes of ``committed`` a row in its place frees: all, or those of some blocks."""
+    if parts is not None and not parts.owns_all:
+        return sum(extent.nbytes for extent in parts.superseded)
+    return 0 if committed is None else committed.stored_nbytes
 
 
 def _row(key_id: int, name: str, spec: Spec, *, generation: int, extents: Extents) -> Row:

@@ -22,7 +22,7 @@ from tiered.store.residency.eviction_policy import EvictionPolicy
 from tiered.store.residency.residents import Residents, this_thread
 from tiered.store.residency.write_back import Shortage, WriteBack
 from tiered.store.space.space import Space
-from tiered.store.transfers.transfer import start_all
+from tiered.store.transfers.transfer import SLAB_NBYTES, start_all
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.recorder import Recorder, Wait
 from tiered.units import format_bytes
@@ -193,7 +193,8 @@ class Room:
             self._space.grow(shortage.nbytes, scratch=shortage.scratch)
         except CapacityError as error:
             with self._condition:
-                raise self._space.explain(error, self._records.superseded()) from error
+                freed = sum(self._records.superseded().values())
+            raise CapacityError(f"{error}; a commit would free {format_bytes(freed)}") from error
 
     def _reclaim(self, needed: int, deadline: Deadline, *, is_held: bool) -> None:
         """With nothing in flight: ask the reclaimers, wait for other threads' leases, collect garbage, give up."""
@@ -336,9 +337,10 @@ class Room:
 
     def _explain(self, needed: int) -> str:
         if needed > self.budget_bytes:
+            others = f". Put and get need no more than {format_bytes(SLAB_NBYTES)}" if needed > SLAB_NBYTES else ""
             return (
                 f"no room for {format_bytes(needed)} in the DRAM budget of {format_bytes(self.budget_bytes)}, even when"
-                f" nothing else is in it; give dram= of {needed:,} bytes or more. Put and get need no such room"
+                f" nothing else is in it; give dram= of {needed:,} bytes or more{others}"
             )
         resident = [entry for entry in self._records.entries.used() if entry.residence is not None]
         used = [entry.residence for entry in resident if entry.residence is not None and entry.residence.aliases]

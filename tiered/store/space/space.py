@@ -316,8 +316,3 @@ class Space:
         if scratch:
             return allocator.used_scratch_nbytes, allocator.free_scratch_nbytes
         return allocator.used_nbytes, allocator.free_nbytes
-
-    def explain(self, error: CapacityError, rows: Iterable[Row | None]) -> CapacityError:
-        """Return ``error`` with the bytes that a commit would free: the extents of ``rows``."""
-        freed = sum(row.stored_nbytes for row in rows if row is not None)
-        return CapacityError(f"{error}; a commit would free {format_bytes(freed)}")
