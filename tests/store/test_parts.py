@@ -15,6 +15,7 @@ from tests.devices.simulated_disk import Policy, SimulatedDisk
 from tests.store.rig import numbers, simulated_store, stored
 from tiered.errors import CapacityError, CorruptionError, LeaseError, UsageError
 from tiered.store.format.row import Row
+from tiered.store.records.entry import EntryState
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
@@ -69,6 +70,21 @@ def test_a_key_keeps_its_block_size() -> None:
         store["a"] = numbers(100_001, 1)
         entry = store._records.find("a")
         assert entry is not None and entry.spec.block_nbytes == 4 * MiB
+
+
+def test_a_key_keeps_its_block_size_among_many() -> None:
+    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB) as store:
+        store.put("a", numbers(60_000), block_size="4KiB")
+        store.put("b", numbers(60_000), block_size="64KiB")
+        before = {str(i): numbers(60_000, i) for i in range(25)}  # so many that the next ones go out in batches
+        values = before | {"a": numbers(60_000, 26), "b": numbers(60_000, 27)}
+        store.put_many(values)
+        assert store._records.entries["b"].state is EntryState.STORED
+        assert [store._records.entries[name].spec.block_nbytes for name in "ab"] == [4 * KiB, 64 * KiB]
+        row = store._records.entries["b"].row
+        assert row is not None and row.block_nbytes == 64 * KiB
+        store.commit()
+        assert all(torch.equal(store[name], value) for name, value in values.items()) and store.verify().is_clean
 
 
 class Written:

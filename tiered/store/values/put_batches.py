@@ -30,15 +30,23 @@ class PutSource:
         self,
         values: Iterable[tuple[str, torch.Tensor]],
         plain: Callable[[str, torch.Tensor], torch.Tensor],
+        spec_of: Callable[[str, torch.Tensor], Spec],
     ) -> None:
-        """``plain`` checks a value and returns the contiguous one to put."""
+        """``plain`` checks a value and returns the contiguous one to put, ``spec_of`` the looks it has in the store."""
         self.error: Exception | None = None
         self.key = ""
         self.value: torch.Tensor | None = None  # None at the end
         self.spec = Spec(torch.uint8, (0,))
         self._values = iter(values)
         self._plain = plain
+        self._spec_of = spec_of
         self.advance()
+
+    def is_small(self, working_set: WorkingSet) -> bool:
+        """Whether the value in hand may be part of a batch: it has one digest."""
+        assert self.value is not None
+        has_one = self.spec.nbytes <= self.spec.block_nbytes
+        return self.value.is_cpu and has_one and is_small(working_set, self.spec.nbytes)
 
     def advance(self) -> None:
         """Take the next value in hand."""
@@ -47,7 +55,7 @@ class PutSource:
         try:
             for key, value in self._values:
                 plain = self._plain(key, value)
-                self.key, self.spec, self.value = key, Spec.like(plain), plain
+                self.key, self.spec, self.value = key, self._spec_of(key, plain), plain
                 return
         except Exception as error:  # the caller's: raised when all values before it are put
             self.error = error
@@ -68,7 +76,7 @@ class PutBatches:
         def jobs() -> Iterator[_PutBatch]:
             while source.value is not None:
                 batches[:] = [batch for batch in batches if batch.rows]
-                if self._is_small(source) and (batches or not self._has_room(source)):
+                if source.is_small(self._working_set) and (batches or not self._has_room(source)):
                     batches.append(_PutBatch(self._working_set, source))
                     yield batches[-1]
                     continue
@@ -89,11 +97,6 @@ class PutBatches:
             raise
         if source.error is not None:
             raise source.error
-
-    def _is_small(self, source: PutSource) -> bool:
-        """Whether the value in hand may be part of a batch."""
-        assert source.value is not None
-        return source.value.is_cpu and is_small(self._working_set, source.spec.nbytes)
 
     def _has_room(self, source: PutSource) -> bool:
         """Whether so little else is dirty that the value in hand would not be written soon."""
@@ -138,6 +141,7 @@ class _PutBatch:
                 extents=_cut(extents, start, size),
                 digests=content.to_bytes(DIGEST_NBYTES, "little"),
                 inline=None,
+                block_nbytes=spec.block_nbytes,
             )
             self.rows.append(row)
             start += size
@@ -153,7 +157,7 @@ class _PutBatch:
         """Copy values into the buffer as long as they are small and fit; yield key, spec and bytes in the buffer."""
         source, working_set = self._source, self._working_set
         start = 0
-        while source.value is not None and source.value.is_cpu and is_small(working_set, source.spec.nbytes):
+        while source.value is not None and source.is_small(working_set):
             nbytes = source.spec.nbytes
             size = working_set.space.round_up(nbytes)
             if start + size > self.nbytes or source.key in self.keys:

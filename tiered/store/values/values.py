@@ -93,7 +93,7 @@ class Values:
             self._working_set.room.write([entry], spec.nbytes)
         return True
 
-    def _spec(self, key: str, plain: torch.Tensor, block_nbytes: int | None) -> Spec:
+    def _spec(self, key: str, plain: torch.Tensor, block_nbytes: int | None = None) -> Spec:
         """Return the looks of ``plain`` as the tensor of ``key``."""
         if block_nbytes is not None:
             nbytes = max(block_nbytes, self._working_set.space.alignment)
@@ -272,7 +272,8 @@ class Values:
     def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Put each of ``values``, in order; not atomic before the commit. Where one fails, all before it are put."""
         self._working_set.check(writing=True)
-        self._put_batches.put(PutSource(values.items() if isinstance(values, Mapping) else values, plain_value))
+        items = values.items() if isinstance(values, Mapping) else values
+        self._put_batches.put(PutSource(items, plain_value, self._spec))
 
     def _stored_row(self, key: str) -> Row | None:
         """Return the row to read past the working set: inline, or to be streamed and then with a stream begun."""
