@@ -61,7 +61,9 @@ class Readers:
 
     def give_up(self, extents: Iterable[Extent], version: int | None = None) -> list[Extent]:
         """Take ``extents``, which ``version``, by default the next, does not have; return those that nobody reads."""
-        self._waiting.append((self.last_version + 1 if version is None else version, list(extents)))
+        waiting = list(extents)
+        if waiting:
+            self._waiting.append((self.last_version + 1 if version is None else version, waiting))
         return self._released()
 
     def _released(self) -> list[Extent]:

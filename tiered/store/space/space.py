@@ -15,7 +15,7 @@ from tiered.bytes.device.parallel import in_parallel
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, CorruptionError, UsageError
 from tiered.store.format.committed_rows import CommittedRows
-from tiered.store.format.extent import Extent
+from tiered.store.format.extent import Extent, join
 from tiered.store.format.row import Row
 from tiered.store.space.bandwidth import BandwidthMeter
 from tiered.store.space.extents import ExtentAllocator, ExtentError
@@ -160,7 +160,7 @@ class Space:
         if readers.origin and readers.origin in self._streams:
             self._late.setdefault(readers.origin, []).extend(extents)
         else:
-            self._allocator.free(extents)
+            self._allocator.free(join(sorted(extents)))  # each one costs a search under the lock
 
     def quarantine(self, extents: Extents) -> None:
         """Never use ``extents`` again: a write to them failed, and their contents are unknown."""
@@ -187,7 +187,7 @@ class Space:
         self._streams[extents] -= 1
         if not self._streams[extents]:
             del self._streams[extents]
-            self._allocator.free(self._late.pop(extents, ()))
+            self._allocator.free(join(sorted(self._late.pop(extents, ()))))
             if extents in self._freed:
                 self._freed.remove(extents)
                 self._allocator.free(extents)
