@@ -9,7 +9,7 @@ from tests.store import test_external, test_parts
 from tests.store.mutants import Patch, mutant
 from tiered.store.format.row import Page, Row
 from tiered.store.lifetime.external import ExternalSources
-from tiered.store.records.pages import Pages, cut_blocks
+from tiered.store.records.pages import Pages, places_of
 from tiered.store.residency.write_back import Shortage
 from tiered.store.space.readers import Readers
 from tiered.store.transfers.external_read import ExternalRead
@@ -27,9 +27,8 @@ def blocks_are_written_in_place(patch: Patch) -> None:
         if target is None or isinstance(target, Shortage) or target.row.pages is None:
             return target
         page: Page = target.row.pages.page(target.row, 0)
-        all_places = cut_blocks(page.extents, target.row.block_nbytes, len(page.digests) // 8)
-        places = (extent for each in all_places[target.first : target.first + target.blocks] for extent in each)
-        return target._replace(new=replace(target.new, extents=tuple(places)))
+        (places,) = places_of(page, target.row.block_nbytes, [range(target.first, target.first + target.blocks)])
+        return target._replace(new=replace(target.new, extents=places))
 
     patch.setattr(PartWrite, "_begin", begin_in_place)
     patch.setattr(Readers, "give_up", lambda readers, extents, version=None: [])  # which would free what is in use

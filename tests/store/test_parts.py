@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from tests.devices.simulated_disk import Policy, SimulatedDisk
 from tests.store.rig import numbers, simulated_store, stored
 from tiered.errors import CapacityError, CorruptionError, LeaseError, UsageError
+from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row
 from tiered.store.records.entry import EntryState
+from tiered.store.space.extents import ExtentAllocator
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
@@ -426,6 +429,32 @@ def test_bytes_past_the_working_set_are_counted_as_they_are() -> None:
         before = store.working_set.statistics().swaps.streamed_out_bytes
         store.write_part("a", 4 * MiB + 10, numbers(10))
         assert store.working_set.statistics().swaps.streamed_out_bytes - before == 5000
+
+
+def test_blocks_that_lie_side_by_side_are_kept_and_freed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[Extent] = []
+    free = ExtentAllocator.free
+
+    def noting(allocator: ExtentAllocator, extents: Iterable[Extent]) -> None:
+        each = list(extents)
+        freed.extend(each)
+        free(allocator, each)
+
+    monkeypatch.setattr(ExtentAllocator, "free", noting)
+    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB) as store:
+        store.put("a", numbers(LARGE, 1), block_size="4KiB")
+        store.commit()
+        store.write_part("a", 0, numbers(LARGE, 2))
+        parts = store._records.entries["a"].parts
+        assert parts is not None and len(parts.superseded) <= 2
+        store.commit()
+        assert len(freed) <= 2
+        freed.clear()
+        for block in (*range(0, 60, 2), *range(1, 60, 2)):
+            store.write_part("a", block * 4096, numbers(4096, block))
+        store.commit()
+        assert len(freed) <= 2
+        assert torch.equal(store.read_part("a", 0, 4096), numbers(4096, 0)) and store.verify().is_clean
 
 
 def test_what_stays_of_a_block_is_in_no_memory_besides_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

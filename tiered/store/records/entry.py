@@ -6,6 +6,7 @@ Nothing here takes a lock or does I/O: the store's lock guards every field.
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -110,8 +111,22 @@ class BlockWrites:
 
     def __init__(self, *, owns_all: bool) -> None:
         self.owns_all = owns_all  # all other blocks are of the open generation, too, and none is another's
-        self.fresh: dict[int, tuple[Extent, ...]] = {}  # block -> where it is now; a rollback gives it back
+        self.fresh: dict[int, int] = {}  # page -> a bit for each of its blocks that a rollback gives back
         self.superseded: list[Extent] = []  # where the last sealed version has these blocks; a commit gives them back
+
+    def runs(self, page: int, blocks: range) -> list[tuple[bool, range]]:
+        """Return the ``blocks`` of a page in ranges of those that are fresh, or not."""
+        bits = self.fresh.get(page, 0) >> blocks.start & (1 << len(blocks)) - 1
+        if self.owns_all or not bits or bits == (1 << len(blocks)) - 1:
+            return [(self.owns_all or bool(bits), blocks)]
+        runs = itertools.groupby(blocks, lambda block: bool(bits >> block - blocks.start & 1))
+        found = [(is_fresh, list(run)) for is_fresh, run in runs]
+        return [(is_fresh, range(run[0], run[-1] + 1)) for is_fresh, run in found]
+
+    def add(self, page: int, blocks: range) -> None:
+        """Note that ``blocks`` of a page are fresh."""
+        if not self.owns_all:
+            self.fresh[page] = self.fresh.get(page, 0) | (1 << len(blocks)) - 1 << blocks.start
 
 
 Granted = tuple[Alias, Spec, Residence | None]

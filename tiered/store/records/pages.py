@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
 
 from tiered.errors import CorruptionError
-from tiered.store.format.checksum import PAGE_BLOCKS
-from tiered.store.format.extent import Extent
+from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
+from tiered.store.format.extent import Extent, cut
 from tiered.store.format.row import Page, Row, pages_of
 from tiered.store.space.readers import Readers
 from tiered.units import divide_up
 
-__all__ = ["Pages", "ReadPage", "cut_blocks", "num_pages", "paged"]
+__all__ = ["PageChange", "Pages", "ReadPage", "num_pages", "paged", "places_of"]
 
 ReadPage = Callable[[Row, int], Page]
 
@@ -103,19 +105,21 @@ def paged(row: Row, read: ReadPage, readers: Readers) -> Row:
     return replace(row, extents=(), digests=b"", written=b"", is_paged=True, pages=pages)
 
 
-def cut_blocks(extents: Iterable[Extent], block_nbytes: int, blocks: int) -> list[tuple[Extent, ...]]:
-    """Return where each of ``blocks`` blocks lies that ``extents`` hold; the last one's has what is behind its end."""
-    found: list[tuple[Extent, ...]] = []
-    own: list[Extent] = []
-    left = block_nbytes
-    for extent in extents:
-        place = extent
-        while place.nbytes:
-            nbytes = place.nbytes if len(found) == blocks - 1 else min(left, place.nbytes)
-            own.append(place._replace(nbytes=nbytes))
-            place = place._replace(offset=place.offset + nbytes, nbytes=place.nbytes - nbytes)
-            left -= nbytes
-            if not left and len(found) < blocks - 1:
-                found.append(tuple(own))
-                own, left = [], block_nbytes
-    return [*found, tuple(own)]
+def places_of(page: Page, block_nbytes: int, runs: Iterable[range]) -> Iterator[tuple[Extent, ...]]:
+    """Yield where each of ``runs``, ascending ranges of blocks of ``page``, lies; the last one with what is behind."""
+    blocks = len(page.digests) // DIGEST_NBYTES
+    stored = sum(extent.nbytes for extent in page.extents)
+    sizes, end = [], 0
+    for run in runs:
+        start, stop = run.start * block_nbytes, stored if run.stop == blocks else run.stop * block_nbytes
+        sizes += [start - end, stop - start]
+        end = stop
+    return islice(cut(page.extents, sizes), 1, None, 2)
+
+
+class PageChange(NamedTuple):
+    """A page of which some blocks are no more where they were."""
+
+    before: Page
+    after: Page
+    blocks: range  # of the page

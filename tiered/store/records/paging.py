@@ -10,17 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from tiered.store.format.checksum import PAGE_BLOCKS
-from tiered.store.format.extent import Extent
+from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
+from tiered.store.format.extent import Extent, join
 from tiered.store.format.row import Page, Row
 from tiered.store.records.entry import BlockWrites, Entry, EntryState
-from tiered.store.records.pages import Pages, ReadPage, paged
+from tiered.store.records.pages import PageChange, Pages, ReadPage, paged, places_of
 from tiered.store.space.readers import Readers
 from tiered.store.space.space import Space
 
 __all__ = ["Paging", "Replaced"]
-
-Extents = tuple[Extent, ...]
 
 
 class Replaced(NamedTuple):
@@ -59,25 +57,18 @@ class Paging:
         return row
 
     def written(
-        self,
-        entry: Entry,
-        row: Row,
-        pages: Mapping[int, Page],
-        blocks: Mapping[int, tuple[Extents, Extents]],
-        *,
-        is_sealed: bool,
-        generation: int,
+        self, entry: Entry, row: Row, changes: Mapping[int, PageChange], *, is_sealed: bool, generation: int
     ) -> None:
-        """Note that ``blocks`` of ``entry`` are no more where ``row``, its newest, has them: where they were and are.
+        """Note that some blocks of ``entry`` are no more where ``row``, its newest, has them.
 
-        ``row`` is from ``begin``, ``pages`` are those that the blocks are in, as they are now.
+        ``row`` is from ``begin``, ``changes`` are of the pages that the blocks are in.
         ``is_sealed``: ``row`` belongs to a generation that was sealed, so its extents stay.
         """
         before = row.pages
         assert isinstance(before, Pages)
         later = Pages(self.read_page, before.readers)
         later.inherit(before, is_sealed=is_sealed)
-        later.change(pages)
+        later.change({number: change.after for number, change in changes.items()})
         if entry.parts is None:
             entry.parts = BlockWrites(owns_all=not is_sealed)
             if is_sealed and entry.row is not None and not entry.row.is_paged:
@@ -85,10 +76,14 @@ class Paging:
             entry.landing = None  # its extents are those of all blocks
         parts = entry.parts
         free: list[Extent] = []
-        for block, (place, extents) in blocks.items():
-            (free if parts.owns_all or block in parts.fresh else parts.superseded).extend(place)
-            if not parts.owns_all:
-                parts.fresh[block] = extents
+        superseded: list[Extent] = []
+        for number, change in changes.items():
+            runs = parts.runs(number, change.blocks)
+            places = places_of(change.before, row.block_nbytes, (run for _, run in runs))
+            for (is_fresh, _), place in zip(runs, places, strict=True):
+                (free if is_fresh else superseded).extend(place)
+            parts.add(number, change.blocks)
+        parts.superseded += join(superseded)
         self._space.give_back_when_read(free, before.readers, later.version)
         entry.row = replace(row, generation=generation, pages=later)
 
@@ -97,13 +92,12 @@ class Paging:
         parts, entry.parts = entry.parts, None
         if parts is None:
             return
-        assert entry.row is not None and isinstance(entry.row.pages, Pages)
-        pages = entry.row.pages
+        row = entry.row
+        assert row is not None and isinstance(row.pages, Pages)
         if parts.owns_all:
-            self._space.give_back_when_read(_extents(pages.all(entry.row)), pages.readers)
+            self._space.give_back_when_read(_extents(row.pages.all(row)), row.pages.readers)
         else:
-            fresh = (extent for extents in parts.fresh.values() for extent in extents)
-            self._space.give_back_when_read(fresh, pages.readers)
+            self._space.give_back_when_read(_fresh(row, row.pages, parts), row.pages.readers)
 
     @staticmethod
     def look_up(replaced: Iterable[Replaced]) -> dict[Entry, dict[int, Page]]:
@@ -139,6 +133,15 @@ class Paging:
             self._space.give_back_when_read(freed, old.pages.readers)
         elif old is not None:
             self._space.give_back(old.extents)
+
+
+def _fresh(row: Row, pages: Pages, parts: BlockWrites) -> Iterator[Extent]:
+    """Yield where the fresh blocks of ``row`` lie."""
+    for number in parts.fresh:
+        page = pages.changed[number]
+        runs = parts.runs(number, range(len(page.digests) // DIGEST_NBYTES))
+        for place in places_of(page, row.block_nbytes, (run for is_fresh, run in runs if is_fresh)):
+            yield from place
 
 
 def _extents(pages: Iterable[Page]) -> Iterator[Extent]:

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.extent import Extent
-from tiered.store.format.row import Page, Row
+from tiered.store.format.row import Row
 from tiered.store.format.spec import Spec
 from tiered.store.records.entry import Alias, BlockWrites, Entry, EntryState, Record, Stored
-from tiered.store.records.pages import Pages, ReadPage, num_pages
+from tiered.store.records.pages import PageChange, Pages, ReadPage, num_pages
 from tiered.store.records.paging import Paging, Replaced
 from tiered.store.records.sealed import Sealed
 from tiered.store.records.table import Table
@@ -203,16 +203,10 @@ class Records:
         entry.row = self.paging.kept(row)
         entry.state = EntryState.STORED
 
-    def parts_written(
-        self,
-        entry: Entry,
-        row: Row,
-        pages: Mapping[int, Page],
-        blocks: Mapping[int, tuple[Extents, Extents]],
-    ) -> None:
-        """Note that ``blocks`` of ``entry`` were written by themselves; see ``Paging.written``."""
+    def parts_written(self, entry: Entry, row: Row, changes: Mapping[int, PageChange]) -> None:
+        """Note that blocks of ``entry`` were written by themselves; see ``Paging.written``."""
         is_sealed = not entry.scratch and entry not in self.changed
-        self.paging.written(entry, row, pages, blocks, is_sealed=is_sealed, generation=self.open_generation)
+        self.paging.written(entry, row, changes, is_sealed=is_sealed, generation=self.open_generation)
         if not entry.scratch:
             self.changed[entry] = None
 

@@ -19,11 +19,11 @@ from tiered.bytes.arena import Buffer
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import LeaseError
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
-from tiered.store.format.extent import Extent
-from tiered.store.format.row import Page, Row
+from tiered.store.format.extent import cut
+from tiered.store.format.row import Row
 from tiered.store.format.spec import INLINE_NBYTES, Spec
 from tiered.store.records.entry import Entry, EntryState
-from tiered.store.records.pages import cut_blocks
+from tiered.store.records.pages import PageChange
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer, start_all
@@ -35,8 +35,6 @@ from tiered.store.waiting.deadline import Deadline
 from tiered.units import divide_up
 
 __all__ = ["PartWrite", "check_elements"]
-
-Extents = tuple[Extent, ...]
 
 
 class _Target(NamedTuple):
@@ -240,8 +238,8 @@ class PartWrite:
         is_own = True  # the extents are this write's to give back
         try:
             window.run(self._jobs(target), buffer)
-            pages, blocks = ({}, {}) if target.row.ranges else self._changed_pages(target)
-            is_own = not self._install(target, pages, blocks)
+            changes = {} if target.row.ranges else self._changes(target)
+            is_own = not self._install(target, changes)
         finally:
             window.when_idle(functools.partial(self._end, target, window, is_own))
         return not is_own
@@ -266,29 +264,25 @@ class PartWrite:
         for slab in range(divide_up(target.new.nbytes, SLAB_NBYTES)):
             yield RewriteJob(self._space, target.row, target.new, slab, target.start, self._flat, collect)
 
-    def _changed_pages(self, target: _Target) -> tuple[dict[int, Page], dict[int, tuple[Extents, Extents]]]:
-        """Return the pages of the blocks as they are to be, and where each block was and is to be; blocks."""
-        row, new_row, end = target.row, target.new, target.first + target.blocks
+    def _changes(self, target: _Target) -> dict[int, PageChange]:
+        """Return the pages of the blocks as they were and are to be; blocks."""
+        row, new, end = target.row, target.new, target.first + target.blocks
         assert row.pages is not None
-        found, blocks = {}, {}
-        new_places = cut_blocks(new_row.extents, row.block_nbytes, target.blocks)
-        for number in range(target.first // PAGE_BLOCKS, -(-end // PAGE_BLOCKS)):
-            old = row.pages.page(row, number)
-            base = number * PAGE_BLOCKS
-            begin, stop = max(target.first, base), min(end, base + PAGE_BLOCKS)
-            places = [place for each in new_places[begin - target.first : stop - target.first] for place in each]
-            old_places = cut_blocks(old.extents, row.block_nbytes, len(old.digests) // DIGEST_NBYTES)
-            for block in range(begin, stop):
-                blocks[block] = (old_places[block - base], new_places[block - target.first])
-            digests = self._digests[(begin - target.first) * DIGEST_NBYTES : (stop - target.first) * DIGEST_NBYTES]
-            found[number] = changed_page(
-                old, row.block_nbytes, begin - base, places, bytes(digests), new_row.generation
-            )
-        return found, blocks
+        numbers = range(target.first // PAGE_BLOCKS, divide_up(end, PAGE_BLOCKS))
+        spans = [range(max(target.first, n * PAGE_BLOCKS), min(end, (n + 1) * PAGE_BLOCKS)) for n in numbers]
+        sizes = [len(span) * row.block_nbytes for span in spans]
+        sizes[-1] += sum(extent.nbytes for extent in new.extents) - sum(sizes)
+        found = {}
+        for number, span, places in zip(numbers, spans, cut(new.extents, sizes), strict=True):
+            before = row.pages.page(row, number)
+            first = span.start - number * PAGE_BLOCKS
+            at = (span.start - target.first) * DIGEST_NBYTES
+            digests = bytes(self._digests[at : at + len(span) * DIGEST_NBYTES])
+            after = changed_page(before, row.block_nbytes, first, places, digests, new.generation)
+            found[number] = PageChange(before, after, range(first, first + len(span)))
+        return found
 
-    def _install(
-        self, target: _Target, pages: Mapping[int, Page], blocks: Mapping[int, tuple[Extents, Extents]]
-    ) -> bool:
+    def _install(self, target: _Target, changes: Mapping[int, PageChange]) -> bool:
         """Make the blocks the key's; False where it has changed meanwhile, and all is to be done again."""
         working_set, row = self._working_set, target.row
         with self._condition:
@@ -300,7 +294,7 @@ class PartWrite:
                 self._records.streamed(entry, replace(target.new, digests=bytes(self._digests)))
             else:
                 entry.state = EntryState.STORED
-                self._records.parts_written(entry, row, pages, blocks)
+                self._records.parts_written(entry, row, changes)
             working_set.streamed_out_bytes += target.new.nbytes
             return True
 
