@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -33,7 +34,7 @@ class Readers:
         self.last_version = 0
         self.origin = origin
         self._active: dict[Version, int] = {}  # how many read it
-        self._waiting: list[tuple[int, list[Extent]]] = []  # the version that gave them up, the extents
+        self._waiting: list[tuple[int, list[Extent]]] = []  # a heap: the version that gave them up, the extents
 
     def begin(self, version: Version) -> None:
         """Note one more reader of ``version``."""
@@ -63,11 +64,12 @@ class Readers:
         """Take ``extents``, which ``version``, by default the next, does not have; return those that nobody reads."""
         waiting = list(extents)
         if waiting:
-            self._waiting.append((self.last_version + 1 if version is None else version, waiting))
+            heapq.heappush(self._waiting, (self.last_version + 1 if version is None else version, waiting))
         return self._released()
 
     def _released(self) -> list[Extent]:
         oldest = min((version.version for version in self._active), default=self.last_version + 1)
-        free = [extent for version, extents in self._waiting if version <= oldest for extent in extents]
-        self._waiting = [each for each in self._waiting if each[0] > oldest]
+        free: list[Extent] = []
+        while self._waiting and self._waiting[0][0] <= oldest:
+            free += heapq.heappop(self._waiting)[1]
         return free
