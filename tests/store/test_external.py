@@ -352,6 +352,34 @@ def test_ranges_at_any_place_come_back(tmp_path_factory: pytest.TempPathFactory,
         assert torch.equal(store["a"], record) and store.verify().is_clean
 
 
+@pytest.mark.parametrize("is_resident", [False, True])
+@pytest.mark.parametrize("name", ["small", "odd", "pages"])
+def test_a_part_of_an_adopted_tensor_takes_it_out_of_the_file(
+    tmp_path: Path, base: Path, name: str, is_resident: bool
+) -> None:
+    key = f"base/{name}"
+    value, content = tensors()[name].clone(), base.read_bytes()
+    with opened(tmp_path, base) as store:
+        adopted(store, base)
+        store.commit()
+        if is_resident:
+            with store.lease(key):
+                pass
+        for start in (7, 20):
+            value.view(-1)[start : start + 3] = 0
+            store.write_part(key, start, torch.zeros(3, dtype=value.dtype))
+        assert same(store[key], value)
+        store.rollback()
+        assert same(store[key], tensors()[name])
+        store.write_part(key, 7, torch.zeros(3, dtype=value.dtype))
+        store.write_part(key, 20, torch.zeros(3, dtype=value.dtype))
+        store.commit()
+        assert store.verify().is_clean
+    assert base.read_bytes() == content
+    with opened(tmp_path, base) as store:
+        assert same(store[key], value) and store.verify().is_clean
+
+
 def test_a_part_of_an_adopted_tensor_needs_no_memory_besides_the_budget(tmp_path: Path) -> None:
     value = numbers(24 * MiB, 1)
     save_file({"large": value}, tmp_path / "base.safetensors")

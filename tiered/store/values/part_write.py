@@ -128,19 +128,35 @@ class PartWrite:
                     continue
                 if not self._flat.numel():
                     return 0
-                if entry.is_inline:
-                    self._write_inline(entry, content)
+                if entry.is_inline and self._write_inline(entry, content):
                     return 0
-                if entry.row is not None:
+                if entry.row is not None and not entry.is_inline:
                     return self._buffer_nbytes(entry.row)
-                self._refuse_writers(entry)
-                # Order: its bytes are in DRAM alone, and all of them go out first.
-                transfers, shortage = working_set.room.write_back.plan([entry], entry.nbytes)
-                if not transfers and shortage is None:
-                    self._wait()
-            start_all(transfers)
-            if shortage is not None:
-                working_set.room.grow(shortage)
+            if entry.is_inline:
+                self._swap_in()
+            else:
+                self._write_out()
+
+    def _write_out(self) -> None:
+        """Take one step towards a tensor on the device, where its bytes are in DRAM alone: all of them go out first."""
+        with self._condition:
+            entry = self._find()
+            if entry.is_inline or entry.row is not None:
+                return
+            self._refuse_writers(entry)
+            transfers, shortage = self._working_set.room.write_back.plan([entry], entry.nbytes)
+            if not transfers and shortage is None:
+                self._wait()
+        start_all(transfers)
+        if shortage is not None:
+            self._working_set.room.grow(shortage)
+
+    def _swap_in(self) -> None:
+        """Bring the tensor into DRAM, where its bytes can be had under the lock."""
+        working_set = self._working_set
+        alias, _, _ = working_set.obtain(self._key, "r", self._deadline, is_brief=True)
+        working_set.residents.report_end(alias)
+        working_set.released(alias)
 
     def _find(self) -> Entry:
         """Return the entry, settled, with the elements to be written; may wait."""
@@ -178,18 +194,24 @@ class PartWrite:
         _, first, blocks = self._span(row)
         return min(SLAB_NBYTES, blocks * row.block_nbytes, row.nbytes - first * row.block_nbytes)
 
-    def _write_inline(self, entry: Entry, content: bytes) -> None:
-        """Put ``content`` into the row of an inline tensor. Under the lock."""
+    def _write_inline(self, entry: Entry, content: bytes) -> bool:
+        """Put ``content`` into the row of a small tensor; False where its bytes are in an external file alone."""
         self._refuse_writers(entry)
         if entry.row is None:
             self._working_set.room.write_back.land_inline(entry)
-        assert entry.row is not None and entry.row.inline is not None
-        before, start = entry.row.inline, self._start * self._value.dtype.itemsize
+        assert entry.row is not None
+        before = entry.row.inline
+        if before is None and entry.residence is not None:
+            before = bytes(entry.residence.buffer.memory[: entry.nbytes])
+        if before is None:
+            return False
+        start = self._start * self._value.dtype.itemsize
         self._working_set.residents.drop(entry)
         self._records.touch(entry)
         after = b"".join((before[:start], content, before[start + len(content) :]))
         entry.row = self._records.inline_row(entry, after)
         entry.state = EntryState.STORED
+        return True
 
     def _begin(self, nbytes: int) -> _Target | Shortage | None:
         """Take the turn, with ``nbytes`` of memory in hand: return where to write, with a stream begun on the row.
