@@ -58,8 +58,8 @@ class _Target(NamedTuple):
 class PartWrite:
     """Writes ``value`` over the elements of a flattened tensor from ``start`` on.
 
-    The invariant: who has the key, has the memory it needs, and who waits for the key or for memory has not the other.
-    All that was looked at is looked at again under the lock that installs the blocks; on a difference all begins anew.
+    The invariant: who has the turn needs no more memory; so who waits for either gets it in the end. All that was
+    looked at is looked at again under the lock that installs the blocks; on a difference everything begins anew.
     """
 
     def __init__(
