@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.store.rig import numbers
+from tiered.bytes.device.file_device import FileDevice
 from tiered.cli import main
 from tiered.errors import CorruptionError, LeaseError, UsageError
 from tiered.store.format.row import ExternalRange
 from tiered.store.format.spec import Spec
+from tiered.store.lifetime import external
 from tiered.store.store import Store
 from tiered.store.values.adopted import adopt
 from tiered.units import KiB, MiB
@@ -398,3 +400,22 @@ def test_a_part_of_an_adopted_tensor_needs_no_memory_besides_the_budget(tmp_path
 def _resident_nbytes(name: str) -> int:
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(name))
+def test_the_header_is_that_of_the_file_that_is_open(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another file takes its place while the store opens: what is known of it is all of one file."""
+    other = tmp_path / "other"
+    save_file({"first": numbers(9000, 8), "odd": numbers(70_001, 9)}, other)
+    opening = external.open_external
+
+    def replaced(paths: list[str], engine: str) -> FileDevice:
+        os.replace(other, base)
+        return opening(paths, engine)
+
+    monkeypatch.setattr(external, "open_external", replaced)
+    with opened(tmp_path, base) as store:
+        monkeypatch.undo()
+        store.adopt("odd", base, "odd")
+        assert same(store["odd"], numbers(70_001, 9))
+    with opened(tmp_path, base) as store:
+        assert same(store["odd"], numbers(70_001, 9)) and store.verify().is_clean

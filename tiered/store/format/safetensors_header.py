@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeGuard
 from tiered.bytes.device.external_files import absolute_paths, open_regular
 from tiered.bytes.device.files import translate
 from tiered.errors import UsageError
+from tiered.store.format.checksum import digest
 from tiered.units import KiB, round_up
 
 __all__ = ["HeaderEntry", "SafetensorsHeader", "parse_header", "read_header"]
@@ -67,6 +68,7 @@ class SafetensorsHeader:
 
     path: str
     nbytes: int  # of the length and the header: the tensors' bytes begin there
+    digest: int  # xxh3-64 of these
     entries: Mapping[str, HeaderEntry]
 
     def entry(self, name: str) -> HeaderEntry:
@@ -127,7 +129,7 @@ def parse_header(content: bytes, file_nbytes: int, path: str) -> SafetensorsHead
         place += entry.nbytes
     if place != file_nbytes:
         raise _broken(path, f"its tensors end at byte {place}, and it has {file_nbytes} bytes")
-    return SafetensorsHeader(path, end, MappingProxyType(dict(entries)))
+    return SafetensorsHeader(path, end, digest(content[:end], 0), MappingProxyType(dict(entries)))
 
 
 def _read(fd: int, nbytes: int, file_nbytes: int) -> bytes:

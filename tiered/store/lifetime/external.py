@@ -13,7 +13,6 @@ from tiered.bytes.device.base import Device
 from tiered.bytes.device.engines import open_external
 from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import UsageError
-from tiered.store.format.checksum import digest
 from tiered.store.format.root import ExternalFile
 from tiered.store.format.safetensors_header import HeaderEntry, SafetensorsHeader, read_header
 from tiered.units import format_bytes
@@ -29,16 +28,29 @@ class ExternalSources:
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], engine: str) -> None:
-        """Open ``paths``, files or folders of them; blocks for one read of each. Raises UsageError, DeviceError."""
+        """Open ``paths``, files or folders of them; blocks for some reads of each. Raises UsageError, DeviceError."""
         found = {os.path.realpath(path): path for given in paths for path in reversed(_files_of(given))}
         self._paths = sorted(found.values(), key=[path for given in paths for path in _files_of(given)].index)
-        self._headers = [read_header(path) for path in self._paths]
-        self._identities = [_identity(header) for header in self._headers]
+        self._headers: list[SafetensorsHeader] = []
+        self._identities: list[ExternalFile] = []
         self.files: tuple[ExternalFile, ...] = ()  # as the catalog numbers them
         self.indices: dict[int, int] = {}
         self._device: FileDevice | None = None
         if self._paths:
             self._device = open_external(self._paths, "auto" if engine == "memory" else engine)
+            try:
+                self._read_headers(self._device)
+            except BaseException:
+                self._device.close()
+                raise
+
+    def _read_headers(self, device: FileDevice) -> None:
+        """Read the headers of the files that are open: their paths may lead to others by now."""
+        for index, path in enumerate(self._paths):
+            header = read_header(path, device.descriptor(index))
+            self._headers.append(header)
+            name, nbytes = os.path.basename(path), device.external.nbytes(index)
+            self._identities.append(ExternalFile(name, nbytes, header.digest))
 
     def match(self, known: Sequence[ExternalFile], needed: Collection[int]) -> None:
         """Find the files that the catalog knows among those given; of these only ``needed`` ones have to be there.
@@ -126,13 +138,3 @@ def _files_of(given: str | os.PathLike[str]) -> list[str]:
     if not found:
         raise UsageError(f"external: {path} is a folder without a *.safetensors file")
     return [os.path.abspath(os.path.join(path, name)) for name in found]
-
-
-def _identity(header: SafetensorsHeader) -> ExternalFile:
-    """Return what the catalog knows a file by; blocks for a read of its header."""
-    with open(header.path, "rb") as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        content = file.read(header.nbytes)
-    return ExternalFile(os.path.basename(header.path), nbytes, digest(content, 0))
-
-
