@@ -11,6 +11,9 @@ from tiered.store.format.row import Page, Row
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.records.pages import Pages, places_of
 from tiered.store.residency.write_back import Shortage
+from tiered.store.lifetime import external as external_module
+from tiered.store.lifetime.external_match import SlabReads
+from tiered.store.records.pages import Pages, cut_blocks
 from tiered.store.space.readers import Readers
 from tiered.store.transfers.external_read import ExternalRead
 from tiered.store.values.part_write import PartWrite
@@ -73,5 +76,9 @@ def _without_check(check: Any) -> Any:
 
 @mutant(test_external.test_another_file_under_the_name_is_refused_or_found)
 def any_file_will_do(patch: Patch) -> None:
-    patch.setattr(ExternalSources, "_find", lambda sources, file, *, is_needed: 0)
+    patch.setattr(external_module, "find_files", lambda needed, given, rows, reads: dict.fromkeys(needed, 0))
 
+
+@mutant(test_external.test_copies_and_damaged_look_alikes_are_taken_by_name_and_order)
+def of_files_that_look_alike_the_first_will_do(patch: Patch) -> None:
+    patch.setattr(SlabReads, "is_right", lambda reads, row, slab, indices: True)

@@ -20,7 +20,7 @@ from tiered.cli import main
 from tiered.errors import CorruptionError, LeaseError, UsageError
 from tiered.store.format.row import ExternalRange
 from tiered.store.format.spec import Spec
-from tiered.store.lifetime import external
+from tiered.store.lifetime import external, external_match
 from tiered.store.store import Store
 from tiered.store.values.adopted import adopt
 from tiered.units import KiB, MiB
@@ -419,3 +419,116 @@ def test_the_header_is_that_of_the_file_that_is_open(
         assert same(store["odd"], numbers(70_001, 9))
     with opened(tmp_path, base) as store:
         assert same(store["odd"], numbers(70_001, 9)) and store.verify().is_clean
+
+
+def base_and_tuned(folder: Path) -> tuple[Path, Path]:
+    """Save a model and its fine-tune, in which half of the tensors are the same; return their files."""
+    paths = folder / "base" / "model.safetensors", folder / "tuned" / "model.safetensors"
+    for seed, path in enumerate(paths):
+        path.parent.mkdir()
+        save_file({"same": numbers(9000), "other": numbers(9000, 1 + seed)}, path)
+    return paths
+
+
+@pytest.mark.parametrize("is_base_first", [True, False])
+def test_of_files_that_look_alike_the_one_with_the_bytes_is_taken(tmp_path: Path, is_base_first: bool) -> None:
+    base, tuned = base_and_tuned(tmp_path)
+    files = [base.parent, tuned.parent] if is_base_first else [tuned.parent, base.parent]
+    with Store(tmp_path / "run", dram="16MiB", external=files) as store:
+        store.adopt("same", tuned, "same")
+        store.adopt("other", tuned, "other")
+    with Store(tmp_path / "run", dram="16MiB", external=files) as store:
+        assert same(store["other"], numbers(9000, 2)) and store.verify().is_clean
+        store.adopt("of the base", base, "other")
+    for order in (files, files[::-1]):
+        with Store(tmp_path / "run", dram="16MiB", external=order, mode="r") as store:
+            assert store.verify().is_clean and same(store["of the base"], numbers(9000, 1))
+
+
+def test_a_file_that_took_the_name_of_another_is_known_by_its_bytes(tmp_path: Path) -> None:
+    base, tuned = base_and_tuned(tmp_path)
+    first, second = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
+    base.rename(first)
+    tuned.rename(second)
+    with Store(tmp_path / "run", dram="16MiB", external=[first, second]) as store:
+        store.adopt("first", first, "other")
+        store.adopt("second", second, "other")
+    swapped = tmp_path / "z.safetensors"
+    first.rename(swapped)
+    second.rename(first)
+    swapped.rename(second)
+    for files in ([first, second], [second, first]):
+        with Store(tmp_path / "run", dram="16MiB", external=files) as store:
+            assert same(store["first"], numbers(9000, 1)) and same(store["second"], numbers(9000, 2))
+
+
+def test_a_block_that_lies_in_two_files_tells_both_apart(tmp_path: Path) -> None:
+    """As that of a small unit at the border of two shards."""
+    shards = [[tmp_path / model / f"{number}.safetensors" for number in (1, 2)] for model in ("base", "tuned")]
+    for seed, paths in enumerate(shards):
+        paths[0].parent.mkdir()
+        for number, path in enumerate(paths):
+            save_file({"w": numbers(3000 + number, 10 * seed + number)}, path)
+    files = [paths[0].parent for paths in shards]
+    with Store(tmp_path / "run", dram="16MiB", external=files) as store:
+        ranges = []
+        for start, path in zip((0, 5000), shards[1], strict=True):
+            entry = store.external.find(path, "w")
+            ranges.append(ExternalRange(start, store.external.number(path), entry.offset, entry.nbytes))
+        adopt(store.working_set, "unit", Spec(torch.uint8, (9000,)), ranges)
+    with Store(tmp_path / "run", dram="16MiB", external=files) as store:
+        assert same(store["unit"][:3000], numbers(3000, 10)) and same(store["unit"][5000:8001], numbers(3001, 11))
+
+
+def test_copies_and_damaged_look_alikes_are_taken_by_name_and_order(tmp_path: Path) -> None:
+    base, tuned = base_and_tuned(tmp_path)
+    with Store(tmp_path / "run", dram="16MiB", external=[base]) as store:
+        store.adopt("w", base, "other")
+    copy, renamed = tmp_path / "copy.safetensors", tmp_path / "renamed.safetensors"
+    for path in (copy, renamed):
+        path.write_bytes(base.read_bytes())
+
+    def taken(*files: Path) -> str:
+        with Store(tmp_path / "run", dram="16MiB", external=files) as store:
+            return store.external.paths[store.external.indices[0]]
+
+    assert taken(renamed, copy) == str(renamed) and taken(renamed, base, copy) == str(base)
+    with open(base, "r+b") as file:
+        file.seek(-10, os.SEEK_END)
+        file.write(bytes(10))
+    with open(base, "r+b") as file:
+        file.seek(-18_000 + 5, os.SEEK_END)
+        file.write(bytes(10))
+    assert taken(renamed, base) == str(renamed)
+    assert taken(tuned, base) == str(tuned), "neither is right, and both have the name"
+
+
+def test_copies_are_not_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, copy = tmp_path / "base.safetensors", tmp_path / "copy.safetensors"
+    save_file({f"{number:02}": numbers(4096, number) for number in range(12)}, base)
+    copy.write_bytes(base.read_bytes())
+    with Store(tmp_path / "run", dram="16MiB", external=[base]) as store:
+        for number in range(12):
+            store.adopt(f"{number}", base, f"{number:02}")
+    monkeypatch.setattr(external_match, "_MOST_READ", 4)
+    with Store(tmp_path / "run", dram="16MiB", external=[copy, base]) as store:
+        assert isinstance(store.external.device, FileDevice)
+        assert store.external.paths[store.external.indices[0]] == str(base)
+        assert store.external.device.statistics().num_reads == 8
+
+
+def test_a_file_that_nothing_lies_in_any_more_is_not_asked_for_nor_kept(tmp_path: Path) -> None:
+    files = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    for number, file in enumerate(files):
+        save_file({"w": numbers(9000, number)}, file)
+        with Store(tmp_path / "run", dram="16MiB", external=files[max(0, number - 1) : number + 1]) as store:
+            store.adopt("w", file, "w")
+            store.commit()
+            assert len(store._generations.root.external) == min(2, number + 1)
+    with Store(tmp_path / "run", dram="16MiB", external=files[2:]) as store:
+        assert same(store["w"], numbers(9000, 2))
+        store["w"] = numbers(3000)
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        store["w"] = numbers(4000)
+        store.commit()
+        assert not store._generations.root.external

@@ -70,7 +70,7 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
         root, rows = _load(parts.catalog, parts.confirmation, is_read_only=is_read_only)
     if root.num_directories != len(parts.devices):
         raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
-    parts.external.match(root.external, rows.external() if root.external else ())
+    parts.external.match(root, rows)
     condition, service = Condition(), Service()
     nested_calls = NestedCalls(condition)
     space = Space(

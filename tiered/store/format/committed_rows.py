@@ -107,13 +107,11 @@ class CommittedRows:
         if last is not None:  # the largest key id
             decoding.check(last)
 
-    def external(self) -> set[int]:
-        """Return the numbers of the external files that rows lie in."""
-        found: set[int] = set()
+    def external(self) -> Iterator[Row]:
+        """Yield the rows that lie in external files."""
         for row in self.encoded.values():
             if unpack_header(row, _KEY_NBYTES)[6] == EXTERNAL:
-                found.update(each.file for each in decode_row(row).ranges)
-        return found
+                yield decode_row(row)
 
     def owner(self, index: int) -> str:
         """Return the name of the row that has the extent ``extents[index]``."""

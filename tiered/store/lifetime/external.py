@@ -1,20 +1,23 @@
 """ExternalSources: the user's own files that records may lie in, named by the caller each time the store is opened.
 
 The catalog knows them by length and header, not by their path: so a folder may move, and no path is ever taken from
-data. Neither tells a model from its fine-tune: the digests of the blocks do, which the first commit has all of.
+data. Neither tells a model from its fine-tune: the digests of the blocks do, which the first commit has all of. See
+external_match.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from tiered.bytes.device.base import Device
 from tiered.bytes.device.engines import open_external
 from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import UsageError
-from tiered.store.format.root import ExternalFile
+from tiered.store.format.committed_rows import CommittedRows
+from tiered.store.format.root import ExternalFile, Root
 from tiered.store.format.safetensors_header import HeaderEntry, SafetensorsHeader, read_header
+from tiered.store.lifetime.external_match import SlabReads, find_files
 from tiered.units import format_bytes
 
 __all__ = ["ExternalSources"]
@@ -23,8 +26,9 @@ __all__ = ["ExternalSources"]
 class ExternalSources:
     """Safetensors files that are open to be read in place.
 
-    The catalog numbers those that records lie in, in the order in which they were first used; a file that no record
-    lies in has no number. ``indices`` has the place of each numbered file in ``device``.
+    The catalog numbers those that records lie in, in the order in which they were first used; a number is free for
+    another file when no record of the generation that was opened lies there. ``indices`` has the place of each numbered
+    file in ``device``.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], engine: str) -> None:
@@ -35,6 +39,7 @@ class ExternalSources:
         self._identities: list[ExternalFile] = []
         self.files: tuple[ExternalFile, ...] = ()  # as the catalog numbers them
         self.indices: dict[int, int] = {}
+        self._free: list[int] = []  # numbers of files that no record lies in
         self._device: FileDevice | None = None
         if self._paths:
             self._device = open_external(self._paths, "auto" if engine == "memory" else engine)
@@ -52,35 +57,36 @@ class ExternalSources:
             name, nbytes = os.path.basename(path), device.external.nbytes(index)
             self._identities.append(ExternalFile(name, nbytes, header.digest))
 
-    def match(self, known: Sequence[ExternalFile], needed: Collection[int]) -> None:
-        """Find the files that the catalog knows among those given; of these only ``needed`` ones have to be there.
+    def match(self, root: Root, rows: CommittedRows) -> None:
+        """Find the files that ``rows`` lie in among those given, by their looks and, where these are alike, by bytes.
 
-        Of several that look the same the order given counts. Raises UsageError for one that is missing or changed.
+        All others that the catalog has are forgotten, and their numbers are free. Raises UsageError for a file that is
+        missing or changed.
         """
-        self.files = tuple(known)
-        for number, file in enumerate(known):
-            index = self._find(file, is_needed=number in needed)
-            if index is not None:
-                self.indices[number] = index
+        needed = {each.file for row in rows.external() for each in row.ranges} if root.external else set()
+        self.files = root.external[: max(needed, default=-1) + 1]
+        self._free = [number for number in range(len(self.files)) if number not in needed]
+        if needed and self._device is not None:
+            reads = SlabReads(self._device, root.store_uuid)
+            files = {number: self.files[number] for number in sorted(needed)}
+            self.indices.update(find_files(files, self._identities, rows.external(), reads))
+        missing = needed - self.indices.keys()
+        if missing:
+            raise self._missing(self.files[min(missing)])
 
-    def _find(self, file: ExternalFile, *, is_needed: bool) -> int | None:
-        """Return the index of the given file that is ``file``, and no other's."""
+    def _missing(self, file: ExternalFile) -> UsageError:
+        """Return the error for ``file``, which no given file looks like."""
         free = [index for index in range(len(self._paths)) if index not in self.indices.values()]
-        looks = [(index, self._identities[index]) for index in free]
-        same = [i for i, f in looks if (f.nbytes, f.header_digest) == (file.nbytes, file.header_digest)]
-        found = next((index for index in same if self._identities[index].name == file.name), same[0] if same else None)
-        if found is not None or not is_needed:
-            return found
-        namesakes = [index for index, each in looks if each.name == file.name]
+        namesakes = [index for index in free if self._identities[index].name == file.name]
         if namesakes:
             got, path = self._identities[namesakes[0]], self._paths[namesakes[0]]
-            raise UsageError(
+            return UsageError(
                 f"{path} is another file than the store's records lie in: expected {file.nbytes:,} bytes"
                 f"{'' if got.nbytes != file.nbytes else ' with another header'}, got {got.nbytes:,}; give the file that"
                 " the store was made with"
             )
         given = f"given: {', '.join(self._paths)}" if self._paths else "none was given"
-        raise UsageError(
+        return UsageError(
             f"records of the store lie in the file {file.name!r} of {format_bytes(file.nbytes)}, which is missing; "
             f'{given}. Open the store with external=["/path/to/{file.name}"]'
         )
@@ -105,9 +111,10 @@ class ExternalSources:
         for number, each in self.indices.items():
             if each == index:
                 return number
-        self.files = (*self.files, self._identities[index])
-        self.indices[len(self.files) - 1] = index
-        return len(self.files) - 1
+        number = self._free.pop(0) if self._free else len(self.files)
+        self.files = (*self.files[:number], self._identities[index], *self.files[number + 1 :])
+        self.indices[number] = index
+        return number
 
     def _index(self, path: str | os.PathLike[str]) -> int:
         real = os.path.realpath(path)
