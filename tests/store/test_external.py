@@ -40,6 +40,7 @@ def saved(folder: Path) -> Path:
     """Save the tensors and return the file."""
     path = folder / "base.safetensors"
     save_file(tensors(), path)
+    os.utime(path, (1.7e9, 1.7e9))  # so that a later write shows in any kernel's time
     return path
 
 
@@ -193,6 +194,53 @@ def test_a_file_that_changes_while_it_is_open(tmp_path: Path, base: Path) -> Non
     save_file(tensors(), base)
     with Store(tmp_path / "run", dram="16MiB") as store:
         assert list(store) == ["own"]
+
+
+def overwritten(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(bytes(10))
+
+
+def test_a_file_that_changes_before_a_lease_reads_it_is_in_no_commit(tmp_path: Path, base: Path) -> None:
+    """The lease has learnt digests: nothing is left to be read for the commit, which asks all the same."""
+    with opened(tmp_path, base) as store:
+        store.adopt("odd", base, "odd")
+        overwritten(base, store.external.find(base, "odd").offset)
+        with store.lease("odd"):
+            pass
+        with pytest.raises(UsageError, match="was changed while the store was open"):
+            store.commit()
+        del store["odd"]
+        store["own"] = numbers(5000)
+        assert store.commit() == 1
+
+
+@pytest.mark.parametrize("by_lease", [True, False])
+def test_a_file_that_changes_while_a_commit_reads_it_is_in_no_commit(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, by_lease: bool
+) -> None:
+    """Changed, and read, by the commit or by a lease beside it, behind the first look at it."""
+    with opened(tmp_path, base) as store:
+        store.adopt("odd", base, "odd")
+        looks: list[str | None] = []
+        look = store.external.changed
+
+        def changed() -> str | None:
+            looks.append(look())
+            if len(looks) == 1:
+                overwritten(base, store.external.find(base, "odd").offset)
+                if by_lease:
+                    store.adopt("small", base, "small")
+                    with store.lease("small"), store.lease("odd"):
+                        pass
+            return looks[-1]
+
+        monkeypatch.setattr(store.external, "changed", changed)
+        with pytest.raises(UsageError, match="was changed while the store was open"):
+            store.commit()
+        assert looks[0] is None and len(looks) == 2
+        store.clear()
 
 
 def test_a_link_to_a_file_that_is_open_changes_nothing(tmp_path: Path, base: Path) -> None:

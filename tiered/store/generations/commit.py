@@ -15,7 +15,7 @@ from tiered.bytes.critical_section import ServiceThread
 from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
 from tiered.store.catalog.catalog import Catalog, GenerationName
 from tiered.store.format.root import Root
-from tiered.store.generations.external_digests import find_digests, lacks_digests
+from tiered.store.generations.external_digests import are_known, find_digests
 from tiered.store.lifetime.confirmation import Confirmation
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.records.entry import Entry, EntryState
@@ -75,7 +75,8 @@ class Committer:
         """
         while True:
             self.wait()
-            find_digests(self._working_set, self._external)  # order: before anything is sealed, and without the lock
+            # Order: before anything is sealed, and without the lock.
+            known = find_digests(self._working_set, self._external)
             with self._condition:
                 self._working_set.residents.drain()
                 if is_last:
@@ -87,7 +88,7 @@ class Committer:
                     continue
                 begun = self._working_set.recorder.begin(on_device=False)
                 self._refuse_writers("commit", lingering=True)
-                if self._external.device is not None and any(lacks_digests(each.row) for each in self._records.changed):
+                if self._external.device is not None and not are_known(self._working_set, known):
                     continue  # adopted meanwhile
                 missing = self._take_targets()
                 if not missing:

@@ -2,13 +2,14 @@
 
 A record that was read as a whole before, by a forward as a rule, has its digests already. All others are read by the
 caller of the commit, before anything is sealed: it may take long, and what keeps it from its end costs no generation.
+Whether a file was changed is asked behind all reads, those of leases too.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
@@ -23,36 +24,44 @@ from tiered.store.values.streaming import SlabJob
 from tiered.store.values.window import Window
 from tiered.units import divide_up, format_bytes
 
-__all__ = ["find_digests", "lacks_digests"]
+__all__ = ["are_known", "find_digests"]
 
 _EVERY_S = 10.0  # a line in the log
 
 _log = logging.getLogger("tiered")
 
 
-def lacks_digests(row: Row | None) -> bool:
-    """Whether ``row`` lies in external files and nobody has read all of it."""
-    return row is not None and bool(row.ranges) and not row.digests
+def are_known(working_set: WorkingSet, known: Mapping[Entry, Row]) -> bool:
+    """Whether ``known`` has all changed rows in external files as they are now; under the lock."""
+    changed = _changed(working_set)
+    return all(known.get(entry) is row for entry, row in changed.items())
 
 
-def find_digests(working_set: WorkingSet, external: ExternalSources) -> None:
+def _changed(working_set: WorkingSet) -> dict[Entry, Row]:
+    rows = ((entry, entry.row) for entry in working_set.records.changed)
+    return {entry: row for entry, row in rows if row is not None and row.ranges}
+
+
+def find_digests(working_set: WorkingSet, external: ExternalSources) -> dict[Entry, Row]:
     """Read what changed since the last commit and lacks digests; blocks. CorruptionError, DeviceError, CapacityError.
 
-    Raises UsageError where a file was changed since it was opened: what was read of it before may be another's bytes.
+    Returns the changed rows in external files, with the digests of the files as they were opened. Raises UsageError
+    where a file was changed since then: what was read of it, here or by a lease, may be another's bytes.
     """
     if external.device is None:
-        return
-    with working_set.condition:
-        missing = [(entry, entry.row) for entry in working_set.records.changed if lacks_digests(entry.row)]
-    if not missing:
-        return
-    what = external.changed()
-    if what is not None:
-        raise UsageError(f"an external file was changed while the store was open: {what}; open the store again")
-    progress = _Progress(sum(row.nbytes for _, row in missing if row is not None))
-    for entry, row in missing:
-        assert row is not None
-        _read(working_set, entry, row, progress)
+        return {}
+    while True:
+        with working_set.condition:
+            found = _changed(working_set)
+        what = external.changed() if found else None  # order: after the last read of what is returned
+        if what is not None:
+            raise UsageError(f"an external file was changed while the store was open: {what}; open the store again")
+        missing = {entry: row for entry, row in found.items() if not row.digests}
+        if not missing:
+            return found
+        progress = _Progress(sum(row.nbytes for row in missing.values()))
+        for entry, row in missing.items():
+            _read(working_set, entry, row, progress)
 
 
 def _read(working_set: WorkingSet, entry: Entry, row: Row, progress: _Progress) -> None:
