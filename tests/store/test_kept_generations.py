@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.catalogs import (
@@ -385,6 +386,35 @@ def test_the_newest_generation_is_not_given_up_for_a_damaged_one() -> None:
         simulated_store(disk, confirmation=together)
     with simulated_store(disk) as store:
         assert store.generation == 2 and store.verify().is_clean
+
+
+@pytest.mark.parametrize("lacks", ["an extent", "an external file", "a directory"])
+def test_the_newest_generation_is_not_given_up_for_one_that_cannot_be_opened(lacks: str, tmp_path: Path) -> None:
+    """The generation before has a key more, whose bytes are gone; the newest is whole, and stays."""
+    disk, together = SimulatedDisk(), Together()
+    base = tmp_path / "base.safetensors"
+    save_file({"w": numbers(9000, 5)}, base)
+    with simulated_store(disk, confirmation=together, external=[base]) as store:
+        store["a"], store["z"] = numbers(6000, 1), numbers(6000, 2)
+        if lacks == "an external file":
+            store.adopt("z", base, "w")
+        store.commit({"step": 1})
+        del store["z"]
+        together.error = DeviceError("a rank is gone")
+        with pytest.raises(DeviceError):
+            store.commit({"step": 2})
+    if lacks == "an extent":
+        with closing(MemoryCatalog(disk)) as catalog:
+            (extent,) = next(row.extents for row in catalog.load(2)[1])
+        del disk._files[0, 0][extent.offset + extent.nbytes :]
+    num_devices = 2 if lacks == "a directory" else 1
+    for _ in range(2):
+        with pytest.raises((CorruptionError, UsageError), match=r"belong together|is missing|got 2"):
+            simulated_store(disk, confirmation=Together(1), num_devices=num_devices)
+        with closing(MemoryCatalog(disk)) as catalog:
+            assert [name.number for name in catalog.kept()] == [2, 1]
+    with simulated_store(disk, confirmation=Together(2)) as store:
+        assert store.state == {"step": 2} and list(store) == ["a"] and store.verify().is_clean
 
 
 def test_until_it_is_confirmed_no_key_takes_a_third_set_and_nothing_is_reused() -> None:

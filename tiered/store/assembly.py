@@ -50,24 +50,20 @@ def assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: flo
         raise
 
 
-def _load(catalog: Catalog, confirmation: Confirmation, *, is_read_only: bool) -> tuple[Root, CommittedRows]:
-    """Return the generation that all have. Any that came after it is given up, durably, before anything is written."""
+def _load(catalog: Catalog, confirmation: Confirmation) -> tuple[Root, CommittedRows, bool]:
+    """Return the generation that all have, and whether one came after it, which is to be given up."""
     kept = catalog.kept()
     chosen = confirmation.choose(kept)
     if chosen not in kept:
         message = f"catalog {catalog.name}: it has the generations {kept}, and not {chosen}"
         raise CorruptionError(message, file=catalog.name)
-    loaded = catalog.load(chosen.number)
-    # Order: a damaged catalog is not written to, and the newest generation is not given up for a damaged one.
-    if chosen != kept[0] and not is_read_only:
-        catalog.discard()
-    return loaded
+    return *catalog.load(chosen.number), chosen != kept[0]
 
 
 def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: float) -> Assembly:
-    root, rows = empty_root(bytes(16), len(parts.devices)), CommittedRows.empty()
+    root, rows, is_before = empty_root(bytes(16), len(parts.devices)), CommittedRows.empty(), False
     if parts.catalog is not None:
-        root, rows = _load(parts.catalog, parts.confirmation, is_read_only=is_read_only)
+        root, rows, is_before = _load(parts.catalog, parts.confirmation)
     if root.num_directories != len(parts.devices):
         raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
     parts.external.match(root, rows)
@@ -107,7 +103,11 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
     service.refuse_failed = generations.refuse
     generations.watch_commits(parts.ledgers.note_commit)
     resources = Resources(parts, space, residents, records, condition=condition, nested_calls=nested_calls)
-    parts.ledgers.start()  # order: last, for a store that is refused is not written to
+    # Order: last, for a store that is refused is not written to, and no generation is given up for one that cannot be
+    # opened: its catalog or files are damaged, or an external file is missing.
+    if parts.catalog is not None and is_before and not is_read_only:
+        parts.catalog.discard()  # durable before anything else is written
+    parts.ledgers.start()
     return Assembly(
         condition=condition,
         service=service,
