@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -12,16 +13,18 @@ import subprocess
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
 from tests.store.rig import numbers
 from tiered.cli import main
-from tiered.errors import UsageError
+from tiered.errors import DeviceError, UsageError
 from tiered.store.lifetime import ledger, ledgers
 from tiered.store.lifetime.ledger import LEDGER_NAME, Ledger, LedgerFile, read_ledger
 from tiered.store.store import Store
@@ -37,14 +40,14 @@ def run(quick_path: Path) -> Path:
 
 
 @pytest.fixture
-def made(run: Path) -> LedgerFile:
+def made(run: Path) -> Iterator[LedgerFile]:
     """A ledger of two durable counts, 100 and 1100 bytes, one in each slot."""
     run.mkdir(mode=0o700)
-    file = LedgerFile(run, UUID, 0)
-    file.open()
-    file.update(100, 0, is_last=True)
-    file.update(1000, 100, is_last=True)
-    return file
+    with closing(LedgerFile(run, UUID, 0)) as file:
+        file.open()
+        file.update(100, 0, is_last=True)
+        file.update(1000, 100, is_last=True)
+        yield file
 
 
 def use(*directories: Path, nbytes: int = 200 * KiB, seed: int = 0, mode: str = "a") -> tuple[list[int], int]:
@@ -250,15 +253,15 @@ def test_every_flipped_bit_is_seen_and_none_is_believed(made: LedgerFile, caplog
         flipped = bytearray(good)
         flipped[offset] ^= 1 << rng.randrange(8)
         made.path.write_bytes(flipped)
-        file = LedgerFile(made.path.parent, UUID, 0)
-        file.open()
-        assert file.ledger == slots[0 if offset >= 4096 else 1]
-        assert warnings_of(caplog) == [
-            f"{made.path} is damaged in one half: its count of bytes written goes on from the other one"
-        ]
-        if offset % 97 == 0:  # and the next rewrite mends it
-            file.update(1, 0, is_last=True)
-            assert all(read_ledger(made.path))
+        with closing(LedgerFile(made.path.parent, UUID, 0)) as file:
+            file.open()
+            assert file.ledger == slots[0 if offset >= 4096 else 1]
+            assert warnings_of(caplog) == [
+                f"{made.path} is damaged in one half: its count of bytes written goes on from the other one"
+            ]
+            if offset % 97 == 0:  # and the next rewrite mends it
+                file.update(1, 0, is_last=True)
+                assert all(read_ledger(made.path))
 
 
 def test_no_bit_of_a_slot_says_something_else(made: LedgerFile) -> None:
@@ -275,9 +278,9 @@ def test_a_torn_rewrite_keeps_the_older_count(made: LedgerFile, torn_at: int) ->
     made.update(5000, 100)
     after = made.path.read_bytes()
     made.path.write_bytes(after[:torn_at] + before[torn_at:])
-    file = LedgerFile(made.path.parent, UUID, 0)
-    file.open()
-    assert file.ledger.write_bytes in ((1100,) if torn_at < 72 else (5100,))
+    with closing(LedgerFile(made.path.parent, UUID, 0)) as file:
+        file.open()
+        assert file.ledger.write_bytes in ((1100,) if torn_at < 72 else (5100,))
 
 
 def test_until_it_is_durable_no_rewrite_touches_the_durable_count(made: LedgerFile) -> None:
@@ -345,6 +348,74 @@ def test_a_link_or_a_loose_file_in_its_place_is_refused(run: Path, mode: str, tm
     with pytest.raises(UsageError, match="ledger must be a regular file of your own"):
         Store(run, dram=DRAM, mode=mode)
     assert not (tmp_path / "victim").exists()
+
+
+# --- a directory that somebody moves or empties while the store is open ---
+
+
+def test_one_whose_directory_was_moved_is_written_where_it_is_now(run: Path) -> None:
+    """Another store is in the place of this one: its ledger stays as it is, and the count goes where it belongs."""
+    other, moved = run.with_name("other"), run.with_name("moved")
+    use(other)
+    content = (other / LEDGER_NAME).read_bytes()
+    store = Store(run, dram=DRAM)
+    store["a"] = numbers(50_000)
+    store.working_set.swap_out(["a"])
+    run.rename(moved)
+    other.rename(run)
+    with pytest.raises(DeviceError, match="it was moved"):
+        store.close()
+    assert (run / LEDGER_NAME).read_bytes() == content
+    assert newest(moved).store_uuid != newest(run).store_uuid and newest(moved).data_bytes >= 50_000
+
+
+def test_one_that_was_removed_is_not_made_again(run: Path) -> None:
+    with Store(run, dram=DRAM) as store:
+        for entry in run.iterdir():
+            entry.unlink()
+        store._parts.ledgers.note_commit(1 << 30)
+    assert not os.listdir(run)
+    use(run)
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_one_without_a_store_is_in_no_new_ones_way(run: Path, is_begun: bool) -> None:
+    """As stores of older trees left it; but a file of the user's that is only called so is not touched."""
+    use(run)
+    for entry in run.iterdir():
+        if entry.name != LEDGER_NAME:
+            entry.unlink()
+    if not is_begun:
+        (run / LEDGER_NAME).write_bytes(b"")
+    (data,), catalog = use(run, seed=1)
+    assert newest(run).write_bytes == data + catalog
+    folder = run / "books"
+    folder.mkdir(mode=0o700)
+    (folder / LEDGER_NAME).write_bytes(b"2026-11-25 rent 900\n")
+    (folder / LEDGER_NAME).chmod(0o600)
+    with pytest.raises(UsageError, match="holds 'ledger' and no store"):
+        Store(folder, dram=DRAM)
+    assert (folder / LEDGER_NAME).read_bytes() == b"2026-11-25 rent 900\n"
+
+
+def test_a_forked_child_does_not_hold_it(run: Path) -> None:
+    with Store(run, dram=DRAM):
+        held = str(run / LEDGER_NAME)
+        assert held in open_files()
+
+        def check() -> None:
+            assert held not in open_files()
+
+        assert exit_code_of_child(check) == 0
+    assert held not in open_files()
+
+
+def open_files() -> list[str]:
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return found
 
 
 # --- a drive that fails ---

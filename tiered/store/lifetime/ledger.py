@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tiered.bytes.private_file import create_private_file, fsync_directory, refuse_trap
+from tiered.bytes.private_file import create_private_file, refuse_trap
 from tiered.store.format.checksum import digest
 from tiered.units import MiB
 
@@ -106,8 +106,9 @@ def read_ledger(path: Path) -> tuple[Ledger | None, Ledger | None]:
 class LedgerFile:
     """The ledger of one directory of an open store, which one thread at a time rewrites.
 
-    ``ledger`` is the newest count, ``opened`` the one that the store was opened with. The file is open only while it is
-    read or written: a fork has nothing to close. No error of the file system comes out; the first one is logged.
+    ``ledger`` is the newest count, ``opened`` the one that the store was opened with. The file stays open until
+    ``close``, and is never made anew: its path may lead to another store's by then, or to no store. No error of the
+    file system comes out; the first one is logged.
     """
 
     def __init__(self, directory: Path, store_uuid: bytes, index: int) -> None:
@@ -116,7 +117,8 @@ class LedgerFile:
         self.opened = self.ledger  # as it was when the store was opened
         self._durable_bytes = 0  # of the count, as far as a power cut leaves it
         self._slot = 0  # the one to write next: never the durable one
-        self._is_named = False  # durably
+        self._fd: int | None = None  # None: there is no file to write to
+        self._directory_fd: int | None = None  # until the name is durable
         self._has_warned = False
 
     def open(self) -> None:
@@ -142,7 +144,8 @@ class LedgerFile:
         self.ledger = self.opened = newest
         self._slot = 1 - slots.index(newest)
         self._durable_bytes = newest.write_bytes  # after a kill the kernel makes it so within its half minute
-        self._is_named = True
+        with self._warning_once():
+            self._fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         if len(own) < len(slots):
             _log.warning("%s is damaged in one half: its count of bytes written goes on from the other one", self.path)
 
@@ -159,46 +162,46 @@ class LedgerFile:
                 self.ledger, data_bytes=data_bytes, catalog_bytes=catalog_bytes, sequence=self.ledger.sequence + 1
             )
         lacking = self.ledger.write_bytes - self._durable_bytes
-        is_durable = lacking >= STEP_NBYTES * 3 // 4 or (is_last and (lacking > 0 or not self._is_named))
-        if has_grown or is_durable:
+        is_durable = lacking >= STEP_NBYTES * 3 // 4 or (is_last and (lacking > 0 or self._directory_fd is not None))
+        if self._fd is not None and (has_grown or is_durable):
             with self._warning_once():
-                self._write(is_durable=is_durable)
+                self._write(self._fd, is_durable=is_durable)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+        self._close_directory()
+
+    def _close_directory(self) -> None:
+        fd, self._directory_fd = self._directory_fd, None
+        if fd is not None:
+            os.close(fd)
 
     def _begin(self) -> None:
+        """Make a new file with the same count in both slots; its name is not durable yet."""
         with self._warning_once():
             self.path.unlink(missing_ok=True)  # of no use; and nothing else reads it
-            self._write(is_durable=False)
+            self._fd = create_private_file(self.path)
+            try:
+                _write_whole(self._fd, self.ledger.encode() * 2, 0)
+                self._directory_fd = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except BaseException:
+                self.close()
+                with contextlib.suppress(OSError):
+                    self.path.unlink()  # else it would look damaged
+                raise
 
-    def _write(self, *, is_durable: bool) -> None:
-        fd = self._open_file()
-        try:
-            _write_whole(fd, self.ledger.encode(), self._slot * _SLOT_NBYTES)
-            if is_durable:
-                os.fdatasync(fd)
-        finally:
-            os.close(fd)
+    def _write(self, fd: int, *, is_durable: bool) -> None:
+        _write_whole(fd, self.ledger.encode(), self._slot * _SLOT_NBYTES)
         if is_durable:
-            if not self._is_named:
-                fsync_directory(self.path.parent)
-            self._is_named = True
+            os.fdatasync(fd)
+            if self._directory_fd is not None:
+                os.fsync(self._directory_fd)
+            self._close_directory()
             self._durable_bytes = self.ledger.write_bytes
             self._slot = 1 - self._slot  # order: only now may the other one be written over
-
-    def _open_file(self) -> int:
-        """Return a descriptor of the file, which is made where it is missing: the same count in both slots."""
-        try:
-            return os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError:
-            fd = create_private_file(self.path)
-        self._is_named = False
-        try:
-            _write_whole(fd, self.ledger.encode() * 2, 0)
-        except BaseException:
-            os.close(fd)
-            with contextlib.suppress(OSError):
-                self.path.unlink()  # else it would look damaged
-            raise
-        return fd
 
     @contextlib.contextmanager
     def _warning_once(self) -> Iterator[None]:

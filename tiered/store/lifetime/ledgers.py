@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.file_device import FileDevice
-from tiered.bytes.exit_and_fork import at_exit
+from tiered.bytes.exit_and_fork import after_fork, at_exit
 from tiered.store.lifetime import ledger
 from tiered.store.lifetime.ledger import LedgerFile
 
@@ -43,6 +43,7 @@ class Ledgers:
         self._thread: threading.Thread | None = None
         # Order: after the devices' own end, added later: their counts are final then.
         at_exit(self, Ledgers.close)
+        after_fork(self, Ledgers._close_in_child)
 
     def watch(self, devices: Sequence[FileDevice]) -> None:
         """Have ``start`` count what ``devices``, in the order of the directories, have written since their opening."""
@@ -79,19 +80,29 @@ class Ledgers:
         return sum(file.opened.write_bytes for file in self._files) if self._files else None
 
     def close(self) -> None:
-        """Make the counts durable and end the thread; blocks. Idempotent; does nothing in a forked child."""
-        if self._pid != os.getpid() or not self._is_started:
+        """Make the counts durable, end the thread, close the files; blocks. Idempotent; does nothing in a child."""
+        if self._pid != os.getpid() or (self._is_started and not self._end()):
             return
+        for file in self._files:
+            file.close()
+
+    def _end(self) -> bool:
+        """Write the last counts; return whether nothing is written any more."""
         is_first, self._is_ending = not self._is_ending, True
         if self._thread is None:
             if is_first:
                 self._update(is_last=True)
-            return
+            return True
         self._wake()  # order: after the flag
         self._thread.join(_DEADLINE_S)
         if self._thread.is_alive():
             names = ", ".join(str(file.path) for file in self._files)
             _log.warning("%s: a write has not ended in %g s, and is not waited for any longer", names, _DEADLINE_S)
+        return not self._thread.is_alive()
+
+    def _close_in_child(self) -> None:
+        for file in self._files:
+            file.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._is_ending else "open"
