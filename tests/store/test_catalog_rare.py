@@ -16,6 +16,7 @@ from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.catalogs import ROOT, UUID, SqliteHome, content_of, failing, inline_row, large_row, root_of, row_of
 from tiered.errors import CorruptionError, DeviceError, UsageError
 from tiered.store.catalog.memory_catalog import MemoryCatalog
+from tiered.store.catalog.raw_rows import read_rows
 from tiered.store.catalog.sqlite_file import connect, make_durable, translated
 from tiered.store.format import committed_rows as rows_module
 from tiered.store.format import root as root_module
@@ -92,7 +93,7 @@ def test_rows_that_do_not_fit_into_the_file_are_damage(file: SqliteHome) -> None
         catalog.apply(root_of(1), [row_of(1), row_of(2)], [])
         twice = "SELECT key_id, zeroblob(30000), digest FROM records"
         with pytest.raises(CorruptionError, match="more bytes than the file"):
-            list(catalog._read_rows(catalog._connection, twice))
+            list(read_rows(catalog._connection, twice, catalog.name))
 
 
 def test_a_commit_of_another_store_is_refused(file: SqliteHome) -> None:

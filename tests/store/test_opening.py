@@ -6,9 +6,11 @@ import gc
 import os
 import re
 import subprocess
+import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
 from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store, written
 from tiered.bytes.device.files import DataFiles
-from tiered.errors import CapacityError, ClosedError, UsageError
+from tiered.errors import CapacityError, ClosedError, DeadlineError, UsageError
 from tiered.store.lifetime import opening
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
@@ -308,3 +310,36 @@ def test_a_committed_store_that_atexit_closes_is_closed_in_silence(tmp_path: Pat
     command = [warm_python.executable, "-c", code, os.fspath(tmp_path / "store")]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stdout, without_triton(found.stderr)) == (0, "", "")
+
+
+def test_a_catalog_that_hangs_in_a_commit_keeps_close_no_longer_than_the_deadline(tmp_path: Path) -> None:
+    """The directories stay locked until the drive answers; then close ends, and the commit counts."""
+    store = Store(tmp_path, dram="8MiB")
+    store["a"] = numbers(5000)
+    catalog: Any = store._parts.catalog
+    connection, hangs, answers = catalog._connection, threading.Event(), threading.Event()
+
+    class Hanging:
+        def execute(self, sql: str, *parameters: object) -> object:
+            if sql == "COMMIT":
+                hangs.set()
+                assert answers.wait(WAIT_S)
+            return connection.execute(sql, *parameters)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(connection, name)
+
+    catalog._connection = Hanging()
+    catalog._deadline_s = store.working_set.deadline_s = 0.1
+    store.commit(wait=False)
+    assert hangs.wait(WAIT_S)
+    for _ in range(2):
+        with pytest.raises(DeadlineError, match="a call of another thread has not ended"):
+            store.close()
+        with pytest.raises(UsageError, match="close it first here"):
+            Store(tmp_path, dram="8MiB")
+    answers.set()
+    catalog._deadline_s = WAIT_S
+    store.close()
+    with Store(tmp_path, dram="8MiB") as store:
+        assert store.generation == 1 and torch.equal(store["a"], numbers(5000))

@@ -104,4 +104,4 @@ class Catalog(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the file. Idempotent."""
+        """Release the file. Idempotent. Raises DeadlineError where a call of another thread does not end: as it was."""

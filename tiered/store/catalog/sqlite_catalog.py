@@ -14,6 +14,7 @@ from typing import TypeVar
 from tiered.errors import CapacityError, ClosedError, CorruptionError, DeadlineError, DeviceError, UsageError
 from tiered.store.catalog.catalog import Catalog, GenerationName
 from tiered.store.catalog.new_file import make_file
+from tiered.store.catalog.raw_rows import damaged, read_pages, read_rows
 from tiered.store.catalog.sqlite_file import (
     BUSY,
     check_header,
@@ -68,7 +69,7 @@ class SqliteCatalog(Catalog):
         """Open ``path``, playing a crashed commit's journal back if there is one.
 
         ``read_only`` is safe beside a live writer: ``load`` is then one short read transaction. ``deadline_s`` bounds
-        the wait for another process's transaction.
+        the wait for another process's transaction, and that of ``close`` for another thread's.
         """
         self.name = str(path)
         self._read_only = read_only
@@ -144,8 +145,8 @@ class SqliteCatalog(Catalog):
                 self._store_uuid = root.store_uuid
                 if generation in (None, root.generation):
                     self._is_before = one == _BEFORE
-                    raw = self._read_rows(connection, _ROWS if one == _NEWEST else ROWS_BEFORE)
-                    raw_pages = self._read_pages(connection, _PAGES if one == _NEWEST else PAGES_BEFORE)
+                    raw = read_rows(connection, _ROWS if one == _NEWEST else ROWS_BEFORE, self.name)
+                    raw_pages = read_pages(connection, _PAGES if one == _NEWEST else PAGES_BEFORE, self.name)
                     return root, CommittedRows.decode(
                         raw, header, self.name, raw_pages=raw_pages, num_external=len(root.external)
                     )
@@ -221,9 +222,16 @@ class SqliteCatalog(Catalog):
         return self._connection
 
     def close(self) -> None:
-        with self._lock:
+        if not self._lock.acquire(timeout=self._deadline_s):
+            raise DeadlineError(
+                f"closing catalog {self.name}: a call of another thread has not ended within {self._deadline_s:g} s; "
+                "the catalog stays open until the drive answers; check it, then close again or end the process"
+            )
+        try:
             if self._pid == os.getpid():
                 self._end()
+        finally:
+            self._lock.release()
 
     def _end(self) -> None:
         if self._connection is not None:
@@ -306,7 +314,7 @@ class SqliteCatalog(Catalog):
             mode = connection.execute("PRAGMA journal_mode").fetchone()
             connection.execute("PRAGMA query_only=ON")
         if mode == (b"wal",):
-            raise self._corrupt("it has a write-ahead log")
+            raise damaged("it has a write-ahead log", self.name)
         return connection
 
     def _check_schema(self, connection: sqlite3.Connection) -> None:
@@ -319,7 +327,7 @@ class SqliteCatalog(Catalog):
         schema = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema LIMIT 6").fetchall()
         expected = {(b"table", n.encode(), n.encode(), sql.encode()) for n, sql in tables.items()}
         if len(schema) != len(expected) or set(schema) != expected:
-            raise self._corrupt("its tables are not those of a catalog")
+            raise damaged("its tables are not those of a catalog", self.name)
         self._version = version
 
     def _check_pages(self, connection: sqlite3.Connection) -> None:
@@ -330,56 +338,35 @@ class SqliteCatalog(Catalog):
             if says_drive_failed(what):
                 message = f"catalog {self.name}: could not read it ({what}): see the kernel log for this drive"
                 raise DeviceError(message) from sqlite3.DatabaseError(what)
-            raise self._corrupt(f"its pages are damaged ({what})")
+            raise damaged(f"its pages are damaged ({what})", self.name)
 
     def _ones(self, connection: sqlite3.Connection) -> list[int]:
         """Return the numbers of the root rows, the newest generation's first."""
         ones = [row[0] for row in connection.execute("SELECT one FROM root ORDER BY one DESC LIMIT 3")]
         if ones not in ([_NEWEST], [_NEWEST, _BEFORE]):
-            raise self._corrupt(f"expected one root row, or two, got {ones}")
+            raise damaged(f"expected one root row, or two, got {ones}", self.name)
         return ones
 
     def _read_root(self, connection: sqlite3.Connection, one: int) -> tuple[Root, RootHeader]:
         root = connection.execute("SELECT format, body, digest FROM root WHERE one = ?", (one,)).fetchone()
         if [type(value) for value in root] != [int, bytes, bytes]:
-            raise self._corrupt("a root row of other types")
+            raise damaged("a root row of other types", self.name)
         refuse_newer(self._version, root[0], self.name)
         return decode_root(root[1], root[2], self.name)
-
-    def _read_rows(self, connection: sqlite3.Connection, sql: str) -> Iterator[tuple[int, bytes, bytes]]:
-        last, nbytes_left = 0, os.stat(self.name).st_size
-        for row in connection.execute(sql):
-            key_id, body, digest = row
-            # Ascending: so damaged pages that lead back to themselves come to an end.
-            if type(body) is not bytes or type(digest) is not bytes or key_id <= last:
-                raise self._corrupt(f"no such row can be (key id {key_id} after {last})")
-            last = key_id
-            nbytes_left -= len(body)
-            if nbytes_left < 0:
-                raise self._corrupt("its rows hold more bytes than the file")
-            yield row
-
-    def _read_pages(self, connection: sqlite3.Connection, sql: str) -> Iterator[tuple[int, int, bytes, bytes]]:
-        last = (0, -1)
-        for row in connection.execute(sql):
-            if [type(value) for value in row] != [int, int, bytes, bytes] or row[:2] <= last or row[1] < 0:
-                raise self._corrupt(f"no such page can be ({row[:2]} after {last})")
-            last = row[:2]
-            yield row
 
     def _converted(self, connection: sqlite3.Connection) -> Converted:
         """Return what version 2 has in place of the rows of version 1, which the file holds."""
         roots = connection.execute("SELECT one, format, body, digest FROM root LIMIT 2").fetchall()
         if len(roots) != 1 or [type(value) for value in roots[0]] != [int, int, bytes, bytes] or roots[0][0] != _NEWEST:
-            raise self._corrupt(f"expected one root row, got {len(roots)}")
+            raise damaged(f"expected one root row, got {len(roots)}", self.name)
         refuse_newer(self._version, roots[0][1], self.name)
-        return convert(roots[0][2:], self._read_rows(connection, _ROWS), self.name)
+        return convert(roots[0][2:], read_rows(connection, _ROWS, self.name), self.name)
 
     def _read_header(self, connection: sqlite3.Connection, root: Root) -> RootHeader:
         row = connection.execute("SELECT substr(body, 1, ?) FROM root WHERE one = 1", (ROOT_HEADER_NBYTES,)).fetchone()
         header = decode_root_header(row[0] if row else b"", self.name)
         if header.store_uuid != root.store_uuid:
-            raise self._corrupt("it belongs to another store")
+            raise damaged("it belongs to another store", self.name)
         return header
 
     def _abandon(self, connection: sqlite3.Connection, error: BaseException) -> None:
@@ -394,7 +381,3 @@ class SqliteCatalog(Catalog):
             self._failed = f"a failed commit could not be taken back ({second})"
         if isinstance(error, sqlite3.Error) and code not in (sqlite3.SQLITE_FULL, *BUSY):
             self._failed = f"an earlier commit failed ({error}) and its outcome is unknown"
-
-    def _corrupt(self, what: str) -> CorruptionError:
-        return CorruptionError(f"catalog {self.name}: {what}. Restore the directory from a copy", file=self.name)
-

@@ -64,18 +64,19 @@ class Parts:
     def close(self, close_arena: Callable[[], None]) -> None:
         """Close everything; blocks. ``close_arena`` is called when nothing is in flight any more.
 
-        Raises DeadlineError when something in flight does not complete: buffers and mapping then stay, all else is
-        closed, and this may be called again.
+        Raises DeadlineError when something in flight, or a commit, does not complete: buffers, mapping and locks then
+        stay, all else is closed, and this may be called again.
         """
         failure: Exception | None = None
-        for close in (*(device.close for device in self.devices), self.external.close):
+        ends = [*(device.close for device in self.devices), self.external.close]
+        if self.catalog is not None:
+            ends.append(self.catalog.close)
+        for end in ends:
             try:
-                close()
+                end()
             except TieredError as error:
                 failure = failure or error
-        # Order: the lock goes last, when nothing of this process can write any more.
-        if self.catalog is not None:
-            self.catalog.close()
+        # Order: the locks go last, when nothing of this process can write any more.
         if failure is not None:
             raise failure
         self.ledgers.close()  # order: the counters of the devices are final now
