@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import tiered
-from tests.store.rig import numbers
+from tests.store.rig import numbers, simulated_store
 from tests.store.test_nested_calls import no_hang
+from tests.store.together import Together
 from tiered.bytes.arena import Arena
 from tiered.store.store import Store
 
@@ -69,6 +70,21 @@ def test_a_store_that_becomes_garbage_where_nobody_may_wait_only_warns(
         Store(tmp_path / "run", dram="8MiB")
     resources.give_back()
     Store(tmp_path / "run", dram="8MiB").close()
+
+
+def test_garbage_waits_for_a_commit_that_hangs_no_longer_than_the_deadline() -> None:
+    together = Together()
+    together.may_confirm.clear()
+    store = simulated_store(confirmation=together, deadline_s=0.1)
+    store["a"] = numbers(6000)
+    store.commit(wait=False)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "tiered-commit"]
+    resources = store._resources
+    with pytest.warns(ResourceWarning, match="its directories stay locked"):
+        del store
+    together.may_confirm.set()
+    thread.join()
+    resources.give_back()
 
 
 @pytest.mark.parametrize("engine", ["threads", "aiofiles", "auto"])

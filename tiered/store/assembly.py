@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 from tiered.bytes.condition import Condition
 from tiered.errors import CorruptionError, UsageError
-from tiered.store.catalog.catalog import Catalog
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.root import Root
 from tiered.store.generations.generations import Generations
-from tiered.store.lifetime.confirmation import Confirmation
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.lifetime.resources import Resources
 from tiered.store.lifetime.service import Service
@@ -50,10 +48,13 @@ def assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: flo
         raise
 
 
-def _load(catalog: Catalog, confirmation: Confirmation) -> tuple[Root, CommittedRows, bool]:
+def _load(parts: Parts) -> tuple[Root, CommittedRows, bool]:
     """Return the generation that all have, and whether one came after it, which is to be given up."""
+    catalog = parts.catalog
+    if catalog is None:
+        return empty_root(bytes(16), len(parts.devices)), CommittedRows.empty(), False
     kept = catalog.kept()
-    chosen = confirmation.choose(kept)
+    chosen = parts.confirmation.choose(kept)
     if chosen not in kept:
         message = f"catalog {catalog.name}: it has the generations {kept}, and not {chosen}"
         raise CorruptionError(message, file=catalog.name)
@@ -61,9 +62,7 @@ def _load(catalog: Catalog, confirmation: Confirmation) -> tuple[Root, Committed
 
 
 def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: float) -> Assembly:
-    root, rows, is_before = empty_root(bytes(16), len(parts.devices)), CommittedRows.empty(), False
-    if parts.catalog is not None:
-        root, rows, is_before = _load(parts.catalog, parts.confirmation)
+    root, rows, is_before = _load(parts)
     if root.num_directories != len(parts.devices):
         raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
     parts.external.match(root, rows)
@@ -102,7 +101,9 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
     generations = Generations(working_set, parts.catalog, root, producers, parts.confirmation, parts.external)
     service.refuse_failed = generations.refuse
     generations.watch_commits(parts.ledgers.note_commit)
-    resources = Resources(parts, space, residents, records, condition=condition, nested_calls=nested_calls)
+    resources = Resources(
+        parts, space, residents, records, condition=condition, nested_calls=nested_calls, deadline_s=deadline_s
+    )
     # Order: last, for a store that is refused is not written to, and no generation is given up for one that cannot be
     # opened: its catalog or files are damaged, or an external file is missing.
     if parts.catalog is not None and is_before and not is_read_only:

@@ -36,7 +36,9 @@ class Resources:
         *,
         condition: Condition,
         nested_calls: NestedCalls,
+        deadline_s: float,
     ) -> None:
+        """``deadline_s`` bounds how long a store that is garbage waits for its commit."""
         self.name = ", ".join(device.name for device in parts.devices)
         self._pid = os.getpid()
         self._parts = parts
@@ -45,6 +47,7 @@ class Resources:
         self._records = records
         self._condition = condition
         self._nested_calls = nested_calls
+        self._deadline_s = deadline_s
         self._end: weakref.finalize[..., object] | None = None
 
     def watch(self, store: object) -> None:
@@ -68,10 +71,10 @@ class Resources:
     def _give_back_unclosed(self) -> None:
         if self._pid != os.getpid():
             return  # nothing of it is the child's to close
-        can_wait = self._can_wait()
-        if can_wait:
+        is_idle = self._can_wait() and self._has_committed()  # else a thread may still write
+        if is_idle:
             self._give_back_uncommitted()
-        fate = "" if can_wait else ", and its directories stay locked until the process ends"
+        fate = "" if is_idle else ", and its directories stay locked until the process ends"
         warnings.warn(
             f"the store {self.name} was not closed: nothing is committed by that{fate}; close it, as in with"
             " tiered.Store(...) as store",
@@ -79,10 +82,15 @@ class Resources:
             stacklevel=2,
         )
 
-    def _give_back_uncommitted(self) -> None:
+    def _has_committed(self) -> bool:
+        """Wait until a sealed generation is durable; return whether that, or its failure, came within the deadline."""
         sealed = self._records.sealed
-        if sealed is not None and sealed.thread is not None:
-            sealed.thread.join()  # a sealed generation becomes durable
+        if sealed is None or sealed.thread is None:
+            return True
+        sealed.thread.join(self._deadline_s)
+        return not sealed.thread.is_alive()
+
+    def _give_back_uncommitted(self) -> None:
         self._records.report_dropped()
         try:
             self.give_back()
