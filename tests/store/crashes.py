@@ -306,7 +306,10 @@ class Campaign:
 
     def _look(self, disk: SimulatedDisk, instant: Instant) -> str:
         """Open a state, with each generation that others may choose; return what is wrong."""
-        kept = _choices(disk, instant)
+        try:
+            kept = _choices(disk, instant)
+        except TieredError as error:
+            return f"cannot be opened: {error}"
         before = disk.moment()
         self.num_opened += len(kept)
         self.num_before += len(kept) - 1

@@ -35,6 +35,7 @@ from tiered.store.catalog.catalog import GenerationName
 from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.format.checksum import PAGE_BLOCKS
 from tiered.store.format.extent import Extent
+from tiered.store.format.root import decode_root, encode_root
 from tiered.store.format.row import Page, Row, page_digest, pages_of, row_seed
 from tiered.store.lifetime.leftovers import Leftovers
 from tiered.store.store import Store
@@ -148,6 +149,32 @@ def test_both_catalogs_agree_with_dicts(tmp_path_factory: pytest.TempPathFactory
                 for root, held in kept:
                     found, found_rows = catalog.load(root.generation)
                     assert (found, {row.key_id: row for row in found_rows}) == (root, held)
+
+
+@pytest.mark.parametrize("forged", [{"generation": 2}, {"generation": 3}, {"store_uuid": bytes(16)}])
+def test_two_generations_that_do_not_follow_each_other_are_refused(tmp_path: Path, forged: dict[str, Any]) -> None:
+    """With digests that are right: a number would name two generations, and free bytes of the one that is open."""
+    home = SqliteHome(tmp_path)
+    with closing(home.create()) as catalog:
+        catalog.apply(root_of(1), [row_of(1)], [])
+        catalog.apply(root_of(2), [row_of(2)], [], keeps_before=True)
+        assert [name.number for name in catalog.kept()] == [2, 1]
+    with closing(sqlite3.connect(home.path)) as connection, connection:
+        body, expected = connection.execute("SELECT body, digest FROM root WHERE one = 0").fetchone()
+        root, header = decode_root(body, expected, "")
+        values = encode_root(replace(root, **forged), header.num_rows, header.digest_sum)
+        connection.execute("UPDATE root SET body = ?, digest = ? WHERE one = 0", values)
+    with closing(home.reopen()) as catalog, pytest.raises(CorruptionError, match="is not one before generation 2"):
+        catalog.kept()
+
+
+def test_in_memory_too_they_follow_each_other() -> None:
+    disk, together = SimulatedDisk(), Together()
+    committed_twice(disk, together)
+    content: Any = disk.load("catalog")
+    disk.transact("catalog", content._replace(kept=content.kept[::-1]))
+    with pytest.raises(CorruptionError, match="generation 2 is not one before generation 1"):
+        simulated_store(disk)
 
 
 def test_damage_to_what_is_kept_is_found(tmp_path: Any) -> None:

@@ -50,13 +50,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from tiered.store.format.committed_rows import CommittedRows
-from tiered.store.format.root import Root
+from tiered.store.format.root import Root, RootHeader, corrupt
 from tiered.store.format.row import Page, Row
 
-__all__ = ["Catalog", "GenerationName"]
+__all__ = ["Catalog", "GenerationName", "generation_names"]
 
 
 class GenerationName(NamedTuple):
@@ -66,6 +67,17 @@ class GenerationName(NamedTuple):
     nonce: int
 
 
+def generation_names(headers: Sequence[RootHeader], file: str) -> tuple[GenerationName, ...]:
+    """Return the names of the generations that the catalog ``file`` keeps, the newest first.
+
+    Raises CorruptionError unless they are of one store and each came before the other: their numbers tell them apart.
+    """
+    for newer, older in pairwise(headers):
+        if newer.store_uuid != older.store_uuid or newer.generation <= older.generation:
+            raise corrupt(f"generation {older.generation} is not one before generation {newer.generation}", file)
+    return tuple(GenerationName(header.generation, header.nonce) for header in headers)
+
+
 class Catalog(ABC):
     """The durable rows of one store. Thread-safe; every method blocks until its I/O is done."""
 
@@ -73,7 +85,7 @@ class Catalog(ABC):
 
     @abstractmethod
     def kept(self) -> tuple[GenerationName, ...]:
-        """Return the names of the one or two generations that can be loaded, the newest first."""
+        """Return the names of the one or two generations that can be loaded, the newest first. CorruptionError."""
 
     @abstractmethod
     def load(self, generation: int | None = None) -> tuple[Root, CommittedRows]:

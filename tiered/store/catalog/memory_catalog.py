@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tiered.bytes.device.memory import MemoryDisk
 from tiered.errors import ClosedError, CorruptionError, DeviceError, UsageError
-from tiered.store.catalog.catalog import Catalog, GenerationName
+from tiered.store.catalog.catalog import Catalog, GenerationName, generation_names
 from tiered.store.format.checksum import PAGE_BLOCKS
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.root import Root, corrupt, decode_root, encode_root
@@ -59,8 +59,8 @@ class MemoryCatalog(Catalog):
         return cls(disk)
 
     def kept(self) -> tuple[GenerationName, ...]:
-        roots = [decode_root(each.body, each.digest, self.name)[0] for each in self._content().kept]
-        return tuple(GenerationName(root.generation, root.nonce) for root in roots)
+        headers = [decode_root(each.body, each.digest, self.name)[1] for each in self._content().kept]
+        return generation_names(headers, self.name)
 
     def load(self, generation: int | None = None) -> tuple[Root, CommittedRows]:
         for index, each in enumerate(self._content().kept):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tiered.errors import CapacityError, ClosedError, CorruptionError, DeadlineError, DeviceError, UsageError
-from tiered.store.catalog.catalog import Catalog, GenerationName
+from tiered.store.catalog.catalog import Catalog, GenerationName, generation_names
 from tiered.store.catalog.new_file import make_file
 from tiered.store.catalog.raw_rows import damaged, read_pages, read_rows
 from tiered.store.catalog.sqlite_file import (
@@ -105,8 +105,7 @@ class SqliteCatalog(Catalog):
         return cls(path)
 
     def kept(self) -> tuple[GenerationName, ...]:
-        headers = self._read(self._load_headers)
-        return tuple(GenerationName(header.generation, header.nonce) for header in headers)
+        return generation_names(self._read(self._load_headers), self.name)
 
     def load(self, generation: int | None = None) -> tuple[Root, CommittedRows]:
         loaded = self._read(lambda: self._load(generation))
