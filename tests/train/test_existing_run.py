@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import tiered
+from tests.store.together import Together
 from tests.train.test_loop import TINY
+from tiered.bytes.arena import Arena
 from tiered.cli import main
+from tiered.store.catalog.sqlite_catalog import SqliteCatalog
+from tiered.store.lifetime.opening import open_parts
 
 KEY = "model/parameters/blocks.1"
 
@@ -81,3 +86,20 @@ def test_a_missing_directory_is_none_of_a_run(damaged: Path, capsys: pytest.Capt
 def test_an_empty_path_is_not_this_directory(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, ""]) == 2
     assert "expected a path, got an empty one" in capsys.readouterr().err
+
+
+def test_a_generation_that_is_kept_beside_the_newest_is_named_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both as they are at one moment: a writer that commits between two looks would make one of the other."""
+    parts = open_parts([tmp_path / "run"], Arena(16 << 20), durable=True, engine="threads", mode="a")
+    with tiered.Store._from_parts(replace(parts, confirmation=Together())) as store:
+        for step in (1, 2):
+            store["a"] = torch.full((5000,), step, dtype=torch.uint8)
+            store.commit({"step": step})
+    looks: list[str] = []
+    looking = SqliteCatalog._looking
+    monkeypatch.setattr(SqliteCatalog, "_looking", lambda self, verb: (looks.append(verb), looking(self, verb))[1])
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    assert "\ngeneration 2; generation 1 is kept until the next commit\n" in capsys.readouterr().out
+    assert looks == ["load"]

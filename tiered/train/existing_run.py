@@ -71,7 +71,7 @@ def describe(directories: Sequence[Path]) -> Iterator[str]:
     Reads the catalog in one short transaction, and no tensor's bytes. Raises UsageError where there is no store.
     """
     root, rows, kept = _load(directories)
-    unconfirmed = f", not confirmed yet; generation {kept[1].number} is kept beside it" if kept[1:] else ""
+    before = f"; generation {kept[1].number} is kept until the next commit" if kept[1:] else ""
     state, registered = committed_state(root.state)
     rows.sort(key=lambda row: row.name)
     names = [_printable(row.name) for row in rows]
@@ -83,7 +83,7 @@ def describe(directories: Sequence[Path]) -> Iterator[str]:
     for directory in directories:
         yield f"{directory}: {_written(directory, root.store_uuid)}"
     yield f"{len(rows)} keys, {format_bytes(sum(row.nbytes for row in rows))}, in {root.num_directories} directories"
-    yield f"generation {root.generation}{unconfirmed}"
+    yield f"generation {root.generation}{before}"
     yield f"registered {', '.join(map(_printable, registered)) or 'nothing'}"
     yield f"state {_shown(state)}"
 
@@ -109,9 +109,10 @@ def check(
 ) -> int:
     """Read and check every byte of the store, print the result, and return 0, or 1 for damage; blocks.
 
-    ``external`` are the user's own files that some of it lies in. Of the damaged keys those in ``drop`` are dropped, in
-    one commit. Raises UsageError, with nothing dropped, when one of them does not exist or is not damaged, or is of a
-    model and that is not agreed to; and where there is no store.
+    It is the newest generation that is read, not what one that is kept beside it has alone. ``external`` are the user's
+    own files that some of it lies in. Of the damaged keys those in ``drop`` are dropped, in one commit. Raises
+    UsageError, with nothing dropped, when one of them does not exist or is not damaged, or is of a model and that is
+    not agreed to; and where there is no store.
     """
     missing = [path for path in directories if not path.is_dir()]
     if missing or not holds_any_file(directories):
@@ -204,7 +205,7 @@ def _load(directories: Sequence[Path]) -> tuple[Root, list[Row], tuple[Generatio
         raise UsageError(f"no run in {where}: expected one {CATALOG_NAME} there, found {found}")
     catalog = SqliteCatalog(homes[0], read_only=True)
     try:
-        root, rows = catalog.load()
-        return root, list(rows), catalog.kept()
+        root, rows, kept = catalog.load_newest()
+        return root, list(rows), kept
     finally:
         catalog.close()

@@ -114,6 +114,16 @@ class SqliteCatalog(Catalog):
         self._settle()
         return loaded
 
+    def load_newest(self) -> tuple[Root, CommittedRows, tuple[GenerationName, ...]]:
+        """Return the newest generation and what ``kept`` does, both of one moment: for a look beside a live writer."""
+
+        def read() -> tuple[Root, CommittedRows, tuple[GenerationName, ...]]:
+            with self._looking("load") as connection:
+                names = generation_names(self._headers(connection), self.name)
+                return *self._load_from(connection, None), names
+
+        return self._read(read)
+
     def page(self, row: Row, number: int) -> Page:
         return self._read(lambda: self._load_page(row, number))
 
@@ -125,30 +135,36 @@ class SqliteCatalog(Catalog):
 
     def _load_headers(self) -> list[RootHeader]:
         with self._looking("load") as connection:
-            if self._version == 1:
-                return [decode_root(*self._converted(connection).root, self.name)[1]]
-            return [self._read_root(connection, one)[1] for one in self._ones(connection)]
+            return self._headers(connection)
+
+    def _headers(self, connection: sqlite3.Connection) -> list[RootHeader]:
+        if self._version == 1:
+            return [decode_root(*self._converted(connection).root, self.name)[1]]
+        return [self._read_root(connection, one)[1] for one in self._ones(connection)]
 
     def _load(self, generation: int | None) -> tuple[Root, CommittedRows]:
         with self._looking("load") as connection:
-            if not self._read_only:
-                self._check_pages(connection)
-            if self._version == 1:
-                found = self._converted(connection)
-                root, header = decode_root(*found.root, self.name)
-                self._store_uuid = root.store_uuid
-                self._old_pages = {page[:2]: page[2:] for page in found.pages}
-                return root, CommittedRows.decode(found.rows, header, self.name, raw_pages=found.pages)
-            for one in self._ones(connection):
-                root, header = self._read_root(connection, one)
-                self._store_uuid = root.store_uuid
-                if generation in (None, root.generation):
-                    self._is_before = one == _BEFORE
-                    raw = read_rows(connection, _ROWS if one == _NEWEST else ROWS_BEFORE, self.name)
-                    raw_pages = read_pages(connection, _PAGES if one == _NEWEST else PAGES_BEFORE, self.name)
-                    return root, CommittedRows.decode(
-                        raw, header, self.name, raw_pages=raw_pages, num_external=len(root.external)
-                    )
+            return self._load_from(connection, generation)
+
+    def _load_from(self, connection: sqlite3.Connection, generation: int | None) -> tuple[Root, CommittedRows]:
+        if not self._read_only:
+            self._check_pages(connection)
+        if self._version == 1:
+            found = self._converted(connection)
+            root, header = decode_root(*found.root, self.name)
+            self._store_uuid = root.store_uuid
+            self._old_pages = {page[:2]: page[2:] for page in found.pages}
+            return root, CommittedRows.decode(found.rows, header, self.name, raw_pages=found.pages)
+        for one in self._ones(connection):
+            root, header = self._read_root(connection, one)
+            self._store_uuid = root.store_uuid
+            if generation in (None, root.generation):
+                self._is_before = one == _BEFORE
+                raw = read_rows(connection, _ROWS if one == _NEWEST else ROWS_BEFORE, self.name)
+                raw_pages = read_pages(connection, _PAGES if one == _NEWEST else PAGES_BEFORE, self.name)
+                return root, CommittedRows.decode(
+                    raw, header, self.name, raw_pages=raw_pages, num_external=len(root.external)
+                )
         raise UsageError(f"catalog {self.name} does not hold generation {generation} any more, or not yet")
 
     def _load_page(self, row: Row, number: int) -> Page:
