@@ -27,6 +27,7 @@ from tiered.errors import CorruptionError, DeviceError, UsageError
 from tiered.store.catalog import new_file
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.root import FORMAT_VERSION
+from tiered.store.format.version_1 import convert
 from tiered.store.store import Store
 
 
@@ -84,6 +85,7 @@ def test_a_store_whose_new_catalog_was_cut_short_is_of_format_1(
             patch.setattr(new_file, "os", Passing(os, fails_at, fail))
             store.commit()
     assert version_of(directories) == 1
+    assert not (directories[0] / "catalog.db.new").exists(), "it would take the last space of a full drive"
     with Store(*directories, dram="16MiB") as store:
         assert_holds_format_1(store)
         assert "more" not in store
@@ -118,6 +120,19 @@ def test_a_damaged_catalog_of_format_1_is_found(directories: list[Path]) -> None
             with pytest.raises(CorruptionError):
                 Store(*directories, dram="16MiB", mode=mode)
         path.write_bytes(before)
+
+
+def test_a_row_of_format_1_that_no_store_writes_is_damage_whatever_its_digest_says(directories: list[Path]) -> None:
+    """Its generation is too large."""
+    with closing(sqlite3.connect(directories[0] / "catalog.db")) as connection:
+        root, root_digest = connection.execute("SELECT body, digest FROM root").fetchone()
+        rows = connection.execute("SELECT * FROM records ORDER BY key_id").fetchall()
+    key_id, body, _ = rows[0]
+    body = (1 << 63).to_bytes(8, "little") + body[8:]
+    found = xxhash.xxh3_64_digest(key_id.to_bytes(8, "little") + body, xxhash.xxh3_64_intdigest(root[:16]))[::-1]
+    with pytest.raises(CorruptionError, match=f"key id {key_id}") as caught:
+        convert((root, root_digest), [(key_id, body, found), *rows[1:]], "catalog.db")
+    assert caught.value.file == "catalog.db"
 
 
 def test_a_store_of_format_1_can_be_gone_on_with(directories: list[Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,7 +26,7 @@ def make_file(
     """Make a catalog of these columns, durable under ``path`` when this returns. A half-made one is replaced.
 
     ``replaces``: a whole catalog, open and with nothing to play back, is there, and is until the new one takes its
-    name. Raises CapacityError, DeviceError.
+    name. Raises CapacityError, DeviceError, with nothing left behind.
     """
     new = path.with_name(path.name + ".new")
     with translated(str(path), "create"):
@@ -36,11 +37,16 @@ def make_file(
         new.with_name(new.name + "-journal").unlink(missing_ok=True)
         fd = create_private_file(new)
         try:
-            _fill(new, root, rows, pages)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.rename(new, path)
+            try:
+                _fill(new, root, rows, pages)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(new, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                new.unlink()  # a full drive has no room for it
+            raise
         fsync_directory(path.parent)
 
 

@@ -48,7 +48,10 @@ def convert(root: tuple[bytes, bytes], rows: Iterable[tuple[int, bytes, bytes]],
         total += int.from_bytes(row_digest, "little")
         num_found += 1
         row = _row(key_id, row_body, file)
-        made.append((key_id, *encode_row(row, store_uuid)))
+        try:
+            made.append((key_id, *encode_row(row, store_uuid)))
+        except ValueError as error:  # fields that no store writes
+            raise corrupt(str(error), file, row.name) from error
         for number, page in enumerate(pages_of(row)):
             encoded = encode_page(page)
             pages.append((key_id, number, encoded, page_digest(key_id, number, encoded, seed)))
