@@ -243,6 +243,22 @@ def test_a_file_that_changes_while_a_commit_reads_it_is_in_no_commit(
         store.clear()
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_file_that_loses_its_last_bytes_while_it_is_open_is_damage_of_what_lies_there(
+    tmp_path: Path, engine: str
+) -> None:
+    base = tmp_path / "base.safetensors"
+    save_file({"first": numbers(50_000, 1), "last": numbers(20_003, 2)}, base)
+    with opened(tmp_path, base, engine=engine) as store:
+        store.adopt("last", base, "last")
+        store.adopt("first", base, "first")
+        store.commit()
+        os.truncate(base, base.stat().st_size - 3)
+        (error,) = store.verify().errors
+        assert error.key == "last" and error.file == str(base)
+        assert same(store["first"], numbers(50_000, 1))
+
+
 def test_a_link_to_a_file_that_is_open_changes_nothing(tmp_path: Path, base: Path) -> None:
     with opened(tmp_path, base) as store:
         adopted(store, base)

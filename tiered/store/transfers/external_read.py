@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from tiered.bytes.device.aligned_range import AlignedRange, aligned_range
 from tiered.bytes.device.base import Device, Operation
+from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import block_digests
 from tiered.store.format.extent import Extent
@@ -156,7 +157,9 @@ class ExternalRead(Transfer):
         return None
 
     def _reaches(self, nbytes: int, piece: Extent) -> bool:
-        return round_up(nbytes, self._alignment()) >= piece.offset + piece.nbytes
+        device = self._devices[piece.device]
+        assert isinstance(device, FileDevice), device
+        return nbytes >= min(piece.offset + piece.nbytes, device.external.nbytes(piece.file))
 
     def _place_of(self, index: int) -> Extent:
         """Return where in its files the row's block ``index`` begins, or the first bytes behind that."""
