@@ -259,6 +259,13 @@ def test_a_file_that_loses_its_last_bytes_while_it_is_open_is_damage_of_what_lie
         assert same(store["first"], numbers(50_000, 1))
 
 
+def test_one_path_is_not_taken_for_a_sequence_of_letters(tmp_path: Path, base: Path) -> None:
+    for one in (str(base), base):
+        with pytest.raises(TypeError, match="expected a sequence of paths, got the one path"):
+            Store(tmp_path / "run", dram="16MiB", external=one)  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_link_to_a_file_that_is_open_changes_nothing(tmp_path: Path, base: Path) -> None:
     with opened(tmp_path, base) as store:
         adopted(store, base)

@@ -19,7 +19,7 @@ from tiered.bytes.device.files import DataFile, NumberedFiles, translate
 from tiered.errors import UsageError
 from tiered.units import round_up
 
-__all__ = ["ExternalFiles", "absolute_paths", "open_regular"]
+__all__ = ["ExternalFiles", "absolute_paths", "open_regular", "refuse_one_path"]
 
 _OF_THE_CALLER = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
@@ -147,8 +147,7 @@ class ExternalFiles(NumberedFiles):
 
 def absolute_paths(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
     """Return ``paths`` made absolute. Raises UsageError where there is none, or where one cannot be a path."""
-    if isinstance(paths, str | bytes | os.PathLike):  # its letters would be the paths
-        raise TypeError(f"expected a sequence of paths, got the one path {paths!r}: give [{paths!r}]")
+    refuse_one_path(paths)
     absolute = [os.path.abspath(os.fsdecode(path)) for path in paths]
     if not absolute:
         raise UsageError("no external file was given: name at least one")
@@ -156,6 +155,12 @@ def absolute_paths(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
         if "\0" in path:
             raise UsageError(f"{path!r} is no path: it has a null character; check the path")
     return absolute
+
+
+def refuse_one_path(paths: object) -> None:
+    """Raise TypeError for a path in place of a sequence of them: its letters would be the paths."""
+    if isinstance(paths, str | bytes | os.PathLike):
+        raise TypeError(f"expected a sequence of paths, got the one path {paths!r}: give [{paths!r}]")
 
 
 def open_regular(path: str, flags: int = 0) -> int:

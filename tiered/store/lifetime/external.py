@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from tiered.bytes.device.base import Device
 from tiered.bytes.device.engines import open_external
+from tiered.bytes.device.external_files import refuse_one_path
 from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import UsageError
 from tiered.store.format.committed_rows import CommittedRows
@@ -32,7 +33,8 @@ class ExternalSources:
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], engine: str) -> None:
-        """Open ``paths``, files or folders of them; blocks for some reads of each. Raises UsageError, DeviceError."""
+        """Open ``paths``, files or folders of them; blocks for reads of each. UsageError, DeviceError, TypeError."""
+        refuse_one_path(paths)
         found = {os.path.realpath(path): path for given in paths for path in reversed(_files_of(given))}
         self._paths = sorted(found.values(), key=[path for given in paths for path in _files_of(given)].index)
         self._headers: list[SafetensorsHeader] = []
