@@ -22,7 +22,7 @@ import torch
 
 from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
-from tests.store.rig import numbers
+from tests.store.rig import await_true, numbers
 from tiered.cli import main
 from tiered.errors import DeviceError, UsageError
 from tiered.store.lifetime import ledger, ledgers
@@ -193,8 +193,10 @@ def test_only_its_own_thread_writes_and_no_commit_flushes_it(
 def test_it_is_durable_once_a_step(run: Path, monkeypatch: pytest.MonkeyPatch, flushed_files: list[str]) -> None:
     monkeypatch.setattr(ledger, "STEP_NBYTES", 4 * MiB)
     with Store(run, dram=DRAM) as store:
-        store.put_many({str(i): numbers(MiB, i) for i in range(40)})
-        store.working_set.swap_out(list(store))
+        for half in (range(20), range(20, 40)):
+            store.put_many({str(i): numbers(MiB, i) for i in half})
+            store.working_set.swap_out(list(store))
+            await_true(lambda: LEDGER_NAME in flushed_files)  # its thread may come late
     assert 2 <= flushed_files.count(LEDGER_NAME) <= 41 // 3 + 1, "steps that come while one is flushed are one"
     assert newest(run).data_bytes >= 40 * MiB
 
