@@ -8,12 +8,10 @@ from typing import Any
 from tests.store import test_external, test_parts
 from tests.store.mutants import Patch, mutant
 from tiered.store.format.row import Page, Row
-from tiered.store.lifetime.external import ExternalSources
-from tiered.store.records.pages import Pages, places_of
-from tiered.store.residency.write_back import Shortage
 from tiered.store.lifetime import external as external_module
 from tiered.store.lifetime.external_match import SlabReads
-from tiered.store.records.pages import Pages, cut_blocks
+from tiered.store.records.pages import Pages, places_of
+from tiered.store.residency.write_back import Shortage
 from tiered.store.space.readers import Readers
 from tiered.store.transfers.external_read import ExternalRead
 from tiered.store.values.part_write import PartWrite
