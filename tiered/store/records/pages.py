@@ -118,7 +118,7 @@ def places_of(page: Page, block_nbytes: int, runs: Iterable[range]) -> Iterator[
 
 
 class PageChange(NamedTuple):
-    """A page of which some blocks are no more where they were."""
+    """A page before and after some of its blocks went to other places."""
 
     before: Page
     after: Page

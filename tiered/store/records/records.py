@@ -266,7 +266,7 @@ class Records:
         return bool(dropped) and self.durable
 
     def superseded(self) -> dict[Entry, int]:
-        """Return how many bytes of which entries the next commit would free."""
+        """Return the bytes that the next commit would free, by entry."""
         writes = {entry: entry.parts for entry in (*self.changed, *self.removed)}
         if self.sealed is not None:
             sealed = (*self.sealed.rows, *self.sealed.targets, *self.sealed.removed)

@@ -1,6 +1,6 @@
-"""Rewrite: blocks of a record written to new places, with bytes of the caller's over some of those they had.
+"""Rewrite: blocks of a record written to new places, with the caller's bytes over some of those they had.
 
-Blocks of which something stays are read first, into the memory that the new ones are written from.
+Blocks that keep some bytes are read first, into the memory that the new ones are written from.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RewriteJob:
         self._on_done: Callable[[Transfer], None] = lambda transfer: None
 
     def _kept_blocks(self) -> list[range]:
-        """Return the blocks of the slab of which bytes stay: before the new bytes and behind them."""
+        """Return the blocks of the slab that keep some bytes: before the new ones and behind them."""
         nbytes = self._new.block_nbytes
         begin = self._begin
         end = min(begin + SLAB_NBYTES, self._new.base_block * nbytes + self._new.nbytes)
@@ -80,7 +80,7 @@ class RewriteJob:
         return None
 
     def _next(self, buffer: Buffer) -> Transfer:
-        """Return the read of the next blocks of which something stays, or else the write; blocks for pages."""
+        """Return the read of the next blocks that keep some bytes, or else the write; blocks for pages."""
         nbytes = self._new.block_nbytes
         if self._kept:
             blocks = self._kept.popleft()
