@@ -38,6 +38,7 @@ class _Copy(NamedTuple):
     is_out: bool
     source: torch.Tensor | None = None  # that must live as long; None where a buffer's own events see to that
     version: int = 0  # of ``source`` as it was submitted
+    nbytes: int = 0  # of ``source``'s storage; the lease may have ended, in another thread
 
 
 class Copies:
@@ -155,7 +156,7 @@ class Copies:
             stream.wait_event(event)  # order: what follows may write in place, as batch norm does its buffers
         self._changed.discard(lease.key)
         kept = source if may_change else tensor.detach()  # whose version tells of a write; a later one does no harm
-        copy = _Copy(event, lease, True, kept, kept._version)
+        copy = _Copy(event, lease, True, kept, kept._version, source.nbytes)
         with self._lock:
             self._leaving.append(copy)
         self._note(copy)
@@ -165,7 +166,7 @@ class Copies:
         while True:
             with self._lock:
                 leaving = list(self._leaving)
-            if not leaving or nbytes + sum(copy.lease.tensor.nbytes for copy in leaving) <= MOST_LEAVING_NBYTES:
+            if not leaving or nbytes + sum(copy.nbytes for copy in leaving) <= MOST_LEAVING_NBYTES:
                 return
             self._wait(leaving[0].event, f"copy out of {leaving[0].lease.key!r}")
             self.sweep()
