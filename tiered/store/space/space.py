@@ -203,7 +203,7 @@ class Space:
             self._is_growing = True
         try:
             self._adopt()
-            self._grow_by(nbytes, scratch=scratch)
+            has_grown = self._grow_by(nbytes, scratch=scratch)
             if len(self.devices) > 1:
                 room = self._room()
                 with self._condition:
@@ -211,8 +211,11 @@ class Space:
                 with contextlib.suppress(CapacityError):  # directories may share one file system's room
                     for index, file, size in plan:
                         self._grow(index, file, size)
+                        has_grown = True
                 with self._condition:
-                    self._has_room_to_balance = self._allocator.has_balance(nbytes, scratch=scratch)
+                    # A caller that lacks room where nothing has to grow lacks balance alone: it does without.
+                    is_balanced = self._allocator.has_balance(nbytes, scratch=scratch)
+                    self._has_room_to_balance = has_grown and is_balanced
         finally:
             with self._condition:
                 self._is_growing = False
@@ -230,8 +233,12 @@ class Space:
                     if known_nbytes < nbytes:
                         self._allocator.add_space(index, file, known_nbytes, nbytes)
 
-    def _grow_by(self, nbytes: int, *, scratch: bool) -> None:
-        """Grow files until ``nbytes`` are free, by more than one plan where one step takes the room of another."""
+    def _grow_by(self, nbytes: int, *, scratch: bool) -> bool:
+        """Grow files until ``nbytes`` are free, by more than one plan where one step takes the room of another.
+
+        Returns whether any has grown.
+        """
+        has_grown = False
         while True:
             room = self._room()
             with self._condition:
@@ -241,10 +248,11 @@ class Space:
                 for index, file, size in plan:
                     self._grow(index, file, size)
                     num_grown += 1
-                return
+                return has_grown or num_grown > 0
             except CapacityError:  # directories may share one file system's room
                 if not num_grown and sum(self._room()) >= sum(room):
                     raise
+            has_grown |= num_grown > 0
 
     def _grow(self, index: int, file: int, size: int) -> None:
         self.devices[index].grow(file, size)
