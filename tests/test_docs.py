@@ -1,0 +1,141 @@
+"""README and docs: every snippet of Python runs as written, and every command line is one that is understood.
+
+README's first loop has tests of its own in test_readme_loop.py, what it says of accelerators in tests/accelerator.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import tiered
+from tests.store.places import quick_directory, short_files
+from tiered.cli import app
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PLACES = ("/nvme0", "/nvme1", "/models")  # which pages name, and a test has elsewhere
+
+Names = dict[str, Any]
+
+
+class Regression(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) - y).square().mean()
+
+
+def for_micro_batches() -> Iterator[Names]:
+    with tiered.Store(dram="16MiB", engine="memory", durable=False) as store:
+        model = tiered.shard(Regression(), store)
+        batches = [(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(3)]
+        yield {"tiered": tiered, "torch": torch, "model": model} | {
+            f"{name}{number}": value
+            for number, pair in enumerate(batches, 1)
+            for name, value in zip("xy", pair, strict=True)
+        }
+
+
+def for_a_base_in_place() -> Iterator[Names]:
+    import peft
+    import transformers
+
+    sizes: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
+    transformers.utils.logging.disable_progress_bar()  # whose thread outlives it
+    transformers.GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained("models/base")
+    lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    names = {"tiered": tiered, "torch": torch, "peft": peft, "config": config, "lora": lora}
+    names["GPT2LMHeadModel"] = transformers.GPT2LMHeadModel
+    yield names
+    names["store"].close()
+
+
+def for_a_store() -> Iterator[Names]:
+    Path("models/base").mkdir(parents=True)
+    save_file({"wte.weight": torch.randn(64, 16)}, "models/base/model.safetensors")
+    yield {"tiered": tiered, "tensor": torch.randn(8), "rows": torch.randn(1000 + 1, 64), "row": torch.randn(64)}
+
+
+LEFT_OPEN: dict[str, Callable[[], Iterator[Names]]] = {
+    "tiered.micro_batches(model, [": for_micro_batches,
+    'weights="/models/base"': for_a_base_in_place,
+    'store["kv/123"] = tensor': for_a_store,
+}
+"""The names that a snippet leaves open, by something that it says. Others define all of theirs."""
+
+ELSEWHERE = {"MyModel()\n    model = tiered.shard(": "test_readme_loop.py", 'device="cuda"': "accelerator/test_docs.py"}
+"""Snippets whose tests are elsewhere, by something that they say."""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Return the page's fenced blocks in ``language``, "" for those that name none."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for found, text in fenced if found == language]
+
+
+SNIPPETS = [
+    pytest.param(text, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, text in enumerate(blocks(page, "python"))
+    if not any(words in text for words in ELSEWHERE)
+]
+COMMANDS = sorted(
+    {
+        line.partition("#")[0].strip()
+        for page in PAGES
+        for block in blocks(page, "")
+        for line in block.splitlines()
+        if line.startswith("tiered ")
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def directory() -> Iterator[Path]:
+    with quick_directory() as path, short_files(), chdir(path):
+        yield path
+
+
+def moved(text: str) -> str:
+    """Return ``text`` with the places that it names below the present directory."""
+    for place in PLACES:
+        text = text.replace(place, place.removeprefix("/"))
+    return text
+
+
+@pytest.mark.filterwarnings("ignore")  # of other libraries
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_a_snippet_runs_as_written(snippet: str) -> None:
+    openers = [opener for words, opener in LEFT_OPEN.items() if words in snippet]
+    for place in PLACES:
+        Path(place.removeprefix("/")).mkdir(exist_ok=True)
+    for names in openers[0]() if openers else iter([{}]):
+        exec(moved(snippet), names)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_understood(command: str) -> None:
+    words = shlex.split(moved(command))[1:]
+    assert callable(app(words, prog_name="tiered", standalone_mode=False)), "the options name no job"
+
+
+def test_what_is_tested_elsewhere_is_written_somewhere() -> None:
+    everything = "".join(text for page in PAGES for text in blocks(page, "python"))
+    assert all(words in everything for words in [*ELSEWHERE, *LEFT_OPEN])
+    assert len(SNIPPETS) >= 5 and len(COMMANDS) >= 5
