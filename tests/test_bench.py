@@ -71,10 +71,13 @@ def test_budget_sweep_follows_the_formula_tiny(tmp_path: Path, warm_python: Warm
 
 
 def test_scale_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
-    options = ("--sizes", "100K,200K", "--no-durable")
-    result, _ = run("scale", tmp_path, *options, python=warm_python.executable, environment=warm_python.environment)
+    options = ("--sizes", "100K,200K", "--no-durable", "--beside-memory", "--plot", str(tmp_path / "memory.png"))
+    (stores := tmp_path / "stores").mkdir()
+    result, _ = run("scale", stores, *options, python=warm_python.executable, environment=warm_python.environment)
     assert [row["layers"] for row in result["rows"]] == [1, 3]
     assert all(row["ns_per_param"] > 0 for row in result["rows"])
+    assert all(row["in_memory_peak_rss_bytes"] > row["in_memory_bytes"] for row in result["rows"])
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/sys/fs/cgroup/memory").is_dir(), reason="needs a cgroup of its own")
