@@ -15,7 +15,7 @@ from tests.pairwise import pairwise
 from tests.reference import Recipe, Trained
 from tests.zero.test_invisible import by_decay, cosine
 from tests.zero.training import Session, assert_same, debug_store, reference, smallest_budget, start
-from tiered.errors import CorruptionError, StepAbandonedError, StoreLostError, UsageError
+from tiered.errors import CorruptionError, LeaseError, StepAbandonedError, StoreLostError, UsageError
 
 NUM_STEPS = 6
 
@@ -297,6 +297,94 @@ def test_a_forward_after_backward_without_step_is_refused(tmp_path: Path) -> Non
         assert store.resume()["step"] == 3  # resume is a way back, and step() one on (test_wrong_order.py)
         ours.run(NUM_STEPS)
         assert_same(ours.session.collect(), undisturbed(case, recipe))
+
+
+def abandon(session: Session) -> None:
+    """Have a step fail after its first updates."""
+    handle = FAILURES["in_last_gradient"](session.model)
+    with pytest.raises(ZeroDivisionError):
+        session.run_step(99)
+    handle.remove()
+
+
+def assert_abandoned(session: Session) -> None:
+    for refused in (lambda: session.run_step(99), lambda: session.store.commit({"step": 99}), session.model.state_dict):
+        with pytest.raises(StepAbandonedError, match="rollback"):
+            refused()
+
+
+@pytest.mark.parametrize("word", ["rollback", "resume"])
+def test_a_return_that_is_refused_leaves_the_step_abandoned(word: str, tmp_path: Path) -> None:
+    case, recipe = CASES["gpt"], Recipe()
+    with debug_store(tmp_path) as store:
+        ours = job(case, recipe, store, "backward")
+        store["mine"] = torch.zeros(2000)
+        ours.run(3)
+        abandon(ours.session)
+        with store.lease("mine", "rw"), pytest.raises(LeaseError, match="mine"):
+            getattr(store, word)()
+        assert_abandoned(ours.session)
+        getattr(store, word)()
+        ours.run(NUM_STEPS)
+        assert_same(ours.session.collect(), undisturbed(case, recipe))
+
+
+@pytest.mark.parametrize("word", ["rollback", "resume"])
+def test_a_return_that_some_object_cannot_make_leaves_the_step_abandoned(word: str, tmp_path: Path) -> None:
+    case, recipe = CASES["gpt"], Recipe()
+    with debug_store(tmp_path) as store:
+        ours = job(case, recipe, store, "backward")
+        ours.run(3)
+        ours.session.run_step(99)
+        load, ours.loader.load_state_dict = ours.loader.load_state_dict, fail  # type: ignore[method-assign]
+        with pytest.raises(UsageError, match="on purpose"):
+            getattr(store, word)()
+        assert_abandoned(ours.session)
+        ours.loader.load_state_dict = load  # type: ignore[method-assign]
+        getattr(store, word)()
+        del ours.session.trained.losses[-1:]
+        ours.run(NUM_STEPS)
+        assert_same(ours.session.collect(), undisturbed(case, recipe))
+
+
+def test_where_nothing_was_committed_a_step_stays_abandoned(tmp_path: Path) -> None:
+    case, recipe = CASES["gpt"], Recipe()
+    with pytest.raises(StepAbandonedError, match="nothing was ever committed"), debug_store(tmp_path) as store:
+        session = job(case, recipe, store, "backward").session
+        abandon(session)
+        with pytest.raises(UsageError, match="nothing was committed yet"):
+            store.rollback()
+        assert_abandoned(session)
+        assert store.resume() == {}
+        assert_abandoned(session)
+    with debug_store(tmp_path) as store:
+        assert store.generation == 0 and not list(store)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_where_nothing_was_committed_a_return_drops_nothing(update: str, tmp_path: Path) -> None:
+    case, recipe = CASES["gpt"], Recipe()
+    with debug_store(tmp_path) as store:
+        ours = job(case, recipe, store, update)
+        for step in range(2):
+            ours.session.run_step(step)
+            assert store.resume() == {}
+            with pytest.raises(UsageError, match="nothing was committed yet"):
+                store.rollback()
+        assert_same(ours.session.collect(), reference(case, replace(recipe, num_steps=2)))
+
+
+def test_training_after_a_resume_that_was_refused_is_refused(run_directory: Path) -> None:
+    recipe = Recipe(param_groups=by_decay)
+    with debug_store(run_directory) as store:
+        session = start(CASES["gpt"], recipe, store)
+        store.register("loader", Loader(CASES["gpt"]))
+        store.register("new", Loader(CASES["gpt"]))
+        with pytest.raises(UsageError, match="missing 'new'"):
+            store.resume()
+        for refused in (lambda: session.run_step(2), lambda: store.commit({"step": 3}), session.optimizer.step):
+            with pytest.raises(UsageError, match=r"expected store\.resume\(\) first"):
+                refused()
 
 
 def test_an_abandoned_step_leaves_a_resumable_store(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -189,13 +190,18 @@ class Store(TensorMapping):
         """
         return self._generations.resume()
 
-    def add_guard(self, guard: Callable[[str], None]) -> None:
+    def add_guard(
+        self, guard: Callable[[str], None], *, returning: Callable[[], AbstractContextManager[None]] | None = None
+    ) -> None:
         """Have ``guard(word)`` called, without locks, at the start of "commit", "rollback", "resume" and "close".
 
         It may finish deferred work, roll back, or raise to refuse. One that raises at "close" keeps close from
-        committing.
+        committing. A rollback or resume may still be refused after it: ``returning()`` is entered once the bytes are
+        those of the last commit, and left, without an error, once all that is registered has its state again.
         """
         self._generations.guards.append(guard)
+        if returning is not None:
+            self._generations.returning.append(returning)
 
     def withhold_changes(self, reason: str) -> None:
         """For a guard at "close": have the changes since the last commit dropped, and the log say so and why."""

@@ -39,7 +39,7 @@ from tiered.zero.parameters.methods import running
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.placeholder import placeholder
 from tiered.zero.parameters.unit import Segment, Unit
-from tiered.zero.store_events import prepare_for
+from tiered.zero.store_events import prepare_for, returning
 from tiered.zero.weights import Weights
 
 __all__ = ["shard"]
@@ -130,8 +130,8 @@ def _adopt(store: Store, model: nn.Module, units: Sequence[Unit], committed: dic
 def _register(store: Store, model: nn.Module, engine: Engine, masters: Masters) -> None:
     """Have ``store`` report its calls to ``engine``, and commit the model's small state with the keys."""
     hook_state_dicts(model, engine)
-    store.add_guard(functools.partial(prepare_for, engine))
-    store.add_guard(masters.prepare_for)  # order: after what may refuse
+    store.add_guard(functools.partial(prepare_for, engine), returning=functools.partial(returning, engine))
+    store.add_guard(masters.prepare_for, returning=masters.returning)  # order: after what may refuse
     if isinstance(engine.tier, AcceleratorTier):
         store.working_set.recorder.attach(engine.tier.copies.clock, engine.tier.statistics)
     for prefix, name in _CLASSES.items():

@@ -69,7 +69,9 @@ _REFUSED: dict[Settled, dict[Event, str]] = {
         Event.BETWEEN_STEPS: _PENDING,
     },
     Settled.ABANDONED: dict.fromkeys(
-        Event, "the step was abandoned ({reason}); expected store.rollback(), store.resume() or store.close() next"
+        Event,
+        "the step was abandoned ({reason}); expected store.rollback(), store.resume() or, where nothing was ever"
+        " committed, store.close() next",
     ),
     Settled.MUST_RESUME: dict.fromkeys(
         Event,
@@ -212,9 +214,13 @@ class Phase:
         self.has_begun = self.has_updated = False
         self.done.clear()
 
-    def reset(self) -> None:
-        """Forget the step: the bytes in the store are the truth."""
+    def forget_step(self) -> None:
+        """Forget the step under way; one that was left half done, and a run to resume, stay so until ``restored``."""
         self.conclude()
-        self.abandoned = ""
-        self.must_resume = self.is_between = False
+        self.is_between = False
         self.num_accumulating = 0
+
+    def restored(self) -> None:
+        """Everything is as the last commit has it."""
+        self.abandoned = ""
+        self.must_resume = False

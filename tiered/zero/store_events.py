@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tiered.errors import StepAbandonedError, UsageError
 from tiered.zero.engine import Engine
 from tiered.zero.step import in_graph_task
 
-__all__ = ["prepare_for"]
+__all__ = ["prepare_for", "returning"]
 
 
 def prepare_for(engine: Engine, word: str) -> None:
     """Get ``engine`` ready for an event of the store: "commit", "rollback", "resume" or "close".
 
-    Pending updates are finished before a close and dropped before the others; a commit asks for them itself. A step
-    that was left half done is not committed by a close: it is rolled back. Raises UsageError at the wrong time, and
+    Pending updates are finished before a close and dropped for a return; a commit asks for them itself. A step
+    that was left half done is not committed by a close: it is rolled back. A step whose updates are dropped stays
+    abandoned where the event does not come, as the store may refuse it yet. Raises UsageError at the wrong time, and
     the error of an update that failed.
     """
     if word == "commit":
@@ -21,6 +25,10 @@ def prepare_for(engine: Engine, word: str) -> None:
         return
     if in_graph_task():
         raise UsageError(f"{word} inside a backward; expected between steps")
+    if word != "close":
+        engine.store.wait_for_commit()  # order: the first one may be running
+        if not engine.store.generation:
+            return  # there is nothing to return to, so nothing is given up
     is_half_done = engine.phase.is_half_done
     failure: Exception | None = None
     is_committing = word == "close" and engine.store.durable
@@ -29,9 +37,19 @@ def prepare_for(engine: Engine, word: str) -> None:
             engine.updates.finish_all()
         except Exception as error:  # whatever it is, the step is half done
             failure, is_half_done = error, True
+    if is_half_done or engine.updates.is_busy or engine.updates.failure is not None:
+        engine.phase.abandon(f"its updates were dropped for a {word} that did not come to its end")
     _forget_step(engine)
     if is_committing and is_half_done:
         _drop_half_done(engine, failure)
+
+
+@contextmanager
+def returning(engine: Engine) -> Iterator[None]:
+    """Hold ``engine`` back while the store loads the last commit, and let it go on where that has come to its end."""
+    engine.phase.abandon("the return to the last commit did not come to its end")
+    yield
+    engine.phase.restored()
 
 
 def _drop_half_done(engine: Engine, failure: Exception | None) -> None:
@@ -51,7 +69,7 @@ def _forget_step(engine: Engine) -> None:
     engine.calls.clear()
     engine.backward.reset()
     engine.activations.reset()
-    engine.phase.reset()
+    engine.phase.forget_step()
     engine.open_units.shielded.clear()
     for unit in engine.units:
         unit.num_ops = 0

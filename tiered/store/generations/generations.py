@@ -10,6 +10,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from tiered.bytes.interrupt import uninterrupted
@@ -45,6 +46,7 @@ class Generations:
         external: ExternalSources,
     ) -> None:
         self.guards: list[Callable[[str], None]] = []
+        self.returning: list[Callable[[], AbstractContextManager[None]]] = []  # around the load of a committed state
         self._producers = producers
         self._working_set = working_set
         self._records = working_set.records
@@ -147,7 +149,7 @@ class Generations:
             committer.roll_back()
             self._user_text = encode_user_state(user)
             self.registry.carry(committer.root.state)
-            self.registry.load(registered)
+            self._load(registered)
 
     @uninterrupted
     def resume(self) -> dict[str, Any]:
@@ -164,8 +166,14 @@ class Generations:
                 committer.roll_back()
                 self._user_text = encode_user_state(user)
                 self.registry.carry(committer.root.state)
-            self.registry.load(registered)
+            self._load(registered)
             return user
+
+    def _load(self, registered: Mapping[str, Any]) -> None:
+        with ExitStack() as stack:
+            for returning in self.returning:
+                stack.enter_context(returning())
+            self.registry.load(registered)
 
     @uninterrupted
     def drop_state(self, name: str) -> None:

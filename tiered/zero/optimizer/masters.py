@@ -106,8 +106,12 @@ class Masters:
             for unit in self._units:
                 if unit in self._constructed or (self._own and not self._own.isdisjoint(unit.segments)):
                     self._keep(unit)
-        elif word in {"rollback", "resume"} and self._store.generation:
-            self._own.clear()
+
+    @contextmanager
+    def returning(self) -> Iterator[None]:
+        """The masters are those of the last commit again, which has them all in their keys."""
+        self._own.clear()
+        yield
 
     def _keep(self, unit: Unit) -> None:
         """Make the key of ``unit`` hold all its masters, for a commit."""
