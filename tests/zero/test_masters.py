@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 import tiered
 from tests.zero.training import debug_store
+from tiered.errors import CapacityError, StepAbandonedError, StoreLostError, UsageError
+from tiered.store.residency.lease import Lease
 from tiered.units import MiB
 
 WIDTH = 200
@@ -110,6 +112,66 @@ def test_a_rollback_brings_the_masters_back(change: Callable[[nn.Module], dict[s
         change(model)
         store.rollback()
         assert_equal(masters(model), net().state_dict())
+
+
+@pytest.mark.parametrize("constructs", [False, True], ids=["sharded", "constructed"])
+def test_an_optimizer_that_cannot_be_kept_takes_no_masters(constructs: bool, tmp_path: Path) -> None:
+    with debug_store(tmp_path / "store") as store:
+        model = sharded(store, constructs=constructs)
+        with pytest.raises(TypeError, match="note"):
+            tiered.AdamW([{"params": list(model.parameters()), "note": object()}])
+        assert_equal(masters(model), net().state_dict())
+
+
+def fail_to_make(model: nn.Module, store: tiered.Store) -> None:
+    """Have an optimizer fail when some of its state is made and the masters that became it are deleted."""
+    states: list[str] = []
+
+    def leave_no_room(key: str, mode: str) -> Lease:
+        states.extend([key] if key.startswith("model/state/") else [])
+        if len(states) > 12:
+            raise CapacityError("no room")
+        return lease(key, mode)
+
+    lease = store.working_set.lease
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store.working_set, "lease", leave_no_room)
+        with pytest.raises(CapacityError, match="no room"):
+            tiered.AdamW(model.parameters())
+
+
+def test_an_optimizer_that_failed_halfway_can_be_made_after_a_rollback(tmp_path: Path) -> None:
+    with debug_store(tmp_path / "store") as store:
+        model = sharded(store, constructs=True)
+        store.commit()
+        fail_to_make(model, store)
+        with pytest.raises(StepAbandonedError, match=r"has used up fp32 masters.*rollback"):
+            tiered.AdamW(model.parameters())
+        with pytest.raises(StepAbandonedError, match="masters"):
+            store.commit()
+        store.rollback()
+        assert_equal(masters(model), net().state_dict())
+
+
+def test_an_optimizer_that_failed_halfway_is_not_made_again_without_masters(tmp_path: Path) -> None:
+    with debug_store(tmp_path / "store", durable=False) as store:
+        model = sharded(store, constructs=True)
+        fail_to_make(model, store)
+        with pytest.raises(StoreLostError, match="has used up fp32 masters"):
+            tiered.AdamW(model.parameters())
+
+
+def test_a_second_optimizer_is_refused_before_it_writes(tmp_path: Path) -> None:
+    parameter, other = nn.Parameter(torch.ones(3000)), nn.Parameter(torch.ones(5000))
+    with debug_store(tmp_path / "store") as store:
+        optimizer = tiered.AdamW([parameter], store=store)
+        parameter.grad = torch.ones(3000)
+        optimizer.step()
+        before = optimizer.state_dict()["state"][0]
+        with pytest.raises(UsageError, match="second"):
+            tiered.AdamW([other], store=store)
+        after = optimizer.state_dict()["state"][0]
+        assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 def test_strides_and_dtypes_of_a_constructor_are_kept(tmp_path: Path) -> None:

@@ -16,10 +16,13 @@ import torch
 from tiered.bytes.interrupt import uninterrupted
 from tiered.store.store import Store
 from tiered.units import round_up
+from tiered.zero.engine import Engine
 from tiered.zero.layout import CUT_NUMEL
 from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.step import Event
 
-__all__ = ["Constructed", "MasterOf", "Masters", "master_key", "masters_nbytes", "offsets_of", "write_masters"]
+__all__ = ["Constructed", "MasterOf", "Masters", "master_key", "masters_nbytes", "offsets_of", "taken_over",
+           "write_masters"]  # fmt: skip
 
 MasterOf = Callable[[Segment], torch.Tensor | None]
 """Returns the master of a segment, (numel,) fp32 in memory order, until the next call; None: it is the parameter."""
@@ -138,6 +141,28 @@ class Masters:
             del self._constructed[unit]
             working_set.delete([each.key for each in constructed.values()])
         self._own.difference_update(unit.segments)
+
+
+@contextmanager
+def taken_over(engines: Iterable[Engine], title: str) -> Iterator[list[Masters]]:
+    """Yield the masters of ``engines`` for the optimizer ``title`` to turn into its state and delete.
+
+    Where an error comes when some are deleted, an optimizer made anew would lack them: the models are abandoned then.
+    Raises StepAbandonedError, StoreLostError for a model that is.
+    """
+    for engine in engines:
+        if engine.phase.abandoned:
+            engine.phase.check(Event.STEP, title)
+    left = [
+        (engine, engine.masters, engine.masters.units()) for engine in engines if isinstance(engine.masters, Masters)
+    ]
+    try:
+        yield [masters for _, masters, _ in left]
+    except BaseException as error:
+        for engine, masters, units in left:
+            if masters.units() != units:
+                engine.phase.abandon(f"{title} was not made, and has used up fp32 masters: {error}")
+        raise
 
 
 class _Lent:

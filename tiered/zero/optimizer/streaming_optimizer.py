@@ -14,12 +14,12 @@ from torch.optim.optimizer import Optimizer
 
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import UsageError
+from tiered.store.format.state_text import encode
 from tiered.store.generations.registry import taking_apart
 from tiered.store.store import Store
 from tiered.zero.engine import Engine
 from tiered.zero.formats.layout import FORMATS, Layouts
 from tiered.zero.formats.rules import Rule
-from tiered.zero.gradients.updates import NO_UPDATES
 from tiered.zero.layout import bucket_numel_for, tile_numel_for, whole_pages
 from tiered.zero.model_state import check_added
 from tiered.zero.optimizer.committed_optimizer import (
@@ -33,7 +33,7 @@ from tiered.zero.optimizer.committed_optimizer import (
     withhold_steps,
 )
 from tiered.zero.optimizer.loaded_state import StateDictReader
-from tiered.zero.optimizer.masters import Masters
+from tiered.zero.optimizer.masters import taken_over
 from tiered.zero.optimizer.optimizer_state import OptimizerState, StateUnit
 from tiered.zero.optimizer.place_choice import choose_place
 from tiered.zero.optimizer.plain import PlainUnit
@@ -124,10 +124,8 @@ class StreamingOptimizer(Optimizer):
             raise UsageError(f"{self._title} on plain parameters; expected store= to keep the optimizer state in")
         if any(other is not stores[0] for other in stores):
             raise UsageError(f"{self._title} over several stores; expected one: make one optimizer per store")
-        if len(self._engines) > 1 or any(engine.updates is not NO_UPDATES for engine in self._engines):
-            raise UsageError(
-                f"a second {self._title} for one sharded model; expected one optimizer with several param groups"
-            )
+        if len(self._engines) > 1 or stores[0].registered("tiered.optimizer"):
+            raise UsageError(f"a second {self._title} in one store; expected one optimizer with several param groups")
         return stores[0]
 
     def _parameters(self) -> Iterator[torch.Tensor]:
@@ -165,21 +163,23 @@ class StreamingOptimizer(Optimizer):
         try:
             scratch, layouts = self._pipeline.scratch, Layouts(self.format, self.rule)
             self._state = OptimizerState(self._store, units, managed, layouts, bucket_numel=numel, scratch=scratch)
-            if committed is None:
-                self._state.create([e.masters for e in self._engines if isinstance(e.masters, Masters)])
-            else:
-                with taking_apart("tiered.optimizer", by=self._title):
-                    compare(committed, self._description())
-                    before = update_on_of(committed)
-                self._state.adopt()
-            for engine in self._engines:
-                with_group = self._pipeline, self.rule, self.param_groups[0]
-                self._updates_on = choose_place(engine, *with_group, self._state.buckets, before)
+            encode(self.committed_state(), name="tiered.optimizer.state_dict()")  # order: it may refuse
+            with taken_over(self._engines, self._title) as masters:
+                if committed is None:
+                    self._state.create(masters)
+                else:
+                    with taking_apart("tiered.optimizer", by=self._title):
+                        compare(committed, self._description())
+                        before = update_on_of(committed)
+                    self._state.adopt()
+                for engine in self._engines:
+                    with_group = self._pipeline, self.rule, self.param_groups[0]
+                    self._updates_on = choose_place(engine, *with_group, self._state.buckets, before)
         except BaseException:
             self._pipeline.close()
             raise
-        self._store.add_guard(self._guard)
         self._store.register("tiered.optimizer", RegisteredOptimizer(self))
+        self._store.add_guard(self._guard)
         self._is_attached = True
         for engine in self._engines:
             self._drive(engine)
