@@ -132,6 +132,19 @@ def test_sharding_twice_is_refused(store: tiered.Store) -> None:
         tiered.shard(GPT(), store)
 
 
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_model_that_was_constructed_in_another_store_is_refused(
+    param_dtype: torch.dtype | None, store: tiered.Store, tmp_path: Path
+) -> None:
+    with debug_store(tmp_path / "other") as other:
+        with tiered.construct(other):
+            model = GPT()
+        with pytest.raises(UsageError, match="the store that construct was given"):
+            tiered.shard(model, store, param_dtype=param_dtype)
+        tiered.shard(model, other, param_dtype=param_dtype)
+        assert other.commit() == 1
+
+
 def test_helpers_on_models_that_are_not_sharded(store: tiered.Store) -> None:
     with pytest.raises(UsageError, match="shard"):
         with tiered.unsharded(GPT()):

@@ -165,6 +165,12 @@ def _check(model: Any, store: Any, *, stage: int, param_dtype: Any) -> None:
         for p in model.parameters()
     ):
         raise UsageError("tiered.shard on a model that is sharded already; expected each model once")
+    strangers = [each for each in map(_constructed, model.parameters()) if each and each.owner.store is not store]
+    if strangers:
+        raise UsageError(
+            f"tiered.shard of {strangers[0].segment.name}, constructed in {strangers[0].owner.store!r}, into {store!r};"
+            " expected the store that construct was given"
+        )
     if store.registered("tiered.model") or (not store.durable and "model/parameters/root" in store):
         raise UsageError("tiered.shard of a second model into one store; expected one store per model")
 
@@ -216,8 +222,14 @@ def _refuse_shared_memory(segments: Sequence[Segment]) -> None:
 
 def _origin(parameter: nn.Parameter) -> nn.Parameter | None:
     """Return the parameter that ``nn.Parameter()`` was given for this one while the model was constructed."""
-    constructed: Any = parameter.segment.unit if isinstance(parameter, TieredParameter) else None
-    return constructed.origin() if isinstance(constructed, ConstructedParameter) and constructed.origin else None
+    constructed = _constructed(parameter)
+    return constructed.origin() if constructed and constructed.origin else None
+
+
+def _constructed(parameter: nn.Parameter) -> ConstructedParameter | None:
+    """Return the place of ``parameter`` where ``tiered.construct`` has made it; None where it has not."""
+    unit: Any = parameter.segment.unit if isinstance(parameter, TieredParameter) else None
+    return unit if isinstance(unit, ConstructedParameter) else None
 
 
 def _shared_memory(name: str, other: str) -> UsageError:
