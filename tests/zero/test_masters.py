@@ -1,5 +1,6 @@
 """The fp32 values of bf16 parameters between ``shard`` and the optimizer: right after any change, written once."""
 
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,7 +73,26 @@ def change_nothing(model: nn.Module) -> dict[str, Tensor]:
     return net().state_dict()
 
 
-CHANGES = [load_fp32, load_bf16, load_one, write_in_place, change_nothing]
+def load_otherwise(model: nn.Module) -> dict[str, Tensor]:
+    """Load by other writes than a copy, as modules with a load of their own may."""
+    values = net(seed=6).state_dict()
+
+    def load(module: nn.Linear, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+        with torch.no_grad():
+            module.weight.copy_(state[prefix + "weight"])
+            module.weight.add_(state[prefix + "weight"] / 300)
+            module.bias.fill_(0.3)
+
+    linear = model.get_submodule("1.0")
+    linear._load_from_state_dict = types.MethodType(load, linear)
+    model.load_state_dict(values)
+    weight = values["1.0.weight"]
+    values["1.0.weight"] = weight.bfloat16().add_(weight / 300).float()
+    values["1.0.bias"] = torch.full((WIDTH,), 0.3, dtype=torch.bfloat16).float()
+    return values
+
+
+CHANGES = [load_fp32, load_bf16, load_one, load_otherwise, write_in_place, change_nothing]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import tiered
 from tests.models import CASES
 from tests.reference import Recipe
-from tests.zero.training import SEED, Session, debug_store
+from tests.zero.training import SEED, Session, debug_store, start
 from tiered.errors import UsageError
 
 CASE = CASES["gpt"]
@@ -138,6 +138,21 @@ def test_touching_after_a_state_dict_that_failed_in_the_middle(call: str, step_s
     step_session.run_step(0)
     with pytest.raises(UsageError, match=NAME):
         WRITES["fill"](model.get_parameter(NAME))
+
+
+def test_committing_after_a_load_that_failed_in_the_middle(tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with debug_store(tmp_path) as store:
+        session = start(CASES["gpt"], Recipe(), store)
+        state = session.model.state_dict()
+        handle = session.model.blocks[1].register_load_state_dict_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            session.model.load_state_dict(state)
+        handle.remove()
+        session.optimizer.load_state_dict(session.optimizer.state_dict())
+        assert store.commit() == 1
 
 
 @pytest.mark.parametrize("touch", WRITES.values(), ids=WRITES)

@@ -30,7 +30,7 @@ from tiered.zero.gradients.reclaimer import Reclaimer
 from tiered.zero.gradients.relayout import Moves, UnitLayouts
 from tiered.zero.gradients.updates import NO_UPDATES, Updates
 from tiered.zero.layout import Shares
-from tiered.zero.parameters.access import Access
+from tiered.zero.parameters.access import Access, end_interrupted
 from tiered.zero.parameters.calls import Calls
 from tiered.zero.parameters.conductor import MasterKeeper
 from tiered.zero.parameters.functorch import check_no_transform, guard_functorch
@@ -124,8 +124,7 @@ class Engine:
         """Wait for the update of ``unit``, if one is pending; raise the error of an update that failed."""
         if self.updates.is_busy:
             self.updates.wait_for(unit)
-        if self.updates.failure is not None:
-            self.updates.raise_failure()
+        self.updates.raise_failure()
 
     def opened(self, unit: Unit) -> None:
         """A unit has leased its bytes: park the idle units, and ask for the keys that come next."""
@@ -167,10 +166,11 @@ class Engine:
         self.activations.decide()
 
     def settle_calls(self) -> None:
-        """An event between steps comes: end the calls and the backward that have ended without a report."""
+        """An event between steps comes: end the calls, the backward and the load that have ended without a report."""
         self.forward.leave_abandoned()
         self.forward.leave_methods()
         self.backward.settle()
+        end_interrupted(self)
 
     def check_between_steps(self, what: str) -> None:
         """Raise UsageError unless no forward, backward or step is under way; updates may be pending."""

@@ -19,7 +19,7 @@ from tiered.zero.parameters.parameter import is_write, name_of
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Event, in_graph_task
 
-__all__ = ["Access", "check_forward"]
+__all__ = ["Access", "check_forward", "end_interrupted"]
 
 _NOT_NOW = (
     "expected inside a forward or backward of the model, or between the two, as for a term of the loss: use "
@@ -54,8 +54,8 @@ class Access:
                 yield
         finally:
             unit.num_ops -= 1
-        if write and conductor.phase.num_loading:
-            conductor.written(segment, args[1] if len(args) > 1 else None)
+        if write and conductor.phase.num_loading:  # other writes than a copy leave the values alone to tell
+            conductor.written(segment, args[1] if func is torch.Tensor.copy_ and len(args) > 1 else None)
 
     def is_unsharded(self, segment: Segment) -> bool:
         """Return whether a ``tiered.unsharded`` block keeps the values of ``segment`` where they are."""
@@ -102,7 +102,7 @@ class Access:
             )
         in_task = in_graph_task()
         phase.check(_event(conductor.calls, in_task=in_task), what)
-        _end_interrupted(conductor)
+        end_interrupted(conductor)
         is_unsharded = self.is_unsharded(segment)
         if is_write:
             if is_unsharded or phase.num_loading:
@@ -145,13 +145,14 @@ def _event(calls: Calls, *, in_task: bool) -> Event:
     return Event.FORWARD if torch.is_grad_enabled() else Event.EVALUATION
 
 
-def _end_interrupted(conductor: Conductor) -> None:
+def end_interrupted(conductor: Conductor) -> None:
     """End a state_dict() or load_state_dict() that an exception left in the middle: torch calls no hook for it."""
     phase = conductor.phase
     if phase.export and not num_on_stack(nn.Module.state_dict.__code__):
         phase.export.end()
     if phase.num_loading and not num_on_stack(nn.Module.load_state_dict.__code__):
         phase.num_loading = 0
+        conductor.open_units.park_all()  # it had leased one for writing
 
 
 def _refuse_strangers(what: str) -> None:
