@@ -183,8 +183,9 @@ class UpdateThread:
 
     def raise_failure(self) -> None:
         """Raise the error of an update that has failed since the last call, if any; the step is abandoned."""
-        error, self.failure = self.failure, None
-        if error is not None:
+        error = self.failure
+        if error is not None:  # order: looked at first, or one that comes meanwhile would be lost
+            self.failure = None
             self._abandon(": ".join([self._what_failed, str(error), *getattr(error, "__notes__", ())]))
             raise error
 
