@@ -124,6 +124,21 @@ def test_space_can_be_reserved_before_it_is_needed(tmp_path: Path) -> None:
         assert store.statistics().file_bytes == before.file_bytes
 
 
+def test_space_that_became_free_is_reserved_before_files_grow(tmp_path: Path) -> None:
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        store["old"] = numbers(100 * MiB)
+        store.commit()
+        store.reserve_space(10 * MiB)
+        del store["old"]
+        store.commit()
+        before = store.statistics()
+        assert before.free_bytes >= 100 * MiB
+        store.reserve_space(90 * MiB)
+        assert store.statistics().file_bytes == before.file_bytes
+        store["new"] = numbers(100 * MiB)
+        assert store.statistics().file_bytes == before.file_bytes
+
+
 def test_records_and_statistics_say_what_there_is(store: Store) -> None:
     store["a"] = torch.ones(3000, 2)
     (record,) = store.records()

@@ -308,6 +308,7 @@ class Space:
         with self._condition:
             used, free = self._used_and_free(scratch)
             promised, base = self._promises.get(scratch, (0, used))
+            base = min(base, used)  # what was in use and is free again serves promises, too
             self._promises[scratch] = (promised + nbytes, base)
             short = promised + nbytes - (used - base) - free
         try:
