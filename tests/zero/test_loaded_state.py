@@ -169,6 +169,20 @@ def test_a_malformed_state_is_refused_and_nothing_is_changed(name: str, trained:
     trained.assert_unchanged()
 
 
+def test_a_state_that_is_refused_gives_a_frozen_parameter_none(tmp_path: Path) -> None:
+    with debug_store(tmp_path, durable=False) as store:
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
+        model[0].requires_grad_(False)
+        optimizer = tiered.AdamW(tiered.shard(model, store, param_dtype=torch.bfloat16).parameters())
+        state, keys = optimizer.state_dict(), set(store)
+        zeros = [torch.zeros(parameter.shape) for parameter in model.parameters()]
+        fresh = {i: {"step": 1, "exp_avg": each, "exp_avg_sq": each} for i, each in enumerate(zeros)}
+        fresh[3]["master"] = zeros[3] + 77
+        with pytest.raises(UsageError, match="nothing was changed"):
+            optimizer.load_state_dict({**state, "state": fresh})
+        assert optimizer.state_dict()["state"].keys() == {2, 3} and set(store) == keys
+
+
 JUNK = st.one_of(
     st.none(),
     st.booleans(),

@@ -339,11 +339,11 @@ class StreamingOptimizer(Optimizer):
         with INTERRUPTS, torch.no_grad():
             with without_dispatch():
                 loaded = self._reader().read(state_dict)
+            for segment, state in loaded.states.items():  # order: all that may refuse first
+                self._state.check_master(segment, state)
             for segment in [s for s, state in loaded.states.items() if state and s not in self._state.steps]:
                 self._add_state(segment.unit, [segment])
             states = {segment: state for segment, state in loaded.states.items() if segment in self._state.steps}
-            for segment, state in states.items():
-                self._state.check_master(segment, state)
             self.param_groups = loaded.groups
             for segment, state in states.items():
                 self._state.scatter(segment, state)
