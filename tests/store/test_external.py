@@ -259,6 +259,17 @@ def test_a_file_that_loses_its_last_bytes_while_it_is_open_is_damage_of_what_lie
         assert same(store["first"], numbers(50_000, 1))
 
 
+def test_a_tensor_of_too_many_dimensions_is_not_adopted(tmp_path: Path) -> None:
+    """A commit that has one would be lost, and all else in it."""
+    path = tmp_path / "base.safetensors"
+    save_file({"x": numbers(4096).reshape([1] * 255 + [4096])}, path)
+    with opened(tmp_path, path) as store:
+        store["own"] = numbers(5000)
+        with pytest.raises(UsageError, match="has 256 dimensions, of which a catalog row holds 255"):
+            store.adopt("x", path, "x")
+        assert store.commit() == 1 and list(store) == ["own"]
+
+
 def test_one_path_is_not_taken_for_a_sequence_of_letters(tmp_path: Path, base: Path) -> None:
     for one in (str(base), base):
         with pytest.raises(TypeError, match="expected a sequence of paths, got the one path"):

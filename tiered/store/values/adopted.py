@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
-from tiered.store.format.row import ExternalRange
+from tiered.store.format.row import MAX_NUM_DIMS, ExternalRange
 from tiered.store.format.spec import Spec
 from tiered.store.records.external_records import adopted
 from tiered.store.residency.working_set import WorkingSet
@@ -18,11 +18,17 @@ __all__ = ["adopt"]
 def adopt(working_set: WorkingSet, key: str, spec: Spec, ranges: Sequence[ExternalRange]) -> None:
     """Make ``key`` a tensor of ``spec`` whose bytes are those of ``ranges``, ascending, and zeros between; no I/O.
 
-    An existing one is replaced. A write to it later, by a put or a lease, gives it bytes of the store's own.
+    An existing one is replaced. A write to it later, by a put or a lease, gives it bytes of the store's own. Raises
+    UsageError for one without bytes there, or with more dimensions than a row holds.
     """
     working_set.check(writing=True)
     if not ranges or not spec.nbytes:
         raise UsageError(f"adoption of {key!r}: it has no bytes in an external file; put it instead")
+    if len(spec.shape) > MAX_NUM_DIMS:  # order: before a commit has it, which would be lost
+        raise UsageError(
+            f"adoption of {key!r}: it has {len(spec.shape)} dimensions, of which a catalog row holds {MAX_NUM_DIMS}; "
+            "put it instead, flattened"
+        )
     while True:
         working_set.deferred_seal.settle()
         with working_set.condition:
