@@ -216,6 +216,28 @@ def test_a_file_that_changes_before_a_lease_reads_it_is_in_no_commit(tmp_path: P
         assert store.commit() == 1
 
 
+@pytest.mark.parametrize("write", ["lease", "part", "small part", "put"])
+def test_a_file_that_changes_before_a_write_copies_it_is_in_no_commit(tmp_path: Path, base: Path, write: str) -> None:
+    """The key has left the file by the commit, with bytes of it; a put has taken none."""
+    name = "small" if write == "small part" else "odd"
+    with opened(tmp_path, base) as store:
+        store.adopt("a", base, name)
+        overwritten(base, store.external.find(base, name).offset + 100)
+        if write == "lease":
+            with store.lease("a", "rw") as view:
+                view[0] = 1
+        elif write == "put":
+            store["a"] = tensors()[name]
+        else:
+            store.write_part("a", 0, numbers(1))
+        if write != "put":
+            with pytest.raises(UsageError, match="was changed while the store was open"):
+                store.commit()
+            store.rollback()
+            store["own"] = numbers(5000)
+        assert store.commit() == 1 and list(store) == (["a"] if write == "put" else ["own"])
+
+
 @pytest.mark.parametrize("by_lease", [True, False])
 def test_a_file_that_changes_while_a_commit_reads_it_is_in_no_commit(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, by_lease: bool

@@ -32,31 +32,32 @@ _log = logging.getLogger("tiered")
 
 
 def are_known(working_set: WorkingSet, known: Mapping[Entry, Row]) -> bool:
-    """Whether ``known`` has all changed rows in external files as they are now; under the lock."""
+    """Whether ``known`` has all changed rows in external files, also those copied since, as now; under the lock."""
     changed = _changed(working_set)
     return all(known.get(entry) is row for entry, row in changed.items())
 
 
 def _changed(working_set: WorkingSet) -> dict[Entry, Row]:
     rows = ((entry, entry.row) for entry in working_set.records.changed)
-    return {entry: row for entry, row in rows if row is not None and row.ranges}
+    return working_set.records.copied | {entry: row for entry, row in rows if row is not None and row.ranges}
 
 
 def find_digests(working_set: WorkingSet, external: ExternalSources) -> dict[Entry, Row]:
     """Read what changed since the last commit and lacks digests; blocks. CorruptionError, DeviceError, CapacityError.
 
-    Returns the changed rows in external files, with the digests of the files as they were opened. Raises UsageError
-    where a file was changed since then: what was read of it, here or by a lease, may be another's bytes.
+    Returns the changed rows in external files, with the digests of the files as they were opened, and those of keys
+    that have bytes of their own by now. Raises UsageError where a file was changed since then: what was read of it,
+    here, by a lease or by the write of a part, may be another's bytes.
     """
     if external.device is None:
         return {}
     while True:
         with working_set.condition:
             found = _changed(working_set)
+            missing = {entry: row for entry, row in found.items() if not row.digests and entry.row is row}
         what = external.changed() if found else None  # order: after the last read of what is returned
         if what is not None:
             raise UsageError(f"an external file was changed while the store was open: {what}; open the store again")
-        missing = {entry: row for entry, row in found.items() if not row.digests}
         if not missing:
             return found
         progress = _Progress(sum(row.nbytes for row in missing.values()))

@@ -51,6 +51,7 @@ class Records:
         self.sealed: Sealed | None = None  # the running commit
         self.changed: dict[Entry, None] = {}  # since the last seal; an ordered set
         self.removed: dict[Entry, None] = {}  # deleted since the last seal, and not new since then
+        self.copied: dict[Entry, Row] = {}  # adopted since then, and bytes of their own by now: the row before
         self._hidden: set[Entry] = set()  # undefined ones, and scratch keys of a durable store
         self._space = space
 
@@ -114,6 +115,7 @@ class Records:
         del self.entries[entry.name]
         self._hidden.discard(entry)
         self.changed.pop(entry, None)
+        self.copied.pop(entry, None)
         self._free_landing(entry)
         self.paging.free(entry)
         if entry.committed is not None or (self.sealed is not None and entry in self.sealed.rows):
@@ -136,6 +138,8 @@ class Records:
             alias.before = Stored(entry.row, entry.digests, entry in self.changed)
         if entry.parts is not None:
             self.paging.free(entry)
+        if entry.row is not None and entry.row.ranges and entry in self.changed:
+            self.copied[entry] = entry.row
         entry.row = None
         entry.digests = None
         if not entry.scratch:
@@ -292,6 +296,7 @@ class Records:
         sealed.removed = list(self.removed)
         self.changed.clear()
         self.removed.clear()
+        self.copied.clear()
         self.generation = sealed.generation
         self.sealed = sealed
         return sealed
@@ -359,6 +364,7 @@ class Records:
             self._restore(entry)
         self.changed.clear()
         self.removed.clear()
+        self.copied.clear()
         return dropped
 
     def _restore(self, entry: Entry) -> None:

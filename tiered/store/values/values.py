@@ -163,6 +163,7 @@ class Values:
             else:
                 working_set.residents.drop(entry)
             self._records.touch(entry)
+            self._records.copied.pop(entry, None)  # none of its bytes stays
             if isinstance(content, bytes):
                 entry.row = self._records.inline_row(entry, content)
                 entry.state = EntryState.STORED
