@@ -41,6 +41,24 @@ def test_rollback_restores_changed_deleted_and_replaced_keys_without_writing(sto
     assert_holds(store, values)
 
 
+def test_rollback_counts_the_held_keys_that_are_there_then(store: Store) -> None:
+    """Bytes set aside would be too few, or none left for others, after a key that is gone or back."""
+    working_set = store.working_set
+    store["a"] = numbers(2 * PAGE)
+    store.commit()
+    working_set.hold(["a"])
+    del store["a"]
+    store["new"] = numbers(8 * PAGE)
+    working_set.hold(["new"])
+    store.rollback()
+    share = working_set.residents.share
+    assert share.held_bytes == 2 * PAGE
+    working_set.set_aside(10 * PAGE, lambda: False)
+    left = working_set.budget_bytes - 12 * PAGE
+    assert share.admits(left) and not share.admits(left + PAGE)
+    working_set.unreserve(working_set.reserve(left))
+
+
 def test_rollback_of_a_store_without_commits_empties_it(store: Store) -> None:
     filled(store)
     store.rollback()

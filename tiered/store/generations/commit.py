@@ -161,6 +161,7 @@ class Committer:
             self._working_set.room.write_back.error = None  # of bytes that are given up now
             for entry in self._records.roll_back():
                 self._working_set.residents.drop(entry)
+            self._working_set.keys.count_held()
 
     def _refuse_writers(self, operation: str, *, lingering: bool, but: Collection[str] = ()) -> None:
         writers = (entry.name for entry in self._records.unsealed() if _has_writer(entry, lingering=lingering))

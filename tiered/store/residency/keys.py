@@ -89,6 +89,11 @@ class Keys:
         self._hold(entry, held)
         self._residents.offer(entry)
 
+    def count_held(self) -> None:
+        """Count the bytes of held keys anew: a rollback has taken some entries away, and brought others back."""
+        held = (entry for entry in self._records.entries.used() if entry.held)
+        self._residents.share.held_bytes = sum(self._space.round_up(entry.nbytes) for entry in held)
+
     def _remove(self, entry: Entry) -> None:
         self._records.remove(entry)
         self._residents.drop(entry)
