@@ -6,14 +6,17 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.store.rig import WAIT_S, GatedStore, await_true, numbers, read_key, stored, write_key
+from tests.devices.simulated_disk import SimulatedDisk
+from tests.store.rig import WAIT_S, GatedStore, await_true, numbers, read_key, simulated_store, stored, write_key
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Operation
 from tiered.errors import ClosedError, LeaseError
+from tiered.store.records.entry import Granted
 from tiered.store.store import Store
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import KiB, MiB
@@ -171,7 +174,7 @@ def test_a_get_in_another_thread_keeps_nobody_from_writing(store: Store) -> None
 def test_a_writer_copies_what_a_brief_lease_reads(gated: GatedStore) -> None:
     working_set = gated.store.working_set
     write_key(working_set, "a", PAGE, 1)
-    reading, _, _ = working_set.obtain("a", "r", Deadline("a get", WAIT_S), is_brief=True)
+    reading, _, _ = working_set.obtain("a", "r", Deadline("a get", WAIT_S), swaps_in=lambda _: True)
     write_key_again = working_set.lease("a", "rw")
     write_key_again.tensor.add_(1)
     assert write_key_again.release()
@@ -180,6 +183,33 @@ def test_a_writer_copies_what_a_brief_lease_reads(gated: GatedStore) -> None:
     assert working_set.released(reading)
     assert read_key(working_set, "a") == 2
     assert working_set.statistics().orphan_bytes == 0
+
+
+READS: dict[str, Callable[[Store], torch.Tensor]] = {
+    "get": lambda store: store["a"],
+    "get_many": lambda store: store.get_many(["a"])["a"],
+    "read_part": lambda store: store.read_part("a", 0, 1000),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_read_finds_a_key_that_has_become_too_large_for_the_budget(
+    monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    """It had seen the small one in DRAM, and was about to copy that."""
+    disk, large = SimulatedDisk(capacity_nbytes=16 * MiB, can_lose_power=False), numbers(10 * MiB, 1)
+    with simulated_store(disk, budget_nbytes=9 * MiB) as store:
+        store["a"] = numbers(12 * KiB)
+        obtain = store.working_set.obtain
+
+        def late(*arguments: Any, **options: Any) -> Granted:
+            if store._records.entries["a"].nbytes == 12 * KiB:
+                store["a"] = large  # as another thread may, here
+            return obtain(*arguments, **options)
+
+        monkeypatch.setattr(store.working_set, "obtain", late)
+        found = READS[read](store)
+        assert torch.equal(found, large[:1000] if read == "read_part" else large)
 
 
 def test_what_comes_too_late_for_the_last_commit_is_refused(gated: GatedStore) -> None:

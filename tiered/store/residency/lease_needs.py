@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 from tiered.errors import LeaseError, UsageError
 from tiered.store.format.spec import UnknownSpec
 from tiered.store.records.entry import Entry, EntryState
 
-__all__ = ["LeaseNeeds"]
+__all__ = ["LeaseNeeds", "ReadPastError", "SwapsIn"]
+
+SwapsIn = Callable[[Entry], bool]
+"""Whether a caller has bytes that are not in DRAM swapped in; under the lock."""
+
+
+class ReadPastError(Exception):
+    """A brief lease was not granted: its bytes have left DRAM, and the caller reads such past it."""
 
 
 class LeaseNeeds(enum.Enum):

@@ -25,7 +25,7 @@ from tiered.store.records.records import Records
 from tiered.store.residency.eviction_policy import EvictionPolicy
 from tiered.store.residency.keys import Keys
 from tiered.store.residency.lease import Lease, tensor_over
-from tiered.store.residency.lease_needs import LeaseNeeds
+from tiered.store.residency.lease_needs import LeaseNeeds, ReadPastError, SwapsIn
 from tiered.store.residency.modes import refuse_modes
 from tiered.store.residency.residents import Residents
 from tiered.store.residency.room import Room
@@ -79,7 +79,7 @@ class WorkingSet:
         self._num_leases = 0
         residents.watch(records.entries)
 
-    # Below: leases
+    # Below: leases, hints, memory
 
     @uninterrupted
     def create(
@@ -181,10 +181,11 @@ class WorkingSet:
                 self.keys.remove(lease.key)
         return alias.has_ended
 
-    def obtain(self, key: str, mode: str, deadline: Deadline, *, is_brief: bool = False) -> Granted:
+    def obtain(self, key: str, mode: str, deadline: Deadline, *, swaps_in: SwapsIn | None = None) -> Granted:
         """Return the granted lease, with no tensor yet, its looks, and the claimed residence it must copy, if any.
 
-        A lease for reading that ``is_brief`` is in no writer's way: it copies the bytes, as under one that lingers.
+        A lease for reading with ``swaps_in`` is brief: no writer waits for it, as for one that lingers. Where the bytes
+        are not in DRAM, and ``swaps_in(entry)`` is false, it raises ReadPastError.
         """
         reading: Transfer | None = None  # the swap in that this call has started
         claim: Residence | None = None  # the residence it reads into: not to be evicted before it is leased here
@@ -204,13 +205,15 @@ class WorkingSet:
                         self.residents.unclaim(claim)
                         claim = None
                     if needs is LeaseNeeds.NOTHING:
-                        return self._grant(entry, mode, None, is_brief)
+                        return self._grant(entry, mode, None, swaps_in is not None)
                     if needs is LeaseNeeds.SWAP_IN and reading is not None and reading.error is not None:
                         raise reading.error
+                    if needs is LeaseNeeds.SWAP_IN and swaps_in is not None and not swaps_in(entry):
+                        raise ReadPastError
                     nbytes = self.space.round_up(entry.nbytes)
                     buffer = None if urgent is not None else self.residents.take_nowait(nbytes, is_held=entry.held)
                     if buffer is not None and needs is LeaseNeeds.BUFFER:
-                        return self._grant(entry, mode, buffer, is_brief)
+                        return self._grant(entry, mode, buffer)
                     if buffer is not None:
                         claim = self.residents.claim(self.residents.admit(entry, buffer))
                         reading = self.swap_in.begin(entry, claim)
@@ -238,7 +241,7 @@ class WorkingSet:
                 return entry, needs, urgent
             self.keys.wait_for(entry, deadline)
 
-    def _grant(self, entry: Entry, mode: str, buffer: Buffer | None, is_brief: bool) -> Granted:
+    def _grant(self, entry: Entry, mode: str, buffer: Buffer | None, is_brief: bool = False) -> Granted:
         old: Residence | None = None
         if buffer is not None:
             old = entry.residence
@@ -258,13 +261,10 @@ class WorkingSet:
         """Start to swap in ``keys``, in order, up to the first that does not fit. A hint: never blocks on I/O.
 
         ``beside`` says how many bytes of the budget must stay free beside a key, for leases that come before its use.
-        Returns how many bytes of them are resident or on their way. Unknown keys are passed over. Never raises for
-        capacity or an I/O error: the lease that needs the bytes tries again and reports.
+        Returns how many bytes of them are resident or coming. Unknown keys and failures are passed over.
         """
         self.check(writing=False)
         return self.swap_in.prefetch(list(keys), beside or {})  # not under the lock: an iterator may ask the store
-
-    # Below: hints, memory
 
     @uninterrupted
     def swap_out(self, keys: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ blocks anew: it leaves these files.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from tiered.store.format.row import Row
 from tiered.store.format.spec import INLINE_NBYTES, Spec
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.pages import PageChange
+from tiered.store.residency.lease_needs import ReadPastError
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer, start_all
@@ -154,9 +156,10 @@ class PartWrite:
     def _swap_in(self) -> None:
         """Bring the tensor into DRAM, where its bytes can be had under the lock."""
         working_set = self._working_set
-        alias, _, _ = working_set.obtain(self._key, "r", self._deadline, is_brief=True)
-        working_set.residents.report_end(alias)
-        working_set.released(alias)
+        with contextlib.suppress(ReadPastError):  # the key has become a large one
+            alias, _, _ = working_set.obtain(self._key, "r", self._deadline, swaps_in=lambda entry: entry.is_inline)
+            working_set.residents.report_end(alias)
+            working_set.released(alias)
 
     def _find(self) -> Entry:
         """Return the entry, settled, with the elements to be written; may wait."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from tiered.bytes.arena import Buffer
@@ -10,6 +12,7 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row
 from tiered.store.records.entry import EntryState
+from tiered.store.residency.lease_needs import ReadPastError
 from tiered.store.residency.modes import refuse_modes
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
@@ -42,6 +45,11 @@ class PartValues:
         Raises KeyError, ValueError for elements that it does not have, CorruptionError, DeviceError.
         """
         refuse_modes("read_part", key)
+        while True:
+            with contextlib.suppress(ReadPastError):  # the bytes have left DRAM: look again
+                return self._read(key, start, stop)
+
+    def _read(self, key: str, start: int, stop: int) -> torch.Tensor:
         working_set = self._working_set
         working_set.check(writing=False)
         with self._condition:
@@ -69,7 +77,7 @@ class PartValues:
         working_set = self._working_set
         deadline = Deadline(f"lease of {key!r} for 'r'", working_set.deadline_s)
         # Order: the looks are those of these bytes; since the caller looked, the key may have become another.
-        alias, spec, _ = working_set.obtain(key, "r", deadline, is_brief=True)
+        alias, spec, _ = working_set.obtain(key, "r", deadline, swaps_in=lambda _: False)
         try:
             check_elements(key, spec, start, stop)
             result = torch.empty(stop - start, dtype=spec.dtype, device="cpu")

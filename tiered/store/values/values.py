@@ -18,6 +18,7 @@ from tiered.store.format.checksum import BLOCK_NBYTES, MIN_BLOCK_SHIFT, block_di
 from tiered.store.format.row import Row
 from tiered.store.format.spec import INLINE_NBYTES, Spec
 from tiered.store.records.entry import Entry, EntryState
+from tiered.store.residency.lease_needs import ReadPastError
 from tiered.store.residency.modes import refuse_modes
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.transfers.transfer import SLAB_NBYTES
@@ -189,6 +190,11 @@ class Values:
         if out is not None and device is not None and torch.device(device) != out.device:
             raise ValueError(f"get({key!r}): out is on {out.device}, device={device!r}; give one of them")
         target = torch.device("cpu" if device is None else device) if out is None else out.device
+        while True:
+            with contextlib.suppress(ReadPastError):  # the key has become another, or has left DRAM: look again
+                return self._get(key, out, target)
+
+    def _get(self, key: str, out: torch.Tensor | None, target: torch.device) -> torch.Tensor:
         row = self._stored_row(key)
         if row is not None and row.inline is not None:
             result = result_for(Spec.of(row), key, out, target)
@@ -202,7 +208,7 @@ class Values:
                     direct.wait()
             return result
         deadline = Deadline(f"lease of {key!r} for 'r'", self._working_set.deadline_s)
-        alias, spec, _ = self._working_set.obtain(key, "r", deadline, is_brief=True)
+        alias, spec, _ = self._working_set.obtain(key, "r", deadline, swaps_in=self._swaps_in)
         try:
             result = result_for(spec, key, out, target)
             copy_contiguous(alias.residence.buffer, result, to_buffer=False)
@@ -292,6 +298,10 @@ class Values:
                 return None
             self._working_set.space.begin_stream(row)
             return row
+
+    def _swaps_in(self, entry: Entry) -> bool:
+        """Whether a get brings the bytes of ``entry``, which only the device has, into DRAM."""
+        return entry.row is not None and entry.row.inline is None and not self._goes_past(entry.row)
 
     def _goes_past(self, row: Row) -> bool:
         """Whether a get reads the row past the working set: it is large, or others would have to leave it."""
