@@ -140,7 +140,8 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         """Put each of ``values``, a mapping or pairs, in order: where one fails, all before it are put, none after.
 
         Tensors of 8 MiB and more are written once they are copied; single puts leave as much as an eighth of the
-        budget to be written when it is needed, or by the commit.
+        budget to be written when it is needed, or by the commit. Pairs are taken ahead of their puts: none may be
+        computed from what an earlier pair of the same call puts.
         """
         pairs = values.items() if isinstance(values, Mapping) else values
         self._values.put_many((self._producers.settled(key), value) for key, value in pairs)
