@@ -122,9 +122,8 @@ class Engine:
 
     def finish_update(self, unit: Unit) -> None:
         """Wait for the update of ``unit``, if one is pending; raise the error of an update that failed."""
-        if self.updates.is_busy:
+        if self.updates.is_busy or self.updates.failure is not None:
             self.updates.wait_for(unit)
-        self.updates.raise_failure()
 
     def opened(self, unit: Unit) -> None:
         """A unit has leased its bytes: park the idle units, and ask for the keys that come next."""

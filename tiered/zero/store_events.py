@@ -37,7 +37,8 @@ def prepare_for(engine: Engine, word: str) -> None:
             engine.updates.finish_all()
         except Exception as error:  # whatever it is, the step is half done
             failure, is_half_done = error, True
-    if is_half_done or engine.updates.is_busy or engine.updates.failure is not None:
+    is_half_done = is_half_done or engine.updates.is_busy or engine.updates.failure is not None
+    if is_half_done and word != "close":  # which nothing refuses any more
         engine.phase.abandon(f"its updates were dropped for a {word} that did not come to its end")
     _forget_step(engine)
     if is_committing and is_half_done:

@@ -22,7 +22,7 @@ class Updates(Protocol):
         """Return whether an update of ``unit`` is pending. Any thread, without the lock."""
 
     def wait_for(self, unit: Unit) -> None:
-        """Wait for the update of ``unit``, if one is pending; it goes first. Ends at once after a failure."""
+        """Wait for the update of ``unit``, if one is pending; it goes first. Raises the error of one that failed."""
 
     def wait_for_all(self) -> None:
         """Wait until nothing is pending. Ends early after a failure."""

@@ -140,13 +140,13 @@ class UpdateThread:
         self._thread = self._last_thread = thread  # order: an interrupt before leaves a thread that ends by itself
 
     def wait_for(self, unit: Unit) -> None:
-        """Wait for the update of ``unit``, if one is pending; it goes first. Ends at once after a failure."""
-        if not self.is_busy:
-            return
-        with self._condition:
-            if unit in self._queue:
-                self._queue.move_to_end(unit, last=False)
-        self._wait(lambda: not self.is_pending(unit), unit.name)
+        """Wait for the update of ``unit``, if one is pending; it goes first. Raises the error of one that failed."""
+        if self.is_busy:
+            with self._condition:
+                if unit in self._queue:
+                    self._queue.move_to_end(unit, last=False)
+            self._wait(lambda: not self.is_pending(unit), unit.name)
+        self.raise_failure()
 
     def wait_for_all(self) -> None:
         """Wait until nothing is pending and the thread has ended. Ends early after a failure."""
