@@ -20,7 +20,7 @@ from typer.exceptions import TyperException
 from tiered import __version__
 from tiered.console.interruption import INTERRUPTED
 from tiered.console.lasting_streams import lasting_streams
-from tiered.errors import TieredError
+from tiered.errors import TieredError, UsageError
 from tiered.units import parse_bytes, parse_count
 
 __all__ = ["app", "main"]
@@ -162,13 +162,21 @@ MeasuredDevice = Annotated[
     ),
 ]
 Sustained = Annotated[float, typer.Option(metavar="SECONDS", help="Also write, then read, so long without a pause.")]
+DeepSpeedFile = Annotated[
+    Path | None,
+    typer.Option(
+        parser=_path,
+        metavar="FILE",
+        help="A DeepSpeed configuration: print the equivalent calls, and each key that is dropped or refused.",
+    ),
+]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the figures; needs the extra `plot`.")]
 
 
 def _command(job: Callable[_P, int]) -> Callable[_P, Callable[[], int]]:
     """Register ``job`` as a command, which returns the call to make."""
 
-    @app.command()
+    @app.command(job.__name__.rstrip("_"))  # `import` is no name for a function
     @functools.wraps(job)
     def read(*options: _P.args, **named: _P.kwargs) -> Callable[[], int]:
         return functools.partial(job, *options, **named)
@@ -307,6 +315,20 @@ def bench(
             plot_file=plot,
         )
     )
+
+
+@_command
+def import_(deepspeed: DeepSpeedFile = None) -> int:
+    """Bring what another library has: its configuration, as a program for tiered."""
+    if deepspeed is None:
+        raise UsageError("say what to import: --deepspeed ds_config.json")
+    return _import_deepspeed(deepspeed)
+
+
+def _import_deepspeed(file: Path) -> int:
+    from tiered.interop.deepspeed_program import import_deepspeed
+
+    return import_deepspeed(file)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
