@@ -129,6 +129,10 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing before the end
 Yes = Annotated[bool, typer.Option("--yes", help="Answer every question with yes.")]
 OnlyPlan = Annotated[bool, typer.Option("--dry-run", help="Say what the run would be, take and write, and stop.")]
 Run = Annotated[list[Path], typer.Argument(parser=_path, metavar="RUN", help="The run's directory, or all of them.")]
+Parameters = Annotated[
+    bool,
+    typer.Option("--parameters", help="List each parameter: dtype, shape, state, steps, and where it lies."),
+]
 External = Annotated[
     list[Path] | None,
     typer.Option(
@@ -248,13 +252,11 @@ def train(
 
 
 @_command
-def inspect(run: Run) -> int:
-    """Show a run's keys, their dtypes and bytes, its generation and committed state; also while it is in use."""
-    from tiered.train.existing_run import describe
+def inspect(run: Run, parameters: Parameters = False, json: Json = None) -> int:
+    """Show what a run's last commit holds: keys, parameters, generation and state; also while it is in use."""
+    from tiered.train.inspection import inspect_run
 
-    for line in describe(run):
-        print(line)
-    return 0
+    return inspect_run(run, parameters=parameters, json_file=json)
 
 
 @_command

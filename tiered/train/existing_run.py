@@ -1,12 +1,11 @@
-"""ExistingRun: the run that directories hold already; how to describe, check and remove it.
+"""ExistingRun: the run that directories hold already; how to load, check and remove it.
 
 Only ``remove_store`` changes anything, and only files that a store owns.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,21 @@ from tiered.store.catalog.catalog import GenerationName
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.root import Root
 from tiered.store.format.row import Row
-from tiered.store.format.state_text import encode
 from tiered.store.generations.registry import committed_state
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, owned_files
-from tiered.store.lifetime.ledger import LEDGER_NAME, read_ledger
+from tiered.store.lifetime.ledger import LEDGER_NAME
 from tiered.units import MiB, format_bytes
 
-__all__ = ["ExistingRun", "check", "describe", "find_run", "holds_any_file", "holds_store", "remove_store"]
+__all__ = [
+    "ExistingRun",
+    "check",
+    "find_run",
+    "holds_any_file",
+    "holds_store",
+    "load_newest",
+    "printable",
+    "remove_store",
+]
 
 _OF_A_MODEL = "model/"  # keys that a training run cannot go on without
 _LONGEST_NAME = 120  # characters of a key that a line has
@@ -59,49 +66,10 @@ def find_run(directories: Sequence[Path]) -> ExistingRun | None:
         return None
     locked = Directories.open(directories, "r")
     try:
-        root, _, _ = _load(directories)
+        root, _, _ = load_newest(directories)
     finally:
         locked.close()
     return ExistingRun(committed_state(root.state)[0], root.generation) if root.generation else None
-
-
-def describe(directories: Sequence[Path]) -> Iterator[str]:
-    """Yield lines about the last commit of the store in ``directories``; safe beside a live writer.
-
-    Reads the catalog in one short transaction, and no tensor's bytes. Raises UsageError where there is no store.
-    """
-    root, rows, kept = _load(directories)
-    before = f"; generation {kept[1].number} is kept until the next commit" if kept[1:] else ""
-    state, registered = committed_state(root.state)
-    rows.sort(key=lambda row: row.name)
-    names = [_printable(row.name) for row in rows]
-    width = max(map(len, names), default=0)
-    for name, row in zip(names, rows, strict=True):
-        shape = "x".join(map(str, row.shape)) or "scalar"
-        line = f"{name:{width}}  {row.dtype:14} {shape:>16} {row.nbytes:>14,} B  generation {row.generation}"
-        yield line + _whereabouts(row, root)
-    for directory in directories:
-        yield f"{directory}: {_written(directory, root.store_uuid)}"
-    yield f"{len(rows)} keys, {format_bytes(sum(row.nbytes for row in rows))}, in {root.num_directories} directories"
-    yield f"generation {root.generation}{before}"
-    yield f"registered {', '.join(map(_printable, registered)) or 'nothing'}"
-    yield f"state {_shown(state)}"
-
-
-def _written(directory: Path, store_uuid: bytes) -> str:
-    """Return the bytes written to ``directory`` over the store's life, as its ledger has them."""
-    try:
-        slots = read_ledger(directory / LEDGER_NAME)
-    except FileNotFoundError:
-        return "has no ledger of the bytes written yet; the next that opens it to write begins one"
-    except OSError as error:
-        return f"its {LEDGER_NAME} cannot be read ({error.strerror})"
-    own = [slot for slot in slots if slot is not None and slot.store_uuid == store_uuid]
-    if not own:
-        return f"its {LEDGER_NAME} of the bytes written is damaged"
-    newest = max(own, key=lambda slot: slot.sequence)
-    catalog = f" and {format_bytes(newest.catalog_bytes)} of catalog" if newest.catalog_bytes else ""
-    return f"{format_bytes(newest.data_bytes)} of data{catalog} written since {newest.since}"
 
 
 def check(
@@ -155,17 +123,10 @@ def _confirm_end(keys: Sequence[str], *, yes: bool) -> None:
         )
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     """Return a key as a terminal may have it: it may be anybody's, and hold any character."""
     shown = name if name.isprintable() and name else ascii(name)
     return shown if len(shown) <= _LONGEST_NAME else f"{shown[: _LONGEST_NAME - 3]}..."
-
-
-def _shown(state: dict[str, Any]) -> str:
-    try:
-        return json.dumps(state, default=repr)
-    except (TypeError, ValueError):  # keys and numbers that JSON has not: anybody's program may commit them
-        return encode(state)
 
 
 def _listed(keys: Sequence[str]) -> str:
@@ -190,14 +151,11 @@ def remove_store(directories: Sequence[Path]) -> None:
         locked.close()
 
 
-def _whereabouts(row: Row, root: Root) -> str:
-    """Return in which of the user's own files a record lies, in words; "" for one in the store's."""
-    names = dict.fromkeys(_printable(root.external[each.file].name) for each in row.ranges)
-    return f", in {', '.join(names)}" if names else ""
+def load_newest(directories: Sequence[Path]) -> tuple[Root, list[Row], tuple[GenerationName, ...]]:
+    """Return the newest generation of the store in ``directories``, and the names of those that are kept.
 
-
-def _load(directories: Sequence[Path]) -> tuple[Root, list[Row], tuple[GenerationName, ...]]:
-    """Return the newest generation and the names of those that are kept."""
+    Raises UsageError for anything but exactly one store.
+    """
     homes = [path / CATALOG_NAME for path in directories if (path / CATALOG_NAME).exists()]
     if len(homes) != 1:
         where = ", ".join(map(str, directories))

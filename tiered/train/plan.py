@@ -69,7 +69,8 @@ class Plan:
     def state_bytes_per_param(self) -> float:
         """Persistent bytes, written once per step: the parameter, the rest of its master, two moments."""
         dtype, numel = _DTYPES[self.config.dtype], 1 << 20
-        return dtype.itemsize + Layouts(self.config.state, AdamWRule()).of(dtype).nbytes(numel) / numel
+        layouts = Layouts(self.config.state, AdamWRule(), sizes_only=True)
+        return dtype.itemsize + layouts.of(dtype).nbytes(numel) / numel
 
     @property
     def num_steps(self) -> int:

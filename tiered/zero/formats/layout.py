@@ -22,6 +22,7 @@ from tiered.zero.formats.compact_codes import PositiveMoment8, Remainder8, Signe
 from tiered.zero.formats.kernel_trial import tried_compact_kernels
 from tiered.zero.formats.rules import Hyperparameters, Moment, Rule
 from tiered.zero.formats.tile_scratch import Rows, TileScratch
+from tiered.zero.kernels.compact_kernels import CompactKernels
 
 __all__ = ["FORMATS", "Layout", "Layouts", "Tile"]
 
@@ -31,12 +32,16 @@ _FIELD_ALIGNMENT = 64  # bytes
 
 
 class Layouts:
-    """The layouts of all parameters of one optimizer: ``word`` is the format's, one of FORMATS."""
+    """The layouts of all parameters of one optimizer: ``word`` is the format's, one of FORMATS.
 
-    def __init__(self, word: str, rule: Rule) -> None:
+    ``sizes_only``: only sizes and places will be asked for, which compiles no kernels.
+    """
+
+    def __init__(self, word: str, rule: Rule, *, sizes_only: bool = False) -> None:
         assert word in FORMATS
         self.word = word
         self.rule = rule
+        self._sizes_only = sizes_only
         self._layouts: dict[torch.dtype, Layout] = {}
 
     def __repr__(self) -> str:
@@ -57,17 +62,20 @@ class Layouts:
         master: MasterCode | None = None
         marks = None
         if dtype == torch.bfloat16 and self.word == "compact":
-            master = Remainder8(tried_compact_kernels())
+            master = Remainder8(self._tried_kernels())
         elif dtype == torch.bfloat16:
             marks = next((i for i, moment in enumerate(self.rule.moments) if moment.is_positive), None)
             master = MarkedRemainder() if marks is None else Remainder()
         return Layout(self.rule, dtype, master, moments, marks)
 
+    def _tried_kernels(self) -> CompactKernels | None:
+        return None if self._sizes_only else tried_compact_kernels()
+
     def _moment_code(self, moment: Moment, dtype: torch.dtype) -> MomentCode:
         if dtype == torch.float64:
             return RawMoment(torch.float64)
         if self.word == "compact":
-            kernels = tried_compact_kernels()
+            kernels = self._tried_kernels()
             return PositiveMoment8(kernels) if moment.is_positive else SignedMoment8(kernels)
         return RawMoment(torch.float32)
 
