@@ -137,3 +137,53 @@ class StoreStatistics:
     def stall_seconds(self) -> float:
         """Time callers spent waiting: for bytes, for room, for an update or a commit."""
         return sum(wait.seconds for wait in self.recorder.waits if wait.who == "caller")
+
+    def summary(self, prefix: str = "tiered/") -> dict[str, float]:
+        """Return the figures in one flat dict of numbers, for wandb, tensorboard and other loggers.
+
+        The last word of a name is its unit: ``_bytes``, ``_s`` (seconds); names that begin with ``num_``, and
+        ``generation``, count. Most figures are totals since the store was opened, so that the difference of two calls
+        is what happened between them; those of the second group say how things are now.
+
+        - totals: num_commits, num_flushes, num_evictions, num_leases, num_demands, num_prefetches; by the devices
+          read_bytes, write_bytes, and of both parameters_read_bytes, optimizer_state_write_bytes and so on for each
+          class of keys; catalog_write_bytes; swapped demand_bytes, prefetch_bytes, swap_out_bytes, and through bounce
+          buffers streamed_in_bytes, streamed_out_bytes; device_busy_s with something on its way; stall_s that callers
+          waited, and by reason wait_demand_read_s, wait_commit_s, ...; work_forward_s, work_backward_s, work_update_s
+          and so on, of all threads
+        - now: generation, num_keys; DRAM: dram_budget_bytes, dram_bytes in use, dram_peak_bytes, resident_bytes of
+          keys, dirty_bytes not written yet; files: file_bytes, used_bytes, free_bytes, quarantined_bytes after failed
+          writes; lifetime_write_bytes of the directories, left out where no ledger tells
+        - with a compute device that has memory of its own: device_budget_bytes, device_bytes, device_peak_bytes, and
+          the totals copied_in_bytes, copied_out_bytes
+        """
+        working_set, swaps, recorder = self.working_set, self.working_set.swaps, self.recorder
+        found: dict[str, float] = {
+            "num_commits": self.num_commits, "num_flushes": self.num_flushes, "read_bytes": self.read_bytes,
+            "write_bytes": self.write_bytes, "catalog_write_bytes": self.catalog_write_bytes,
+            "num_evictions": working_set.num_evictions, "num_leases": working_set.num_leases,
+            "num_demands": swaps.num_demands, "num_prefetches": swaps.num_prefetches,
+            "demand_bytes": swaps.demand_bytes, "prefetch_bytes": swaps.prefetch_bytes,
+            "swap_out_bytes": swaps.swap_out_bytes, "streamed_in_bytes": swaps.streamed_in_bytes,
+            "streamed_out_bytes": swaps.streamed_out_bytes, "device_busy_s": recorder.device_busy_seconds,
+            "stall_s": self.stall_seconds, "generation": self.generation, "num_keys": self.num_keys,
+            "dram_budget_bytes": working_set.budget_bytes, "dram_bytes": working_set.arena_bytes,
+            "dram_peak_bytes": working_set.peak_bytes, "resident_bytes": working_set.resident_bytes,
+            "dirty_bytes": working_set.dirty_bytes, "file_bytes": self.file_bytes, "used_bytes": self.used_bytes,
+            "free_bytes": self.free_bytes, "quarantined_bytes": self.quarantined_bytes,
+        }  # fmt: skip
+        if self.lifetime_write_bytes is not None:
+            found["lifetime_write_bytes"] = self.lifetime_write_bytes
+        for moved in recorder.moved:
+            found |= {f"{moved.name}_read_bytes": moved.read_bytes, f"{moved.name}_write_bytes": moved.write_bytes}
+        for reason, seconds in recorder.waits_of("caller").items():
+            found[f"wait_{reason}_s"] = seconds
+        for word in dict.fromkeys(work.word for work in recorder.work):
+            found[f"work_{word}_s"] = recorder.seconds_of(word)
+        if (device := recorder.device) is not None:
+            found |= {
+                "device_budget_bytes": device.budget_bytes, "device_bytes": device.allocated_bytes,
+                "device_peak_bytes": device.peak_bytes, "copied_in_bytes": device.copied_in_bytes,
+                "copied_out_bytes": device.copied_out_bytes,
+            }  # fmt: skip
+        return {f"{prefix}{name.replace(' ', '_').replace('-', '_')}": value for name, value in found.items()}
