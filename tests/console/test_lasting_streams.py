@@ -15,6 +15,7 @@ import pytest
 import tiered
 import tiered.train.cleaning
 import tiered.train.existing_run
+import tiered.train.inspection
 from tests.train.test_loop import TINY
 from tiered.cli import main
 from tiered.console.interruption import Interruption
@@ -109,7 +110,7 @@ def test_ctrl_c_is_answered_in_every_command(
     def interrupted(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tiered.train.existing_run, "describe", interrupted)
+    monkeypatch.setattr(tiered.train.inspection, "inspect_run", interrupted)
     monkeypatch.setattr(tiered.train.existing_run, "check", interrupted)
     monkeypatch.setattr(tiered.train.cleaning, "clean", interrupted)
     assert main([command, str(tmp_path)]) == 130

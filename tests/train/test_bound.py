@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tiered
 from tiered.bytes.device.profile import LinkProfile, Profile, write_link_profile, write_profile
 from tiered.train.bound import Bandwidth, Bound, profiled_bandwidth, profiled_link
 
@@ -87,6 +90,13 @@ def test_the_bandwidth_is_the_profiles(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     for directories in ([tmp_path], [tmp_path / "run", tmp_path / "other"]):
         assert profiled_bandwidth(directories) == Bandwidth(3e9, 2e9, 0.1, "measured by tiered bench")
+    num_before = threading.active_count()
+    with tiered.Store(tmp_path / "run", dram="8MiB") as store:  # the profile of the directory above
+        assert [device.engine for device in store.working_set.space.devices] == ["threads"]
+        assert threading.active_count() >= num_before + 8
+    write_profile(tmp_path / "run", replace(profile, read_bytes_per_s=1e9))
+    nearest = profiled_bandwidth([tmp_path / "run" / "inner"])
+    assert nearest is not None and nearest.read_bytes_per_s == 1e9
 
 
 def test_the_bandwidth_of_a_link_is_that_of_a_device_of_the_type(tmp_path: Path) -> None:

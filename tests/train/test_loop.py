@@ -88,9 +88,8 @@ def test_a_run_says_what_it_will_do_and_what_it_did(
         "go on",
     ):  # fmt: skip
         assert f"\n{word} " in f"\n{out}"
-    assert out.splitlines()[-1].startswith("verdict ")
-    assert "bound" in out.splitlines()[-1]
-    assert "text.txt: 1 file, 29.2 KiB" in out
+    assert "bound" in out[out.index("\nverdict ") :]
+    assert "text.txt: 1 file, 29.2 KiB" in " ".join(out.split())
     assert "step 8/8" in out
     found = figures(tmp_path)
     assert set(found) == JSON_KEYS
@@ -112,7 +111,7 @@ def test_a_run_says_what_it_will_do_and_what_it_did(
 def test_a_timeline_shows_what_the_threads_did(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "timeline.json"
     assert run("--steps", "3", "--timeline", str(file), "--hold", "0") == 0
-    assert f"drawn   {file}: all " in capsys.readouterr().out
+    assert f"drawn {file}: all " in " ".join(capsys.readouterr().out.split())
     events = json.loads(file.read_text())["traceEvents"]
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"training thread", "tiered-update", "tiered-commit", "swap out"} <= tracks
@@ -204,7 +203,7 @@ def test_a_finished_run_has_nothing_left_to_do(run: Run, tmp_path: Path, capsys:
     assert run("--resume", "--timeline", str(timeline), sizes=()) == 0
     out = capsys.readouterr().out
     assert "the run has done its 2 steps" in out
-    assert f"drawn   {timeline}: all 0 events of the run" in out
+    assert f"drawn {timeline}: all 0 events of the run" in " ".join(out.split())
     assert json.loads(timeline.read_text())["otherData"]["covers"] == "all 0 events of the run"
     assert (figures(tmp_path)["losses"], figures(tmp_path)["generation"]) == ([], 2)
     assert content(tmp_path / "run") == before

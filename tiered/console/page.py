@@ -20,8 +20,8 @@ def page_width() -> int:
     return max(_NARROWEST, shutil.get_terminal_size((80, 24)).columns)
 
 
-def fold(text: str, *, indent: int = 8) -> list[str]:
-    """Return ``text`` in lines that fit the page, all but the first indented; its own line ends stay.
+def fold(text: str, *, indent: int = 8, width: int | None = None) -> list[str]:
+    """Return ``text`` in lines that fit the page, or ``width``, all but the first indented; its own line ends stay.
 
     A word is never divided, a path of the user's above all: a longer one has a longer line.
     """
@@ -30,7 +30,7 @@ def fold(text: str, *, indent: int = 8) -> list[str]:
         line
         for part in text.split("\n")
         for line in textwrap.wrap(
-            part, page_width(), subsequent_indent=space, break_long_words=False, break_on_hyphens=False,
+            part, width or page_width(), subsequent_indent=space, break_long_words=False, break_on_hyphens=False,
             replace_whitespace=False,
         ) or [""]
     ]  # fmt: skip

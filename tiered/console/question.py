@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from tiered.console.page import fold
 from tiered.errors import UsageError
 
 __all__ = ["confirm"]
@@ -18,5 +19,5 @@ def confirm(question: str, *, unasked: str, declined: str, yes: bool) -> None:
         return
     if not all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout)):  # None: closed
         raise UsageError(unasked)
-    if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+    if input("\n".join(fold(f"{question} [y/N]", indent=2)) + " ").strip().lower() not in ("y", "yes"):
         raise UsageError(declined)

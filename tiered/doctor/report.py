@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from tiered.console.page import fold, page_width
 from tiered.doctor.description import MachineDescription
 from tiered.doctor.finding import MACHINE, Finding, Outcome
 
@@ -17,7 +17,6 @@ __all__ = ["DoctorReport"]
 _VERSION = 1
 _WORST_FIRST = tuple(Outcome)
 _STYLES = {Outcome.BROKEN: "bold red", Outcome.SLOWER: "yellow", Outcome.OK: "green"}
-_FILE_WIDTH = 1000  # columns, where the output is no terminal: a check is a line there
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,30 +57,31 @@ class DoctorReport:
         }
 
     def show(self, console: Console | None = None) -> None:
-        """Print the table, and the verdict as the last line."""
-        console = console or Console()
-        if not console.is_terminal:
-            console.width = _FILE_WIDTH
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for heading in ("", "check", "where"):
-            table.add_column(heading, no_wrap=heading != "where", overflow="fold")
-        table.add_column("found", overflow="fold")
+        """Print a paragraph for each finding, and the verdict as the last one; all fit the page."""
+        console = console or Console(width=page_width())
+        titles = {finding: f"{finding.outcome.value:<7} {finding.check}" for finding in self.findings}
+        margin = max(map(len, titles.values()), default=0) + 2
         for finding in self.findings:
-            outcome = Text(finding.outcome.value, style=_STYLES[finding.outcome])
+            head, *others = _lines(finding)
+            first = fold(f"{titles[finding]:<{margin}}{head}", indent=margin, width=console.width)
+            rest = [fold(f"{' ' * margin}{other}", indent=margin + 7, width=console.width) for other in others]
+            word = finding.outcome.value
             # Text, not str: a finding may contain brackets, which a string would lose as markup.
-            table.add_row(outcome, Text(finding.check), Text(finding.subject), Text("\n".join(_lines(finding))))
-        with console.capture() as capture:
-            console.print(table)
-        for line in capture.get().splitlines():  # the padding of the last column would wrap in a narrower window
-            console.out(line.rstrip(), highlight=False)
-        console.print(Text(self.verdict, style="bold"), soft_wrap=True)
+            line = Text.assemble((word, _STYLES[finding.outcome]), first[0][len(word) :])
+            console.print(line, soft_wrap=True, highlight=False)
+            for lines in (first[1:], *rest):
+                for text in lines:
+                    console.print(Text(text), soft_wrap=True, highlight=False)
+        for text in fold(self.verdict, indent=2, width=console.width):
+            console.print(Text(text, style="bold"), soft_wrap=True)
 
     def _of(self, outcome: Outcome) -> list[Finding]:
         return [finding for finding in self.findings if finding.outcome is outcome]
 
 
 def _lines(finding: Finding) -> list[str]:
-    lines = [finding.found]
+    where = "" if finding.subject == MACHINE else f"{finding.subject}: "
+    lines = [f"{where}{finding.found}"]
     if finding.cost:
         lines.append(f"costs: {finding.cost}")
     if finding.mend:

@@ -15,6 +15,7 @@ from typing import Protocol
 from tiered.bytes.device.engines import DEVICES
 from tiered.bytes.device.profile import write_link_profile, write_profile
 from tiered.console.interruption import INTERRUPTED, Interruption
+from tiered.console.page import say
 from tiered.console.question import confirm
 from tiered.console.report_file import check_writable, write_report
 from tiered.doctor.description import DirectoryDescription, machine_description
@@ -81,11 +82,11 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
     has_device = request.device is not None
     nbytes = settings.write_nbytes(has_fio=has_fio, num_directories=len(machine.directories), has_device=has_device)
     each = "each of the directories" if len(machine.directories) > 1 else machine.directories[0].path
-    print(f"this writes at most {format_bytes(nbytes)} to {each}", flush=True)
-    print("\n".join(machine.lines()), flush=True)
+    say(f"this writes at most {format_bytes(nbytes)} to {each}", indent=2)
+    say(*machine.lines(), indent=10)
     seconds = settings.estimate_s(has_fio=has_fio) * len(machine.directories)
     seconds += settings.device_estimate_s() if has_device else 0.0
-    print(f"about {max(1, round(seconds / 60))} min; Ctrl-C ends it in good order", flush=True)
+    say(f"about {max(1, round(seconds / 60))} min; Ctrl-C ends it in good order")
     confirm_writes(machine.directories, nbytes, settings.file_nbytes, yes=request.yes)
     report = BenchReport(machine, settings, [])
     parts: list[_Part] = []
@@ -173,7 +174,7 @@ def _finish(report: BenchReport, request: BenchRequest, plot: Callable[[BenchRep
         ratios = [row.ratio_to_torch for row in found.copies]
         report.verdict += f"; {compute_verdict_of(found.device, found.link, found.swap, ratios)}"
     with ExitStack() as steps:  # the last one first, and each even if others fail: minutes of measuring are in them
-        steps.callback(print, f"\n{report.verdict}")
+        steps.callback(say, "", report.verdict, indent=2)
         for one in reversed(report.directories):
             if found is not None:
                 steps.callback(_keep_link_profile, one.directory, found, report)
@@ -196,9 +197,10 @@ def _keep_profile(one: DirectoryReport, report: BenchReport) -> None:
         kept = f"kept in {write_profile(one.directory, profile_of(one, report.machine, report.measured_at))}"
     except TieredError as error:
         kept = f"not kept ({error})"
-    print(
+    say(
         f"best: engine {one.engine}, blocks of {format_bytes(best.block_bytes)}, {best.read_depth} in flight reading, "
-        f'{best.write_depth} writing; {kept} for Store(engine="auto")'
+        f'{best.write_depth} writing; {kept} for Store(engine="auto")',
+        indent=2,
     )
 
 
@@ -209,7 +211,7 @@ def _keep_link_profile(directory: str, found: ComputeDeviceReport, report: Bench
         kept = f"kept in {path}"
     except TieredError as error:
         kept = f"not kept ({error})"
-    print(f"{found.device}: {found.link}; {kept}")
+    say(f"{found.device}: {found.link}; {kept}", indent=2)
 
 
 def _plotter(request: BenchRequest) -> Callable[[BenchReport], bytes] | None:

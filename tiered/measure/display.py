@@ -8,6 +8,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tiered.console.page import fold, say
+
 __all__ = ["BenchDisplay"]
 
 
@@ -39,11 +41,11 @@ class BenchDisplay:
         self._progress.stop()
 
     def line(self, text: str) -> None:
-        """Print ``text`` for good."""
+        """Print ``text`` for good, folded where it is wider than the page."""
         if self._progress.disable:
-            print(text, flush=True)
+            say(text, indent=2)
         else:
-            self._console.print(text)
+            self._console.print("\n".join(fold(text, indent=2)))
 
     def now(self, text: str, *, done: float) -> None:
         """Show ``text`` as the present measurement, with the share ``done`` of the whole bench."""

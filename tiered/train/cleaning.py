@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from tiered.console.page import say
 from tiered.console.question import confirm
 from tiered.console.report_file import check_writable, write_report
 from tiered.errors import UsageError
@@ -27,7 +28,7 @@ def clean(directories: Sequence[Path], *, dry_run: bool, yes: bool, json_file: P
         if not (found.items or found.spared or holds_any_file(directories)):
             raise UsageError(f"no run in {', '.join(map(str, directories))}, and nothing that one has left over")
         for item in found.items:
-            print(f"{format_bytes(item.nbytes):>10}  {item}")
+            say(f"{format_bytes(item.nbytes):>10}  {item}", indent=12)
         freed = 0
         if not found.items:
             print("nothing is left over")
@@ -43,7 +44,7 @@ def clean(directories: Sequence[Path], *, dry_run: bool, yes: bool, json_file: P
             freed = found.remove()
             print(f"freed {format_bytes(freed)} ({freed:,} bytes)")
         for spared in found.spared:
-            print(f"left alone: {spared}")
+            say(f"left alone: {spared}", indent=12)
         if json_file is not None:
             write_report(json_file, f"{json.dumps(_as_json(found, freed, dry_run=dry_run))}\n")
     return 0

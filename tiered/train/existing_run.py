@@ -12,6 +12,7 @@ from typing import Any
 
 import tiered
 from tiered.bytes.private_file import fsync_directory
+from tiered.console.page import say
 from tiered.console.question import confirm
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.catalog.catalog import GenerationName
@@ -91,11 +92,11 @@ def check(
             generation = store.generation
             unknown = [key for key in drop if key not in store]
     except CorruptionError as error:
-        print(f"damaged: {error}")
+        say(f"damaged: {error}", indent=9)
         return 1
     for damage in report.errors:
-        print(f"damaged: {damage}")
-    print(
+        say(f"damaged: {damage}", indent=9)
+    say(
         f"read {format_bytes(report.nbytes)} in {report.num_blocks} blocks of {report.num_keys} keys, "
         f"generation {generation}: {len(report.errors) or 'none'} damaged"
     )
@@ -106,8 +107,8 @@ def check(
         _confirm_end([key for key in drop if key.startswith(_OF_A_MODEL)], yes=yes)
         with tiered.Store(*directories, dram=64 * MiB, external=external) as store:
             for dropped in store.drop_damaged(drop):
-                print(dropped)
-            print(f"generation {store.generation} is without them; still damaged: {_listed(left) or 'nothing'}")
+                say(str(dropped), indent=2)
+            say(f"generation {store.generation} is without them; still damaged: {_listed(left) or 'nothing'}", indent=2)
     return 1 if left else 0
 
 

@@ -138,21 +138,20 @@ def _whereabouts(row: Row, commit: _Commit) -> str:
 
 
 def _parameter_lines(parameters: Sequence[CommittedParameter]) -> Iterator[str]:
-    """Yield a line for each parameter, below the key that it lies in."""
-    rows = [("name", "dtype", "shape", "bytes", "state", "steps")]
+    """Yield a line for each parameter, below the key that it lies in, which has one dtype."""
+    rows = [("name", "shape", "state", "steps")]
     rows += [
-        (printable(each.name), each.dtype or "-", "x".join(map(str, each.shape)) or "-" if each.dtype else "-",
-         format_bytes(each.nbytes), format_bytes(each.state_nbytes) if each.state_nbytes else "-",
-         ("-" if each.steps is None else f"{each.steps:,}") + ("" if each.is_trained else " frozen"))
+        (printable(each.name), "x".join(map(str, each.shape)) or "scalar" if each.dtype else "-",
+         format_bytes(each.state_nbytes) if each.state_nbytes else "-",
+         "-" if each.steps is None else f"{each.steps:,}")
         for each in parameters
     ]  # fmt: skip
-    title, *lines = _grouped(list(columns(rows, right=(2, 3, 4), indent=2)), rows)
+    title, *lines = _grouped(list(columns(rows, right=(1, 2, 3), indent=2)), rows)
     yield from title
-    key = ""
+    heading = ""
     for each, own in zip(parameters, lines, strict=True):
-        files = f", in place in {', '.join(map(printable, each.files))}" if each.files else ""
-        if key != (key := f"{printable(each.key)}{files}"):
-            yield from fold(key, indent=2)
+        if heading != (heading := _heading(each)):
+            yield from fold(heading, indent=4)
         yield from own
     trained = sum(each.is_trained for each in parameters)
     state = format_bytes(sum(each.state_nbytes for each in parameters))
@@ -160,6 +159,12 @@ def _parameter_lines(parameters: Sequence[CommittedParameter]) -> Iterator[str]:
         f"{len(parameters):,} parameters, {trained:,} trained; {format_bytes(sum(each.nbytes for each in parameters))},"
         f" and {state} of optimizer state"
     )
+
+
+def _heading(each: CommittedParameter) -> str:
+    dtype = f"{each.dtype}, " if each.dtype else ""
+    files = f", in place in {', '.join(map(printable, each.files))}" if each.files else ""
+    return f"{printable(each.key)}: {dtype}{'trained' if each.is_trained else 'frozen'}{files}"
 
 
 def _grouped(lines: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[list[str]]:

@@ -17,6 +17,7 @@ import torch
 
 import tiered
 from tiered.console.interruption import Interruption
+from tiered.console.page import fold, say
 from tiered.console.question import confirm
 from tiered.console.report_file import check_writable, write_report
 from tiered.errors import UsageError
@@ -97,11 +98,12 @@ def train(request: Request) -> int:
     plan.check_space()
     go_on = request.command("--resume", "--steps", str(2 * max(plan.dials.steps, plan.first_step)))
     if not plan.num_steps:
-        print(f"{_where(plan)}; go on: {go_on}")
+        say(_where(plan))
+        print(f"go on   {go_on}")
         with tiered.Store(*request.directories, dram=16 * MiB, mode="r") as store:
             _write_json(request, RunSummary.of(plan, (), store))
         if request.timeline_file:
-            print(f"drawn   {write_timeline(request.timeline_file, (), 0)}")
+            say(f"drawn   {write_timeline(request.timeline_file, (), 0)}")
         return 0
     plan.check_budget()
     if request.dry_run:
@@ -122,7 +124,11 @@ def train(request: Request) -> int:
             quiet=request.quiet
         )
     if outcome:
-        print("\n".join(outcome.lines(None if interruption.requested else go_on)))
+        for line in outcome.lines(None if interruption.requested else go_on):
+            if line.startswith("go on "):
+                print(line)  # a command, to be copied as it is
+            else:
+                say(line)
         _write_json(request, outcome)
     if interruption.requested:
         print(f"stopped by {interruption.cause}; {hint}")
@@ -144,11 +150,11 @@ def _write_json(request: Request, outcome: RunSummary) -> None:
 
 def _say(request: Request, plan: Plan, corpus: Corpus) -> None:
     if not request.quiet:
-        print("\n".join(plan.lines(corpus)), flush=True)
+        say(*plan.lines(corpus))
         if request.resume and not plan.first_step:
-            print("nothing is committed there yet: starting from step 0", flush=True)
+            say("nothing is committed there yet: starting from step 0")
     for line in plan.warnings():
-        print(f"warning: {line}", file=sys.stderr)
+        print("\n".join(fold(f"warning: {line}", indent=2)), file=sys.stderr)
 
 
 def _find(request: Request) -> ExistingRun | None:

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from tiered.console.page import page_width, say
+
 __all__ = ["BarDisplay", "Display", "LineDisplay", "QuietDisplay", "StepRecord", "open_display"]
 
 _WIDE = 110  # columns in which a bar has room for tokens/s and GB/s too
@@ -43,7 +45,7 @@ class StepRecord:
     def __str__(self) -> str:
         return (
             f"loss {self.loss:.3f}  {self.num_tokens / self.seconds:,.0f} tokens/s  "
-            f"read {self.read_bytes / self.seconds / 1e9:.2f} write {self.write_bytes / self.seconds / 1e9:.2f} GB/s  "
+            f"in {self.read_bytes / self.seconds / 1e9:.2f} out {self.write_bytes / self.seconds / 1e9:.2f} GB/s  "
             f"stall {min(1.0, self.stall_seconds / self.seconds):.0%}"
         )
 
@@ -90,11 +92,13 @@ class LineDisplay(QuietDisplay):
 
     def note(self, text: str) -> None:
         """Print ``text``."""
-        print(text, flush=True)
+        say(text)
 
     def step(self, record: StepRecord) -> None:
-        """Print the step."""
-        print(f"step {record.step}/{self._num_steps}  {record.seconds:.2f} s  {record}", flush=True)
+        """Print the step in one line, the most important figures alone where it would be wider than the page."""
+        begin = f"step {record.step}/{self._num_steps}  {record.seconds:.2f} s"
+        whole = f"{begin}  {record}"
+        print(whole if len(whole) <= page_width() else f"{begin}  {record.outline}", flush=True)
 
 
 class BarDisplay(QuietDisplay):
