@@ -33,7 +33,7 @@ from tiered.bytes.device.profile import find_profile
 from tiered.errors import CorruptionError, TieredError
 from tiered.store.lifetime.directory import CATALOG_NAME
 from tiered.store.store import Store
-from tiered.train.existing_run import describe
+from tiered.train.inspection import inspection_lines
 
 __all__ = ["batch", "fuzz", "run_in_child"]
 
@@ -79,8 +79,7 @@ def _try_case(subject: Subject, kind: Kind, rng: random.Random) -> str:
 
 def _read_everything(subject: Subject, expected: set[int] | None, chosen: int | None) -> str:
     find_profile(subject.directories[0])
-    for _ in describe(subject.directories):
-        pass
+    inspection_lines(subject.directories)
     for mode in ("r", "a"):
         with subject.open(mode, chosen) as store:
             wrong = _read(store, subject, expected)

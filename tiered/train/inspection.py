@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiered.console.page import columns, fold, say
+from tiered.console.page import columns, fold
 from tiered.console.report_file import check_writable, write_report
 from tiered.errors import UsageError
 from tiered.store.format.row import Row
@@ -21,7 +21,7 @@ from tiered.train.committed_parameters import CommittedParameter, committed_para
 from tiered.train.existing_run import load_newest, printable
 from tiered.units import format_bytes
 
-__all__ = ["inspect_run"]
+__all__ = ["inspect_run", "inspection_lines"]
 
 _VERSION = 1
 
@@ -58,15 +58,23 @@ def inspect_run(directories: Sequence[Path], *, parameters: bool, json_file: Pat
     """
     check_writable(json_file)
     commit = _Commit(directories)
-    shown = commit.parameters() if parameters else None
-    for line in _parameter_lines(shown) if shown is not None else _key_lines(commit):
-        print(line)
-    for directory in directories:
-        print(f"{directory}: {_written(directory, commit.root.store_uuid)}")
-    say(*_end_lines(commit), indent=2)
+    print("\n".join(_lines(commit, parameters=parameters)))
     if json_file is not None:
         write_report(json_file, f"{json.dumps(_as_json(commit))}\n")
     return 0
+
+
+def inspection_lines(directories: Sequence[Path], *, parameters: bool = False) -> list[str]:
+    """Return the lines that ``inspect_run`` prints; raises as it does."""
+    return list(_lines(_Commit(directories), parameters=parameters))
+
+
+def _lines(commit: _Commit, *, parameters: bool) -> Iterator[str]:
+    yield from _parameter_lines(commit.parameters()) if parameters else _key_lines(commit)
+    for directory in commit.directories:
+        yield f"{directory}: {_written(directory, commit.root.store_uuid)}"
+    for line in _end_lines(commit):
+        yield from fold(line, indent=2)
 
 
 # -- keys ----------------------------------------------------------------------------------------------------------
