@@ -1,4 +1,4 @@
-"""Private anonymous memory of the kernel, with huge pages, that children of a fork do not inherit."""
+"""Memory of the kernel: private with huge pages, which children of a fork do not inherit; and the pages of a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import weakref
 
 from tiered.units import MiB, round_up
 
-__all__ = ["DONTNEED", "HUGE_PAGE_NBYTES", "MemoryMapping", "advise", "array_type"]
+__all__ = ["DONTNEED", "HUGE_PAGE_NBYTES", "MemoryMapping", "advise", "array_type", "map_file"]
 
 HUGE_PAGE_NBYTES = 2 * MiB
 
@@ -18,6 +18,7 @@ DONTNEED = 4
 _DONTFORK, _HUGEPAGE, _DONTDUMP = 10, 14, 16
 _PROT_READ_WRITE = 0x3
 _MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000
+_MAP_SHARED = 0x01
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -63,6 +64,20 @@ class MemoryMapping:
 
 
 _kept: dict[int, object] = {}
+
+
+def map_file(fd: int, nbytes: int) -> memoryview:
+    """Return the first ``nbytes`` of the file open as ``fd`` as memory; it is unmapped with the last view of it.
+
+    The descriptor may be closed then. Raises OSError.
+    """
+    address = _libc().mmap(None, nbytes, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    array = array_type(nbytes).from_address(address)
+    weakref.finalize(array, _unmap, address, nbytes, os.getpid()).atexit = False  # the process's end is theirs, too
+    return memoryview(array).cast("B")
 
 
 def _unmap(address: int, nbytes: int, pid: int) -> None:

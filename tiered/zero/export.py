@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from tiered.bytes.file_memory import FileMemory
 
 __all__ = ["Export"]
 
@@ -10,17 +14,24 @@ __all__ = ["Export"]
 class Export:
     """The calls of ``state_dict()`` that are under way, each module's inside its parent's.
 
-    Invariant: outside of them there are no copies.
+    ``only_looks``: the calls give meta tensors, and no parameter is read. Invariant: outside of them there are no
+    copies.
     """
 
-    __slots__ = ("_copies", "_num_calls")
+    __slots__ = ("_copies", "_memory", "_num_calls", "only_looks")
 
     def __init__(self) -> None:
         self._copies: dict[object, torch.Tensor] = {}
+        self._memory: FileMemory | None = None
         self._num_calls = 0
+        self.only_looks = False
 
     def __bool__(self) -> bool:
         return self._num_calls > 0
+
+    def begin(self, memory: FileMemory | None) -> None:
+        """The outermost call begins; its copies go to ``memory``, or to ordinary memory."""
+        self._memory = memory
 
     def enter(self) -> None:
         """A call begins."""
@@ -36,9 +47,17 @@ class Export:
         """Forget all calls, also those that an exception has left in the middle."""
         self._num_calls = 0
         self._copies.clear()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
-    def copy(self, segment: object, values: torch.Tensor) -> torch.Tensor:
+    def copy(self, segment: Any, values: torch.Tensor) -> torch.Tensor:
         """Return a copy in DRAM of ``values``; as in torch, the names of a tied one share their memory."""
+        if self.only_looks:
+            looks: torch.Tensor = segment.layout()
+            return looks.detach()
         if segment not in self._copies:
-            self._copies[segment] = values.detach().to("cpu", copy=True)
+            values = values.detach()
+            copied = values.to("cpu", copy=True) if self._memory is None else self._memory.copy(values)
+            self._copies[segment] = copied
         return self._copies[segment].detach()

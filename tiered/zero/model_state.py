@@ -6,6 +6,7 @@ with, and the random number generators.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tiered.bytes.file_memory import FileMemory
 from tiered.bytes.free_memory import free_memory
 from tiered.errors import CapacityError, UsageError
 from tiered.store.store import Store
@@ -28,6 +30,9 @@ __all__ = ["ModelState", "RandomState", "check_added", "hook_state_dicts", "refu
 
 MAX_ADDED_NBYTES = 64 << 20
 """Most bytes of parameters added after ``shard``: each commit's text holds 4/3 of them, and memory holds them."""
+
+LEAST_IN_FILE_NBYTES = 64 << 20
+"""More bytes than these are copied by ``state_dict`` to a file that the kernel may page out, not to memory."""
 
 
 class ModelState:
@@ -210,7 +215,8 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
         if engine.phase.export and num_on_stack(nn.Module.state_dict.__code__) == 1:
             engine.phase.export.end()  # one before this failed in the middle, in a hook of the caller's say
         if not engine.phase.export:
-            _check_room(module, engine)
+            engine.check_idle("state_dict()")
+            engine.phase.export.begin(None if engine.phase.export.only_looks else _memory_for(module, engine))
         engine.phase.export.enter()
 
     def end_export(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
@@ -245,12 +251,29 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
         module.register_load_state_dict_post_hook(end_load)  # type: ignore[no-untyped-call]
 
 
-def _check_room(module: nn.Module, engine: Engine) -> None:
-    engine.check_idle("state_dict()")
-    nbytes = sum(p.segment.nbytes for p in module.parameters() if isinstance(p, TieredParameter))
+def _memory_for(module: nn.Module, engine: Engine) -> FileMemory | None:
+    """Return where the copies of the parameters of ``module`` go: None for ordinary memory, which few bytes go to.
+
+    Many go to a file beside the store's own, whose pages the kernel takes back: so whatever saves them streams, and
+    they take no more memory than there is.
+    """
+    segments = dict.fromkeys(p.segment for p in module.parameters() if isinstance(p, TieredParameter))
+    nbytes = [segment.nbytes for segment in segments]
+    if sum(nbytes) <= LEAST_IN_FILE_NBYTES:
+        return None
+    device = max(engine.working_set.space.devices, key=lambda device: device.free_bytes())
+    try:
+        if os.path.isdir(device.name):  # not a device in RAM
+            return FileMemory(device.name, nbytes)
+        refusal = "the store has no directory for it"
+    except (CapacityError, OSError) as error:
+        refusal = str(error)
     available = free_memory()
-    if nbytes > available:
+    if sum(nbytes) > available:
         raise CapacityError(
-            f"state_dict() needs {format_bytes(nbytes)} of memory, {format_bytes(available)} are available; expected"
-            " room for all of it: call state_dict() of one unit at a time"
+            f"state_dict() needs {format_bytes(sum(nbytes))}, in a file or in memory: {refusal}, and"
+            f" {format_bytes(available)} of memory are available; expected room for all of it: call state_dict() of one"
+            " unit at a time, or save what streams: tiered.save_pretrained(model, folder), or after a commit"
+            " `tiered export RUN FOLDER`"
         )
+    return None
