@@ -24,9 +24,9 @@ FLOORS = {
     "ranks": 3,
     "zero": 4,
     "loader": 5,
-    "": 5,  # the package's own __init__
     "console": 5,
     "interop": 5,
+    "": 5,  # the package's own __init__
     "doctor": 5,
     "measure": 5,
     "plan": 5,
@@ -39,7 +39,7 @@ FLOORS = {
 ORDER = {
     "bytes": ("free_memory", "interrupt", "exit_and_fork", "condition", "critical_section", "private_file",
               "memory_mapping", "address_ranges", "arena", "slots", "registrar", "pinned_arena", "host_tensor",
-              "device", "file_memory"),
+              "device", "file_memory", "file_stream"),
     "store": ("waiting", "format", "transfers", "catalog", "space", "records", "residency", "values", "lifetime",
               "generations", "assembly", "statistics", "mapping", "store"),
     "tiers": ("placement", "trace", "schedule", "compute_tier", "device_tier", "device_memory", "device_clock",
@@ -47,7 +47,7 @@ ORDER = {
     "ranks": ("comm",),
     "zero": ("layout", "division", "export", "frames", "forks", "accelerator_state", "step", "kernels", "formats",
              "parameters", "gradients", "activations", "microbatching", "engine", "store_events", "model_state",
-             "optimizer", "compute_device", "construct", "weights",
+             "model_values", "optimizer", "compute_device", "construct", "deferred_tensor", "deferred_files", "weights",
              "in_place", "shard", "unsharded"),
 }  # fmt: skip
 """The rooms of each floor, files of the floor itself among them: each imports only what stands before it."""

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -269,15 +270,16 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
         store.reserve_space(nbytes, scratch=not store.durable)
         for key, (spec, ranges) in in_place.items():
             adopted.adopt(working_set, key, spec, ranges)
-    for unit in units:
-        constructed: Mapping[Segment, Any] = {}
-        if not adopt:
-            _fill_unit(store, unit, source, in_place)
-            if unit in left:
-                constructed = left[unit] or {}
-                masters.leave(unit, constructed) if constructed else write_masters(store, unit, source.copy)
-        for segment in unit.segments:
-            _convert(segment, working_set, is_left=segment in constructed)
+    with closing(source):
+        for unit in units:
+            constructed: Mapping[Segment, Any] = {}
+            if not adopt:
+                _fill_unit(store, unit, source, in_place)
+                if unit in left:
+                    constructed = left[unit] or {}
+                    masters.leave(unit, constructed) if constructed else write_masters(store, unit, source.copy)
+            for segment in unit.segments:
+                _convert(segment, working_set, is_left=segment in constructed)
     return masters
 
 

@@ -6,15 +6,18 @@ They are read one parameter at a time, so that a model larger than memory can be
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from tiered.errors import CorruptionError, UsageError
+from tiered.errors import UsageError
+from tiered.zero.deferred_files import DeferredFiles, safetensors_files
+from tiered.zero.deferred_tensor import DeferredTensor
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Segment
 
@@ -25,7 +28,8 @@ class Weights:
     """Initial values by parameter name. With a source, every parameter and persistent buffer must be in it.
 
     Parameters on the meta device are replaced by empty ones on the CPU (new objects, ties kept): they need a source, or
-    a store that has the values, ``is_committed``, and gives those of buffers when it is resumed.
+    a store that has the values, ``is_committed``, and gives those of buffers when it is resumed. Two of them whose
+    values the source has once, and that the model's own ``tie_weights()`` ties, become one. ``close`` it.
     """
 
     def __init__(
@@ -35,22 +39,29 @@ class Weights:
         *,
         is_committed: bool = False,
     ) -> None:
-        self._mapping: Mapping[str, torch.Tensor] | None = source if isinstance(source, Mapping) else None
-        self._files: dict[str, Any] = {}
-        self._paths: dict[str, str] = {}  # by the name of a tensor
-        if source is not None and self._mapping is None:
-            for path in _paths([source] if isinstance(source, str | Path) else list(source)):
-                reader = _open(path)
-                self._files |= dict.fromkeys(reader.keys(), reader)
-                self._paths |= dict.fromkeys(reader.keys(), str(path))
-        self._dtypes: dict[Segment, bool] = {}
+        self._files: DeferredFiles | None = None
+        self._values: Mapping[str, torch.Tensor] = source if isinstance(source, Mapping) else {}
         self._has_source = source is not None
+        if self._has_source and not isinstance(source, Mapping):
+            sources = [source] if isinstance(source, str | Path) else list(source)  # type: ignore[arg-type]
+            paths = chain.from_iterable(safetensors_files(each, "weights=") for each in sources)
+            self._files = DeferredFiles(list(paths))
+            self._values = self._files.tensors()
         if self._has_source:
+            self._tie(model)
             self._check(model)
-            self._load_buffers(model)
+            try:
+                self._load_buffers(model)
+            finally:
+                self.close()  # until the values are copied
         if is_committed:
             _leave_buffers_on_meta(model)
         self._leave_meta(model, is_committed=is_committed)
+
+    def close(self) -> None:
+        """Close the file that is open, until the next value is copied. Idempotent."""
+        if self._files is not None:
+            self._files.close()
 
     def is_cast(self, segment: Segment) -> bool:
         """Return whether ``segment``'s values lose bits on their way into the unit, so that it needs a master."""
@@ -72,10 +83,10 @@ class Weights:
 
     def place(self, segment: Segment) -> tuple[str, str] | None:
         """Return the file that has the values of ``segment`` as they lie in memory, and their name there; else None."""
-        path = self._paths.get(segment.name)
-        if path is None or segment.strides != torch.empty(segment.shape, dtype=segment.dtype, device="meta").stride():
+        values = self._values.get(segment.name)
+        if segment.strides != torch.empty(segment.shape, dtype=segment.dtype, device="meta").stride():
             return None
-        return path, segment.name
+        return values.place if isinstance(values, DeferredTensor) else None
 
     def copy(self, segment: Segment, out: torch.Tensor) -> None:
         """Copy the values of ``segment``'s parameter to ``out`` (its shape, any dtype)."""
@@ -93,48 +104,44 @@ class Weights:
                 out.copy_(parameter)
 
     def _dtype(self, segment: Segment) -> torch.dtype:
-        if self._mapping is not None:
-            return self._mapping[segment.name].dtype
-        if segment.name in self._files:
-            name: str = self._files[segment.name].get_slice(segment.name).get_dtype()
-            return torch.bfloat16 if name == "BF16" else torch.float32
-        return segment.parameter.dtype
+        return self._values[segment.name].dtype if self._has_source else segment.parameter.dtype
 
     def _get(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._mapping[name] if self._mapping is not None else self._files[name].get_tensor(name)
-        return tensor.detach()
+        return self._values[name].detach()
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        if self._mapping is not None:
-            return tuple(self._mapping[name].shape)
-        return tuple(self._files[name].get_slice(name).get_shape())
+    def _tie(self, model: nn.Module) -> None:
+        """Have the model tie its weights where the source lacks one on meta: a model built empty has lost its ties."""
+        tie_weights = getattr(model, "tie_weights", None)
+        is_lacking = any(p.is_meta and name not in self._values for name, p in model.named_parameters())
+        if is_lacking and callable(tie_weights):
+            tie_weights()
 
     def _check(self, model: nn.Module) -> None:
-        known = set(self._mapping if self._mapping is not None else self._files)
+        known = set(self._values)
         wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
         wanted |= {name: tuple(b.shape) for name, b in _persistent_buffers(model).items()}
         every = set(wanted) | {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        missing = sorted(set(wanted) - known)
-        problems = [f"missing {name}{_suggest(name, known)}" for name in missing]
-        problems += [f"unexpected {name}{_suggest(name, missing)}" for name in sorted(known - every)]
+        missing, unexpected = sorted(set(wanted) - known), sorted(known - every)
+        problems = [f"missing {name}{_suggest(name, unexpected)}" for name in missing]
+        problems += [f"unexpected {name}{_suggest(name, missing)}" for name in unexpected]
         problems += [
-            f"{name} has shape {self._shape(name)}, the model expects {shape}"
+            f"{name} has shape {tuple(self._values[name].shape)}, the model expects {shape}"
             for name, shape in wanted.items()
-            if name in known and self._shape(name) != shape
+            if name in known and tuple(self._values[name].shape) != shape
         ]
         if problems:
             more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise UsageError(
                 f"weights= does not fit the model: {'; '.join(problems[:8])}{more}; expected its names and shapes: tie"
-                " what is one, pass a mapping with the model's names, or have a loader that converts them run inside"
-                " `with tiered.construct(store):`"
+                " what is one, pass a mapping with the model's names, or load a checkpoint of transformers by"
+                " tiered.hf.from_pretrained, which converts it"
             )
 
     def _load_buffers(self, model: nn.Module) -> None:
         for name, buffer in _persistent_buffers(model).items():
             parent = model.get_submodule(name.rpartition(".")[0])
-            value = self._get(name).to(buffer.dtype).clone()
-            parent._buffers[name.rpartition(".")[2]] = value
+            value = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            parent._buffers[name.rpartition(".")[2]] = value.copy_(self._get(name))
 
     def _leave_meta(self, model: nn.Module, *, is_committed: bool) -> None:
         replaced: dict[int, nn.Parameter] = {}
@@ -188,23 +195,8 @@ def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise CorruptionError(f"weights= {path} is not a safetensors file: {error}", file=str(path)) from error
-
-
-def _paths(sources: list[str | Path]) -> list[Path]:
-    paths: list[Path] = []
-    for source in map(Path, sources):
-        found = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
-        if not found or not all(path.is_file() for path in found):
-            raise UsageError(f"weights={str(source)!r}: no safetensors file there; expected files or a folder of them")
-        paths += found
-    return paths
-
-
-def _suggest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
+def _suggest(name: str, others: Iterable[str]) -> str:
+    """Return a hint at the likely one of ``others``, which nothing else fits: it has the numbers of ``name``, too."""
+    numbers = re.findall(r"\d+", name)
+    close = difflib.get_close_matches(name, [each for each in others if re.findall(r"\d+", each) == numbers], n=1)
     return f" (is it {close[0]}?)" if close else ""

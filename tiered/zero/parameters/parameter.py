@@ -23,6 +23,7 @@ from tiered.zero.parameters.placeholder import ordinary_tensors
 
 __all__ = [
     "TieredParameter",
+    "is_in_place",
     "is_write",
     "name_of",
     "without_dispatch",
@@ -176,14 +177,14 @@ def is_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether ``func`` would write to a TieredParameter among its arguments."""
     if func == _SET_DATA or ("out" in kwargs and _find((kwargs["out"],))):
         return True
-    if not _is_in_place(func):
+    if not is_in_place(func):
         return False
     target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     return bool(_find((target,)))
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_in_place(func: Any) -> bool:
+def is_in_place(func: Any) -> bool:
     """Return whether ``func`` writes to its first argument, as its name says."""
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")

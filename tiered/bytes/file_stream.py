@@ -1,0 +1,172 @@
+"""Files of the user's own, read and written past the page cache, in a few pieces at a time.
+
+These are no devices: nothing here outlives its call, and every buffer is this room's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+from tiered.bytes.device.files import translate
+from tiered.bytes.host_tensor import empty_aligned
+from tiered.units import MiB, format_bytes, round_up
+
+__all__ = ["PIECE_NBYTES", "FileReader", "FileWriter"]
+
+PIECE_NBYTES = 4 * MiB
+_NUM_THREADS = 4
+_NUM_PIECES = 2 * _NUM_THREADS
+_ALIGNMENT = 4096
+
+
+def _open(path: str, flags: int) -> int:
+    """Return a descriptor of ``path`` for direct I/O, or for buffered where the file system has no other."""
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags | os.O_CLOEXEC, 0o666)
+
+
+class FileWriter:
+    """Writes a new file from its start to its end. One thread calls it; others move the pieces.
+
+    The space is allocated first, so a full drive is found before a byte is written. ``finish`` makes the bytes durable
+    under the name they have; leaving the block without it keeps an unfinished file, which is the caller's to remove.
+    """
+
+    def __init__(self, path: str, nbytes: int) -> None:
+        """Create ``path``, of ``nbytes`` in all. Raises CapacityError where they do not fit, DeviceError."""
+        self.path = path
+        self._nbytes = nbytes
+        self._done = 0  # bytes that were handed to the threads
+        self._held = 0  # bytes in the present piece
+        self._number = 0  # of the present piece
+        self._writes: list[Future[None] | None] = [None] * _NUM_PIECES
+        try:
+            self._fd = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except OSError as error:
+            raise translate(error, f"cannot create {path}") from error
+        try:
+            os.posix_fallocate(self._fd, 0, max(nbytes, 1))
+            self._memory = empty_aligned(_NUM_PIECES * PIECE_NBYTES, _ALIGNMENT)[1]
+        except OSError as error:
+            os.close(self._fd)
+            raise translate(error, f"cannot allocate {format_bytes(nbytes)} for {path}") from error
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "tiered-file-writer")
+
+    def write(self, content: memoryview) -> None:
+        """Add ``content``, bytes; it may change again when this returns. Blocks while all pieces are on their way."""
+        while content:
+            num = min(PIECE_NBYTES - self._held, len(content))
+            start = self._number * PIECE_NBYTES + self._held
+            self._memory[start : start + num] = content[:num]
+            content = content[num:]
+            self._held += num
+            if self._held == PIECE_NBYTES:
+                self._send()
+
+    def finish(self) -> None:
+        """Write the rest and make all of it durable; blocks. The file has exactly the bytes that were written."""
+        if self._held:
+            end = self._number * PIECE_NBYTES + self._held
+            padding = -self._held % _ALIGNMENT
+            self._memory[end : end + padding] = bytes(padding)
+            written = self._done + self._held
+            self._send()
+        else:
+            written = self._done
+        for write in self._writes:
+            if write is not None:
+                write.result()
+        assert written == self._nbytes, f"{written} bytes instead of {self._nbytes}"
+        try:
+            os.ftruncate(self._fd, written)
+            os.fsync(self._fd)
+        except OSError as error:
+            raise translate(error, f"cannot make {self.path} durable") from error
+
+    def _send(self) -> None:
+        nbytes = round_up(self._held, _ALIGNMENT)
+        start = self._number * PIECE_NBYTES
+        memory, offset = self._memory[start : start + nbytes], self._done
+        self._writes[self._number] = self._threads.submit(self._write, memory, offset)
+        self._done += self._held
+        self._held = 0
+        self._number = (self._number + 1) % _NUM_PIECES
+        earlier = self._writes[self._number]
+        if earlier is not None:  # lifetime: its piece is filled next
+            earlier.result()
+
+    def _write(self, memory: memoryview, offset: int) -> None:
+        try:
+            while memory:
+                num = os.pwrite(self._fd, memory, offset)
+                memory, offset = memory[num:], offset + num
+        except OSError as error:
+            raise translate(error, f"cannot write {self.path} at byte {offset}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._threads.shutdown()  # order: the threads use the descriptor
+        os.close(self._fd)
+
+
+class FileReader:
+    """Reads ranges of a file, of any alignment, into memory. One thread calls it; others move the pieces."""
+
+    def __init__(self, path: str) -> None:
+        """Open ``path``. Raises DeviceError."""
+        self.path = path
+        try:
+            self._fd = _open(path, os.O_RDONLY)
+        except OSError as error:
+            raise translate(error, f"cannot open {path}") from error
+        self._local = threading.local()
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "tiered-file-reader")
+
+    def read(self, offset: int, memory: memoryview) -> None:
+        """Fill ``memory`` with the bytes from ``offset`` on; blocks. Raises DeviceError, EOFError past the end."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) if len(memory) else 0
+        end = offset + len(memory)
+        first = offset - offset % _ALIGNMENT
+        reads = []
+        for start in range(first, end, PIECE_NBYTES):
+            begin, stop = max(start, offset), min(start + PIECE_NBYTES, end)
+            reads.append(self._threads.submit(self._read, start, begin, stop, address + begin - offset))
+        for read in reads:
+            read.result()
+
+    def _read(self, start: int, begin: int, stop: int, address: int) -> None:
+        piece = getattr(self._local, "piece", None)
+        if piece is None:
+            piece = self._local.piece = empty_aligned(PIECE_NBYTES, _ALIGNMENT)
+        tensor, memory = piece
+        wanted, found = round_up(stop - start, _ALIGNMENT), 0
+        try:
+            while found < stop - start:
+                num = os.preadv(self._fd, [memory[found:wanted]], start + found)
+                if not num:
+                    raise EOFError(f"{self.path} ends at byte {start + found}, {stop} were expected")
+                found += num
+        except OSError as error:
+            raise translate(error, f"cannot read {self.path} at byte {start + found}") from error
+        ctypes.memmove(address, tensor.data_ptr() + begin - start, stop - begin)
+
+    def close(self) -> None:
+        """Give the threads and the descriptor back. Idempotent."""
+        self._threads.shutdown()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
