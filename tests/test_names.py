@@ -78,7 +78,10 @@ WHOLE_NAMES = {  # of classes and files: ordinary words that say too little alon
 
 FILES_SO_CALLED = {"report", "settings"}  # in a room that says of what
 
-EXCEPTIONS = {("resumable.py", "epoch")}  # where it is the word of torch's users for a pass through the data
+EXCEPTIONS = {
+    ("resumable.py", "epoch"),  # where it is the word of torch's users for a pass through the data
+    ("saving.py", "save"),  # where it is the word of transformers' users: save_pretrained
+}
 
 TIRING = re.compile(r"(?:^|[.:;] )(What|Who|Whose|Whoever|Whatever|Nobody|Somebody) |\bof (which|whom)\b|\blest\b")
 """Sentences of docstrings and comments that begin so, or hang on such a word: say subject, verb, noun."""

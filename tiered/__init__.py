@@ -17,6 +17,8 @@ from tiered.errors import (
 )
 
 if TYPE_CHECKING:
+    from tiered.interop import hugging_face as hf
+    from tiered.interop.saving import save_pretrained
     from tiered.loader.resumable import resumable
     from tiered.store.store import Store
     from tiered.zero import (
@@ -52,8 +54,10 @@ __all__ = [
     "accumulate",
     "clip_grad_norm_",
     "construct",
+    "hf",
     "micro_batches",
     "resumable",
+    "save_pretrained",
     "shard",
     "unsharded",
 ]
@@ -65,9 +69,16 @@ def __getattr__(name: str) -> Any:
     """Import names that need torch at their first use: the command line must answer without it."""
     if name.startswith("_") or name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = {"Store": "tiered.store.store", "resumable": "tiered.loader.resumable"}
-    home = homes.get(name, "tiered.zero")
-    globals()[name] = found = getattr(importlib.import_module(home), name)
+    homes = {
+        "Store": "tiered.store.store",
+        "resumable": "tiered.loader.resumable",
+        "save_pretrained": "tiered.interop.saving",
+    }
+    if name == "hf":
+        found: Any = importlib.import_module("tiered.interop.hugging_face")
+    else:
+        found = getattr(importlib.import_module(homes.get(name, "tiered.zero")), name)
+    globals()[name] = found
     return found
 
 

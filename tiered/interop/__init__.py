@@ -1,1 +1,1 @@
-"""The doors to other programs' files: checkpoints of other libraries, and the configurations of other engines."""
+"""Interop: models, checkpoints and configurations of other libraries, in and out, a tensor at a time."""

@@ -21,7 +21,7 @@ from tiered.errors import UsageError
 from tiered.store.format.checksum import digest
 from tiered.units import KiB, round_up
 
-__all__ = ["HeaderEntry", "SafetensorsHeader", "parse_header", "read_header"]
+__all__ = ["DTYPE_NAMES", "HeaderEntry", "SafetensorsHeader", "parse_header", "read_header"]
 
 _LENGTH_NBYTES = 8
 _MOST_NBYTES = 100_000_000  # of a header; the format's own bound
@@ -49,6 +49,9 @@ _DTYPES = {  # the format's name: torch's name, bytes of an element
     "F64": ("float64", 8),
     "C64": ("complex64", 8),
 }
+
+DTYPE_NAMES = {torch_name: name for name, (torch_name, _) in _DTYPES.items()}
+"""The format's name of a dtype, by torch's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,196 @@
+"""tiered.hf.from_pretrained gives the model that transformers gives, in a store, read a parameter at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import WeightConverter
+
+import tiered
+from tests.interop.conftest import MODELS, assert_same_tensors, bert, gpt2, mixtral
+from tests.interop.test_saving import Unsteady
+from tests.zero.training import debug_store
+from tiered.errors import UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's own
+
+AUTO = {
+    "gpt2": transformers.AutoModelForCausalLM,
+    "mixtral": transformers.AutoModelForCausalLM,
+    "bert": transformers.AutoModelForMaskedLM,
+}
+
+
+def losses(model: Any, optimizer: Any, num_steps: int = 3) -> list[torch.Tensor]:
+    found = []
+    for step in range(num_steps):
+        ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_trains_to_the_losses_of_the_model_in_memory(name: str, tmp_path: Path) -> None:
+    MODELS[name]().save_pretrained(tmp_path / "saved", max_shard_size="60KB")
+    plain = AUTO[name].from_pretrained(tmp_path / "saved")
+    expected = plain.state_dict()
+    with debug_store(tmp_path / "store") as store:
+        model = tiered.hf.from_pretrained(AUTO[name], tmp_path / "saved", store)
+        assert type(model) is type(plain) and not model.training
+        assert model.config.to_dict() == plain.config.to_dict()
+        assert_same_tensors(model.state_dict(), expected)
+        for each, other in zip(model.buffers(), plain.buffers(), strict=True):
+            assert torch.equal(each, other)
+        theirs = losses(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+        assert all(map(torch.equal, losses(model, tiered.AdamW(model.parameters(), lr=1e-2)), theirs))
+        store.commit({"step": 3})
+    with debug_store(tmp_path / "store") as store:
+        model = tiered.hf.from_pretrained(type(plain), tmp_path / "saved", store)
+        assert store.resume() == {"step": 3}
+        assert_same_tensors(model.state_dict(), plain.state_dict())
+        tiered.save_pretrained(model, tmp_path / "again")
+    again = AUTO[name].from_pretrained(tmp_path / "again")
+    assert_same_tensors(again.state_dict(), plain.state_dict())
+
+
+def test_masters_begin_with_the_values_of_the_files(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "saved")
+    with debug_store(tmp_path / "store", durable=False) as store:
+        model = tiered.hf.from_pretrained(
+            transformers.GPT2LMHeadModel, tmp_path / "saved", store, param_dtype=torch.bfloat16
+        )
+        optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
+        assert model.lm_head.weight.dtype == torch.bfloat16
+        masters = [state["master"] for state in optimizer.state_dict()["state"].values()]
+    assert all(map(torch.equal, masters, (p.detach() for p in gpt2().parameters())))
+
+
+def test_a_head_that_the_files_lack_is_drawn_as_by_transformers(tmp_path: Path) -> None:
+    bert().save_pretrained(tmp_path / "saved")
+    auto = transformers.AutoModelForSequenceClassification
+    torch.manual_seed(5)
+    plain = auto.from_pretrained(tmp_path / "saved", num_labels=3)
+    with debug_store(tmp_path / "store", durable=False) as store:
+        torch.manual_seed(5)
+        model = tiered.hf.from_pretrained(auto, tmp_path / "saved", store, num_labels=3)
+        assert_same_tensors(model.state_dict(), plain.state_dict())
+
+
+def adapted(model: Any) -> Any:
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+
+
+def test_a_base_in_place_is_never_written(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "saved", max_shard_size="200KB")
+    plain = adapted(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved"))
+    theirs = losses(plain, torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, fused=True))
+    for frozen, external in ((True, []), (True, [tmp_path / "saved"]), ("in place", [tmp_path / "saved"])):
+        with debug_store(tmp_path / "store", external=external, durable=False) as store:
+            base = tiered.hf.from_pretrained(transformers.GPT2LMHeadModel, tmp_path / "saved", store, frozen=frozen)
+            model = adapted(base)
+            optimizer = tiered.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, store=store)
+            assert all(map(torch.equal, losses(model, optimizer), theirs))
+            base_keys = [record for record in store.records() if record.name.startswith("model/parameters")]
+            assert base_keys
+            in_place = [e for e in store._records.entries.used() if e.row is not None and e.row.ranges]
+            assert len(in_place) == (len(base_keys) if external else 0)
+
+
+def test_what_cannot_be_read_in_place_is_refused_by_name(tmp_path: Path) -> None:
+    mixtral().save_pretrained(tmp_path / "mixtral")
+    gpt2().save_pretrained(tmp_path / "gpt2")
+    auto = transformers.AutoModelForCausalLM
+    with debug_store(tmp_path / "store", external=[tmp_path / "mixtral", tmp_path / "gpt2"], durable=False) as store:
+        with pytest.raises(UsageError, match=r"experts.* is computed from tensors of the files.*expected frozen=True"):
+            tiered.hf.from_pretrained(auto, tmp_path / "mixtral", store, frozen="in place")
+        with pytest.raises(UsageError, match=r"wte\.weight is computed from tensors of the files, by a cast"):
+            tiered.hf.from_pretrained(auto, tmp_path / "gpt2", store, frozen="in place", dtype=torch.bfloat16)
+        with pytest.raises(UsageError, match=r"wte\.weight is float32 there, and torch\.bfloat16 was asked for"):
+            tiered.hf.from_pretrained(auto, tmp_path / "gpt2", store, frozen="in place", param_dtype=torch.bfloat16)
+        assert len(store) == 0
+    with debug_store(tmp_path / "other", durable=False) as store:
+        with pytest.raises(UsageError, match=r"external"):
+            tiered.hf.from_pretrained(auto, tmp_path / "gpt2", store, frozen="in place")
+
+
+def test_a_conversion_that_needs_values_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import modeling_utils
+
+    gpt2().save_pretrained(tmp_path / "saved")
+    unsteady = [WeightConverter("wte.weight", "wte.weight", operations=[Unsteady()])]
+    monkeypatch.setattr(modeling_utils, "get_model_conversion_mapping", lambda *_: unsteady)
+    with debug_store(tmp_path / "store", durable=False) as store:
+        with pytest.raises(UsageError, match=r"Unsteady.*wte\.weight.*tiered\.construct"):
+            tiered.hf.from_pretrained(transformers.GPT2LMHeadModel, tmp_path / "saved", store)
+        assert len(store) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device_map": "auto"}, r"device_map=.*tiered\.shard"),
+        ({"frozen": "here"}, r"frozen='here'"),
+        ({"unit": "h.7"}, "h.7"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "saved")
+    with debug_store(tmp_path / "store", durable=False) as store:
+        with pytest.raises((UsageError, ValueError, TypeError), match=message):
+            tiered.hf.from_pretrained(transformers.GPT2LMHeadModel, tmp_path / "saved", store, **options)
+        assert len(store) == 0
+
+
+def test_a_folder_without_all_its_files_is_refused(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "saved", max_shard_size="200KB")
+    (tmp_path / "saved" / "model-00002-of-00003.safetensors").unlink()
+    with debug_store(tmp_path / "store", durable=False) as store:
+        with pytest.raises(UsageError, match=r"lacks model-00002-of-00003\.safetensors"):
+            tiered.hf.from_pretrained(transformers.GPT2LMHeadModel, tmp_path / "saved", store)
+        with pytest.raises(UsageError, match=r"no safetensors file there"):
+            tiered.hf.from_pretrained(transformers.GPT2LMHeadModel, tmp_path / "none", store)
+        (tmp_path / "saved" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": 3}))
+        with pytest.raises(UsageError, match=r"is no index of safetensors files"):
+            tiered.hf.from_pretrained(transformers.GPT2LMHeadModel, tmp_path / "saved", store)
+
+
+def test_tied_weights_of_an_empty_model_of_accelerate_are_tied_again(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "saved")
+    expected = gpt2().state_dict()
+    with accelerate.init_empty_weights():
+        model = transformers.GPT2LMHeadModel(gpt2().config)
+    model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+    assert model.lm_head.weight is not model.transformer.wte.weight
+    with debug_store(tmp_path / "store", durable=False) as store:
+        model = tiered.shard(model, store, weights=tmp_path / "saved")
+        assert model.lm_head.weight is model.transformer.wte.weight
+        assert_same_tensors(model.state_dict(), expected)
+
+
+def test_a_hint_at_a_missing_name_is_the_likely_one_or_none(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "saved")
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    del tensors["transformer.h.0.mlp.c_fc.weight"]
+    tensors["transformer.h.1.mlp.dense.weight"] = tensors.pop("transformer.h.1.mlp.c_fc.weight")
+    save_file(tensors, tmp_path / "other.safetensors")
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(gpt2().config)
+    with debug_store(tmp_path / "store", durable=False) as store:
+        with pytest.raises(UsageError) as caught:
+            tiered.shard(model, store, weights=tmp_path / "other.safetensors")
+    message = str(caught.value)
+    assert "missing transformer.h.0.mlp.c_fc.weight;" in message
+    assert "missing transformer.h.1.mlp.c_fc.weight (is it transformer.h.1.mlp.dense.weight?)" in message

@@ -1,0 +1,177 @@
+"""A folder of safetensors files as transformers lays it out: one file, or shards with an index; replaced as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from tiered.bytes.device.files import translate
+from tiered.bytes.private_file import fsync_directory
+from tiered.errors import UsageError
+from tiered.interop.safetensors_file import write_safetensors
+from tiered.units import parse_bytes
+
+__all__ = ["holds_checkpoint", "write_checkpoint", "write_files"]
+
+_PARTIAL = ".tiered-partial"
+"""The end of the name of a file, or the name of a folder, that an export has not finished."""
+
+
+def write_checkpoint(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    max_shard_size: int | str,
+    write_others: Callable[[Path], object] = lambda folder: None,
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> list[Path]:
+    """Write ``tensors``, deferred ones among them, to ``folder``, and return the files' paths; blocks till durable.
+
+    ``write_others(temporary)`` writes what else belongs there, such as a config.json, to a folder beside. ``metadata``
+    goes into the header of each file.
+
+    The new files take their names when all of them are durable; then the old ones go. A crash leaves the earlier
+    checkpoint or none, never parts of two, and temporary files, which the next call removes. Raises ValueError for a
+    size, and what ``write_safetensors`` raises, with the earlier checkpoint as it was.
+    """
+    shards = _split(tensors, parse_bytes(max_shard_size))
+    with _prepared(folder):
+        before = _weight_files(folder)
+        for name, names in shards.items():
+            content = {each: tensors[each] for each in names}
+            write_safetensors(folder / f"{name}{_PARTIAL}", content, {"format": "pt", **metadata})
+        index = _index(tensors, shards) if len(shards) > 1 else None
+        _write_others(folder, write_others, index)
+        _publish(folder, shards, before, is_sharded=index is not None)
+    return [folder / name for name in shards]
+
+
+def write_files(folder: Path, write: Callable[[Path], object]) -> None:
+    """Have ``write(temporary)`` write files to a folder beside, then give each its name in ``folder``; blocks.
+
+    Each file is there whole, the new one or the earlier one, also after a crash.
+    """
+    with _prepared(folder):
+        _write_others(folder, write, None)
+        _move_others(folder)
+
+
+@contextmanager
+def _prepared(folder: Path) -> Iterator[None]:
+    """Lend ``folder`` without temporary files of an earlier call, and of this one where it fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_partial(folder)
+        try:
+            yield
+        finally:
+            _remove_partial(folder)
+    except FileExistsError as error:
+        raise UsageError(f"{folder} is a file; expected a folder, or a path where there is none") from error
+    except OSError as error:
+        raise translate(error, f"cannot write the checkpoint to {folder}") from error
+
+
+def _split(tensors: Mapping[str, torch.Tensor], most_nbytes: int) -> dict[str, list[str]]:
+    """Return the names of the tensors of each file, as transformers deals them out.
+
+    They come in their order; a file ends before it would exceed the size, and a tensor above the size has its own.
+    """
+    shards: list[list[str]] = []
+    names: list[str] = []
+    nbytes = 0
+    for name, tensor in tensors.items():
+        each = tensor.numel() * tensor.dtype.itemsize
+        if each > most_nbytes:
+            shards.append([name])
+            continue
+        if nbytes + each > most_nbytes:
+            shards.append(names)
+            names, nbytes = [], 0
+        names.append(name)
+        nbytes += each
+    if names or not shards:
+        shards.append(names)
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors": names for n, names in enumerate(shards)}
+
+
+def _index(tensors: Mapping[str, torch.Tensor], shards: Mapping[str, list[str]]) -> dict[str, Any]:
+    nbytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+    total = {"total_parameters": sum(tensor.numel() for tensor in tensors.values()), "total_size": nbytes}
+    return {"metadata": total, "weight_map": {name: file for file, names in shards.items() for name in names}}
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Return whether ``folder`` holds files that ``write_checkpoint`` would replace."""
+    return folder.is_dir() and bool(_weight_files(folder))
+
+
+def _weight_files(folder: Path) -> set[str]:
+    """Return the names of the files of a checkpoint that is there."""
+    pattern = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+    return {entry.name for entry in folder.iterdir() if pattern.fullmatch(entry.name)}
+
+
+def _write_others(folder: Path, write_others: Callable[[Path], object], index: dict[str, Any] | None) -> None:
+    """Write the small files to a folder in ``folder``, and make them durable."""
+    temporary = folder / _PARTIAL
+    temporary.mkdir()
+    write_others(temporary)
+    if index is not None:
+        (temporary / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for path in _files(temporary):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+_INDEX = "model.safetensors.index.json"
+
+
+def _publish(folder: Path, shards: Mapping[str, list[str]], before: set[str], *, is_sharded: bool) -> None:
+    """Give the new files their names, then remove the old ones.
+
+    transformers takes model.safetensors before an index. So until the last old file goes, or the new index comes, it
+    reads the old checkpoint; where shards have the names of old ones, it finds no index meanwhile.
+    """
+    if before & shards.keys() and is_sharded:
+        (folder / _INDEX).unlink(missing_ok=True)
+        fsync_directory(folder)
+    for name in shards:
+        os.replace(folder / f"{name}{_PARTIAL}", folder / name)
+    fsync_directory(folder)  # order: the index names files that are there
+    _move_others(folder)
+    for name in before - shards.keys() - ({_INDEX} if is_sharded else set()):
+        (folder / name).unlink(missing_ok=True)
+    fsync_directory(folder)
+
+
+def _move_others(folder: Path) -> None:
+    """Give the small files their names."""
+    temporary = folder / _PARTIAL
+    for path in _files(temporary):
+        target = folder / path.relative_to(temporary)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, target)
+        fsync_directory(target.parent)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _remove_partial(folder: Path) -> None:
+    """Remove the files that an export did not finish."""
+    shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
+    for path in folder.glob(f"*{_PARTIAL}"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,128 @@
+"""from_pretrained: a checkpoint of transformers into a store, a parameter at a time.
+
+transformers builds the model on the meta device and decides what becomes of each tensor of the files, which it gets
+deferred; the bytes are read when ``shard`` wants them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig
+
+from tiered.errors import UsageError
+from tiered.interop.hugging_face.conversion import refusing_by_name
+from tiered.store.store import Store
+from tiered.zero.deferred_files import DeferredFiles, safetensors_files
+from tiered.zero.deferred_tensor import DeferredTensor
+from tiered.zero.shard import shard
+
+__all__ = ["from_pretrained"]
+
+_SHARD = frozenset(inspect.signature(shard).parameters) - {"model", "store", "weights"}
+
+
+def from_pretrained(
+    model_class: Any, folder: str | Path, store: Store, *, frozen: bool | str = False, **options: Any
+) -> Any:
+    """Load the checkpoint in ``folder`` into ``store`` and return the model, sharded and ready to train; blocks.
+
+    ``model_class`` is a class of transformers, such as ``AutoModelForCausalLM`` or ``GPT2LMHeadModel``. Files are read
+    a parameter at a time, so neither they nor the model need fit memory. ``options``: those of ``tiered.shard``
+    (``param_dtype``, ``unit``, ``hold``, ...), and any other for the class's own ``from_pretrained`` (``dtype``,
+    ``attn_implementation``, ``num_labels``, ...), which decides names, dtypes, ties and conversions; a head that the
+    files lack is drawn as there. In evaluation mode, as there: call ``model.train()``.
+
+    ``frozen``: True for a base that no step changes, such as one under adapters. Its values are copied to the store, or
+    read in its files where these are among the store's ``external`` and have them as they are needed. "in place"
+    insists on that, so that nothing of the base is written: a parameter that would be copied is refused by name.
+
+    A store that holds a commit of this model gives its own values: of the files only names and shapes are read. Raises
+    UsageError for a folder without safetensors files, names or shapes that do not fit, and a conversion that cannot be
+    carried out tensor by tensor, by its name, before anything is written; and what ``tiered.shard`` raises.
+    """
+    if frozen not in (True, False, "in place"):
+        raise ValueError(f'frozen={frozen!r}; expected True, False or "in place"')
+    given = {name: options.pop(name) for name in list(options) if name in _SHARD}
+    for name in ("device_map", "quantization_config", "state_dict", "config"):
+        if options.get(name) is not None:
+            raise UsageError(f"tiered.hf.from_pretrained({name}=); expected without it: {_REASONS[name]}")
+    folder = Path(folder)
+    is_committed = store.durable and store.registered_state("tiered.model") is not None
+    with DeferredFiles(safetensors_files(folder, "tiered.hf.from_pretrained: ")) as files:
+        model = _build(model_class, folder, files.tensors(), options)
+        weights = _take_values(model)
+        if frozen:
+            model.requires_grad_(False)
+        if frozen == "in place" and not is_committed:
+            _check_in_place(store, model, weights, given.get("param_dtype"))
+        return shard(model, store, weights=None if is_committed else weights, **given)
+
+
+_INSTEAD = "load it by its own from_pretrained inside `with tiered.construct(store):`"
+_REASONS = {
+    "device_map": "device= of tiered.shard says where the model computes",
+    "quantization_config": "a quantised model has no parameters that train",
+    "state_dict": "the values are those of the folder",
+    "config": "the configuration is the folder's; single settings are arguments",
+}
+
+
+def _build(model_class: Any, folder: Path, tensors: Mapping[str, DeferredTensor], options: dict[str, Any]) -> Any:
+    """Return the model that transformers makes of ``tensors``, with deferred parameters."""
+    names = {name: options.pop(name) for name in ("trust_remote_code", "code_revision") if name in options}
+    config, options = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **names, **options)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UsageError(f"{folder} holds a quantised model, whose parameters do not train; expected one that is not")
+    settings = {name: options.pop(name) for name in ("attn_implementation",) if name in options}
+    if not hasattr(model_class, "config_class"):
+        with torch.device("meta"):
+            model_class = type(model_class.from_config(config, **names, **settings))
+    with refusing_by_name("tiered.hf.from_pretrained", _INSTEAD):
+        model = model_class.from_pretrained(None, config=config, state_dict=dict(tensors), **settings, **options)
+    model.config._name_or_path = model.name_or_path = str(folder)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _take_values(model: Any) -> dict[str, torch.Tensor]:
+    """Return the values of the parameters and persistent buffers of ``model``; buffers that were deferred are read."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, DeferredTensor):
+                module._buffers[name] = buffer.values()
+    state = model.state_dict()  # what the files have, and what transformers drew, by every name
+    values = dict(model.named_parameters())
+    return values | {name: buffer for name, buffer in model.named_buffers() if name in state}
+
+
+def _check_in_place(
+    store: Store, model: Any, weights: Mapping[str, torch.Tensor], param_dtype: torch.dtype | None
+) -> None:
+    """Raise UsageError for a parameter that cannot be read from the files as it is needed."""
+    for name, parameter in model.named_parameters():
+        values = weights[name]
+        place = values.place if isinstance(values, DeferredTensor) else None
+        if place is None:
+            kind = (
+                "is computed from tensors of the files, by a cast or a conversion"
+                if values.is_meta
+                else "is not in the files"
+            )
+            raise _not_in_place(name, kind)
+        entry = store.external.find(*place)
+        dtype = param_dtype if param_dtype is not None and parameter.is_floating_point() else parameter.dtype
+        if getattr(torch, entry.dtype) != dtype:
+            raise _not_in_place(name, f"is {entry.dtype} there, and {dtype} was asked for")
+
+
+def _not_in_place(name: str, reason: str) -> UsageError:
+    return UsageError(
+        f'tiered.hf.from_pretrained(frozen="in place"): {name} {reason}; expected frozen=True, which copies the base to'
+        " the store"
+    )
