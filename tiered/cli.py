@@ -276,6 +276,45 @@ def gc(run: Run, dry_run: DryRun = False, yes: Yes = False, json: ReportFile = N
 
 
 @_command
+def export(
+    run: Run,
+    folder: Annotated[Path, typer.Argument(parser=_path, metavar="FOLDER", help="Where the safetensors files go.")],
+    dtype: Annotated[
+        str | None, typer.Option(metavar="bf16|fp16|fp32", help="Cast what floats. Default: as trained.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of a file.")] = "50GB",
+    external: External = None,
+    yes: Yes = False,
+) -> int:
+    """Write a run's last commit as safetensors files, which transformers, tiered and others load."""
+    from tiered.interop.exporting import export
+
+    return export(run, folder, dtype=dtype, max_shard_size=max_shard_size, external=external or (), yes=yes)
+
+
+@_command
+def import_(
+    source: Annotated[
+        Path | None, typer.Argument(parser=_path, metavar="FOLDER", help="A safetensors file, or a folder of them.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Argument(parser=_path, metavar="RUN", help="A new directory for the store.")
+    ] = None,
+    deepspeed: DeepSpeedFile = None,
+) -> int:
+    """Put the tensors of safetensors files into a new store; or show the program of a DeepSpeed configuration."""
+    if deepspeed is not None and source is None:
+        from tiered.interop.deepspeed_program import import_deepspeed
+
+        return import_deepspeed(deepspeed)
+    if deepspeed is not None or source is None or run is None:
+        raise UsageError("import: expected FOLDER RUN, or --deepspeed ds_config.json alone")
+    from tiered.interop.importing import import_files
+
+    return import_files(source, run)
+
+
+@_command
 def doctor(
     directories: Annotated[
         list[Path] | None,
@@ -317,20 +356,6 @@ def bench(
             plot_file=plot,
         )
     )
-
-
-@_command
-def import_(deepspeed: DeepSpeedFile = None) -> int:
-    """Bring what another library has: its configuration, as a program for tiered."""
-    if deepspeed is None:
-        raise UsageError("say what to import: --deepspeed ds_config.json")
-    return _import_deepspeed(deepspeed)
-
-
-def _import_deepspeed(file: Path) -> int:
-    from tiered.interop.deepspeed_program import import_deepspeed
-
-    return import_deepspeed(file)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -49,6 +49,8 @@ class ModelState:
         self._units = units
         self._laid_out = laid_out
         self._description = {unit.name: [segment.descriptor() for segment in unit.segments] for unit in units}
+        self._tied = _tied_names(model)
+        self._persistent = _persistent_names(model)
         self._places: dict[str, tuple[nn.Module, str]] = {}
         for full, _ in model.named_buffers():
             prefix, _, name = full.rpartition(".")
@@ -63,6 +65,10 @@ class ModelState:
         check_added(tensor for tensor in added.values() if isinstance(tensor, nn.Parameter))
         return {
             "units": self._description,
+            "class": type(self._model).__name__,
+            "tied": self._tied,
+            "persistent": self._persistent,
+            "files": _small_files(self._model),
             "trained": {unit.name: [s.name for s in unit.segments if s.trainable] for unit in self._units},
             "trained_first": {unit.name: [s.name for s in unit.segments if s.was_trainable] for unit in self._units},
             "buffers": _copies(self._buffers()),
@@ -124,6 +130,32 @@ class ModelState:
             if not isinstance(parameter, TieredParameter)
         }
         return added | {name: buffer for name, buffer in self._model.named_buffers() if id(buffer) not in known}
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the other names of parameters that have several, and the first of each."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in every if first[id(p)] != name}
+
+
+def _persistent_names(model: nn.Module) -> list[str]:
+    """Return the names of the buffers that a state_dict() has."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    ]
+
+
+def _small_files(model: nn.Module) -> dict[str, str]:
+    """Return the texts of a Hugging Face model's configuration, by the names of its files; {} for another model."""
+    if hasattr(model, "peft_config"):
+        return {}  # the configuration is its base's, whose names differ
+    attributes = {"config.json": "config", "generation_config.json": "generation_config"}
+    found: dict[str, Any] = {name: getattr(model, attribute, None) for name, attribute in attributes.items()}
+    return {name: each.to_json_string() for name, each in found.items() if hasattr(each, "to_json_string")}
 
 
 def check_added(parameters: Iterable[torch.Tensor]) -> None:

@@ -1,0 +1,148 @@
+"""`tiered export` and `tiered import`: a committed run to safetensors files, and such files to a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from torch import nn
+
+import tiered
+from tests.interop.conftest import MODELS, assert_same_tensors, gpt2, mixtral, tensors_in
+from tests.zero.training import debug_store
+from tiered.cli import main
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+
+
+def trained(model: Any, store: tiered.Store, **options: Any) -> dict[str, torch.Tensor]:
+    """Train two steps, commit, and return the values."""
+    model = tiered.shard(model, store, **options)
+    optimizer = tiered.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    ids = torch.arange(32).view(2, 16)
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    store.commit({"step": 2})
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_of_transformers_exports_to_what_transformers_loads(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = MODELS[name]()
+    for parameter in list(model.parameters())[3:7]:
+        parameter.requires_grad_(False)  # spans of two kinds in a unit
+    with debug_store(tmp_path / "run") as store:
+        expected = trained(model, store)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "files"), "--max-shard-size", "60KB"]) == 0
+    assert "generation 1" in capsys.readouterr().out
+    found = type(model).from_pretrained(tmp_path / "files")
+    assert_same_tensors(found.state_dict(), expected)
+    model.config.architectures, model.config.dtype = [type(model).__name__], "float32"
+    assert found.config.to_diff_dict() == model.config.to_diff_dict()
+    if name == "gpt2":
+        with debug_store(tmp_path / "again", durable=False) as store, torch.device("meta"):
+            again = type(model)(model.config)
+            with torch.device("cpu"):
+                again = tiered.shard(again, store, weights=tmp_path / "files")
+                assert_same_tensors(again.state_dict(), expected)
+
+
+def test_masters_buffers_and_ties_of_any_module_are_exported(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.norm = nn.BatchNorm1d(6)
+            self.last = nn.Linear(6, 6)
+            self.last.weight = self.first.weight
+            self.register_buffer("scratch", torch.ones(3), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.norm(self.first(x)))
+
+    with debug_store(tmp_path / "run") as store:
+        model = tiered.shard(Net(), store, param_dtype=torch.bfloat16)
+        store.commit()
+        expected = dict(model.state_dict())
+    del expected["last.weight"]
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "files"), "--dtype", "fp32"]) == 0
+    cast = {name: value.float() if value.is_floating_point() else value for name, value in expected.items()}
+    assert_same_tensors(tensors_in(tmp_path / "files"), cast)
+    with safe_open(tmp_path / "files" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "last.weight": "first.weight"}
+
+
+def test_a_base_in_place_is_exported_from_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpt2().save_pretrained(tmp_path / "base")
+    with debug_store(tmp_path / "run", external=[tmp_path / "base"]) as store:
+        tiered.hf.from_pretrained(transformers.GPT2LMHeadModel, tmp_path / "base", store, frozen="in place")
+        store.commit()
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "files")]) == 2
+    assert "which is missing" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "files"), "--external", str(tmp_path / "base")]) == 0
+    assert_same_tensors(tensors_in(tmp_path / "files"), tensors_in(tmp_path / "base"))
+
+
+def test_files_are_imported_under_their_names_and_exported_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixtral().save_pretrained(tmp_path / "files", max_shard_size="60KB")
+    expected = tensors_in(tmp_path / "files")
+    assert main(["import", str(tmp_path / "files"), str(tmp_path / "run")]) == 0
+    with tiered.Store(tmp_path / "run", dram="16MiB", mode="r") as store:
+        assert_same_tensors({name: store[name] for name in store}, expected)
+    assert main(["import", str(tmp_path / "files"), str(tmp_path / "run")]) == 2
+    assert "holds a run of generation 1" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "again"), "--max-shard-size", "60KB"]) == 0
+    assert_same_tensors(tensors_in(tmp_path / "again"), expected)
+    assert_same_tensors(mixtral().from_pretrained(tmp_path / "again").state_dict(), mixtral().state_dict())
+    assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "files" / "config.json").read_text()
+
+
+def test_an_import_that_fails_leaves_nothing_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpt2().save_pretrained(tmp_path / "files")
+    with monkeypatch.context() as patch:
+        count = 0
+
+        def fail(*_: Any) -> None:
+            nonlocal count
+            count += 1
+            if count == 5:
+                raise OSError(5, "Input/output error", "model.safetensors")
+
+        patch.setattr("tiered.interop.importing._put", fail)
+        assert main(["import", str(tmp_path / "files"), str(tmp_path / "run")]) == 2
+    with tiered.Store(tmp_path / "run", dram="16MiB", mode="r") as store:
+        assert store.generation == 0 and len(store) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert main(["import", str(tmp_path / "files"), str(tmp_path / "run")]) == 0
+
+
+def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*arguments: str) -> str:
+        assert main(list(arguments)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    run, files = str(tmp_path / "run"), str(tmp_path / "files")
+    assert "no run in" in refused("export", run, files)
+    assert "no safetensors file there" in refused("import", files, run)
+    with debug_store(tmp_path / "run") as store:
+        store["a"] = torch.arange(3)
+        store.commit()
+        assert "is open in process" in refused("export", run, files)
+    assert "expected one of bf16, fp16, fp32" in refused("export", run, files, "--dtype", "int8")
+    assert "a size such as" in refused("export", run, files, "--max-shard-size", "much")
+    assert main(["export", run, files]) == 0
+    capsys.readouterr()
+    assert "add --yes" in refused("export", run, files)
+    assert main(["export", run, files, "--yes"]) == 0
+    assert torch.equal(tensors_in(tmp_path / "files")["a"], torch.arange(3))
