@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import tqdm
 import transformers
 from safetensors.torch import load_file
 
@@ -25,6 +26,7 @@ def tmp_path() -> Iterator[Path]:
 def no_threads_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The progress bar's outlives it, and those that load end by themselves some time after."""
     transformers.utils.logging.disable_progress_bar()
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 

@@ -15,12 +15,12 @@ from torch import nn
 import tiered
 from tests.zero.training import debug_store
 from tiered.errors import CapacityError
-from tiered.zero import model_state
+from tiered.zero import export
 
 
 @pytest.fixture(autouse=True)
 def all_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_state, "LEAST_IN_FILE_NBYTES", 0)
+    monkeypatch.setattr(export, "LEAST_IN_FILE_NBYTES", 0)
 
 
 class Net(nn.Module):
@@ -84,7 +84,7 @@ def test_where_neither_file_nor_memory_has_room_it_says_what_streams(
         model: Any = tiered.shard(net(), store)
         monkeypatch.setattr(os, "posix_fallocate", full)
         assert not is_in_file(model.state_dict()["conv.weight"])  # memory has room
-        monkeypatch.setattr(model_state, "free_memory", lambda: 10)
+        monkeypatch.setattr(export, "free_memory", lambda: 10)
         with pytest.raises(CapacityError, match=r"has no room.*one unit at a time.*save_pretrained.*tiered export"):
             model.state_dict()
         monkeypatch.undo()
@@ -95,3 +95,27 @@ def test_a_store_in_memory_has_its_copies_there(tmp_path: Path, caplog: pytest.L
     with debug_store(tmp_path, durable=False, engine="memory") as store:
         model = tiered.shard(net(), store)
         assert not is_in_file(model.state_dict()["conv.weight"])
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_the_state_of_an_optimizer_lies_in_a_file_too(param_dtype: torch.dtype | None, drive_path: Path) -> None:
+    def state(directory: Path) -> dict[int, dict[str, torch.Tensor]]:
+        with debug_store(directory, durable=False) as store:
+            model = tiered.shard(net(), store, param_dtype=param_dtype)
+            optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
+            x = torch.ones(2, 8, dtype=model.first.weight.dtype)
+            model.last(model.first(x)).square().sum().backward()
+            optimizer.step()
+            found: dict[int, dict[str, torch.Tensor]] = optimizer.state_dict()["state"]
+            optimizer.load_state_dict(optimizer.state_dict())
+            return found
+
+    in_file = state(drive_path / "file")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "LEAST_IN_FILE_NBYTES", 1 << 40)
+        in_memory = state(drive_path / "memory")
+    assert is_in_file(in_file[0]["exp_avg"]) and not is_in_file(in_memory[0]["exp_avg"])
+    assert in_file.keys() == in_memory.keys()
+    for index, values in in_memory.items():
+        assert all(torch.equal(in_file[index][name], value) for name, value in values.items())
+        assert all(in_file[index][name].stride() == value.stride() for name, value in values.items())

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from tiered.bytes.device.base import Device
 from tiered.bytes.file_memory import FileMemory
+from tiered.bytes.free_memory import free_memory
+from tiered.errors import CapacityError
+from tiered.units import format_bytes
 
-__all__ = ["Export"]
+__all__ = ["Export", "room_for_copies"]
+
+LEAST_IN_FILE_NBYTES = 64 << 20
+"""More bytes than these are copied by a ``state_dict`` to a file that the kernel may page out, not to memory."""
 
 
 class Export:
@@ -61,3 +70,27 @@ class Export:
             copied = values.to("cpu", copy=True) if self._memory is None else self._memory.copy(values)
             self._copies[segment] = copied
         return self._copies[segment].detach()
+
+
+def room_for_copies(devices: Sequence[Device], nbytes: Sequence[int], what: str, next_step: str) -> FileMemory | None:
+    """Return room for copies of ``nbytes`` each, None for ordinary memory, where few bytes go.
+
+    Many go to a file beside the store's own, whose pages the kernel takes back: so whatever saves them streams, and
+    they take no more memory than there is. Raises CapacityError where neither has room; it names ``next_step``.
+    """
+    if sum(nbytes) <= LEAST_IN_FILE_NBYTES:
+        return None
+    device = max(devices, key=lambda device: device.free_bytes())
+    try:
+        if os.path.isdir(device.name):  # not a device in RAM
+            return FileMemory(device.name, nbytes)
+        refusal = "the store has no directory for it"
+    except (CapacityError, OSError) as error:
+        refusal = str(error)
+    available = free_memory()
+    if sum(nbytes) > available:
+        raise CapacityError(
+            f"{what} needs {format_bytes(sum(nbytes))}, in a file or in memory: {refusal}, and"
+            f" {format_bytes(available)} of memory are available; expected room for all of it: {next_step}"
+        )
+    return None

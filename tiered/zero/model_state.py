@@ -6,7 +6,6 @@ with, and the random number generators.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,12 +15,12 @@ import torch
 from torch import nn
 
 from tiered.bytes.file_memory import FileMemory
-from tiered.bytes.free_memory import free_memory
 from tiered.errors import CapacityError, UsageError
 from tiered.store.store import Store
 from tiered.units import format_bytes
 from tiered.zero.accelerator_state import accelerator_type, generator_states, set_generator_states
 from tiered.zero.engine import Engine
+from tiered.zero.export import room_for_copies
 from tiered.zero.frames import num_on_stack
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Unit
@@ -30,9 +29,6 @@ __all__ = ["ModelState", "RandomState", "check_added", "hook_state_dicts", "refu
 
 MAX_ADDED_NBYTES = 64 << 20
 """Most bytes of parameters added after ``shard``: each commit's text holds 4/3 of them, and memory holds them."""
-
-LEAST_IN_FILE_NBYTES = 64 << 20
-"""More bytes than these are copied by ``state_dict`` to a file that the kernel may page out, not to memory."""
 
 
 class ModelState:
@@ -284,28 +280,11 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
 
 
 def _memory_for(module: nn.Module, engine: Engine) -> FileMemory | None:
-    """Return where the copies of the parameters of ``module`` go: None for ordinary memory, which few bytes go to.
-
-    Many go to a file beside the store's own, whose pages the kernel takes back: so whatever saves them streams, and
-    they take no more memory than there is.
-    """
+    """Return where the copies of the parameters of ``module`` go. Raises CapacityError where there is no room."""
     segments = dict.fromkeys(p.segment for p in module.parameters() if isinstance(p, TieredParameter))
-    nbytes = [segment.nbytes for segment in segments]
-    if sum(nbytes) <= LEAST_IN_FILE_NBYTES:
-        return None
-    device = max(engine.working_set.space.devices, key=lambda device: device.free_bytes())
-    try:
-        if os.path.isdir(device.name):  # not a device in RAM
-            return FileMemory(device.name, nbytes)
-        refusal = "the store has no directory for it"
-    except (CapacityError, OSError) as error:
-        refusal = str(error)
-    available = free_memory()
-    if sum(nbytes) > available:
-        raise CapacityError(
-            f"state_dict() needs {format_bytes(sum(nbytes))}, in a file or in memory: {refusal}, and"
-            f" {format_bytes(available)} of memory are available; expected room for all of it: call state_dict() of one"
-            " unit at a time, or save what streams: tiered.save_pretrained(model, folder), or after a commit"
-            " `tiered export RUN FOLDER`"
-        )
-    return None
+    devices = engine.working_set.space.devices
+    next_step = (
+        "call state_dict() of one unit at a time, or save what streams: tiered.save_pretrained(model, folder), or after"
+        " a commit `tiered export RUN FOLDER`"
+    )
+    return room_for_copies(devices, [segment.nbytes for segment in segments], "state_dict()", next_step)

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from tiered.bytes.file_memory import FileMemory
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.store.residency.lease import Mode
 from tiered.store.store import Store
+from tiered.zero.export import room_for_copies
 from tiered.zero.formats.codec import Bucket, Piece, divide
 from tiered.zero.formats.layout import Layouts, Tile
 from tiered.zero.formats.rules import Hyperparameters
@@ -195,15 +197,35 @@ class OptimizerState:
         steps = self.steps.get(segment)
         return bool(steps) or (steps == 0 and self._layouts.of(segment.dtype).master is not None)
 
+    def gather_all(self, segments: Mapping[int, Segment]) -> dict[int, dict[str, torch.Tensor]]:
+        """Return the state of those of ``segments`` that a state_dict must have: copies in a file where they are large.
+
+        Raises CapacityError where neither the store's drives nor memory have room.
+        """
+        kept = {index: segment for index, segment in segments.items() if self.is_worth_keeping(segment)}
+        nbytes = []
+        for segment in kept.values():
+            num_tensors = len(self._names) + (self._layouts.of(segment.dtype).master is not None)
+            nbytes += [segment.numel * (8 if segment.dtype == torch.float64 else 4)] * num_tensors
+        next_step = "store.commit() keeps the state, and store.resume() brings it back"
+        devices = self._store.working_set.space.devices
+        memory = room_for_copies(devices, nbytes, "optimizer.state_dict()", next_step)
+        with contextlib.closing(memory) if memory is not None else contextlib.nullcontext():
+            return {index: self.gather(segment, memory) for index, segment in kept.items()}
+
     @uninterrupted
-    def gather(self, segment: Segment) -> dict[str, torch.Tensor]:
-        """Return step, the rule's moments and, for bf16, master: copies with the parameter's shape and strides."""
+    def gather(self, segment: Segment, memory: FileMemory | None = None) -> dict[str, torch.Tensor]:
+        """Return step, the rule's moments and, for bf16, master: copies with the parameter's shape and strides.
+
+        They lie in ``memory``, or in ordinary memory.
+        """
         dtype = torch.float64 if segment.dtype == torch.float64 else torch.float32
         layout = self._layouts.of(segment.dtype)
         has_moments = segment in self.begun or self._layouts.rule.name != "SGD"  # as torch: others begin with zeros
         moments = self._names if has_moments else []
         names = moments + (["master"] if layout.master is not None else [])
-        flats = {name: torch.empty(segment.numel, dtype=dtype, device="cpu") for name in names}
+        empty = torch.empty_strided if memory is None else memory.empty
+        flats = {name: empty((segment.numel,), (1,), dtype=dtype) for name in names}
         with self._readable(segment) as hi:
             for tile, start, stop in self._stretches(segment, "r"):
                 rows = tile.rows(self._scratch)

@@ -314,16 +314,15 @@ class StreamingOptimizer(Optimizer):
         self._pipeline.run(due, PlainSupply(self._store.working_set, sources), lambda _: None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch's own has it, plus ``master`` for bf16 parameters; the caller's memory.
+        """Return the state as torch's own has it, plus ``master`` for bf16 parameters; the caller's own.
 
-        Streams the buckets. Raises UsageError between backward and step.
+        Streams the buckets. A large one lies in a file, so that whatever saves it streams, too. Raises UsageError
+        between backward and step, CapacityError where neither the store's drives nor memory have room.
         """
         self._check_idle("optimizer.state_dict()")
         result = super().state_dict()
-        for index, parameter in enumerate(self._parameters()):
-            segment = self._segments[parameter]
-            if self._state.is_worth_keeping(segment):
-                result["state"][index] = self._state.gather(segment)
+        segments = {index: self._segments[parameter] for index, parameter in enumerate(self._parameters())}
+        result["state"] |= self._state.gather_all(segments)
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
