@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,9 @@ from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Event, in_graph_task
 
 __all__ = ["Access", "check_forward", "end_interrupted"]
+
+_MERGES = {"merge", "unmerge", "update_layer", "_unload_and_optionally_merge"}
+"""Functions of PEFT that read and write the base between steps."""
 
 _NOT_NOW = (
     "expected inside a forward or backward of the model, or between the two, as for a term of the loss: use "
@@ -43,11 +47,12 @@ class Access:
             yield
             return
         write = is_write(func, args, kwargs)
-        self._check(segment, name_of(func), is_write=write)
+        name = name_of(func)
+        is_merge = self._check(segment, name, is_write=write)
         if not in_graph_task():
             conductor.calls.touched(segment)
         unit = segment.unit
-        unit.show("rw" if write else "r")
+        unit.show("rw" if write or (is_merge and name == ".data") else "r")
         unit.buffer.use()
         conductor.ahead.go_on()
         self._touch(unit)  # order: showing the unit may finish an update of it
@@ -57,7 +62,7 @@ class Access:
                 yield
         finally:
             unit.num_ops -= 1
-        if write and conductor.phase.num_loading:  # other writes than a copy leave the values alone to tell
+        if write and (conductor.phase.num_loading or is_merge):  # by a copy, or who knows what the values are
             conductor.written(segment, args[1] if func is torch.Tensor.copy_ and len(args) > 1 else None)
 
     def is_unsharded(self, segment: Segment) -> bool:
@@ -94,8 +99,11 @@ class Access:
         """A parameter's ``requires_grad`` was set: follow its gradient."""
         self._conductor.watch(parameter)
 
-    def _check(self, segment: Segment, name: str, *, is_write: bool) -> None:
-        """Raise UsageError unless the operation ``name`` may read, or write, ``segment``'s parameter now."""
+    def _check(self, segment: Segment, name: str, *, is_write: bool) -> bool:
+        """Raise UsageError unless the operation ``name`` may read, or write, ``segment``'s parameter now.
+
+        Return whether it is part of a merge of adapters, which writes to what ``.data`` has given.
+        """
         conductor, phase = self._conductor, self._conductor.phase
         what = f"parameter {segment.name}: {name}"
         if os.getpid() != phase.pid:
@@ -106,17 +114,20 @@ class Access:
         in_task = in_graph_task()
         phase.check(_event(conductor.calls, in_task=in_task), what)
         end_interrupted(conductor)
+        if (name == ".data" or not (conductor.calls or in_task)) and _is_in_merge():
+            conductor.check_idle(what)
+            return True
         is_unsharded = self.is_unsharded(segment)
         if is_write:
             if is_unsharded or phase.num_loading:
-                return
+                return False
             _refuse_strangers(what)
             raise UsageError(
                 f"{what} writes a sharded parameter; expected inside `with tiered.unsharded(module):` between steps,"
                 " or by the optimizer; a new shape or dtype before tiered.shard"
             )
         if is_unsharded or phase.export or phase.num_loading:
-            return
+            return False
         if in_task:
             conductor.backward.seen()
         if segment.unit in phase.done:
@@ -126,6 +137,7 @@ class Access:
         if not (conductor.calls or in_task or phase.is_between):
             _refuse_strangers(what)
             raise UsageError(f"{what} outside a forward or backward; {_hint(name)}{_NOT_NOW}")
+        return False
 
 
 def check_forward(conductor: Conductor, name: str) -> None:
@@ -156,6 +168,15 @@ def end_interrupted(conductor: Conductor) -> None:
     if phase.num_loading and not num_on_stack(nn.Module.load_state_dict.__code__):
         phase.num_loading = 0
         conductor.open_units.park_all()  # it had leased one for writing
+
+
+def _is_in_merge() -> bool:
+    """Return whether an adapter of PEFT is being made, is merging itself into its base, or goes out of it again."""
+    if "peft" not in sys.modules:
+        return False
+    return any(
+        frame.f_code.co_name in _MERGES and frame.f_globals.get("__name__", "").startswith("peft.") for frame in stack()
+    )
 
 
 def _refuse_strangers(what: str) -> None:

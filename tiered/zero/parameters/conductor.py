@@ -83,6 +83,9 @@ class Conductor(Protocol):
     def settle_calls(self) -> None:
         """An event between steps comes: end the calls and the backward that have ended without a report."""
 
+    def check_idle(self, what: str) -> None:
+        """Finish the pending updates; raise UsageError unless no forward, backward or step is under way."""
+
     def written(self, segment: Segment, source: torch.Tensor | None) -> None:
         """The values of ``segment`` were replaced, by ``source`` where it is known."""
 
