@@ -51,6 +51,16 @@ def test_train_step_compares_settings_of_our_own_on_a_slower_drive(tmp_path: Pat
     assert result["cpu_seconds"] > 0 and result["against_cpu_seconds"] > 0
 
 
+def test_files_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
+    tiny = ["--layers", "2", "--width", "64", "--heads", "4", "--vocabulary", "256", "--dram", "16MiB", "--turns", "1"]
+    command = [warm_python.executable, "bench/files.py", *tiny, "--store", str(tmp_path)]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
+    result = json.loads(output.splitlines()[-1])
+    for part in ("copied", "in place", "export", "own save"):
+        assert result[part]["within"] and result[part]["of_drive"] > 0, output
+    assert not list(tmp_path.iterdir())
+
+
 def test_frozen_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--layers", "2", "--width", "64", "--heads", "4", "--dram", "64", "--store", str(tmp_path)]
     command = [warm_python.executable, "bench/frozen.py", *tiny]

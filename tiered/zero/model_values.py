@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,8 @@ class ModelValues:
         segments: list[Segment] = [p.segment for p in parameters if isinstance(p.segment.unit, Unit)]
         self._segments = {segment.layout().untyped_storage()._cdata: segment for segment in segments}
         self.engines: list[Engine] = list(dict.fromkeys(segment.unit.engine for segment in segments))  # type: ignore[misc]
+        units = list(dict.fromkeys(segment.unit for segment in segments))
+        self._next = dict(itertools.pairwise(units))
         for engine in self.engines:
             engine.check_idle(what)
             engine.phase.export.only_looks = True
@@ -48,8 +51,12 @@ class ModelValues:
 
         They stay as long as the tensor lives, and take room of the budget meanwhile.
         """
-        span = segment.unit.open("r")[segment.span]
-        segment.unit.buffer.use()
+        unit = segment.unit
+        is_first = not unit.is_open
+        span = unit.open("r")[segment.span]
+        if is_first and unit in self._next:
+            unit.working_set.prefetch(self._next[unit].keys)
+        unit.buffer.use()
         return segment.view(span).detach().cpu()
 
 
