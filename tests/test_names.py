@@ -78,9 +78,10 @@ WHOLE_NAMES = {  # of classes and files: ordinary words that say too little alon
 
 FILES_SO_CALLED = {"report", "settings"}  # in a room that says of what
 
-EXCEPTIONS = {
-    ("resumable.py", "epoch"),  # where it is the word of torch's users for a pass through the data
-    ("saving.py", "save"),  # where it is the word of transformers' users: save_pretrained
+EXCEPTIONS = {  # words of torch's and transformers' users, or of a method that is overridden
+    ("resumable.py", "epoch"),
+    ("saving.py", "save"),
+    *((file, word) for file in ("trainer.py", "callback.py") for word in ("epoch", "save")),
 }
 
 TIRING = re.compile(r"(?:^|[.:;] )(What|Who|Whose|Whoever|Whatever|Nobody|Somebody) |\bof (which|whom)\b|\blest\b")

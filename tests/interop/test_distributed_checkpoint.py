@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import tiered
-from tests.interop.conftest import assert_same_tensors, gpt2
+from tests.interop.checkpoints import assert_same_tensors, gpt2
 from tests.zero.training import debug_store
 from tiered.zero import export
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import WeightConverter
 
 import tiered
-from tests.interop.conftest import MODELS, assert_same_tensors, bert, gpt2, mixtral
+from tests.interop.checkpoints import MODELS, assert_same_tensors, bert, gpt2, mixtral
 from tests.interop.test_saving import Unsteady
 from tests.zero.training import debug_store
 from tiered.errors import UsageError

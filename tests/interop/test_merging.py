@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiered
-from tests.interop.conftest import assert_same_tensors, gpt2
+from tests.interop.checkpoints import assert_same_tensors, gpt2
 from tests.zero.training import ROOMY_NBYTES, debug_store
 from tiered.errors import UsageError
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import tiered
-from tests.interop.conftest import assert_same_tensors, tensors_in
+from tests.interop.checkpoints import assert_same_tensors, tensors_in
 from tests.zero.training import debug_store
 from tiered.cli import main
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 import tiered
-from tests.interop.conftest import MODELS, assert_same_tensors, gpt2, mixtral, tensors_in
+from tests.interop.checkpoints import MODELS, assert_same_tensors, gpt2, mixtral, tensors_in
 from tests.zero.training import debug_store
 from tiered.cli import main
 

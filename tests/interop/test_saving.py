@@ -14,7 +14,7 @@ from torch import nn
 from transformers.core_model_loading import Transpose, WeightConverter
 
 import tiered
-from tests.interop.conftest import MODELS, assert_same_files, assert_same_tensors, gpt2, tensors_in
+from tests.interop.checkpoints import MODELS, assert_same_files, assert_same_tensors, gpt2, tensors_in
 from tests.zero.training import debug_store
 from tiered.errors import CapacityError, UsageError
 

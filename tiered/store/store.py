@@ -124,6 +124,11 @@ class Store(TensorMapping):
         return self._generations.root.generation
 
     @property
+    def uuid(self) -> str:
+        """The identity that the store was created with, in 32 hex digits; all its directories have it."""
+        return self._generations.root.store_uuid.hex()
+
+    @property
     def state(self) -> dict[str, Any]:
         """The state that was committed with ``generation``; a copy."""
         return committed_state(self._generations.root.state)[0]

@@ -326,6 +326,7 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
     by_name = {unit.name: unit for unit in units}
     unit_of = {module: by_name[name] for name, module in modules.items() if name in by_name}
     unit_of[model] = by_name["root"]
+    vars(model)["_is_accelerate_prepared"] = True  # accelerate's word: its prepare() leaves the model as it is
     for module in model.modules():
         if module is not model and not any(True for _ in module.parameters()):
             continue

@@ -1,14 +1,24 @@
-"""Hugging Face: models of transformers in and out of a store. Names are imported at their first use."""
+"""tiered.hf: models and the Trainer of Hugging Face over a store. It needs the extra ``hf``.
+
+Names are imported at their first use: a model is loaded without accelerate.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tiered.interop.hugging_face.arguments import Arguments
     from tiered.interop.hugging_face.loading import from_pretrained
+    from tiered.interop.hugging_face.trainer import Trainer, TrainerMixin
 
-__all__ = ["from_pretrained"]
+__all__ = ["Arguments", "Trainer", "TrainerMixin", "from_pretrained"]
 
-_HOMES = {"from_pretrained": "tiered.interop.hugging_face.loading"}
+_HOMES = {
+    "Arguments": "tiered.interop.hugging_face.arguments",
+    "Trainer": "tiered.interop.hugging_face.trainer",
+    "TrainerMixin": "tiered.interop.hugging_face.trainer",
+    "from_pretrained": "tiered.interop.hugging_face.loading",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -78,10 +78,10 @@ class StreamingOptimizer(Optimizer):
         self.in_backward = update == "backward"
         self.format = state
         self._segments: dict[torch.Tensor, Segment] = {}
-        self._known: set[Segment] = set()
         self._hypers: dict[Segment, dict[str, Any]] = {}
         self._engines: list[Engine] = []
         self._threads: dict[Engine, UpdateThread] = {}
+        self._is_accelerate_prepared, self.step_was_skipped = True, False  # accelerate asks, and leaves it as it is
         self._plain: PlainUnit | None = None
         self._updates_on = "cpu"
         self._is_attached = False
@@ -148,7 +148,7 @@ class StreamingOptimizer(Optimizer):
             self._plain = PlainUnit([(named.get(id(p), f"plain.{i}"), p) for i, p in enumerate(plain)])
             self._segments |= {segment.parameter: segment for segment in self._plain.segments}
         self._segments |= {p: p.segment for p in self._parameters() if isinstance(p, TieredParameter)}
-        self._known = set(self._segments.values())
+        self._known: set[Segment] = set(self._segments.values())
         committed = self._store.registered_state("tiered.optimizer") if self._store.durable else None
         units: list[StateUnit] = [unit for engine in self._engines for unit in engine.units]
         units += [self._plain] if self._plain is not None else []

@@ -1,0 +1,131 @@
+"""Arguments: what ``tiered.hf.Trainer`` needs to know beside ``TrainingArguments``."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiered.errors import UsageError
+from tiered.store.store import Store
+from tiered.units import parse_bytes
+
+__all__ = ["Arguments"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+_OF_THE_STORE = ("dram", "device_memory", "durable", "engine", "external")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Where the state of a Trainer lives and how it moves; the learning rate and the like are TrainingArguments.
+
+    ``store``: a directory, several of them (striped), or a ``tiered.Store`` that the caller opens and closes; a path is
+    opened when the Trainer is made. It must not lie in a ``checkpoint-N`` folder, which rotation deletes. ``dram``,
+    ``device_memory``, ``durable``, ``engine`` and ``external`` are the store's, and are only for paths.
+
+    ``unit``, ``weights``, ``activations``, ``hold`` and ``update_on`` are those of ``tiered.shard``. ``param_dtype``: a
+    dtype, "bf16", "fp32", "fp16", None for the model's own, or "auto": bf16 under ``TrainingArguments(bf16=True)``,
+    where masters are fp32 and there is no autocast; else the model's own. ``update`` and ``state`` are those of
+    ``tiered.AdamW``. ``micro_batches``: whether the batches of one step run unit by unit (``tiered.micro_batches``):
+    True, False, or "auto" for where the model allows it. ``export``: whether each checkpoint folder has the model's
+    files, too; without it the store alone has the weights, those of the last commit.
+
+    Raises TypeError, ValueError and UsageError for values that cannot be meant.
+    """
+
+    store: Any
+    dram: int | str | None = None
+    device_memory: int | str | None = None
+    durable: bool = True
+    engine: str = "auto"
+    external: Sequence[str | os.PathLike[str]] = ()
+    unit: Any = None
+    param_dtype: torch.dtype | str | None = "auto"
+    weights: Any = None
+    activations: Any = "auto"
+    hold: int | str = "auto"
+    update_on: str = "auto"
+    update: str = "step"
+    state: str = "exact"
+    micro_batches: bool | str = "auto"
+    export: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.store, Store) and not self.directories:
+            raise ValueError("Arguments(store=()); expected a directory, several of them, or a tiered.Store")
+        changed = [field.name for field in fields(self) if field.name in _OF_THE_STORE and self._is_set(field)]
+        if isinstance(self.store, Store) and changed:
+            raise UsageError(
+                f"Arguments(store=<an open Store>, {changed[0]}=...); expected {changed[0]} at tiered.Store(...), or"
+                " the store's directories"
+            )
+        for name in ("dram", "device_memory"):
+            value = getattr(self, name)
+            if value is not None:
+                parse_bytes(value)
+        _one_of("param_dtype", self.param_dtype, (None, "auto", *_DTYPES), torch.dtype)
+        _one_of("update", self.update, ("step", "backward"))
+        _one_of("state", self.state, ("exact", "compact"))
+        _one_of("micro_batches", self.micro_batches, (True, False, "auto"))
+        _one_of("update_on", self.update_on, ("auto", "cpu", "device"))
+        for name in ("durable", "export"):
+            _one_of(name, getattr(self, name), (True, False))
+
+    @classmethod
+    def of(cls, value: Arguments | Mapping[str, Any]) -> Arguments:
+        """Return ``value``, or the arguments in a mapping. Raises TypeError for an unknown name, with a likely one."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise TypeError(f"tiered={value!r}; expected tiered.hf.Arguments(store=...), or a mapping of its arguments")
+        known = [field.name for field in fields(cls)]
+        for name in value:
+            if name not in known:
+                close = difflib.get_close_matches(str(name), known, 1)
+                hint = f"did you mean {close[0]!r}?" if close else f"expected some of {', '.join(known)}"
+                raise TypeError(f"tiered.hf.Arguments has no {name!r}: {hint}")
+        return cls(**value)
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The directories of the store that is to be opened; none where an open one was given."""
+        if isinstance(self.store, Store):
+            return ()
+        many = [self.store] if isinstance(self.store, str | os.PathLike) else self.store
+        return tuple(Path(path) for path in many)
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether the store has commits."""
+        return self.store.durable if isinstance(self.store, Store) else self.durable
+
+    def open(self) -> Store:
+        """Return the store, opened here where paths were given. Raises what ``tiered.Store`` raises."""
+        if isinstance(self.store, Store):
+            return self.store
+        return Store(
+            *self.directories, dram=self.dram, device_memory=self.device_memory, durable=self.durable,
+            engine=self.engine, external=self.external,
+        )  # fmt: skip
+
+    def param_dtype_under(self, *, bf16: bool) -> torch.dtype | None:
+        """Return the dtype to cast parameters to, where TrainingArguments say ``bf16``; None for the model's own."""
+        if self.param_dtype == "auto":
+            return torch.bfloat16 if bf16 else None
+        return _DTYPES[self.param_dtype] if isinstance(self.param_dtype, str) else self.param_dtype
+
+    def _is_set(self, field: Any) -> bool:
+        return bool(getattr(self, field.name) != field.default)
+
+
+def _one_of(name: str, value: object, known: tuple[object, ...], kind: type | None = None) -> None:
+    if not any(value is one or (isinstance(one, str) and value == one) for one in known) and not (
+        kind is not None and isinstance(value, kind)
+    ):
+        raise ValueError(f"tiered.hf.Arguments({name}={value!r}); expected one of {', '.join(map(repr, known))}")

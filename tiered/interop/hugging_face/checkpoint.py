@@ -1,0 +1,149 @@
+"""The ``checkpoint-N`` folders of a run in a store: a pointer to the generation that holds it, and TrainerState.
+
+The store is the truth: it has the weights of its last commit alone, and all that a run needs to go on. A folder says
+which commit it was; where a kill came between the two, the folder is made again from the store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+from transformers.trainer_utils import get_last_checkpoint
+
+from tiered.errors import UsageError
+from tiered.interop.hugging_face.run_state import RunState
+from tiered.store.store import Store
+
+__all__ = ["Pointer", "folder_of_step", "folder_to_resume", "last_step", "refuse_store_in_checkpoint"]
+
+_log = logging.getLogger("tiered")
+
+_POINTER = "tiered.json"
+_TRAINER_STATE = "trainer_state.json"  # the name that transformers gives it
+_FOLDER = re.compile(r"checkpoint-\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """The commit that a checkpoint folder stands for: its store, its generation, and how many steps it has."""
+
+    store: str
+    generation: int
+    step: int
+
+    @classmethod
+    def of(cls, store: Store, step: int) -> Pointer:
+        """Return the pointer to the last commit of ``store``."""
+        return cls(store.uuid, store.generation, step)
+
+    def write(self, folder: Path) -> None:
+        """Write the pointer into ``folder``, whole or not at all."""
+        part = folder / f"{_POINTER}.part"
+        part.write_text(json.dumps(asdict(self)) + "\n")
+        os.replace(part, folder / _POINTER)
+
+    @classmethod
+    def read(cls, folder: Path) -> Pointer | None:
+        """Return the pointer in ``folder``; None where there is none. Raises UsageError for one that is damaged."""
+        try:
+            fields = json.loads((folder / _POINTER).read_text())
+            return cls(str(fields["store"]), int(fields["generation"]), int(fields["step"]))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(
+                f"{folder / _POINTER} is damaged ({error!r}); expected resume_from_checkpoint=True, which asks the"
+                " store alone"
+            ) from error
+
+
+def last_step(store: Store) -> int | None:
+    """Return the step of the Trainer's run that ``store`` holds; None where it holds no model.
+
+    Raises UsageError for a run that another loop has committed.
+    """
+    if not store.durable or store.registered_state("tiered.model") is None:
+        return None
+    committed = store.registered_state(RunState.NAME)
+    if committed is None:
+        raise UsageError(
+            f"{store!r} holds a run of a loop that is not transformers' Trainer; expected that loop, or a store in an"
+            " empty directory"
+        )
+    return int(committed["trainer"]["global_step"])
+
+
+def folder_of_step(output_dir: Path, store: Store) -> Path:
+    """Return the folder of the last commit of ``store``, made again from it where it is missing or another's."""
+    committed = store.registered_state(RunState.NAME)
+    assert committed is not None  # or ``last_step`` had told
+    state = TrainerState(**committed["trainer"])
+    folder, pointer = output_dir / f"checkpoint-{state.global_step}", Pointer.of(store, state.global_step)
+    if _read_or_none(folder) != pointer or not (folder / _TRAINER_STATE).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        state.save_to_json(str(folder / _TRAINER_STATE))
+        pointer.write(folder)
+        _log.info("%s was made again from %r", folder, store)
+    return folder
+
+
+def folder_to_resume(wanted: Any, output_dir: Path, store: Store, *, is_live: bool) -> Any:
+    """Return the folder that transformers is to resume from, for what its caller has asked for.
+
+    ``wanted`` is ``resume_from_checkpoint``; ``is_live`` says that this process has trained or resumed already. Raises
+    UsageError where the store cannot give what is wanted, with what it has.
+    """
+    step = last_step(store)
+    if step is None:
+        if wanted and wanted is not True and Pointer.read(Path(wanted)) is not None:
+            raise UsageError(
+                f"resume_from_checkpoint={str(wanted)!r} points to a commit, and {store!r} has none; expected"
+                " Arguments(store=) with the directories of the run"
+            )
+        return wanted
+    there = f"{store!r} holds the run at step {step}"
+    if not wanted:
+        if is_live:
+            return wanted
+        raise UsageError(
+            f"train(): {there}; expected resume_from_checkpoint=True to go on with it, or a store in an empty directory"
+        )
+    if wanted is True:
+        return str(folder_of_step(output_dir, store))
+    given = Path(wanted)
+    pointer, last = Pointer.read(given), get_last_checkpoint(given.parent) if given.parent.is_dir() else None
+    if pointer is not None and pointer.store != store.uuid:
+        raise UsageError(f"{given} belongs to the store {pointer.store}; {there} and is {store.uuid}")
+    if pointer == Pointer.of(store, step):
+        return str(given)
+    if last is not None and given.resolve() == Path(last).resolve() and given.parent.resolve() == output_dir.resolve():
+        _log.warning("resuming from step %d, the last commit, where %s was asked for", step, given)
+        return str(folder_of_step(output_dir, store))  # a kill came between commit and folder
+    raise UsageError(
+        f"resume_from_checkpoint={str(wanted)!r}: {there}, and keeps the weights of its last commit alone; expected"
+        " resume_from_checkpoint=True. To go back in steps, train in a new store from files of the model, which"
+        " Arguments(export=True) writes into each checkpoint"
+    )
+
+
+def _read_or_none(folder: Path) -> Pointer | None:
+    try:
+        return Pointer.read(folder)
+    except UsageError:
+        return None
+
+
+def refuse_store_in_checkpoint(directory: Path) -> None:
+    """Raise UsageError for a directory of a store in a folder that transformers' rotation deletes."""
+    inside = next((part for part in directory.absolute().parts if _FOLDER.fullmatch(part)), None)
+    if inside is not None:
+        raise UsageError(
+            f"the store {directory} lies in {inside}, which save_total_limit may delete; expected another place"
+        )

@@ -1,0 +1,225 @@
+"""Trainer: transformers' own loop over a sharded model, whose checkpoints are commits of a store.
+
+Nothing of the loop is copied: these are overrides of the places where a model is moved, clipped, kept and resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from tiered.errors import UsageError
+from tiered.interop.hugging_face.arguments import Arguments
+from tiered.interop.hugging_face.checkpoint import Pointer, folder_to_resume
+from tiered.interop.hugging_face.optimizer_choice import choose_optimizer
+from tiered.interop.hugging_face.refusal import refuse
+from tiered.interop.hugging_face.run_state import RunState
+from tiered.zero import accumulate, clip_grad_norm_, shard
+from tiered.zero.model_state import RandomState
+
+__all__ = ["Trainer", "TrainerMixin"]
+
+
+class TrainerMixin:
+    """The overrides; put it before ``transformers.Trainer`` or a class made of it, such as TRL's ``SFTTrainer``.
+
+    ``tiered=`` takes ``tiered.hf.Arguments``, or a mapping of them; all other arguments are those of the class behind.
+    The constructor opens the store and moves the model into it. ``train`` makes the optimizer that
+    ``TrainingArguments(optim=)`` names: ``tiered.AdamW``, ``SGD`` or ``Lion``, with its decay groups. Where it would
+    save, it commits: a checkpoint folder has a pointer to the commit and ``trainer_state.json``, and no weights, which
+    ``save_model`` or ``Arguments(export=True)`` write. The store keeps the last commit alone, so
+    ``resume_from_checkpoint=True`` goes on from there with the bits of the undisturbed run; an older folder is refused.
+
+    Raises UsageError for TrainingArguments that cannot be followed, each by its name; CapacityError for a budget that
+    is too small, with the smallest one that works. ``close`` gives a store back that was opened here; a Trainer that is
+    collected closes it, too.
+    """
+
+    args: Any
+    control: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+
+    def __init__(self, *arguments: Any, tiered: Arguments | Mapping[str, Any], **options: Any) -> None:
+        self.tiered = Arguments.of(tiered)
+        self._is_live = False  # whether this process has trained or resumed the run
+        self._resumed_random: dict[str, Any] | None = None
+        super().__init__(*arguments, **options)
+        self._refuse_objects()
+        self.store = self.tiered.open()
+        self._closer: weakref.finalize[Any, Any] | None = None
+        if self.store is not self.tiered.store:
+            self._closer = weakref.finalize(self, self.store.close)
+            self._closer.atexit = False  # order: the store itself ends before that, and knows what to say
+        try:
+            self._shard()
+        except BaseException:
+            self.close()
+            raise
+
+    def _refuse_objects(self) -> None:
+        """Raise UsageError for objects that only a model in memory can have."""
+        if self.model_init is not None:  # type: ignore[attr-defined]
+            raise UsageError("model_init builds a model for each train(); expected model=, and one Trainer per run")
+        if self.optimizer is not None or self.lr_scheduler is not None:
+            raise UsageError(
+                "optimizers=(...) was given, and tiered.hf.Trainer makes its own; expected TrainingArguments(optim=,"
+                " lr_scheduler_type=), or a plain Trainer with tiered.hf.Callback"
+            )
+
+    def _shard(self) -> None:
+        """Move the model into the store, or adopt the one that is there."""
+        given = self.optimizer_cls_and_kwargs  # type: ignore[has-type]
+        self.optimizer_cls_and_kwargs = choose_optimizer(self.args, self.tiered, self.store, given)
+        chosen = self.tiered
+        shard(
+            self.model, self.store, unit=chosen.unit, param_dtype=chosen.param_dtype_under(bf16=self.args.bf16),
+            weights=chosen.weights, device=self.args.device, activations=chosen.activations, hold=chosen.hold,
+            update_on=chosen.update_on,
+        )  # fmt: skip
+        if self.store.durable:
+            trainer = weakref.ref(self)
+            self.store.register(RunState.NAME, RunState(lambda: _state_of(trainer())))
+
+    def close(self) -> None:
+        """Close the store, if it was opened here: steps after the last commit are dropped. Idempotent."""
+        if self._closer is not None:
+            self._closer()
+
+    # -- the model's place ---------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make accelerate's part, once the arguments are known to be ones that can be followed."""
+        refuse(self.args, self.tiered)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # type: ignore[attr-defined]
+            raise UsageError(
+                "accelerate was launched with DeepSpeed or FSDP, and tiered is in their place; expected `accelerate"
+                " launch` without, or python"
+            )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where it is: its parameters come to the device a few units at a time."""
+
+    def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
+        """Evaluate or predict; of a run that the store holds, with its weights."""
+        self._bring_back()
+        return super().evaluation_loop(*arguments, **options)  # type: ignore[misc]
+
+    def _bring_back(self) -> None:
+        """Load the committed run, where nothing was trained or resumed yet. Random generators stay as they are."""
+        if not self._is_live and self.store.durable and self.store.generation:
+            found = RandomState().state_dict()
+            self.store.resume()
+            RandomState().load_state_dict(found)
+            self._is_live = True
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _run_epoch(self, *arguments: Any, **options: Any) -> None:
+        """Go through the data once; not for a run that was resumed at its end."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*arguments, **options)  # type: ignore[misc]
+
+    def training_step(self, model: nn.Module, inputs: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        """Run one micro-step; all but the last of a step only add to the gradients."""
+        self._is_live = True
+        is_last = self.accelerator.sync_gradients  # type: ignore[attr-defined]
+        with contextlib.nullcontext() if is_last else accumulate(model):
+            loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)  # type: ignore[misc]
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        """Clip to ``max_grad_norm`` in fp32; return the norm before."""
+        return clip_grad_norm_(model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the norm of all gradients; None where they are used up as they come."""
+        if grad_norm is None and self.tiered.update != "backward":
+            grad_norm = clip_grad_norm_(model, float("inf"))
+        return grad_norm
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
+        """Train, or go on with the store's run where ``resume_from_checkpoint`` is True or its last folder.
+
+        Raises UsageError for a run in the store that the caller does not ask for, and for a folder whose weights are
+        gone.
+        """
+        output_dir = Path(self.args.output_dir)
+        folder = folder_to_resume(resume_from_checkpoint, output_dir, self.store, is_live=self._is_live)
+        self._resumed_random = None
+        return super().train(folder, *arguments, **options)  # type: ignore[misc]
+
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        """Write the folder, then commit, then point to the commit."""
+        super()._save_checkpoint(*arguments, **options)  # type: ignore[misc]
+        if not self._commits:
+            return
+        step = self.state.global_step
+        self.store.commit({"step": step})
+        Pointer.of(self.store, step).write(Path(self.args.output_dir) / f"checkpoint-{step}")
+
+    @property
+    def _commits(self) -> bool:
+        return bool(self.store.durable and not self.args.save_only_model)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model's files; not where a checkpoint has them in the store."""
+        if _internal_call and self._commits and not self._exports:
+            assert output_dir is not None
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            return
+        self._bring_back()
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    @property
+    def _exports(self) -> bool:
+        return bool(self.tiered.export or self.args.load_best_model_at_end)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write nothing: both are in the commit."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Write nothing: random states are in the commit."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load files of a model, where the folder points to no commit."""
+        if Pointer.read(Path(resume_from_checkpoint)) is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Resume the run: model, optimizer, scheduler and random states."""
+        if checkpoint is None or Pointer.read(Path(checkpoint)) is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        self.store.resume()
+        self._is_live = True
+        self._resumed_random = RandomState().state_dict()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Set the random states of the commit, when transformers is at the place in the data where they were."""
+        if self._resumed_random is None:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        else:
+            RandomState().load_state_dict(self._resumed_random)
+
+
+class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]  # mypy does not read transformers
+    """``transformers.Trainer`` whose model, gradients and optimizer state live in a store. See ``TrainerMixin``."""
+
+
+def _state_of(trainer: Any) -> tuple[Any, Any]:
+    return (None, None) if trainer is None else (trainer.state, trainer.lr_scheduler)
