@@ -58,10 +58,10 @@ def plain_trainer(name: str, output_dir: Path, **options: Any) -> transformers.T
 
 
 @cache
-def reference(name: str) -> Outcome:
+def reference(name: str, **options: Any) -> Outcome:
     """Return what plain training in memory gives."""
     with quick_directory() as path:
-        trainer = plain_trainer(name, path, save_strategy="no")
+        trainer = plain_trainer(name, path, save_strategy="no", **options)
         trainer.train()
         return history(trainer), state_of(trainer.model)
 
@@ -76,14 +76,14 @@ def new_trainer(name: str, output_dir: Path, stop: Stop, *, tiered_options: Any,
 def train(name: str, path: Path, nbytes: int, stop: Stop, *, resume: Any = None, **options: Any) -> Outcome:
     """Train in the store of ``path``, to the end or to the stop."""
     with debug_store(path / "store", nbytes) as store:
-        trainer = new_trainer(name, path / "out", stop, tiered_options={"store": store, **options})
+        trainer = new_trainer(name, path / "out", stop, tiered_options={"store": store}, **options)
         trainer.train(resume_from_checkpoint=resume)
         return history(trainer), state_of(trainer.model)
 
 
-def smallest_budget(name: str, path: Path, **options: Any) -> int:
+def smallest_budget(name: str, path: Path) -> int:
     with pytest.raises(CapacityError) as refusal:
-        train(name, path, TOO_SMALL_NBYTES, Stop(), **options)
+        train(name, path, TOO_SMALL_NBYTES, Stop())
     return budget_named_in(refusal.value)
 
 
@@ -105,6 +105,13 @@ def test_a_run_stopped_and_resumed_has_plain_bits(name: str, stop: int, is_tight
     assert any(log["grad_norm"] > 1.0 for log in logged if "grad_norm" in log), "nothing was clipped"
     if is_tight:
         assert watch.num_on_nvme and resumed.num_on_nvme
+
+
+def test_the_mean_loss_between_two_logs_goes_over_the_stop(tmp_path: Path) -> None:
+    with pytest.raises(StoppedError):
+        train("bert", tmp_path, ROOMY_NBYTES, Stop(3), logging_steps=4)
+    outcome = train("bert", tmp_path, ROOMY_NBYTES, Stop(), resume=True, logging_steps=4)
+    assert outcome[0] == reference("bert", logging_steps=4)[0]
 
 
 def run_and_die(directory: str) -> None:

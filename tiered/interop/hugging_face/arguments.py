@@ -114,11 +114,14 @@ class Arguments:
             engine=self.engine, external=self.external,
         )  # fmt: skip
 
-    def param_dtype_under(self, *, bf16: bool) -> torch.dtype | None:
-        """Return the dtype to cast parameters to, where TrainingArguments say ``bf16``; None for the model's own."""
-        if self.param_dtype == "auto":
-            return torch.bfloat16 if bf16 else None
-        return _DTYPES[self.param_dtype] if isinstance(self.param_dtype, str) else self.param_dtype
+    def shard_options(self, *, bf16: bool) -> dict[str, Any]:
+        """Return the options for ``tiered.shard``, where TrainingArguments say ``bf16``."""
+        dtype = self.param_dtype
+        if dtype == "auto":
+            dtype = torch.bfloat16 if bf16 else None
+        names = ("unit", "weights", "activations", "hold", "update_on")
+        chosen = {name: getattr(self, name) for name in names}
+        return chosen | {"param_dtype": _DTYPES[dtype] if isinstance(dtype, str) else dtype}
 
     def _is_set(self, field: Any) -> bool:
         return bool(getattr(self, field.name) != field.default)

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,21 @@ from tiered.errors import UsageError
 from tiered.interop.hugging_face.run_state import RunState
 from tiered.store.store import Store
 
-__all__ = ["Pointer", "folder_of_step", "folder_to_resume", "last_step", "refuse_store_in_checkpoint"]
+__all__ = [
+    "Pointer",
+    "folder_of_step",
+    "folder_to_resume",
+    "has_weights",
+    "last_step",
+    "refuse_store_in_checkpoint",
+    "set_aside_after",
+]
 
 _log = logging.getLogger("tiered")
 
 _POINTER = "tiered.json"
 _TRAINER_STATE = "trainer_state.json"  # the name that transformers gives it
-_FOLDER = re.compile(r"checkpoint-\d+")
+_FOLDER = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,22 @@ def folder_of_step(output_dir: Path, store: Store) -> Path:
         pointer.write(folder)
         _log.info("%s was made again from %r", folder, store)
     return folder
+
+
+def set_aside_after(step: int, output_dir: Path) -> None:
+    """Rename the checkpoint folders of later steps than the last commit's: a kill came before theirs."""
+    for folder in sorted(output_dir.iterdir()) if output_dir.is_dir() else ():
+        match = _FOLDER.fullmatch(folder.name)
+        if match is not None and int(match[1]) > step:
+            aside = folder.with_name(f"{folder.name}.uncommitted")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            _log.warning("%s is of a step that was not committed, and is now %s", folder, aside.name)
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether ``folder`` has files of a model or of adapters."""
+    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
 
 def folder_to_resume(wanted: Any, output_dir: Path, store: Store, *, is_live: bool) -> Any:

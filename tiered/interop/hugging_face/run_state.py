@@ -4,33 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-__all__ = ["RunState"]
+__all__ = ["RunNow", "RunState"]
+
+
+class RunNow(NamedTuple):
+    """The parts of a run that is under way: TrainerState, the scheduler, and other facts by name; both may be None."""
+
+    trainer: Any
+    scheduler: Any
+    facts: dict[str, Any]
 
 
 class RunState:
-    """TrainerState and the scheduler of a run, as the store sees them.
+    """TrainerState, the scheduler and a few facts of a run, as the store sees them.
 
-    ``source`` returns the two as they are now; either may be None. The state of the model, the optimizer and the
-    random number generators is registered by their own.
+    ``now`` returns the parts as they are when it is called. The state of the model, the optimizer and the random number
+    generators is registered by their own. ``facts`` are those that were loaded last.
     """
 
     NAME: ClassVar[str] = "transformers.trainer"
 
-    def __init__(self, source: Callable[[], tuple[Any, Any]]) -> None:
-        self._source = source
+    def __init__(self, now: Callable[[], RunNow]) -> None:
+        self._now = now
+        self.facts: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of both, in types that ``Store.register`` takes."""
-        trainer, scheduler = self._source()
+        """Return copies of all parts, in types that ``Store.register`` takes."""
+        now = self._now()
         return {
-            "trainer": None if trainer is None else asdict(trainer),
-            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "trainer": None if now.trainer is None else asdict(now.trainer),
+            "scheduler": None if now.scheduler is None else now.scheduler.state_dict(),
+            "facts": now.facts,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hand the scheduler its state; transformers takes TrainerState from the checkpoint's folder."""
-        _, scheduler = self._source()
+        scheduler = self._now().scheduler
         if scheduler is not None and state["scheduler"] is not None:
             scheduler.load_state_dict(state["scheduler"])
+        self.facts = dict(state["facts"])

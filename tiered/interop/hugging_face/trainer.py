@@ -20,7 +20,7 @@ from tiered.interop.hugging_face.arguments import Arguments
 from tiered.interop.hugging_face.checkpoint import Pointer, folder_to_resume
 from tiered.interop.hugging_face.optimizer_choice import choose_optimizer
 from tiered.interop.hugging_face.refusal import refuse
-from tiered.interop.hugging_face.run_state import RunState
+from tiered.interop.hugging_face.run_state import RunNow, RunState
 from tiered.zero import accumulate, clip_grad_norm_, shard
 from tiered.zero.model_state import RandomState
 
@@ -48,11 +48,14 @@ class TrainerMixin:
     optimizer: Any
     lr_scheduler: Any
     state: Any
+    _tr_loss: Any = None
+    _total_loss_scalar: float
 
     def __init__(self, *arguments: Any, tiered: Arguments | Mapping[str, Any], **options: Any) -> None:
         self.tiered = Arguments.of(tiered)
         self._is_live = False  # whether this process has trained or resumed the run
         self._resumed_random: dict[str, Any] | None = None
+        self._resumed_facts: dict[str, Any] = {}  # of the losses since the last log, until the loop begins
         super().__init__(*arguments, **options)
         self._refuse_objects()
         self.store = self.tiered.open()
@@ -80,15 +83,11 @@ class TrainerMixin:
         """Move the model into the store, or adopt the one that is there."""
         given = self.optimizer_cls_and_kwargs  # type: ignore[has-type]
         self.optimizer_cls_and_kwargs = choose_optimizer(self.args, self.tiered, self.store, given)
-        chosen = self.tiered
-        shard(
-            self.model, self.store, unit=chosen.unit, param_dtype=chosen.param_dtype_under(bf16=self.args.bf16),
-            weights=chosen.weights, device=self.args.device, activations=chosen.activations, hold=chosen.hold,
-            update_on=chosen.update_on,
-        )  # fmt: skip
+        shard(self.model, self.store, device=self.args.device, **self.tiered.shard_options(bf16=self.args.bf16))
         if self.store.durable:
             trainer = weakref.ref(self)
-            self.store.register(RunState.NAME, RunState(lambda: _state_of(trainer())))
+            self._run = RunState(lambda: _run_of(trainer()))
+            self.store.register(RunState.NAME, self._run)
 
     def close(self) -> None:
         """Close the store, if it was opened here: steps after the last commit are dropped. Idempotent."""
@@ -127,6 +126,11 @@ class TrainerMixin:
 
     def _run_epoch(self, *arguments: Any, **options: Any) -> None:
         """Go through the data once; not for a run that was resumed at its end."""
+        if self._resumed_facts:
+            self._tr_loss += self._resumed_facts["loss"]
+            self._total_loss_scalar -= self._resumed_facts["loss"]  # it is the mean of the steps of this call
+            self._globalstep_last_logged = self._resumed_facts["step_logged"]
+            self._resumed_facts = {}
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
@@ -160,7 +164,7 @@ class TrainerMixin:
         """
         output_dir = Path(self.args.output_dir)
         folder = folder_to_resume(resume_from_checkpoint, output_dir, self.store, is_live=self._is_live)
-        self._resumed_random = None
+        self._resumed_random, self._resumed_facts = None, {}
         return super().train(folder, *arguments, **options)  # type: ignore[misc]
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
@@ -207,7 +211,7 @@ class TrainerMixin:
             return
         self.store.resume()
         self._is_live = True
-        self._resumed_random = RandomState().state_dict()
+        self._resumed_random, self._resumed_facts = RandomState().state_dict(), self._run.facts
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random states of the commit, when transformers is at the place in the data where they were."""
@@ -221,5 +225,10 @@ class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]  # mypy
     """``transformers.Trainer`` whose model, gradients and optimizer state live in a store. See ``TrainerMixin``."""
 
 
-def _state_of(trainer: Any) -> tuple[Any, Any]:
-    return (None, None) if trainer is None else (trainer.state, trainer.lr_scheduler)
+def _run_of(trainer: Any) -> RunNow:
+    """Return the parts of the run of ``trainer``, which may be gone."""
+    if trainer is None:
+        return RunNow(None, None, {})
+    loss = trainer._tr_loss
+    facts = {} if loss is None else {"loss": loss.item(), "step_logged": trainer._globalstep_last_logged}
+    return RunNow(trainer.state, trainer.lr_scheduler, facts)

@@ -22,6 +22,7 @@ from tiered.zero.formats.layout import FORMATS, Layouts
 from tiered.zero.formats.rules import Rule
 from tiered.zero.layout import bucket_numel_for, tile_numel_for, whole_pages
 from tiered.zero.model_state import check_added
+from tiered.zero.optimizer.accelerate_gate import AccelerateGate
 from tiered.zero.optimizer.committed_optimizer import (
     RegisteredOptimizer,
     bucket_numel_of,
@@ -48,7 +49,7 @@ __all__ = ["StreamingOptimizer"]
 _UPDATES = ("auto", "step", "backward")
 
 
-class StreamingOptimizer(Optimizer):
+class StreamingOptimizer(AccelerateGate, Optimizer):
     """The common part of all optimizers of ``tiered``: they stream their state through a store, updated by a ``rule``.
 
     ``params``: parameters or groups as for any torch optimizer, sharded by ``tiered.shard`` or plain; plain ones need
@@ -58,8 +59,7 @@ class StreamingOptimizer(Optimizer):
     whether the loop will clip or accumulate. ``state`` is the word for the format that state is kept in.
 
     A store that already holds this optimizer's state is adopted: call ``store.resume()``. Not thread-safe. Raises
-    UsageError for unknown words or a store that holds another optimizer, CapacityError when the device has no room for
-    the state.
+    UsageError for unknown words or a store that holds another optimizer, CapacityError where the device lacks room.
     """
 
     def __init__(
@@ -81,7 +81,6 @@ class StreamingOptimizer(Optimizer):
         self._hypers: dict[Segment, dict[str, Any]] = {}
         self._engines: list[Engine] = []
         self._threads: dict[Engine, UpdateThread] = {}
-        self._is_accelerate_prepared, self.step_was_skipped = True, False  # accelerate asks, and leaves it as it is
         self._plain: PlainUnit | None = None
         self._updates_on = "cpu"
         self._is_attached = False
@@ -115,8 +114,7 @@ class StreamingOptimizer(Optimizer):
         for parameter in [each for each in self._parameters() if isinstance(each, TieredParameter)]:
             engine = parameter.segment.unit.engine if isinstance(parameter.segment.unit, Unit) else None
             if not isinstance(engine, Engine):
-                what = f"{self._title} on parameters made by construct"
-                raise UsageError(f"{what}; expected tiered.shard(model, ...) first")
+                raise UsageError(f"{self._title} on parameters made by construct; expected tiered.shard(model) first")
             if engine not in self._engines:
                 self._engines.append(engine)
                 stores.append(engine.store)
@@ -199,6 +197,8 @@ class StreamingOptimizer(Optimizer):
         parameters are updated behind it, while the next forward runs; a caller that looks at them waits for that. The
         next call raises the error of such an update. Plain parameters are updated when this returns.
         """
+        if self.is_held_back:
+            return None
         with torch.enable_grad():
             loss = None if closure is None else closure()
         with INTERRUPTS, torch.no_grad():
@@ -230,9 +230,9 @@ class StreamingOptimizer(Optimizer):
     @uninterrupted
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or zero them; sharded parameters have none after ``step``."""
-        for engine in self._engines:
+        for engine in [] if self.is_held_back else self._engines:
             engine.zero_grad(set_to_none=set_to_none)
-        if self._plain is not None:
+        if self._plain is not None and not self.is_held_back:
             self._plain.zero_grad(set_to_none=set_to_none)
 
     def _begin(self) -> None:
