@@ -40,8 +40,8 @@ class Factory:
         refuse(args, tiered)
         if not any(isinstance(parameter, TieredParameter) for parameter in model.parameters()):
             shard(model, tiered.store, device=args.device, **tiered.shard_options(bf16=args.bf16))
-        cls, options = choose_optimizer(args, tiered, tiered.store)
-        optimizer: StreamingOptimizer = cls(_decay_groups(model, args.weight_decay), **options)
+        cls, options = choose_optimizer(args, tiered)
+        optimizer: StreamingOptimizer = cls(_decay_groups(model, args.weight_decay), store=tiered.store, **options)
         return optimizer
 
 

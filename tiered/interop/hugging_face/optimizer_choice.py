@@ -6,7 +6,6 @@ from typing import Any
 
 from tiered.errors import UsageError
 from tiered.interop.hugging_face.arguments import Arguments
-from tiered.store.store import Store
 from tiered.zero import SGD, AdamW, Lion
 from tiered.zero.optimizer.streaming_optimizer import StreamingOptimizer
 
@@ -17,14 +16,14 @@ _OF_SGD = ("momentum", "dampening", "nesterov")
 _IN_8_BITS = 'tiered keeps moments in 8 bits where it is told Arguments(state="compact") beside optim="adamw_torch"'
 
 
-def choose_optimizer(training: Any, tiered: Arguments, store: Store, given: Any = None) -> tuple[type, dict[str, Any]]:
-    """Return the class and the keyword arguments for the optimizer, but for the groups.
+def choose_optimizer(training: Any, tiered: Arguments, given: Any = None) -> tuple[type, dict[str, Any]]:
+    """Return the class and the keyword arguments for the optimizer, but for groups and store.
 
     ``given`` is ``optimizer_cls_and_kwargs`` of the Trainer, with a class of ``tiered``. The bits are those of
     ``optim="adamw_torch_fused"``, transformers' default, also under "adamw_torch". Raises UsageError for a name or a
     class that ``tiered`` has no optimizer for.
     """
-    own = {"update": tiered.update, "state": tiered.state, "store": store}
+    own = {"update": tiered.update, "state": tiered.state}
     if given is not None:
         cls, options = given
         if not (isinstance(cls, type) and issubclass(cls, StreamingOptimizer)):

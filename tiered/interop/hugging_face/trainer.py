@@ -6,8 +6,9 @@ Nothing of the loop is copied: these are overrides of the places where a model i
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from torch import nn
 
 from tiered.errors import UsageError
 from tiered.interop.hugging_face.arguments import Arguments
+from tiered.interop.hugging_face.best_files import load_files
 from tiered.interop.hugging_face.checkpoint import Pointer, folder_to_resume
 from tiered.interop.hugging_face.optimizer_choice import choose_optimizer
 from tiered.interop.hugging_face.refusal import refuse
 from tiered.interop.hugging_face.run_state import RunNow, RunState
-from tiered.zero import accumulate, clip_grad_norm_, shard
+from tiered.interop.hugging_face.step_batches import StepBatches
+from tiered.zero import accumulate, clip_grad_norm_, micro_batches, shard
 from tiered.zero.model_state import RandomState
 
 __all__ = ["Trainer", "TrainerMixin"]
@@ -48,17 +51,22 @@ class TrainerMixin:
     optimizer: Any
     lr_scheduler: Any
     state: Any
+    optimizer_cls_and_kwargs: Any
     _tr_loss: Any = None
     _total_loss_scalar: float
 
     def __init__(self, *arguments: Any, tiered: Arguments | Mapping[str, Any], **options: Any) -> None:
         self.tiered = Arguments.of(tiered)
         self._is_live = False  # whether this process has trained or resumed the run
+        self._has_best = False  # whether the weights are those of the best step, not of the last one
+        self._window = StepBatches(self.tiered.micro_batches)
         self._resumed_random: dict[str, Any] | None = None
         self._resumed_facts: dict[str, Any] = {}  # of the losses since the last log, until the loop begins
         super().__init__(*arguments, **options)
         self._refuse_objects()
+        chosen = choose_optimizer(self.args, self.tiered, self.optimizer_cls_and_kwargs)
         self.store = self.tiered.open()
+        self.optimizer_cls_and_kwargs = chosen[0], {"store": self.store} | chosen[1]
         self._closer: weakref.finalize[Any, Any] | None = None
         if self.store is not self.tiered.store:
             self._closer = weakref.finalize(self, self.store.close)
@@ -81,13 +89,12 @@ class TrainerMixin:
 
     def _shard(self) -> None:
         """Move the model into the store, or adopt the one that is there."""
-        given = self.optimizer_cls_and_kwargs  # type: ignore[has-type]
-        self.optimizer_cls_and_kwargs = choose_optimizer(self.args, self.tiered, self.store, given)
         shard(self.model, self.store, device=self.args.device, **self.tiered.shard_options(bf16=self.args.bf16))
         if self.store.durable:
             trainer = weakref.ref(self)
             self._run = RunState(lambda: _run_of(trainer()))
             self.store.register(RunState.NAME, self._run)
+            self.store.add_guard(lambda word: _withhold_best(trainer(), word))
 
     def close(self) -> None:
         """Close the store, if it was opened here: steps after the last commit are dropped. Idempotent."""
@@ -136,13 +143,58 @@ class TrainerMixin:
         else:
             super()._run_epoch(*arguments, **options)  # type: ignore[misc]
 
-    def training_step(self, model: nn.Module, inputs: Any, *arguments: Any, **options: Any) -> torch.Tensor:
-        """Run one micro-step; all but the last of a step only add to the gradients."""
+    def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
+        """Return the batches of one step; they are kept for the first ``training_step`` of it."""
+        batches, num_items = super().get_batch_samples(*arguments, **options)  # type: ignore[misc]
+        self._window.begin(batches)
+        return batches, num_items
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run one micro-step, or all of a step with its first one; return its loss."""
         self._is_live = True
+        if self._window.is_open:
+            run = functools.partial(self._run_window, model, num_items=num_items_in_batch)
+            joined: torch.Tensor | None = self._window.next_loss(run, self._way_back(model))
+            if joined is not None:
+                return joined
         is_last = self.accelerator.sync_gradients  # type: ignore[attr-defined]
         with contextlib.nullcontext() if is_last else accumulate(model):
-            loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)  # type: ignore[misc]
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         return loss
+
+    def _run_window(self, model: nn.Module, batches: list[Any], num_items: Any) -> list[torch.Tensor]:
+        """Run forwards and backwards of ``batches`` unit by unit, as ``training_step`` would one after another."""
+        model.train()
+        prepared = [(self._prepare_inputs(batch),) for batch in batches]  # type: ignore[attr-defined]
+
+        def loss_of(model: nn.Module, inputs: Any) -> Any:
+            with self.compute_loss_context_manager():  # type: ignore[attr-defined]
+                loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)  # type: ignore[attr-defined]
+            return loss if self._is_scaled(num_items) else loss / len(batches)
+
+        losses = micro_batches(model, prepared, loss=loss_of)
+        self.accelerator.backward(torch.stack(losses).sum())  # type: ignore[attr-defined]
+        return [loss.detach() for loss in losses]
+
+    def _way_back(self, model: nn.Module) -> Callable[[], None]:
+        """Return a function that takes back a step that has begun: gradients, buffers, and random states."""
+        random = RandomState().state_dict()
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+        def undo() -> None:
+            self.optimizer.zero_grad()
+            RandomState().load_state_dict(random)
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+        return undo
+
+    def _is_scaled(self, num_items: Any) -> bool:
+        """Return whether the loss of a batch is its part of the step's already, as transformers decides."""
+        if self.loss_is_scaled_for_ga is not None:  # type: ignore[attr-defined]
+            return bool(self.loss_is_scaled_for_ga)  # type: ignore[attr-defined]
+        counts = self.model_accepts_loss_kwargs and num_items is not None  # type: ignore[attr-defined]
+        return bool(counts or self.compute_loss_func is not None)  # type: ignore[attr-defined]
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Clip to ``max_grad_norm`` in fp32; return the norm before."""
@@ -164,7 +216,7 @@ class TrainerMixin:
         """
         output_dir = Path(self.args.output_dir)
         folder = folder_to_resume(resume_from_checkpoint, output_dir, self.store, is_live=self._is_live)
-        self._resumed_random, self._resumed_facts = None, {}
+        self._resumed_random, self._resumed_facts, self._has_best = None, {}, False
         return super().train(folder, *arguments, **options)  # type: ignore[misc]
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
@@ -187,11 +239,28 @@ class TrainerMixin:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
             return
         self._bring_back()
+        if _internal_call and self._reads_best_files:
+            self.model.save_pretrained(output_dir, save_original_format=False)
+            return
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     @property
     def _exports(self) -> bool:
         return bool(self.tiered.export or self.args.load_best_model_at_end)
+
+    @property
+    def _reads_best_files(self) -> bool:
+        """Whether the files of a checkpoint are read again: they have the names of the model's own parameters then."""
+        is_plain = isinstance(self.model, transformers.PreTrainedModel) and not hasattr(self.model, "peft_config")
+        return bool(is_plain and self.args.load_best_model_at_end)
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best step, one unit after another; the store's commit stays that of the last step."""
+        self._has_best = True
+        if not self._reads_best_files:
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        load_files(self.model, Path(self.state.best_model_checkpoint))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write nothing: both are in the commit."""
@@ -232,3 +301,12 @@ def _run_of(trainer: Any) -> RunNow:
     loss = trainer._tr_loss
     facts = {} if loss is None else {"loss": loss.item(), "step_logged": trainer._globalstep_last_logged}
     return RunNow(trainer.state, trainer.lr_scheduler, facts)
+
+
+def _withhold_best(trainer: Any, word: str) -> None:
+    """Keep the end of a store from committing the best step's weights as those of the last step."""
+    if word == "close" and trainer is not None and trainer._has_best:
+        trainer.store.withhold_changes(
+            "the weights of the best step were loaded, and are not committed: the store keeps the last step, and"
+            f" {trainer.state.best_model_checkpoint} has the files of the best one"
+        )

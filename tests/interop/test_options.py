@@ -1,0 +1,280 @@
+"""The options of tiered.hf.Trainer, each with the bits that plain training has, and those that are refused by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import TrainerCallback
+
+import tiered
+from tests.interop.small_models import Tokens, build, history, same_state, state_of, training_arguments
+from tests.interop.test_trainer import Outcome, Stop, StoppedError, reference
+from tests.zero.test_frozen import keys_written
+from tests.zero.test_trainer import AdamWOverMasters
+from tests.zero.training import ROOMY_NBYTES, debug_store
+from tiered.errors import UsageError
+
+# peft and the older words of TrainingArguments
+pytestmark = [pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")]
+
+BEST = {
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "greater_is_better": False,
+    "eval_steps": 2,
+}
+
+
+def train(
+    build_model: Callable[[], Any], path: Path, *, tiered_options: Any = None, callbacks: Any = (), resume: Any = None,
+    look: Callable[[Any], Any] = lambda trainer: None, **options: Any,
+) -> Outcome:  # fmt: skip
+    """Train by tiered.hf.Trainer in a store of ``path``; ``look`` sees the trainer at the end."""
+    with debug_store(path / "store", durable=(tiered_options or {}).pop("durable", True)) as store:
+        trainer = tiered.hf.Trainer(
+            model=build_model(), args=training_arguments(path / "out", **options), train_dataset=Tokens(),
+            eval_dataset=Tokens(6, 1), callbacks=list(callbacks), tiered={"store": store, **(tiered_options or {})},
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        look(trainer)
+        return history(trainer), state_of(trainer.model)
+
+
+def train_in_memory(build_model: Callable[[], Any], path: Path, *, callbacks: Any = (), **options: Any) -> Outcome:
+    trainer = transformers.Trainer(
+        model=build_model(), args=training_arguments(path / "plain", **options), train_dataset=Tokens(),
+        eval_dataset=Tokens(6, 1), callbacks=list(callbacks),
+    )  # fmt: skip
+    trainer.train()
+    return history(trainer), state_of(trainer.model)
+
+
+def same(left: Outcome, right: Outcome) -> bool:
+    return left[0] == right[0] and same_state(left[1], right[1])
+
+
+def without_norms(outcome: Outcome) -> Outcome:
+    return [{k: v for k, v in log.items() if k != "grad_norm"} for log in outcome[0]], outcome[1]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "mixtral"])
+def test_the_batches_of_a_step_run_unit_by_unit(name: str, tmp_path: Path) -> None:
+    """Or the model would be refused: nothing else is allowed here."""
+    found = train(lambda: build(name), tmp_path, tiered_options={"micro_batches": True})
+    assert same(found, reference(name))
+
+
+class Normed(nn.Module):
+    """A model that keeps state between forwards, with dropout before it is seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Sequential(nn.Embedding(64, 16), nn.Dropout(0.5), nn.Flatten(), nn.Linear(192, 16))
+        self.norm, self.head = nn.BatchNorm1d(16), nn.Linear(16, 1)
+        self.num_forwards: list[int] = []
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.num_forwards = [*self.num_forwards, 1]
+        hidden = self.norm(self.body(input_ids))
+        return {"loss": (self.head(hidden).squeeze(1) - labels.float().mean(1)).square().mean()}
+
+
+class Counting(Normed):
+    """A model whose state is seen only after its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+
+@pytest.mark.parametrize("kind", [Normed, Counting])
+def test_a_model_with_state_between_forwards_takes_batches_one_after_another(kind: Any, tmp_path: Path) -> None:
+    assert same(train(kind, tmp_path), train_in_memory(kind, tmp_path))
+    with pytest.raises(UsageError, match="micro_batches"):
+        train(kind, tmp_path / "other", tiered_options={"micro_batches": True})
+
+
+@pytest.mark.parametrize("micro_batches", [True, False])
+def test_updates_in_backward_know_the_last_batch_of_a_step(micro_batches: bool, tmp_path: Path) -> None:
+    options = {"max_grad_norm": 0.0}
+    expected = train_in_memory(lambda: build("llama"), tmp_path, **options)
+    ours = {"update": "backward", "micro_batches": micro_batches}
+    found = train(lambda: build("llama"), tmp_path, tiered_options=ours, **options)
+    assert not any("grad_norm" in log for log in found[0])
+    assert same(found, without_norms(expected))
+
+
+def test_bf16_means_parameters_in_bf16_with_fp32_masters(tmp_path: Path) -> None:
+    options = {"max_grad_norm": 0.0, "weight_decay": 0.01, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    model = build("gpt2")
+    trainer = transformers.Trainer(
+        model=model, args=training_arguments(tmp_path / "plain", **options, save_strategy="no"),
+        train_dataset=Tokens(), eval_dataset=Tokens(6, 1),
+        optimizers=(AdamWOverMasters(model, torch.bfloat16), None),
+    )  # fmt: skip
+    trainer.train()
+    found = train(lambda: build("gpt2"), tmp_path, bf16=True, **options)
+    assert {value.dtype for value in found[1].values()} == {torch.bfloat16}
+    norms = [log["grad_norm"] for log in found[0] if "grad_norm" in log]
+    assert any(torch.tensor(norm).bfloat16().item() != norm for norm in norms), "norms were rounded to bf16"
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "non_reentrant"])
+@pytest.mark.parametrize("micro_batches", ["auto", False])
+def test_gradient_checkpointing(kind: str, micro_batches: Any, tmp_path: Path) -> None:
+    options = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": kind == "reentrant"},
+    }
+    expected = train_in_memory(lambda: build("gpt2"), tmp_path, **options)
+    found = train(lambda: build("gpt2"), tmp_path, tiered_options={"micro_batches": micro_batches}, **options)
+    assert same(found, expected)
+
+
+class Generates(TrainerCallback):
+    """Draws a continuation in the middle of training, at each evaluation."""
+
+    def __init__(self) -> None:
+        self.drawn: list[torch.Tensor] = []
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        start = torch.tensor([[1, 2, 3]])
+        drawn = model.generate(start, max_new_tokens=4, do_sample=True, pad_token_id=0, attention_mask=start > 0)
+        self.drawn.append(drawn)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_generation_in_the_middle_of_training(name: str, tmp_path: Path) -> None:
+    plain, ours = Generates(), Generates()
+    expected = train_in_memory(lambda: build(name), tmp_path, callbacks=[plain], save_strategy="no")
+    assert same(train(lambda: build(name), tmp_path, callbacks=[ours]), expected)
+    assert len(ours.drawn) == 3 and all(map(torch.equal, ours.drawn, plain.drawn))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_the_best_weights_are_loaded_at_the_end_and_the_run_stays_that_of_the_last_step(
+    name: str, tmp_path: Path
+) -> None:
+    options = BEST
+
+    def look(trainer: Any) -> None:
+        assert trainer.state.best_global_step < 9
+        assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
+
+    _, best = train(lambda: build(name), tmp_path, look=look, **options)
+    if name == "gpt2":  # transformers reads Mixtral's files by other names than it writes
+        assert same_state(best, train_in_memory(lambda: build(name), tmp_path, **options)[1])
+    assert "model.safetensors" in os.listdir(tmp_path / "out" / "checkpoint-2")
+    plain = train_in_memory(lambda: build(name), tmp_path, eval_steps=2, save_strategy="no")
+    found = train(lambda: build(name), tmp_path, resume=True, eval_steps=2)
+    assert same_state(found[1], plain[1])
+
+
+def lora() -> Any:
+    torch.manual_seed(4)
+    return get_peft_model(build("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+
+
+class WrittenKeys(TrainerCallback):
+    """Notes the keys that each commit wrote."""
+
+    def __init__(self) -> None:
+        self.written: list[set[str]] = []
+        self._before: dict[str, int] = {}
+
+    def on_save(self, args: Any, state: Any, control: Any, *, optimizer: Any, **_: Any) -> None:
+        now = keys_written(optimizer._store)
+        self.written.append({key for key, number in now.items() if self._before.get(key) != number})
+        self._before = now
+
+
+def test_adapters_alone_are_written_and_kept(tmp_path: Path) -> None:
+    expected = train_in_memory(lora, tmp_path, save_strategy="no")
+    keys = WrittenKeys()
+    with pytest.raises(StoppedError):
+        train(lora, tmp_path, callbacks=[Stop(7), keys])
+    frozen = {key for key in keys.written[0] if ".frozen" in key}
+    assert frozen and not frozen & set().union(*keys.written[1:])
+    found = train(lora, tmp_path, resume=True, look=lambda trainer: trainer.save_model(str(tmp_path / "adapters")))
+    assert same(found, expected)
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {*os.listdir(tmp_path / "adapters")}
+    assert "model.safetensors" not in os.listdir(tmp_path / "adapters")
+    loaded = PeftModel.from_pretrained(build("llama"), str(tmp_path / "adapters"))
+    assert same_state(loaded.state_dict(), expected[1])
+
+
+def test_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
+    options = BEST
+
+    def look(trainer: Any) -> None:
+        assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
+
+    train(lora, tmp_path, look=look, **options)
+    assert "adapter_model.safetensors" in os.listdir(tmp_path / "out" / "checkpoint-2")
+
+
+def test_without_commits_only_files_are_kept(tmp_path: Path) -> None:
+    ours = {"durable": False}
+    with pytest.raises(UsageError, match="save_only_model=True"):
+        train(lambda: build("bert"), tmp_path, tiered_options=dict(ours))
+    found = train(lambda: build("bert"), tmp_path, tiered_options=dict(ours), save_only_model=True)
+    assert same(found, reference("bert"))
+    loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path / "out" / "checkpoint-9")
+    assert same_state(loaded.state_dict(), found[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "ours", "expected"),
+    [
+        ({"torch_compile": True}, {}, "torch_compile=False"),
+        ({"bf16_full_eval": True}, {}, "expected bf16=True"),
+        ({"auto_find_batch_size": True}, {}, "auto_find_batch_size"),
+        ({"optim": "adafactor"}, {}, "adamw_torch_fused"),
+        ({"optim": "adamw_8bit"}, {}, 'state="compact"'),
+        ({}, {"update": "backward"}, "max_grad_norm=0"),
+        ({}, {"store": "checkpoint-3/store"}, "save_total_limit"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(options: Any, ours: Any, expected: str, tmp_path: Path) -> None:
+    arguments = training_arguments(tmp_path / "out", **options)
+    with pytest.raises(UsageError, match=expected):
+        tiered.hf.Trainer(
+            model=build("bert"), args=arguments, train_dataset=Tokens(), eval_dataset=Tokens(6, 1),
+            tiered=tiered.hf.Arguments(**{"store": tmp_path / "store", "dram": ROOMY_NBYTES, **ours}),
+        )  # fmt: skip
+
+
+def test_objects_of_a_model_in_memory_are_refused(tmp_path: Path) -> None:
+    model, arguments = build("bert"), training_arguments(tmp_path, eval_strategy="no")
+    ours = {"store": tmp_path / "store", "dram": ROOMY_NBYTES}
+    adamw = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UsageError, match=r"tiered\.hf\.Callback"):
+        tiered.hf.Trainer(model=model, args=arguments, tiered=ours, optimizers=(adamw, None))
+    with pytest.raises(UsageError, match="expected model="):
+        tiered.hf.Trainer(model_init=lambda: build("bert"), args=arguments, tiered=ours)
+    with pytest.raises(UsageError, match="Adafactor"):
+        chosen = (transformers.Adafactor, {})
+        tiered.hf.Trainer(model=model, args=arguments, tiered=ours, optimizer_cls_and_kwargs=chosen)
+    assert not any((tmp_path / "store").glob("*")), "a store was made"
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(TypeError, match="did you mean 'dram'"):
+        tiered.hf.Arguments.of({"store": "x", "drams": 1})
+    for wrong in ({"update": "later"}, {"param_dtype": "int4"}, {"micro_batches": "yes"}, {"store": ()}):
+        with pytest.raises(ValueError, match="expected"):
+            tiered.hf.Arguments(**{"store": "x", **wrong})
+
+
+def test_a_store_that_was_opened_takes_no_options_of_one(tmp_path: Path) -> None:
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES) as store, pytest.raises(UsageError, match="dram"):
+        tiered.hf.Arguments(store=store, dram="1GiB")
