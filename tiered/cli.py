@@ -58,17 +58,13 @@ def _path(text: str) -> Path:
 Data = Annotated[
     list[Path] | None,
     typer.Option(
-        parser=_path,
-        metavar="PATH",
-        help="Text file or directory; again for more. Default: the source of Python's standard library.",
+        parser=_path, metavar="PATH", help="Text file or directory; again for more. Default: Python's own sources."
     ),
 ]
 Store = Annotated[
     list[Path] | None,
     typer.Option(
-        parser=_path,
-        metavar="DIR",
-        help="Directory to keep the run in; again to stripe over more. Default: runs/demo.",
+        parser=_path, metavar="DIR", help="Directory to keep the run in; again to stripe over more. Default: runs/demo."
     ),
 ]
 Dram = Annotated[str | None, typer.Option(metavar="SIZE", help="DRAM budget, such as 8GiB. Default: 1GiB.")]
@@ -130,8 +126,7 @@ Yes = Annotated[bool, typer.Option("--yes", help="Answer every question with yes
 OnlyPlan = Annotated[bool, typer.Option("--dry-run", help="Say what the run would be, take and write, and stop.")]
 Run = Annotated[list[Path], typer.Argument(parser=_path, metavar="RUN", help="The run's directory, or all of them.")]
 Parameters = Annotated[
-    bool,
-    typer.Option("--parameters", help="List each parameter: dtype, shape, state, steps, and where it lies."),
+    bool, typer.Option("--parameters", help="List each parameter: dtype, shape, state, steps, and where it lies.")
 ]
 External = Annotated[
     list[Path] | None,

@@ -30,7 +30,7 @@ def saved_names(model: Any, state: dict[str, Any], *, original_format: bool) -> 
     kept = remove_tied_weights_from_state_dict(kept, model)
     if original_format:
         with refusing_by_name("tiered.save_pretrained", "original_format=False"):
-            kept = revert_weight_conversion(model, kept)
+            kept = dict(revert_weight_conversion(model, kept))
     return kept
 
 
