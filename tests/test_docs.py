@@ -51,16 +51,21 @@ def for_micro_batches() -> Iterator[Names]:
         }
 
 
+def small_gpt2() -> Any:
+    import transformers
+
+    sizes: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+
+
 def for_a_base_in_place() -> Iterator[Names]:
     import peft
     import transformers
 
-    sizes: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 64, "n_positions": 16}
-    config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
-    transformers.utils.logging.disable_progress_bar()  # whose thread outlives it
-    transformers.GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained("models/base")
+    model = small_gpt2()
+    model.to(torch.bfloat16).save_pretrained("models/base")
     lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
-    names = {"tiered": tiered, "torch": torch, "peft": peft, "config": config, "lora": lora}
+    names = {"tiered": tiered, "torch": torch, "peft": peft, "config": model.config, "lora": lora}
     names["GPT2LMHeadModel"] = transformers.GPT2LMHeadModel
     yield names
     names["store"].close()
@@ -72,10 +77,24 @@ def for_a_store() -> Iterator[Names]:
     yield {"tiered": tiered, "tensor": torch.randn(8), "rows": torch.randn(1000 + 1, 64), "row": torch.randn(64)}
 
 
+def for_a_trainer() -> Iterator[Names]:
+    ids = torch.randint(0, 64, (16, 8), generator=torch.Generator().manual_seed(0))
+    yield {"model": small_gpt2(), "dataset": [{"input_ids": row, "labels": row} for row in ids]}
+
+
+def for_a_checkpoint() -> Iterator[Names]:
+    small_gpt2().save_pretrained("models/base")
+    ids = torch.randint(0, 64, (2, 8))
+    yield {"batch": {"input_ids": ids, "labels": ids}}
+
+
 LEFT_OPEN: dict[str, Callable[[], Iterator[Names]]] = {
     "tiered.micro_batches(model, [": for_micro_batches,
     'weights="/models/base"': for_a_base_in_place,
     'store["kv/123"] = tensor': for_a_store,
+    "tiered.hf.Trainer(": for_a_trainer,
+    "tiered.hf.Callback(": for_a_trainer,
+    "tiered.hf.from_pretrained(": for_a_checkpoint,
 }
 """The names that a snippet leaves open, by something that it says. Others define all of theirs."""
 
@@ -119,7 +138,19 @@ def moved(text: str) -> str:
     return text
 
 
+@pytest.fixture
+def quiet_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread of a progress bar, or of one that loads files, outlives the test."""
+    import tqdm
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+
+
 @pytest.mark.filterwarnings("ignore")  # of other libraries
+@pytest.mark.usefixtures("quiet_libraries")
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_a_snippet_runs_as_written(snippet: str) -> None:
     openers = [opener for words, opener in LEFT_OPEN.items() if words in snippet]
