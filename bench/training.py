@@ -211,10 +211,11 @@ def backward_of(settings: Settings, model: torch.nn.Module, batches: list[tuple[
 
 
 def in_memory(settings: Settings) -> dict[str, Any]:
-    """Train with everything in memory: bf16 (or fp32) parameters, fp32 masters, fused AdamW."""
+    """Train with everything in memory: bf16 parameters with fp32 masters, or fp32 parameters; fused AdamW."""
     torch.manual_seed(0)
     model = GPT(settings.shape).to(settings.device)
-    masters = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    is_fp32 = settings.dtype == "fp32"
+    masters = [p if is_fp32 else torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
     moments = [(torch.zeros_like(w), torch.zeros_like(w), torch.zeros((), device=w.device)) for w in masters]
     if settings.dtype == "bf16":
         model = model.bfloat16()
@@ -225,7 +226,8 @@ def in_memory(settings: Settings) -> dict[str, Any]:
         gradient = p.grad.float() if w.grad is None else w.grad
         n += 1
         torch._fused_adamw_([w], [gradient], [m], [v], [], [n], lr=1e-4, **FUSED_ADAMW)
-        p.copy_(w)
+        if w is not p:
+            p.copy_(w)
         p.grad = w.grad = None
 
     def step() -> float:
