@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -278,3 +279,34 @@ def test_arguments_are_checked() -> None:
 def test_a_store_that_was_opened_takes_no_options_of_one(tmp_path: Path) -> None:
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES) as store, pytest.raises(UsageError, match="dram"):
         tiered.hf.Arguments(store=store, dram="1GiB")
+
+
+class Masking:
+    """A collator that draws the tokens to hide from the process's generator, as for a masked language model."""
+
+    def __call__(self, items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        tokens = torch.stack([item["input_ids"] for item in items])
+        is_hidden = torch.rand(tokens.shape) < 0.4
+        return {"input_ids": tokens.masked_fill(is_hidden, 0), "labels": tokens.masked_fill(~is_hidden, -100)}
+
+
+@pytest.mark.parametrize("stop", [3, 6, 8])
+def test_batches_that_a_collator_draws_are_those_of_the_undisturbed_run(stop: int, tmp_path: Path) -> None:
+    """One is made ahead of the commit; transformers' own resume draws others."""
+
+    def trainer_of(cls: Any, **options: Any) -> Any:
+        return cls(
+            model=build("bert"), args=training_arguments(tmp_path / "out"), train_dataset=Tokens(),
+            eval_dataset=Tokens(6, 1), data_collator=Masking(), **options,
+        )  # fmt: skip
+
+    plain = trainer_of(transformers.Trainer)
+    plain.args.save_strategy = "no"
+    plain.train()
+    for callbacks, resume in (([Stop(stop)], None), ([], True)):
+        with debug_store(tmp_path / "store") as store:
+            ours = trainer_of(tiered.hf.Trainer, tiered={"store": store}, callbacks=callbacks)
+            with contextlib.suppress(StoppedError):
+                ours.train(resume_from_checkpoint=resume)
+            state = state_of(ours.model) if resume else {}
+    assert history(ours) == history(plain) and same_state(state, state_of(plain.model))

@@ -140,6 +140,8 @@ def test_a_checkpoint_is_a_pointer_and_a_later_process_evaluates_what_the_store_
         trainer = new_trainer("gpt2", tmp_path / "out", Stop(), tiered_options={"store": store})
         loss = trainer.evaluate()["eval_loss"]
         trainer.save_model(str(tmp_path / "files"))
+        with pytest.raises(UsageError, match="resume_from_checkpoint=True"):
+            trainer.train()
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "files")
     assert same_state(loaded.state_dict(), state)
     plain = plain_trainer("gpt2", tmp_path / "plain")

@@ -20,6 +20,7 @@ from tiered.errors import UsageError
 from tiered.interop.hugging_face.arguments import Arguments
 from tiered.interop.hugging_face.best_files import load_files
 from tiered.interop.hugging_face.checkpoint import Pointer, folder_to_resume
+from tiered.interop.hugging_face.collation import Collation
 from tiered.interop.hugging_face.optimizer_choice import choose_optimizer
 from tiered.interop.hugging_face.refusal import refuse
 from tiered.interop.hugging_face.run_state import RunNow, RunState
@@ -47,6 +48,7 @@ class TrainerMixin:
 
     args: Any
     control: Any
+    data_collator: Any
     model: Any
     optimizer: Any
     lr_scheduler: Any
@@ -58,10 +60,12 @@ class TrainerMixin:
     def __init__(self, *arguments: Any, tiered: Arguments | Mapping[str, Any], **options: Any) -> None:
         self.tiered = Arguments.of(tiered)
         self._is_live = False  # whether this process has trained or resumed the run
+        self._is_back = False  # whether it has the weights of a run alone
         self._has_best = False  # whether the weights are those of the best step, not of the last one
         self._window = StepBatches(self.tiered.micro_batches)
-        self._resumed_random: dict[str, Any] | None = None
-        self._resumed_facts: dict[str, Any] = {}  # of the losses since the last log, until the loop begins
+        self._collation = Collation()
+        self._resumed_random: dict[str, Any] | None = None  # until the loop is at its place in the data
+        self._resumed_facts: dict[str, Any] = {}  # each until the loop has used it
         super().__init__(*arguments, **options)
         self._refuse_objects()
         chosen = choose_optimizer(self.args, self.tiered, self.optimizer_cls_and_kwargs)
@@ -123,29 +127,46 @@ class TrainerMixin:
 
     def _bring_back(self) -> None:
         """Load the committed run, where nothing was trained or resumed yet. Random generators stay as they are."""
-        if not self._is_live and self.store.durable and self.store.generation:
-            found = RandomState().state_dict()
-            self.store.resume()
-            RandomState().load_state_dict(found)
-            self._is_live = True
+        if self._is_live or self._is_back or not self.store.durable or not self.store.generation:
+            return
+        found = RandomState().state_dict()
+        self.store.resume()
+        RandomState().load_state_dict(found)
+        self._is_back = True
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _run_epoch(self, *arguments: Any, **options: Any) -> None:
         """Go through the data once; not for a run that was resumed at its end."""
-        if self._resumed_facts:
+        self._collation.pending.clear()
+        if "loss" in self._resumed_facts:
             self._tr_loss += self._resumed_facts["loss"]
             self._total_loss_scalar -= self._resumed_facts["loss"]  # it is the mean of the steps of this call
             self._globalstep_last_logged = self._resumed_facts["step_logged"]
-            self._resumed_facts = {}
+            del self._resumed_facts["loss"]
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*arguments, **options)  # type: ignore[misc]
 
+    def get_train_dataloader(self) -> Any:
+        """Return the loader; a collator that runs in this process is watched for the random numbers it draws."""
+        collator = self.data_collator
+        if not self.args.dataloader_num_workers:
+            self._collation.collate, self.data_collator = collator, self._collation
+        try:
+            return super().get_train_dataloader()  # type: ignore[misc]
+        finally:
+            self.data_collator = collator
+
     def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
         """Return the batches of one step; they are kept for the first ``training_step`` of it."""
+        made = self._resumed_facts.pop("made", ())
+        if made and self._resumed_random is not None:
+            self._collation.replay(made, self._resumed_random)
+            self._resumed_random = None  # the states are set once these batches are made again
         batches, num_items = super().get_batch_samples(*arguments, **options)  # type: ignore[misc]
+        self._collation.used(len(batches))
         self._window.begin(batches)
         return batches, num_items
 
@@ -284,10 +305,11 @@ class TrainerMixin:
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random states of the commit, when transformers is at the place in the data where they were."""
-        if self._resumed_random is None:
+        random, self._resumed_random = self._resumed_random, None
+        if random is None:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         else:
-            RandomState().load_state_dict(self._resumed_random)
+            RandomState().load_state_dict(random)
 
 
 class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]  # mypy does not read transformers
@@ -298,8 +320,9 @@ def _run_of(trainer: Any) -> RunNow:
     """Return the parts of the run of ``trainer``, which may be gone."""
     if trainer is None:
         return RunNow(None, None, {})
-    loss = trainer._tr_loss
-    facts = {} if loss is None else {"loss": loss.item(), "step_logged": trainer._globalstep_last_logged}
+    facts: dict[str, Any] = {"made": list(trainer._collation.pending)}
+    if trainer._tr_loss is not None:
+        facts |= {"loss": trainer._tr_loss.item(), "step_logged": trainer._globalstep_last_logged}
     return RunNow(trainer.state, trainer.lr_scheduler, facts)
 
 
