@@ -28,5 +28,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        importlib.import_module("transformers")  # whose Trainer asks for accelerate
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("tiered.hf needs transformers and accelerate: pip install 'tiered[hf]'") from error
     globals()[name] = found = getattr(importlib.import_module(_HOMES[name]), name)
     return found

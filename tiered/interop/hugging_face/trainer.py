@@ -93,7 +93,9 @@ class TrainerMixin:
 
     def _shard(self) -> None:
         """Move the model into the store, or adopt the one that is there."""
-        shard(self.model, self.store, device=self.args.device, **self.tiered.shard_options(bf16=self.args.bf16))
+        options = self.tiered.shard_options(bf16=self.args.bf16)
+        self._dtype = options["param_dtype"]
+        shard(self.model, self.store, device=self.args.device, **options)
         if self.store.durable:
             trainer = weakref.ref(self)
             self._run = RunState(lambda: _run_of(trainer()))
@@ -119,6 +121,12 @@ class TrainerMixin:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: its parameters come to the device a few units at a time."""
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Move ``data`` to the device; floats get the dtype that the parameters were cast to."""
+        moved = super()._prepare_input(data)  # type: ignore[misc]
+        is_float = isinstance(moved, torch.Tensor) and moved.is_floating_point()
+        return moved.to(self._dtype) if is_float and self._dtype is not None else moved
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
         """Evaluate or predict; of a run that the store holds, with its weights."""
