@@ -90,7 +90,7 @@ def in_memory_nbytes(settings: Settings) -> int:
 
 def run_in_memory(settings: Settings, folder: Path) -> int:
     """Train two steps in memory; return the peak RSS in bytes, 0 where the machine has too little."""
-    if in_memory_nbytes(settings) > 0.9 * free_memory():
+    if in_memory_nbytes(settings) > 0.8 * free_memory():
         return 0
     changes = {"kind": "memory", "steps": 2, "hold": "auto", "update": "step", "state": "exact"}
     return int(measure(dataclasses.replace(settings, **changes), folder)["peak_rss_bytes"])
