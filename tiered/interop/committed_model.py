@@ -13,8 +13,9 @@ from tiered.errors import UsageError
 from tiered.store.generations.registry import taking_apart
 from tiered.store.residency.lease import Lease
 from tiered.store.store import Store
+from tiered.zero.committed_layout import committed_layouts
 from tiered.zero.deferred_tensor import DeferredTensor
-from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
+from tiered.zero.layout import SegmentSpec, UnitLayout
 
 __all__ = ["CommittedModel"]
 
@@ -36,8 +37,8 @@ class CommittedModel:
         self._leased = ""  # the key of ``_lease``
         self.tensors: dict[str, torch.Tensor] = {}
         with taking_apart("tiered.model", by="model"):
-            for name in state["units"]:
-                self._add(_layout(name, state))
+            for _, layout in committed_layouts(state):
+                self._add(layout)
             persistent = set(state.get("persistent", state["buffers"]))
             self.tensors |= {name: each for name, each in state["buffers"].items() if name in persistent}
             self.tensors |= dict(state.get("added", {}))
@@ -64,20 +65,6 @@ class CommittedModel:
         lease, self._lease, self._leased = self._lease, None, ""
         if lease is not None:
             lease.release()
-
-
-def _layout(name: str, state: Mapping[str, Any]) -> UnitLayout:
-    """Return how the unit ``name`` lies in the store, as its commit says."""
-    trained = set(state["trained"][name])
-    return lay_out(name, [_spec(segment, trained) for segment in state["units"][name]])
-
-
-def _spec(segment: Mapping[str, Any], trained: set[str]) -> SegmentSpec:
-    dtype = getattr(torch, str(segment["dtype"]).removeprefix("torch."))
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{segment['dtype']!r} is no dtype")
-    name = str(segment["name"])
-    return SegmentSpec(name, tuple(segment["shape"]), tuple(segment["strides"]), dtype, name in trained)
 
 
 def _files(state: Mapping[str, Any]) -> dict[str, str]:

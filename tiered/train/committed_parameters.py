@@ -12,14 +12,14 @@ from tiered.errors import UsageError
 from tiered.store.format.root import Root
 from tiered.store.format.row import Row
 from tiered.units import divide_up
+from tiered.zero.committed_layout import committed_layouts, count_in, text_in
 from tiered.zero.formats.codec import divide
 from tiered.zero.formats.layout import FORMATS, Layouts
 from tiered.zero.formats.rules import AdamWRule, LionRule, Rule, SGDRule
-from tiered.zero.layout import CUT_NUMEL, SegmentSpec, lay_out
+from tiered.zero.layout import CUT_NUMEL, SegmentSpec
 
 __all__ = ["CommittedParameter", "committed_parameters", "describes_parameters"]
 
-_LARGEST = 1 << 53  # of a number in a description
 _IN_THE_COMMIT = "in the commit itself"
 
 _RULES: dict[str, Rule] = {
@@ -77,16 +77,13 @@ def _short(error: Exception) -> str:
 
 def _parameters(registered: Mapping[str, Any], rows: Mapping[str, Row], root: Root) -> Iterator[CommittedParameter]:
     model, optimizer = registered.get("tiered.model"), registered.get("tiered.optimizer", {})
-    steps = {_text(name): _count(number) for name, number in optimizer.get("steps", {}).items()}
+    steps = {text_in(name): count_in(number) for name, number in optimizer.get("steps", {}).items()}
     if model is None:  # plain parameters: their bytes are the program's own
         for name, number in steps.items():
             yield CommittedParameter(name, (), "", True, number, "not in the store", 0, 0, (), (), 0)
         return
-    for unit, described in model["units"].items():
-        trained = set(map(_text, model["trained"][unit]))
-        specs = [_spec(each, trained) for each in described]
-        layout = lay_out(_text(unit), specs)
-        state = _state(unit, specs, optimizer)
+    for unit, layout in committed_layouts(model):
+        state = _state(unit, layout.specs, optimizer)
         for spec, place in zip(layout.specs, layout.places, strict=True):
             key = layout.spans[place.span].key
             keys, nbytes = state.get(spec.name, ((), 0))
@@ -97,17 +94,9 @@ def _parameters(registered: Mapping[str, Any], rows: Mapping[str, Row], root: Ro
             )  # fmt: skip
     for name, tensor in model.get("added", {}).items():
         yield CommittedParameter(
-            _text(name), tuple(tensor.shape), _shown_dtype(tensor.dtype), tensor.requires_grad, steps.get(name),
+            text_in(name), tuple(tensor.shape), _shown_dtype(tensor.dtype), tensor.requires_grad, steps.get(name),
             _IN_THE_COMMIT, 0, tensor.nbytes, (), (), 0,
         )  # fmt: skip
-
-
-def _spec(described: Mapping[str, Any], trained: set[str]) -> SegmentSpec:
-    name, dtype = _text(described["name"]), getattr(torch, _text(described["dtype"]).removeprefix("torch."))
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"a parameter of dtype {dtype}")
-    shape, strides = (tuple(map(_count, described[word])) for word in ("shape", "strides"))
-    return SegmentSpec(name, shape, strides, dtype, name in trained)
 
 
 def _state(
@@ -120,7 +109,7 @@ def _state(
     if optimizer["state"] not in FORMATS:
         raise ValueError(f"state in a format {optimizer['state']!r}")
     layouts = Layouts(optimizer["state"], _RULES[optimizer["class"]], sizes_only=True)
-    bucket_numel = _count(optimizer["bucket_numel"])
+    bucket_numel = count_in(optimizer["bucket_numel"])
     if not bucket_numel or bucket_numel % CUT_NUMEL:
         raise ValueError(f"buckets of {bucket_numel} elements")
     if sum(divide_up(spec.numel, bucket_numel) for spec in specs) > _MOST_PIECES:
@@ -145,18 +134,6 @@ def _files(row: Row | None, root: Root, offset: int, nbytes: int) -> tuple[str, 
     ranges = [] if row is None else row.ranges
     here = [each for each in ranges if each.start < offset + nbytes and offset < each.start + each.nbytes]
     return tuple(dict.fromkeys(root.external[each.file].name for each in here))
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError("a name that is no text")
-    return value
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value < _LARGEST:
-        raise ValueError("a number out of range")
-    return value
 
 
 def _shown_dtype(dtype: torch.dtype) -> str:
