@@ -35,7 +35,12 @@ from tiered.units import MiB, format_bytes, parse_bytes
 from tiered.zero.deferred_tensor import DeferredTensor
 
 PARTS = ("drive write", "copied", "drive read", "in place", "export", "own save")
-OF_DRIVE = {"copied": "drive write", "in place": "drive read", "export": "drive write", "own save": "drive write"}
+OF_DRIVE = {
+    "copied": ("drive read", "drive write"),  # the slower one: each byte is read and written
+    "in place": ("drive read",),
+    "export": ("drive read", "drive write"),
+    "own save": ("drive read", "drive write"),
+}
 MOST_BEYOND_NBYTES = {"copied": 200 * MiB, "in place": 200 * MiB, "export": 200 * MiB, "own save": 300 * MiB}
 REQUEST_NBYTES, NUM_THREADS = MiB, 8
 
@@ -207,9 +212,11 @@ def report(args: argparse.Namespace, nbytes: int, found: dict[str, list[dict[str
         if part in OF_DRIVE:
             beyond = max(each["beyond_nbytes"] for each in found[part])
             most = found[part][0]["unit_nbytes"] + MOST_BEYOND_NBYTES[part]
-            share = seconds[OF_DRIVE[part]] / seconds[part]
+            share = max(seconds[each] for each in OF_DRIVE[part]) / seconds[part]
             result[part] |= {"of_drive": share, "beyond_budget_nbytes": beyond, "within": beyond <= most}
-            line += f"  {share:4.2f} of {OF_DRIVE[part]}; memory beyond the budget {beyond / MiB:6.0f} MiB"
+            line += (
+                f"  {share:4.2f} of {' and '.join(OF_DRIVE[part])}; memory beyond the budget {beyond / MiB:6.0f} MiB"
+            )
             line += f" (bar {most / MiB:.0f})"
         print(line)
     print(json.dumps(result))

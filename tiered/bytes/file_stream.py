@@ -9,6 +9,7 @@ import ctypes
 import errno
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -20,6 +21,8 @@ from tiered.units import MiB, format_bytes, round_up
 __all__ = ["PIECE_NBYTES", "FileReader", "FileWriter"]
 
 PIECE_NBYTES = 4 * MiB
+_READ_NBYTES = 1 * MiB
+_NUM_READERS = 8  # with pieces of 1 MiB: what a drive that is a virtual one wants in flight
 _NUM_THREADS = 4
 _NUM_PIECES = 2 * _NUM_THREADS
 _ALIGNMENT = 4096
@@ -134,38 +137,52 @@ class FileReader:
         except OSError as error:
             raise translate(error, f"cannot open {path}") from error
         self._local = threading.local()
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "tiered-file-reader")
+        self._threads = ThreadPoolExecutor(_NUM_READERS, "tiered-file-reader")
 
-    def read(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` with the bytes from ``offset`` on; blocks. Raises DeviceError, EOFError past the end."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) if len(memory) else 0
+    def begin(self, offset: int, memory: memoryview) -> Callable[[], None]:
+        """Start to fill ``memory`` with the bytes from ``offset`` on; return the call that waits for them.
+
+        That raises DeviceError, or EOFError past the end. The memory is this reader's until then, or until ``close``.
+        """
         end = offset + len(memory)
-        first = offset - offset % _ALIGNMENT
         reads = []
-        for start in range(first, end, PIECE_NBYTES):
-            begin, stop = max(start, offset), min(start + PIECE_NBYTES, end)
-            reads.append(self._threads.submit(self._read, start, begin, stop, address + begin - offset))
-        for read in reads:
-            read.result()
+        for start in range(offset - offset % _ALIGNMENT, end, _READ_NBYTES) if memory else ():
+            begin, stop = max(start, offset), min(start + _READ_NBYTES, end)
+            reads.append(self._threads.submit(self._read, start, begin, memory[begin - offset : stop - offset]))
 
-    def _read(self, start: int, begin: int, stop: int, address: int) -> None:
+        def wait() -> None:
+            for read in reads:
+                read.result()
+
+        return wait
+
+    def _read(self, start: int, begin: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes from ``begin`` on, by a read from ``start``, which is aligned."""
+        address, stop = ctypes.addressof(ctypes.c_char.from_buffer(target)), begin + len(target)
+        if begin == start and not (address | len(target)) % _ALIGNMENT:
+            self._fill(target, start, stop)
+            return
         piece = getattr(self._local, "piece", None)
         if piece is None:
-            piece = self._local.piece = empty_aligned(PIECE_NBYTES, _ALIGNMENT)
+            piece = self._local.piece = empty_aligned(_READ_NBYTES, _ALIGNMENT)
         tensor, memory = piece
-        wanted, found = round_up(stop - start, _ALIGNMENT), 0
+        self._fill(memory[: round_up(stop - start, _ALIGNMENT)], start, stop)
+        ctypes.memmove(address, tensor.data_ptr() + begin - start, stop - begin)
+
+    def _fill(self, memory: memoryview, start: int, stop: int) -> None:
+        """Read from ``start`` into aligned ``memory`` until the byte before ``stop`` is there."""
+        found = 0
         try:
             while found < stop - start:
-                num = os.preadv(self._fd, [memory[found:wanted]], start + found)
+                num = os.preadv(self._fd, [memory[found:]], start + found)
                 if not num:
                     raise EOFError(f"{self.path} ends at byte {start + found}, {stop} were expected")
                 found += num
         except OSError as error:
             raise translate(error, f"cannot read {self.path} at byte {start + found}") from error
-        ctypes.memmove(address, tensor.data_ptr() + begin - start, stop - begin)
 
     def close(self) -> None:
-        """Give the threads and the descriptor back. Idempotent."""
+        """End the reads that were begun, and give the threads and the descriptor back. Idempotent."""
         self._threads.shutdown()
         fd, self._fd = self._fd, -1
         if fd >= 0:

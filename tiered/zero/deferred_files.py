@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -43,13 +43,13 @@ class DeferredFiles:
                 )
         return found
 
-    def _read_into(self, path: str, entry: HeaderEntry, target: torch.Tensor) -> None:
-        """Fill ``target``, contiguous in DRAM and of the looks of ``entry``; blocks."""
+    def _read_into(self, path: str, entry: HeaderEntry, target: torch.Tensor) -> Callable[[], None]:
+        """Start to fill ``target``, contiguous in DRAM and of the looks of ``entry``; return the call that waits."""
         if self._reader is None or self._reader.path != path:
             self.close()
             self._reader = FileReader(path)
-        if entry.nbytes:
-            self._reader.read(entry.offset, memoryview(target.detach().reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        memory: Any = target.detach().reshape(-1).view(torch.uint8).numpy()
+        return self._reader.begin(entry.offset, memoryview(memory))
 
     def close(self) -> None:
         """Close the file that is open. Idempotent."""
@@ -66,9 +66,9 @@ class DeferredFiles:
         self.close()
 
 
-def _read(read_into: partial[None], looks: torch.Tensor) -> torch.Tensor:
+def _read(read_into: Callable[[torch.Tensor], Callable[[], None]], looks: torch.Tensor) -> torch.Tensor:
     values = torch.empty(looks.shape, dtype=looks.dtype, device="cpu")
-    read_into(values)
+    read_into(values)()
     return values
 
 

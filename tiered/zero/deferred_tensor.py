@@ -26,7 +26,7 @@ class DeferredTensor(torch.Tensor):
 
     place: tuple[str, str] | None
     _read: Callable[[], torch.Tensor]
-    _read_into: Callable[[torch.Tensor], None] | None
+    _read_into: Callable[[torch.Tensor], Callable[[], None]] | None
 
     @classmethod
     def of(
@@ -34,14 +34,27 @@ class DeferredTensor(torch.Tensor):
         looks: torch.Tensor,
         read: Callable[[], torch.Tensor],
         *,
-        read_into: Callable[[torch.Tensor], None] | None = None,
+        read_into: Callable[[torch.Tensor], Callable[[], None]] | None = None,
         place: tuple[str, str] | None = None,
     ) -> DeferredTensor:
-        """Return one that looks like ``looks``, on meta. ``read_into`` fills a contiguous tensor of these looks."""
+        """Return one that looks like ``looks``, on meta. ``read_into`` starts to fill one.
+
+        It takes a contiguous tensor in DRAM of these looks, and returns the call that waits for the values.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             deferred = torch.Tensor._make_subclass(cls, looks.detach().to("meta"))
         deferred._read, deferred._read_into, deferred.place = read, read_into, place
         return deferred
+
+    def begin_copy(self, target: torch.Tensor) -> Callable[[], None] | None:
+        """Start to copy the values to ``target``, which is of this shape; return the call that waits, if any."""
+        is_same = target.dtype == self.dtype and target.is_contiguous() and target.is_cpu
+        if self._read_into is not None and is_same and target.numel():
+            return self._read_into(target)
+        values = self.values()
+        with torch.no_grad():
+            target.copy_(values)
+        return None
 
     def values(self) -> torch.Tensor:
         """Return the values, an ordinary tensor in DRAM of these looks; blocks where they are read."""
@@ -53,10 +66,14 @@ class DeferredTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.copy_ and not isinstance(args[0], cls):
-            return _fill(args[0], args[1])
+            source: DeferredTensor = args[1]
+            wait = source.begin_copy(args[0])
+            if wait is not None:
+                wait()
+            return args[0]
         if _changes_nothing(func, args, kwargs):
-            source: DeferredTensor = args[0]
-            return cls.of(source, source._read, read_into=source._read_into, place=source.place)
+            same: DeferredTensor = args[0]
+            return cls.of(same, same._read, read_into=same._read_into, place=same.place)
         if func in _ITSELF:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -107,15 +124,3 @@ def _dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
         return args[1].dtype
     _, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **{k: v for k, v in kwargs.items() if k != "copy"})
     return dtype or first.dtype
-
-
-def _fill(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """``target.copy_(source)`` of values that are wanted now: read into ``target`` itself where that can be."""
-    assert isinstance(source, DeferredTensor)
-    is_same = target.dtype == source.dtype and target.shape == source.shape and target.is_contiguous()
-    if source._read_into is not None and is_same and target.is_cpu:
-        source._read_into(target)
-        return target
-    values = source.values()
-    with torch.no_grad():
-        return target.copy_(values)

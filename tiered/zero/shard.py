@@ -10,7 +10,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils import swap_tensors
 
 from tiered.errors import UsageError
 from tiered.store.generations.registry import taking_apart
+from tiered.store.residency.lease import Lease
 from tiered.store.store import Store
 from tiered.store.values import adopted
 from tiered.tiers.accelerator import AcceleratorTier
@@ -270,35 +271,63 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
         store.reserve_space(nbytes, scratch=not store.durable)
         for key, (spec, ranges) in in_place.items():
             adopted.adopt(working_set, key, spec, ranges)
-    with closing(source):
+    pending: Callable[[], None] = _nothing  # the end of a unit that is being read, while the next one begins
+    with ExitStack() as leases, closing(source):  # order: nothing is read into them any more when they end
         for unit in units:
             constructed: Mapping[Segment, Any] = {}
             if not adopt:
-                _fill_unit(store, unit, source, in_place)
+                begun = _begin_unit(store, unit, source, in_place, leases)
+                pending()
+                pending = begun
                 if unit in left:
+                    pending()
+                    pending = _nothing
                     constructed = left[unit] or {}
                     masters.leave(unit, constructed) if constructed else write_masters(store, unit, source.copy)
             for segment in unit.segments:
                 _convert(segment, working_set, is_left=segment in constructed)
+        pending()
     return masters
 
 
-def _fill_unit(store: Store, unit: Unit, source: Weights, in_place: Collection[str]) -> None:
-    """Write the values of ``unit``, but for the keys ``in_place``."""
+def _begin_unit(
+    store: Store, unit: Unit, source: Weights, in_place: Collection[str], leases: ExitStack
+) -> Callable[[], None]:
+    """Start to write the values of ``unit``, but for the keys ``in_place``; return the call that ends it."""
     working_set = store.working_set
+    waits: list[Callable[[], None]] = []
+    begun: list[Lease] = []
     for number, span in enumerate(unit.layout.spans):
         if span.key in in_place:
             continue
         working_set.create(span.key, span.nbytes)
         lease = working_set.lease(span.key, "w")
-        try:
-            lease.tensor.zero_()
-            for segment in unit.segments:
-                if segment.span == number:
-                    source.copy(segment, segment.view(lease.tensor))
-        finally:
+        leases.callback(lease.release)
+        begun.append(lease)
+        end = 0
+        for segment in unit.segments:  # those of a span are in the order of their places
+            if segment.span == number:
+                lease.tensor[end : segment.offset].zero_()
+                end = segment.offset + segment.nbytes
+                wait = source.begin_copy(segment, segment.view(lease.tensor))
+                waits += [] if wait is None else [wait]
+        lease.tensor[end:].zero_()
+
+    def finish() -> None:
+        for wait in waits:
+            wait()
+        for lease in begun:
             lease.release()
-        working_set.swap_out([span.key])
+        working_set.swap_out([lease.key for lease in begun])
+
+    if waits:
+        return finish
+    finish()
+    return _nothing
+
+
+def _nothing() -> None:
+    """Every value is where it belongs."""
 
 
 def _convert(segment: Segment, working_set: Any, *, is_left: bool) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,14 @@ class Weights:
         if segment.strides != torch.empty(segment.shape, dtype=segment.dtype, device="meta").stride():
             return None
         return values.place if isinstance(values, DeferredTensor) else None
+
+    def begin_copy(self, segment: Segment, out: torch.Tensor) -> Callable[[], None] | None:
+        """Start to copy the values of ``segment``'s parameter to ``out``; return the call that waits, if any."""
+        values = self._values.get(segment.name)
+        if isinstance(values, DeferredTensor):
+            return values.begin_copy(out)
+        self.copy(segment, out)
+        return None
 
     def copy(self, segment: Segment, out: torch.Tensor) -> None:
         """Copy the values of ``segment``'s parameter to ``out`` (its shape, any dtype)."""
