@@ -5,9 +5,10 @@ Usage: python bench/files.py [--layers 36 --width 1024 --heads 16 --dram 512MiB 
 
 A GPT-2 of fp32 (2 GB with the defaults) is loaded by tiered.hf.from_pretrained, copied to a durable store with its
 commit, or read in place with the commit that digests it, and saved by tiered.save_pretrained; and by the model's own
-save_pretrained, whose weights the bar is about are 1.5 GB (--layers 28). Each runs in a process of its own, beside the
-drive's own rate for the same bytes, read or written with direct I/O by eight threads, in turns. Memory is the most
-anonymous memory of the process (RssAnon) less that before, beyond the budget. One JSON line comes last.
+save_pretrained, whose weights the bar is about are 1.5 GB (--layers 28). Each runs in a process of its own that has
+loaded a tiny model before, beside the drive's own rate for the same bytes, read or written with direct I/O by eight
+threads, in turns: the slower of both where each byte is read and written. Memory is the most anonymous memory of the
+process (RssAnon) less that before, beyond the budget. One JSON line comes last.
 """
 
 import argparse
@@ -129,8 +130,6 @@ def forked(job: Callable[[], Any]) -> Any:
 
 def run_part(args: argparse.Namespace, part: str, folder: Path) -> dict[str, float]:
     """Run one part in this process."""
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
     source = folder / "checkpoint"
     nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     if part.startswith("drive"):
@@ -185,12 +184,23 @@ def move(path: Path, nbytes: int, *, writes: bool) -> float:
     return time.perf_counter() - begun
 
 
+def load_tiny(folder: Path) -> None:
+    """Load a tiny model, so that what a process does once, such as imports and tables of names, is done."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # lifetime: no thread outlives it, so that processes may be forked
+    prepare(argparse.Namespace(layers=1, width=8, heads=1, vocabulary=8), folder / "tiny")
+    with tiered.Store(folder / "first", dram="16MiB", durable=False, device_memory=0) as store:
+        tiered.hf.from_pretrained(transformers.GPT2LMHeadModel, folder / "tiny", store)
+
+
 def main() -> None:
     args = arguments()
     parent = args.store or Path(__file__).parents[1] / "runs"
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="files-", dir=parent))
     try:
+        load_tiny(folder)
         nbytes = forked(lambda: prepare(args, folder / "checkpoint"))
         print(f"{format_bytes(nbytes)} of weights, budget {args.dram}, {args.turns} turns, {platform.machine()}")
         found: dict[str, list[dict[str, float]]] = {part: [] for part in PARTS}
