@@ -177,6 +177,35 @@ def test_a_folder_that_a_kill_left_without_a_commit_is_made_again(tmp_path: Path
     assert logged == reference("bert")[0] and same_state(state, reference("bert")[1])
 
 
+def test_a_pointer_without_its_store_is_refused(tmp_path: Path) -> None:
+    train("bert", tmp_path, ROOMY_NBYTES, Stop(), max_steps=2)
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    for wanted in (True, str(tmp_path / "out" / "checkpoint-2")):
+        with pytest.raises(UsageError, match="points to a commit"):
+            train("bert", tmp_path, ROOMY_NBYTES, Stop(), resume=wanted)
+
+
+def test_an_evaluation_before_the_resume_changes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(StoppedError):
+        train("gpt2", tmp_path, ROOMY_NBYTES, Stop(3))
+    with debug_store(tmp_path / "store") as store:
+        trainer = new_trainer("gpt2", tmp_path / "out", Stop(), tiered_options={"store": store})
+        trainer.evaluate()
+        trainer.train(resume_from_checkpoint=True)
+        assert history(trainer) == reference("gpt2")[0] and same_state(state_of(trainer.model), reference("gpt2")[1])
+
+
+def test_a_finished_trainer_may_train_again(tmp_path: Path) -> None:
+    plain = plain_trainer("bert", tmp_path / "plain", save_strategy="no", max_steps=3)
+    plain.train()
+    plain.train()
+    with debug_store(tmp_path / "store") as store:
+        ours = new_trainer("bert", tmp_path / "out", Stop(), tiered_options={"store": store}, max_steps=3)
+        ours.train()
+        ours.train()
+        assert history(ours) == history(plain) and same_state(state_of(ours.model), state_of(plain.model))
+
+
 def test_rotation_leaves_the_last_pointer_and_the_store(tmp_path: Path) -> None:
     with tiered.Store(tmp_path / "store", dram=ROOMY_NBYTES) as store:
         new_trainer("bert", tmp_path / "out", Stop(), tiered_options={"store": store}, save_total_limit=1).train()

@@ -254,9 +254,10 @@ class Store(TensorMapping):
 
     # Below: the end
 
-    def close(self) -> None:
+    def close(self, *, commit: bool = True) -> None:
         """Commit the tensors that changed, if any did, then give everything back; blocks. Idempotent.
 
+        ``commit=False`` drops what changed since the last commit; the log says how much.
         Optimizer steps that came after the last ``commit(state)`` are not committed under its state: all changes since
         then are dropped, and the log says so. Where no commit had a state, they are committed.
         Call it before the process ends: an ``atexit`` function is too late, and gets ClosedError if anything changed.
@@ -264,7 +265,7 @@ class Store(TensorMapping):
         Bytes under living tensors of leases follow when these die. Raises, once everything is given back, what kept the
         commit from happening: LeaseError, CapacityError, DeviceError.
         """
-        self._close(commit=True)
+        self._close(commit=commit)
 
     def __enter__(self) -> Store:
         self._service.refuse()

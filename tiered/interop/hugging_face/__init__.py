@@ -3,8 +3,11 @@
 Names are imported at their first use: a model is loaded without accelerate.
 """
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
+
+if importlib.util.find_spec("transformers") is None:
+    raise ModuleNotFoundError("tiered.hf needs transformers and accelerate: pip install 'tiered[hf]'")
 
 if TYPE_CHECKING:
     from tiered.interop.hugging_face.arguments import Arguments
@@ -28,9 +31,5 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        importlib.import_module("transformers")  # whose Trainer asks for accelerate
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("tiered.hf needs transformers and accelerate: pip install 'tiered[hf]'") from error
     globals()[name] = found = getattr(importlib.import_module(_HOMES[name]), name)
     return found

@@ -127,10 +127,11 @@ def folder_to_resume(wanted: Any, output_dir: Path, store: Store, *, is_live: bo
     """
     step = last_step(store)
     if step is None:
-        if wanted and wanted is not True and Pointer.read(Path(wanted)) is not None:
+        last = get_last_checkpoint(output_dir) if wanted is True and output_dir.is_dir() else wanted
+        if last and Pointer.read(Path(last)) is not None:
             raise UsageError(
-                f"resume_from_checkpoint={str(wanted)!r} points to a commit, and {store!r} has none; expected"
-                " Arguments(store=) with the directories of the run"
+                f"{last} points to a commit, and {store!r} has none; expected Arguments(store=) with the directories of"
+                " the run"
             )
         return wanted
     there = f"{store!r} holds the run at step {step}"

@@ -73,7 +73,7 @@ class TrainerMixin:
         self.optimizer_cls_and_kwargs = chosen[0], {"store": self.store} | chosen[1]
         self._closer: weakref.finalize[Any, Any] | None = None
         if self.store is not self.tiered.store:
-            self._closer = weakref.finalize(self, self.store.close)
+            self._closer = weakref.finalize(self, self.store.close, commit=False)
             self._closer.atexit = False  # order: the store itself ends before that, and knows what to say
         try:
             self._shard()
