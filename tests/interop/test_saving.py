@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -154,11 +155,19 @@ def test_a_crash_leaves_the_earlier_checkpoint_or_none(
                 is_complete = True
             except Ended:
                 is_complete = False
+        ours: Any = None  # what is read here, which goes without an index where the shards are all there
+        with debug_store(tmp_path / f"store-{most}", durable=False) as store, contextlib.suppress(UsageError):
+            ours = tiered.hf.from_pretrained(transformers.GPT2LMHeadModel, folder, store).state_dict()
+        if ours is not None:
+            assert_same_tensors(
+                ours, (old if torch.equal(ours["lm_head.weight"], old.lm_head.weight) else new).state_dict()
+            )
         try:
             found = transformers.GPT2LMHeadModel.from_pretrained(folder).state_dict()
         except OSError:
             assert not is_complete
         else:
+            assert_same_tensors(ours, found)
             values = new if is_complete or not torch.equal(found["lm_head.weight"], old.lm_head.weight) else old
             assert_same_tensors(found, values.state_dict())
         tiered.save_pretrained(new, folder, max_shard_size=after)

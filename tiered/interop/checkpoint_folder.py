@@ -142,10 +142,14 @@ def _publish(folder: Path, shards: Mapping[str, list[str]], before: set[str], *,
     """Give the new files their names, then remove the old ones.
 
     transformers takes model.safetensors before an index. So until the last old file goes, or the new index comes, it
-    reads the old checkpoint; where shards have the names of old ones, it finds no index meanwhile.
+    reads the old checkpoint; where shards have the names of old ones, it finds no index meanwhile, and those that go by
+    the names of the shards find too few, until all are new.
     """
     if before & shards.keys() and is_sharded:
         (folder / _INDEX).unlink(missing_ok=True)
+        fsync_directory(folder)
+        for name in sorted(before & shards.keys()):
+            (folder / name).unlink()
         fsync_directory(folder)
     for name in shards:
         os.replace(folder / f"{name}{_PARTIAL}", folder / name)

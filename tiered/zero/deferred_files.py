@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from tiered.zero.deferred_tensor import DeferredTensor
 __all__ = ["DeferredFiles", "safetensors_files"]
 
 _INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 
 
 class DeferredFiles:
@@ -78,17 +80,32 @@ def safetensors_files(source: str | Path, what: str) -> list[Path]:
     Raises UsageError, which names the argument ``what``, where there is none.
     """
     path = Path(source)
-    index = path / _INDEX
-    if index.is_file() and not (path / "model.safetensors").is_file():
+    index, is_whole = path / _INDEX, (path / "model.safetensors").is_file()
+    if index.is_file() and not is_whole:
         try:
             names = sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{what}: {index} is no index of safetensors files ({error!r}); get it again") from error
         found = [path / Path(name).name for name in names]
+    elif path.is_dir():
+        found = sorted(path.glob("*.safetensors"))
+        if is_whole:  # shards beside it are another checkpoint's: transformers leaves them out, too
+            found = [each for each in found if not _SHARD.fullmatch(each.name)]
+        found += [each for each in _all_shards(found) if each not in found]
     else:
-        found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        found = [path]
     missing = [each for each in found if not each.is_file()]
     if missing or not found:
         lacking = f"it lacks {missing[0].name}" if missing and path.is_dir() else "no safetensors file there"
         raise UsageError(f"{what}{str(source)!r}: {lacking}; expected files or a folder of them")
     return found
+
+
+def _all_shards(found: Sequence[Path]) -> list[Path]:
+    """Return the files that belong to the shards among ``found``, whose names say how many there are."""
+    counts = {int(match[1]): path for path in found if (match := _SHARD.fullmatch(path.name))}
+    return [
+        path.with_name(f"model-{number + 1:05d}-of-{count:05d}.safetensors")
+        for count, path in counts.items()
+        for number in range(count)
+    ]
