@@ -9,7 +9,7 @@ from tiered.store.format import row as codec
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.extent import Extent
 from tiered.store.format.root import ExternalFile, Root, RootHeader, decode_root, encode_root
-from tiered.store.format.row import Row, encode_row, row_seed
+from tiered.store.format.row import ExternalRange, Row, encode_row, row_seed
 
 # --- the format is fixed ---
 
@@ -48,13 +48,14 @@ def test_a_row_has_room_for_255_dimensions():
 HEADER = RootHeader(UUID, 5, 0, 100, 2, 0, num_rows=1, digest_sum=0)
 
 
-def list_of(raw, header, file):
-    return list(CommittedRows.decode(raw, header, file))
+def list_of(raw, header, file, **options):
+    return list(CommittedRows.decode(raw, header, file, **options))
 
 
-def decode_one(key_id, body, header=HEADER):
+def decode_one(key_id, body, header=HEADER, **options):
     digest = codec._row_digest(key_id, body, row_seed(UUID))
-    return list_of([(key_id, body, digest)], replace(header, digest_sum=int.from_bytes(digest, "little")), "file")
+    header = replace(header, digest_sum=int.from_bytes(digest, "little"))
+    return list_of([(key_id, body, digest)], header, "file", **options)
 
 
 def test_row_bodies_cut_or_altered_anywhere_are_decoded_within_their_size():
@@ -90,6 +91,41 @@ def test_rows_that_do_not_go_with_the_root_are_corruption(row, problem):
     with pytest.raises(CorruptionError, match=problem) as caught:
         decode_one(row.key_id, encode_row(row, UUID)[0])
     assert caught.value.key == row.name
+
+
+FILES = (ExternalFile("a", 1600, 1), ExternalFile("b", 7096, 2))
+EXTERNAL = replace(row_of(7), extents=(), ranges=(ExternalRange(0, 1, 4096, 3000), ExternalRange(3500, 0, 100, 1500)))
+
+
+def test_a_row_in_external_files_is_one_of_the_files_that_the_root_has():
+    body, _ = encode_row(EXTERNAL, UUID)
+    assert decode_one(7, body, external=FILES) == [EXTERNAL]
+    for external, problem in (
+        (FILES[:1], "not among the 1 of the root row"),
+        ((FILES[0], ExternalFile("b", 7095, 2)), "bytes behind the end of 'b'"),
+    ):
+        with pytest.raises(CorruptionError, match=problem) as caught:
+            decode_one(7, body, external=external)
+        assert (caught.value.file, caught.value.key) == ("file", EXTERNAL.name)
+
+
+@pytest.mark.parametrize(
+    "start, nbytes",
+    [
+        pytest.param(2999, 1500, id="begins within the one before"),
+        pytest.param(3500, 0, id="is empty"),
+        pytest.param(3500, 1501, id="ends behind the tensor"),
+    ],
+)
+def test_a_range_that_is_none_of_the_tensor_is_never_written_and_is_corruption(start, nbytes):
+    row, problem = replace(EXTERNAL, ranges=(EXTERNAL.ranges[0], ExternalRange(start, 0, 0, nbytes))), "in order"
+    with pytest.raises(ValueError, match=problem):
+        encode_row(row, UUID)
+    good = codec._RANGE.pack(*EXTERNAL.ranges[1])
+    body = encode_row(EXTERNAL, UUID)[0].replace(good, codec._RANGE.pack(*row.ranges[1]))
+    with pytest.raises(CorruptionError, match=problem) as caught:
+        decode_one(7, body, external=FILES)
+    assert (caught.value.file, caught.value.key) == ("file", row.name)
 
 
 def test_rows_lost_added_or_stale_are_corruption():

@@ -69,9 +69,7 @@ class MemoryCatalog(Catalog):
                 self._loaded = index
                 raw = ((key_id, *each.rows[key_id]) for key_id in sorted(each.rows))
                 raw_pages = ((*place, *each.pages[place]) for place in sorted(each.pages))
-                rows = CommittedRows.decode(
-                    raw, header, self.name, raw_pages=raw_pages, num_external=len(root.external)
-                )
+                rows = CommittedRows.decode(raw, header, self.name, raw_pages=raw_pages, external=root.external)
                 return root, rows
         raise UsageError(f"the memory catalog does not hold generation {generation}")
 

@@ -162,9 +162,7 @@ class SqliteCatalog(Catalog):
                 self._is_before = one == _BEFORE
                 raw = read_rows(connection, _ROWS if one == _NEWEST else ROWS_BEFORE, self.name)
                 raw_pages = read_pages(connection, _PAGES if one == _NEWEST else PAGES_BEFORE, self.name)
-                return root, CommittedRows.decode(
-                    raw, header, self.name, raw_pages=raw_pages, num_external=len(root.external)
-                )
+                return root, CommittedRows.decode(raw, header, self.name, raw_pages=raw_pages, external=root.external)
         raise UsageError(f"catalog {self.name} does not hold generation {generation} any more, or not yet")
 
     def _load_page(self, row: Row, number: int) -> Page:

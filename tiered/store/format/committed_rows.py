@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import xxhash
 
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
-from tiered.store.format.root import RootHeader, corrupt
+from tiered.store.format.root import ExternalFile, RootHeader, corrupt
 from tiered.store.format.row import (
     EXTENT_NBYTES,
     EXTERNAL,
@@ -73,14 +73,14 @@ class CommittedRows:
         file: str,
         *,
         raw_pages: Iterable[tuple[int, int, bytes, bytes]] = (),
-        num_external: int = 0,
+        external: Sequence[ExternalFile] = (),
     ) -> CommittedRows:
         """Check (key id, body, digest) in ascending key ids, each row and all of them against the root.
 
-        ``raw_pages`` are (key id, page, body, digest) in ascending order. Raises CorruptionError that names ``file``
-        and, where it is known, the key.
+        ``raw_pages`` are (key id, page, body, digest) in ascending order; ``external`` are the root's files.
+        Raises CorruptionError that names ``file`` and, where it is known, the key.
         """
-        decoding = _Decoding(header, file, num_external)
+        decoding = _Decoding(header, file, external)
         decoding.rows(raw)
         paged = decoding.pages(raw_pages)
         found = decoding.num_rows + decoding.num_pages
@@ -140,13 +140,13 @@ class CommittedRows:
 class _Decoding:
     """Rows and pages on their way in: each is checked by itself; number and sum are for the end."""
 
-    def __init__(self, header: RootHeader, file: str, num_external: int) -> None:
+    def __init__(self, header: RootHeader, file: str, external: Sequence[ExternalFile]) -> None:
         self.header = header
         self.file = file
         self.encoded: dict[str, bytes] = {}
         self.extents = bytearray()
         self.num_rows = self.num_pages = self.total = 0
-        self._num_external = num_external
+        self._external = external
         self._paged: dict[int, str] = {}  # key id -> name
         self._kinds: dict[_Kind, int] = {}  # rows that were checked in full -> bytes behind their extents
         self._seed = row_seed(header.store_uuid)
@@ -237,7 +237,7 @@ class _Decoding:
         except (ValueError, struct.error) as error:
             key_id = int.from_bytes(encoded[:_KEY_NBYTES], "little")
             raise corrupt(f"the row with key id {key_id} cannot be decoded: {error}", self.file) from error
-        problem = row_problem(row) or place_problem(row, self.header, self._num_external)
+        problem = row_problem(row) or place_problem(row, self.header, self._external)
         if problem is not None:
             raise corrupt(f"the row of {row.name!r} (key id {row.key_id}): {problem}", self.file, row.name)
         try:

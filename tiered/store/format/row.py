@@ -7,7 +7,7 @@ seen to lie inside the bytes that there are, and a row only after its digest.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from tiered.store.format.checksum import (
     num_blocks,
 )
 from tiered.store.format.extent import Extent, pieces
-from tiered.store.format.root import LIMIT, RootHeader
+from tiered.store.format.root import LIMIT, ExternalFile, RootHeader
 
 __all__ = [
     "EXTENT_NBYTES",
@@ -337,22 +337,23 @@ def _ranges_problem(row: Row) -> str | None:
     for each in row.ranges:
         if each.start < end or each.nbytes <= 0 or each.start + each.nbytes > row.nbytes:
             return f"bytes in external files that are no ranges of its own, in order: {each}"
-        if each.file < 0 or not 0 <= each.offset < LIMIT:
-            return f"no range of an external file: {each}"
         end = each.start + each.nbytes
     return "extents beside bytes in external files" if row.extents else None
 
 
-def place_problem(row: Row, header: RootHeader, num_external: int = 0) -> str | None:
-    """Return the contradiction between ``row`` and the root, or None."""
+def place_problem(row: Row, header: RootHeader, external: Sequence[ExternalFile] = ()) -> str | None:
+    """Return the contradiction between ``row`` and the root, or None. ``external`` are the root's files."""
     if row.key_id >= header.next_key_id:
         return f"the next key id is {header.next_key_id}"
     if row.generation > header.generation:
         return f"written for generation {row.generation}, committed is {header.generation}"
     if any(extent.device >= header.num_directories for extent in row.extents):
         return f"an extent outside the store's {header.num_directories} directories"
-    if any(each.file >= num_external for each in row.ranges):
-        return f"bytes in an external file that is not among the {num_external} of the root row"
+    for each in row.ranges:
+        if each.file >= len(external):
+            return f"bytes in an external file that is not among the {len(external)} of the root row"
+        if each.offset + each.nbytes > external[each.file].nbytes:
+            return f"bytes behind the end of {external[each.file].name!r}: {each}"
     return None
 
 
