@@ -122,17 +122,46 @@ def test_a_damaged_catalog_of_format_1_is_found(directories: list[Path]) -> None
         path.write_bytes(before)
 
 
-def test_a_row_of_format_1_that_no_store_writes_is_damage_whatever_its_digest_says(directories: list[Path]) -> None:
-    """Its generation is too large."""
-    with closing(sqlite3.connect(directories[0] / "catalog.db")) as connection:
-        root, root_digest = connection.execute("SELECT body, digest FROM root").fetchone()
-        rows = connection.execute("SELECT * FROM records ORDER BY key_id").fetchall()
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(lambda body: (1 << 63).to_bytes(8, "little") + body[8:], "out of range", id="generation"),
+        pytest.param(lambda body: body[:26] + b"\2" + body[27:], "inline is 2", id="a kind that came with version 2"),
+        pytest.param(lambda body: body[:16] + b"\xff" * 4 + body[20:], "its fields need", id="a name behind its end"),
+        pytest.param(lambda body: body[:20], "cannot be decoded", id="half of its fields"),
+    ],
+)
+def test_a_row_of_format_1_that_no_store_writes_is_damage_whatever_its_digest_says(
+    directories: list[Path], change: Callable[[bytes], bytes], message: str
+) -> None:
+    root, root_digest, rows = catalog_of_1(directories)
     key_id, body, _ = rows[0]
-    body = (1 << 63).to_bytes(8, "little") + body[8:]
+    body = change(body)
     found = xxhash.xxh3_64_digest(key_id.to_bytes(8, "little") + body, xxhash.xxh3_64_intdigest(root[:16]))[::-1]
-    with pytest.raises(CorruptionError, match=f"key id {key_id}") as caught:
+    with pytest.raises(CorruptionError, match=f"key id {key_id}.*{message}") as caught:
         convert((root, root_digest), [(key_id, body, found), *rows[1:]], "catalog.db")
     assert caught.value.file == "catalog.db"
+
+
+@pytest.mark.parametrize(
+    ("start", "new"), [pytest.param(24, bytes(8), id="no next key id"), pytest.param(52, b"\xff", id="a state no text")]
+)
+def test_a_root_of_format_1_that_no_store_writes_is_damage_whatever_its_digest_says(
+    directories: list[Path], start: int, new: bytes
+) -> None:
+    root, _, rows = catalog_of_1(directories)
+    root = root[:start] + new + root[start + len(new) :]
+    found = xxhash.xxh3_64_digest((1).to_bytes(4, "little") + root)[::-1]
+    with pytest.raises(CorruptionError, match="root row holds what no store writes") as caught:
+        convert((root, found), rows, "catalog.db")
+    assert caught.value.file == "catalog.db"
+
+
+def catalog_of_1(directories: list[Path]) -> tuple[bytes, bytes, list[tuple[int, bytes, bytes]]]:
+    """Return the body and the digest of the root, and the rows."""
+    with closing(sqlite3.connect(directories[0] / "catalog.db")) as connection:
+        root, root_digest = connection.execute("SELECT body, digest FROM root").fetchone()
+        return root, root_digest, connection.execute("SELECT * FROM records ORDER BY key_id").fetchall()
 
 
 def test_a_store_of_format_1_can_be_gone_on_with(directories: list[Path]) -> None:
