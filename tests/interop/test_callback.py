@@ -18,7 +18,9 @@ from tests.zero.training import ROOMY_NBYTES, debug_store
 from tiered.errors import UsageError
 
 
-def train(path: Path, stop: Stop, *, name: str = "gpt2", resume: bool = False, every: int | None = None) -> Outcome:
+def train(
+    path: Path, stop: Stop, *, name: str = "gpt2", resume: bool = False, every: int | None = None, **more: Any
+) -> Outcome:
     """Train by a plain Trainer in the store of ``path``, to the end or to the stop."""
     with debug_store(path / "store", ROOMY_NBYTES) as store:
         model = tiered.shard(build(name), store)
@@ -29,7 +31,8 @@ def train(path: Path, stop: Stop, *, name: str = "gpt2", resume: bool = False, e
         ]
         optimizer = tiered.AdamW(groups, lr=1e-2)
         trainer = transformers.Trainer(
-            model=model, args=training_arguments(path / "out"), train_dataset=Tokens(), eval_dataset=Tokens(6, 1),
+            model=model, args=training_arguments(path / "out", **more), train_dataset=Tokens(),
+            eval_dataset=Tokens(6, 1),
             optimizers=(optimizer, None), callbacks=[stop, tiered.hf.Callback(store, every=every)],
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
@@ -80,3 +83,13 @@ def test_a_run_that_is_not_asked_for_is_refused(tmp_path: Path) -> None:
     with tiered.Store(tmp_path / "scratch", dram=ROOMY_NBYTES, durable=False) as store:
         with pytest.raises(UsageError, match="durable"):
             tiered.hf.Callback(store)
+
+
+def test_the_best_weights_are_not_committed_as_the_last_ones(tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "eval_steps": 2}
+    _, state = train(tmp_path, Stop(), **best)
+    with debug_store(tmp_path / "store", ROOMY_NBYTES) as store:
+        model = tiered.shard(build("gpt2"), store)
+        store.resume()
+        assert not same_state(state_of(model), state)
+        assert same_state(state_of(model), reference("gpt2", eval_steps=2)[1])

@@ -47,6 +47,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # mypy does not read tra
         self._trainer_state: Any = None
         self._scheduler: Any = None
         self._is_at_step_begin = False  # where in a step the commit that is being made stands
+        self._has_best = False  # whether the weights are those of the best step, not of the last one
         self._is_live = False  # whether this process has trained or resumed the run
         self._random: dict[str, Any] | None = None  # the states of a resumed run, until the loop is where they were
         self._run = RunState(lambda: RunNow(self._trainer_state, self._scheduler, self._facts()))
@@ -83,7 +84,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # mypy does not read tra
         self._trainer_state, self._scheduler = state, objects["lr_scheduler"]
         step, is_live = last_step(self._store), self._is_live
         self._register()
-        self._is_live, self._random = True, None
+        self._is_live, self._random, self._has_best = True, None, False
         if step is None or (is_live and state.global_step == 0):
             return
         if state.global_step != step:
@@ -115,12 +116,18 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # mypy does not read tra
         Pointer.of(self._store, state.global_step).write(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Have the last commit durable."""
+        """Have the last commit durable; weights of the best step that were loaded now are not committed at the end."""
         self._store.wait_for_commit()
+        self._has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+
+    def _withhold_best(self, word: str) -> None:
+        if word == "close" and self._has_best:
+            self._store.withhold_changes("the weights of the best step were loaded: the store keeps the last step's")
 
     def _register(self) -> None:
         if not self._store.registered(RunState.NAME):
             self._store.register(RunState.NAME, self._run)
+            self._store.add_guard(self._withhold_best)
 
     def _set_random(self) -> None:
         random, self._random = self._random, None
