@@ -198,6 +198,48 @@ def test_training_before_resume_is_refused(tmp_path: Path) -> None:
 # -- rollback and abandoned steps ----------------------------------------------------------------------------------
 
 
+def test_an_optimizer_made_after_the_resume_is_refused_until_another(tmp_path: Path) -> None:
+    """Its step counts are still to be loaded: a step from 0 would divide the moments by other corrections."""
+
+    def life(store: tiered.Store) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = tiered.shard(nn.Sequential(nn.Linear(4, 4)), store)
+        store.resume()
+        return model, tiered.AdamW(model.parameters(), lr=0.1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with debug_store(tmp_path) as store:
+        step(*life(store))
+        store.commit()
+    with debug_store(tmp_path) as store:
+        model, optimizer = life(store)
+        with pytest.raises(UsageError, match=r"expected store\.resume"):
+            model(torch.ones(1, 4))
+        store.resume()
+        step(model, optimizer)
+        assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {2}
+        store.commit()
+
+
+def test_an_optimizer_of_plain_parameters_made_after_the_resume_is_refused_until_another(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    for num_steps in (1, 2):
+        with debug_store(tmp_path) as store:
+            store.resume()
+            optimizer = tiered.AdamW([parameter], lr=0.1, store=store)
+            parameter.grad = torch.ones(4)
+            if num_steps > 1:
+                with pytest.raises(UsageError, match=r"expected store\.resume"):
+                    optimizer.step()
+                store.resume()
+            optimizer.step()
+            assert optimizer.state_dict()["state"][0]["step"] == num_steps
+            store.commit()
+
+
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_rollback_undoes_steps(param_dtype: torch.dtype | None, update: str, tmp_path: Path) -> None:

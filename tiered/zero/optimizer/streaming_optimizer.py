@@ -82,11 +82,8 @@ class StreamingOptimizer(AccelerateGate, Optimizer):
         self._engines: list[Engine] = []
         self._threads: dict[Engine, UpdateThread] = {}
         self._plain: PlainUnit | None = None
-        self._updates_on = "cpu"
-        self._is_attached = False
+        self._updates_on, self._is_attached, self._is_behind = "cpu", False, False
         self._frozen: list[dict[str, Any]] | None = None  # the hyperparameters of the step that has begun
-        self._pipeline: UpdatePipeline
-        self._state: OptimizerState
         super().__init__(params, defaults)
         self._store = self._find_store(store)
         self._attach()
@@ -176,6 +173,7 @@ class StreamingOptimizer(AccelerateGate, Optimizer):
         except BaseException:
             self._pipeline.close()
             raise
+        self._is_behind = committed is not None  # the step counts of the state are still to be loaded
         self._store.register("tiered.optimizer", RegisteredOptimizer(self))
         self._store.add_guard(self._guard)
         self._is_attached = True
@@ -188,6 +186,7 @@ class StreamingOptimizer(AccelerateGate, Optimizer):
         thread = self._threads[engine] = UpdateThread(engine, buckets_bytes=3 * whole_pages(largest))
         self._store.add_producer(thread)
         engine.phase.updates_in_backward, engine.masters = self.in_backward, self._state
+        engine.phase.must_resume = engine.phase.must_resume or self._is_behind
         engine.attach(thread, self.submit, {unit: self._state.buckets[unit] for unit in engine.units})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -293,7 +292,6 @@ class StreamingOptimizer(AccelerateGate, Optimizer):
             engine.schedule.hand_over([*parameter_keys, gradient_key, *state_keys])
         try:
             thread.make_room(unit, 2 * gradients.nbytes, limit)
-            thread.raise_failure()
         except BaseException:
             engine.schedule.take_back([*parameter_keys, gradient_key, *state_keys])
             raise
@@ -303,6 +301,8 @@ class StreamingOptimizer(AccelerateGate, Optimizer):
         thread.submit(update, is_settled=engine.schedule.is_settled)
 
     def _step_plain(self, unit: PlainUnit) -> None:
+        if self._is_behind:
+            raise UsageError(f"{self._title}.step(): the store holds its state; expected store.resume() first")
         for engine in self._engines:
             engine.updates.finish_all()  # order: the pipeline serves one thread at a time
         self._begin()
@@ -397,3 +397,4 @@ class StreamingOptimizer(AccelerateGate, Optimizer):
         self._state.begun = {s for s, n in self._state.steps.items() if n and s.name not in bare}
         for mine, group in zip(self.param_groups, groups, strict=True):
             mine.update(group)
+        self._is_behind = False

@@ -101,6 +101,7 @@ class UpdateThread:
             self._wait(lambda: sum(update.nbytes for update in self._pending()) <= most, unit.name)
         if self._conclusion is not None:
             self.wait_for_all()
+        self.raise_failure()
 
     @uninterrupted
     def submit(self, update: UnitUpdate, *, is_settled: bool = False) -> None:
