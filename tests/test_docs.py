@@ -98,7 +98,11 @@ LEFT_OPEN: dict[str, Callable[[], Iterator[Names]]] = {
 }
 """The names that a snippet leaves open, by something that it says. Others define all of theirs."""
 
-ELSEWHERE = {"MyModel()\n    model = tiered.shard(": "test_readme_loop.py", 'device="cuda"': "accelerator/test_docs.py"}
+ELSEWHERE = {
+    "MyModel()\n    model = tiered.shard(": "test_readme_loop.py",
+    'device="cuda"': "accelerator/test_docs.py",
+    "where = tiered.hf.Arguments(": "interop/test_quick_start.py",
+}
 """Snippets whose tests are elsewhere, by something that they say."""
 
 

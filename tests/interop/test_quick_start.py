@@ -10,17 +10,9 @@ import pytest
 
 from tests.interop.small_models import Tokens, build, same_state, state_of
 from tests.interop.test_trainer import Stop, StoppedError
+from tests.test_docs import README, blocks
 
-LINES = """
-import tiered
-from transformers import TrainingArguments
-
-arguments = TrainingArguments("runs/out", bf16=True, gradient_accumulation_steps=4, save_steps=100)
-store = tiered.hf.Arguments(store="runs/store", dram="1GiB")  # on an NVMe drive; the model may be larger
-trainer = tiered.hf.Trainer(model=model, args=arguments, train_dataset=dataset, tiered=store)
-trainer.train()  # the next run: trainer.train(resume_from_checkpoint=True)
-trainer.save_model("runs/model")
-"""
+(LINES,) = [text for text in blocks(README, "python") if "tiered.hf.Trainer(" in text]
 
 
 def run(lines: str, path: Path, step: int = -1) -> Any:
