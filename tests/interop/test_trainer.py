@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -204,6 +205,25 @@ def test_a_finished_trainer_may_train_again(tmp_path: Path) -> None:
         ours.train()
         ours.train()
         assert history(ours) == history(plain) and same_state(state_of(ours.model), state_of(plain.model))
+
+
+@pytest.mark.parametrize("save_strategy", ["steps", "no"])
+def test_a_commit_when_the_trainer_is_gone_or_has_only_evaluated_keeps_the_run(
+    save_strategy: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"lr_scheduler_type": "constant", "warmup_steps": 0, "eval_strategy": "no"}
+    first = {**options, "save_strategy": save_strategy, "max_steps": 3}
+    with debug_store(tmp_path / "store") as store:
+        new_trainer("gpt2", tmp_path / "out", Stop(), tiered_options={"store": store}, **first).train()
+        gc.collect()
+        store.commit()
+    outcome = train("gpt2", tmp_path, ROOMY_NBYTES, Stop(), resume=True, **options)
+    assert outcome[0] == reference("gpt2", **options)[0] and same_state(outcome[1], reference("gpt2", **options)[1])
+    with debug_store(tmp_path / "store") as store:
+        new_trainer("gpt2", tmp_path / "out", Stop(), tiered_options={"store": store}).evaluate()
+        store.commit()
+        committed = store.registered_state("transformers.trainer")
+        assert committed is not None and committed["trainer"]["global_step"] == 9
 
 
 def test_rotation_leaves_the_last_pointer_and_the_store(tmp_path: Path) -> None:

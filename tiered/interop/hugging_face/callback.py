@@ -50,17 +50,17 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # mypy does not read tra
         self._has_best = False  # whether the weights are those of the best step, not of the last one
         self._is_live = False  # whether this process has trained or resumed the run
         self._random: dict[str, Any] | None = None  # the states of a resumed run, until the loop is where they were
-        self._run = RunState(lambda: RunNow(self._trainer_state, self._scheduler, self._facts()))
+        self._run = RunState(self._now)
 
-    def _facts(self) -> dict[str, Any]:
-        return {"is_at_step_begin": self._is_at_step_begin}
+    def _now(self) -> RunNow:
+        trainer = self._trainer_state if self._is_live else None
+        return RunNow(trainer, self._scheduler, {"is_at_step_begin": self._is_at_step_begin})
 
     # -- the run -------------------------------------------------------------------------------------------------
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
         """Bring the weights of a committed run back, and have a folder that the Trainer can resume from."""
         args.save_only_model = True
-        self._trainer_state = state
         step = last_step(self._store)
         if step is None or not self._is_in_store(model):
             return

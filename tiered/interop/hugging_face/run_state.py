@@ -6,11 +6,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, ClassVar, NamedTuple
 
+from transformers import TrainerState
+
 __all__ = ["RunNow", "RunState"]
 
 
 class RunNow(NamedTuple):
-    """The parts of a run that is under way: TrainerState, the scheduler, and other facts by name; both may be None."""
+    """The parts of a run: TrainerState, the scheduler, and other facts by name.
+
+    ``trainer`` is None while nobody goes on with the run: none was trained or resumed, or the Trainer is gone.
+    """
 
     trainer: Any
     scheduler: Any
@@ -21,26 +26,32 @@ class RunState:
     """TrainerState, the scheduler and a few facts of a run, as the store sees them.
 
     ``now`` returns the parts as they are when it is called. The state of the model, the optimizer and the random number
-    generators is registered by their own. ``facts`` are those that were loaded last.
+    generators is registered by their own. ``facts`` are those that were loaded last. While nobody goes on with the run
+    it stays as it was when ``keep`` was called, or a commit made or loaded.
     """
 
     NAME: ClassVar[str] = "transformers.trainer"
 
     def __init__(self, now: Callable[[], RunNow]) -> None:
         self._now = now
+        self._last: dict[str, Any] = {"trainer": asdict(TrainerState()), "scheduler": None, "facts": {}}
         self.facts: dict[str, Any] = {}
+
+    def keep(self) -> None:
+        """Remember the run as it is now."""
+        now = self._now()
+        if now.trainer is not None:
+            scheduler = None if now.scheduler is None else now.scheduler.state_dict()
+            self._last = {"trainer": asdict(now.trainer), "scheduler": scheduler, "facts": now.facts}
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all parts, in types that ``Store.register`` takes."""
-        now = self._now()
-        return {
-            "trainer": None if now.trainer is None else asdict(now.trainer),
-            "scheduler": None if now.scheduler is None else now.scheduler.state_dict(),
-            "facts": now.facts,
-        }
+        self.keep()
+        return self._last
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hand the scheduler its state; transformers takes TrainerState from the checkpoint's folder."""
+        self._last = state
         scheduler = self._now().scheduler
         if scheduler is not None and state["scheduler"] is not None:
             scheduler.load_state_dict(state["scheduler"])

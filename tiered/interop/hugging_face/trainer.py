@@ -246,7 +246,11 @@ class TrainerMixin:
         output_dir = Path(self.args.output_dir)
         folder = folder_to_resume(resume_from_checkpoint, output_dir, self.store, is_live=self._is_live)
         self._resumed_random, self._resumed_facts, self._has_best = None, {}, False
-        return super().train(folder, *arguments, **options)  # type: ignore[misc]
+        try:
+            return super().train(folder, *arguments, **options)  # type: ignore[misc]
+        finally:
+            if self.store.durable:
+                self._run.keep()  # this object may be gone when the store is closed
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         """Write the folder, then commit, then point to the commit."""
@@ -325,13 +329,13 @@ class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]  # mypy
 
 
 def _run_of(trainer: Any) -> RunNow:
-    """Return the parts of the run of ``trainer``, which may be gone."""
+    """Return the parts of the run of ``trainer``, which may be gone, or have only evaluated."""
     if trainer is None:
         return RunNow(None, None, {})
     facts: dict[str, Any] = {"made": list(trainer._collation.pending)}
     if trainer._tr_loss is not None:
         facts |= {"loss": trainer._tr_loss.item(), "step_logged": trainer._globalstep_last_logged}
-    return RunNow(trainer.state, trainer.lr_scheduler, facts)
+    return RunNow(trainer.state if trainer._is_live else None, trainer.lr_scheduler, facts)
 
 
 def _withhold_best(trainer: Any, word: str) -> None:
