@@ -332,3 +332,47 @@ def test_batches_that_a_collator_draws_are_those_of_the_undisturbed_run(stop: in
                 ours.train(resume_from_checkpoint=resume)
             state = state_of(ours.model) if resume else {}
     assert history(ours) == history(plain) and same_state(state, state_of(plain.model))
+
+
+def test_adapters_over_a_base_that_is_read_in_its_files_are_trained_and_resumed(tmp_path: Path) -> None:
+    """The model comes to the Trainer sharded, and the adapters were added since."""
+    build("llama").save_pretrained(tmp_path / "base")
+
+    def adapted(store: Any) -> Any:
+        cls, base = transformers.LlamaForCausalLM, tmp_path / "base"
+        model = cls.from_pretrained(base) if store is None else tiered.hf.from_pretrained(cls, base, store, **options)
+        torch.manual_seed(4)
+        return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+
+    options = {"frozen": "in place"}
+    expected = train_in_memory(lambda: adapted(None), tmp_path, save_strategy="no")
+    for callbacks, resume in (([Stop(7)], None), ([], True)):
+        with debug_store(tmp_path / "store", external=[tmp_path / "base"]) as store:
+            trainer = tiered.hf.Trainer(
+                model=adapted(store), args=training_arguments(tmp_path / "out"), train_dataset=Tokens(),
+                eval_dataset=Tokens(6, 1), callbacks=callbacks, tiered={"store": store},
+            )  # fmt: skip
+            with contextlib.suppress(StoppedError):
+                trainer.train(resume_from_checkpoint=resume)
+            found = history(trainer), state_of(trainer.model) if resume else {}
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("ours", "options", "expected"),
+    [
+        ({}, {"bf16": True}, r"sharded as torch\.float32; expected param_dtype"),
+        ({"hold": 0}, {}, r"Arguments\(hold=\) for a model that is sharded"),
+        ({"store": "other"}, {}, "with that open store"),
+    ],
+)
+def test_a_sharded_model_that_does_not_fit_the_arguments_is_refused(
+    ours: Any, options: Any, expected: str, tmp_path: Path
+) -> None:
+    with debug_store(tmp_path / "store", durable=False) as store:
+        model = tiered.shard(build("bert"), store)
+        arguments = training_arguments(tmp_path, save_strategy="no", **options)
+        other = {"store": tmp_path / "other", "dram": ROOMY_NBYTES}
+        ours = other if "store" in ours else {"store": store, **ours}
+        with pytest.raises(UsageError, match=expected):
+            tiered.hf.Trainer(model=model, args=arguments, eval_dataset=Tokens(), tiered=ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from tests.zero.training import ROOMY_NBYTES, debug_store
 from tiered.errors import UsageError
 
 
-def train(path: Path, stop: Stop, *, resume: bool = False) -> Outcome:
+def train(path: Path, stop: Stop, *, resume: bool = False, is_constructed: bool = False) -> Outcome:
     with debug_store(path / "store", ROOMY_NBYTES) as store:
-        model, arguments = build("llama"), training_arguments(path / "out")
+        with tiered.construct(store) if is_constructed else contextlib.nullcontext():
+            model = build("llama")
+        arguments = training_arguments(path / "out")
         options = {"args": arguments, "tiered": tiered.hf.Arguments(store=store)}
         trainer = transformers.Trainer(
             model=model, args=arguments, train_dataset=Tokens(), eval_dataset=Tokens(6, 1),
@@ -30,6 +33,11 @@ def train(path: Path, stop: Stop, *, resume: bool = False) -> Outcome:
         trainer.train(resume_from_checkpoint=resume)
         assert trainer.optimizer.param_groups[0]["weight_decay"] == 0.1
         return history(trainer), state_of(model)
+
+
+def test_a_factory_shards_a_model_whose_parameters_were_constructed_in_the_store(tmp_path: Path) -> None:
+    logged, state = train(tmp_path, Stop(), is_constructed=True)
+    assert logged == reference("llama")[0] and same_state(state, reference("llama")[1])
 
 
 def test_a_factory_shards_the_model_when_it_trains_and_the_run_resumes(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class Arguments:
     def __post_init__(self) -> None:
         if not isinstance(self.store, Store) and not self.directories:
             raise ValueError("Arguments(store=()); expected a directory, several of them, or a tiered.Store")
-        changed = [field.name for field in fields(self) if field.name in _OF_THE_STORE and self._is_set(field)]
+        changed = self.changed(*_OF_THE_STORE)
         if isinstance(self.store, Store) and changed:
             raise UsageError(
                 f"Arguments(store=<an open Store>, {changed[0]}=...); expected {changed[0]} at tiered.Store(...), or"
@@ -123,8 +123,9 @@ class Arguments:
         chosen = {name: getattr(self, name) for name in names}
         return chosen | {"param_dtype": _DTYPES[dtype] if isinstance(dtype, str) else dtype}
 
-    def _is_set(self, field: Any) -> bool:
-        return bool(getattr(self, field.name) != field.default)
+    def changed(self, *names: str) -> list[str]:
+        """Return those of ``names`` that have other values than by default."""
+        return [each.name for each in fields(self) if each.name in names and getattr(self, each.name) != each.default]
 
 
 def _one_of(name: str, value: object, known: tuple[object, ...], kind: type | None = None) -> None:

@@ -11,10 +11,10 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from tiered.errors import UsageError
 from tiered.interop.hugging_face.checkpoint import Pointer, folder_of_step, has_weights, last_step, set_aside_after
+from tiered.interop.hugging_face.placement import is_in_store
 from tiered.interop.hugging_face.run_state import RunNow, RunState
 from tiered.store.store import Store
 from tiered.zero.model_state import RandomState
-from tiered.zero.parameters.parameter import TieredParameter
 
 __all__ = ["Callback"]
 
@@ -62,7 +62,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # mypy does not read tra
         """Bring the weights of a committed run back, and have a folder that the Trainer can resume from."""
         args.save_only_model = True
         step = last_step(self._store)
-        if step is None or not self._is_in_store(model):
+        if step is None or not is_in_store(model, self._store):
             return
         self._register()
         found = RandomState().state_dict()
@@ -76,7 +76,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # mypy does not read tra
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Resume the run, where the store holds one."""
-        if not self._is_in_store(objects["model"]):
+        if not is_in_store(objects["model"], self._store):
             raise UsageError(
                 f"the Trainer's model is not in {self._store!r}; expected tiered.shard(model, store) before, or"
                 " optimizer_cls_and_kwargs=(tiered.hf.Factory, ...)"
@@ -133,9 +133,3 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # mypy does not read tra
         random, self._random = self._random, None
         if random is not None:
             RandomState().load_state_dict(random)
-
-    def _is_in_store(self, model: Any) -> bool:
-        """Return whether the sharded parameters of ``model`` are in the store."""
-        parameters = [] if model is None else model.parameters()
-        engines = [p.segment.unit.engine for p in parameters if isinstance(p, TieredParameter)]
-        return bool(engines) and all(engine.store is self._store for engine in engines)

@@ -10,11 +10,10 @@ from torch import nn
 from tiered.errors import UsageError
 from tiered.interop.hugging_face.arguments import Arguments
 from tiered.interop.hugging_face.optimizer_choice import choose_optimizer
+from tiered.interop.hugging_face.placement import place
 from tiered.interop.hugging_face.refusal import refuse
 from tiered.store.store import Store
-from tiered.zero import shard
 from tiered.zero.optimizer.streaming_optimizer import StreamingOptimizer
-from tiered.zero.parameters.parameter import TieredParameter
 
 __all__ = ["Factory"]
 
@@ -38,8 +37,7 @@ class Factory:
         if tiered.update == "backward":
             raise UsageError('tiered.hf.Factory with update="backward"; expected update="step", or tiered.hf.Trainer')
         refuse(args, tiered)
-        if not any(isinstance(parameter, TieredParameter) for parameter in model.parameters()):
-            shard(model, tiered.store, device=args.device, **tiered.shard_options(bf16=args.bf16))
+        place(model, tiered, tiered.store, args)
         cls, options = choose_optimizer(args, tiered)
         optimizer: StreamingOptimizer = cls(_decay_groups(model, args.weight_decay), store=tiered.store, **options)
         return optimizer

@@ -22,10 +22,11 @@ from tiered.interop.hugging_face.best_files import load_files
 from tiered.interop.hugging_face.checkpoint import Pointer, folder_to_resume
 from tiered.interop.hugging_face.collation import Collation
 from tiered.interop.hugging_face.optimizer_choice import choose_optimizer
+from tiered.interop.hugging_face.placement import place
 from tiered.interop.hugging_face.refusal import refuse
 from tiered.interop.hugging_face.run_state import RunNow, RunState
 from tiered.interop.hugging_face.step_batches import StepBatches
-from tiered.zero import accumulate, clip_grad_norm_, micro_batches, shard
+from tiered.zero import accumulate, clip_grad_norm_, micro_batches
 from tiered.zero.model_state import RandomState
 
 __all__ = ["Trainer", "TrainerMixin"]
@@ -35,7 +36,8 @@ class TrainerMixin:
     """The overrides; put it before ``transformers.Trainer`` or a class made of it, such as TRL's ``SFTTrainer``.
 
     ``tiered=`` takes ``tiered.hf.Arguments``, or a mapping of them; all other arguments are those of the class behind.
-    The constructor opens the store and moves the model into it. ``train`` makes the optimizer that
+    The constructor opens the store and moves the model into it; one that is sharded into the open ``Arguments(store=)``
+    already, as by ``tiered.hf.from_pretrained``, stays as it is. ``train`` makes the optimizer that
     ``TrainingArguments(optim=)`` names: ``tiered.AdamW``, ``SGD`` or ``Lion``, with its decay groups. Where it would
     save, it commits: a checkpoint folder has a pointer to the commit and ``trainer_state.json``, and no weights, which
     ``save_model`` or ``Arguments(export=True)`` write. The store keeps the last commit alone, so
@@ -93,9 +95,7 @@ class TrainerMixin:
 
     def _shard(self) -> None:
         """Move the model into the store, or adopt the one that is there."""
-        options = self.tiered.shard_options(bf16=self.args.bf16)
-        self._dtype = options["param_dtype"]
-        shard(self.model, self.store, device=self.args.device, **options)
+        self._dtype = place(self.model, self.tiered, self.store, self.args)
         if self.store.durable:
             trainer = weakref.ref(self)
             self._run = RunState(lambda: _run_of(trainer()))
