@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
 from types import TracebackType
 from typing import Self
 
@@ -35,6 +36,8 @@ def _open(path: str, flags: int) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
+        if flags & os.O_CREAT:  # some kernels made the file before they looked at O_DIRECT
+            flags &= ~os.O_EXCL
         return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
 
@@ -151,8 +154,13 @@ class FileReader:
             reads.append(self._threads.submit(self._read, start, begin, memory[begin - offset : stop - offset]))
 
         def wait() -> None:
-            for read in reads:
-                read.result()
+            try:
+                for read in reads:
+                    read.result()
+            finally:
+                for read in reads:
+                    read.cancel()
+                wait_for_all(reads)  # lifetime: the caller's memory may be gone after an error
 
         return wait
 

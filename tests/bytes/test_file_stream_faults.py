@@ -1,0 +1,58 @@
+"""Files of the user's own: a read that fails, and a file system without direct I/O."""
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tiered.bytes.file_stream import PIECE_NBYTES, FileReader, FileWriter
+from tiered.errors import DeviceError
+
+
+def test_nothing_is_written_to_the_callers_memory_after_a_read_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first piece fails while the others are still read."""
+    (tmp_path / "file").write_bytes(b"\1" * (8 * PIECE_NBYTES))
+    has_failed, real, reads = threading.Event(), os.preadv, []
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if not offset:
+            has_failed.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        has_failed.wait()
+        reads.append(offset)
+        return real(fd, buffers, offset)
+
+    reader = FileReader(str(tmp_path / "file"))
+    memory = bytearray(8 * PIECE_NBYTES)
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(DeviceError, match="Input/output error"):
+        reader.begin(0, memoryview(memory))()
+    left, number = bytes(memory[::PIECE_NBYTES]), len(reads)
+    reader.close()  # waits for whatever is on its way
+    assert bytes(memory[::PIECE_NBYTES]) == left and len(reads) == number
+
+
+def test_a_kernel_that_makes_the_file_before_it_refuses_direct_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refusing(path: str, flags: int, mode: int = 0o777) -> int:
+        fd = real(path, flags & ~os.O_DIRECT, mode)
+        if flags & os.O_DIRECT:
+            os.close(fd)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return fd
+
+    monkeypatch.setattr(os, "open", refusing)
+    with FileWriter(str(tmp_path / "file"), 5) as file:
+        file.write(memoryview(b"tiers"))
+        file.finish()
+    assert (tmp_path / "file").read_bytes() == b"tiers"
+    with pytest.raises(DeviceError, match="exists"):
+        FileWriter(str(tmp_path / "file"), 5)
