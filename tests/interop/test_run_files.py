@@ -48,6 +48,11 @@ def test_a_run_of_transformers_exports_to_what_transformers_loads(
     model.config.architectures, model.config.dtype = [type(model).__name__], "float32"
     assert found.config.to_diff_dict() == model.config.to_diff_dict()
     if name == "gpt2":
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "cast"), "--dtype", "bf16"]) == 0
+        assert_same_tensors(
+            type(model).from_pretrained(tmp_path / "cast").state_dict(),
+            {key: value.bfloat16() for key, value in expected.items()},
+        )
         with debug_store(tmp_path / "again", durable=False) as store, torch.device("meta"):
             again = type(model)(model.config)
             with torch.device("cpu"):

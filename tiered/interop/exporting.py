@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -104,6 +105,9 @@ def _write(
 ) -> list[Path]:
     def write_others(temporary: Path) -> None:
         for name, text in files.items():
+            if name == "config.json" and dtype:
+                config = json.loads(text) | {"dtype": str(_DTYPES[dtype]).removeprefix("torch.")}
+                text = json.dumps(config, indent=2, sort_keys=True) + "\n"
             (temporary / Path(name).name).write_text(text, encoding="utf-8")
 
     cast_tensors = cast(dict(tensors), _DTYPES[dtype] if dtype else None)
