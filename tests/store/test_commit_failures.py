@@ -34,9 +34,11 @@ from tiered.errors import (
     DeviceError,
 )
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
+from tiered.store.generations import commit as commit_module
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.store import Store
+from tiered.store.transfers.transfer import Transfer
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import KiB, MiB
 
@@ -252,6 +254,68 @@ def test_waiting_for_a_commit_ends_with_the_deadline_and_the_commit_goes_on(gate
     gated.store.working_set.deadline_s = WAIT_S  # order: it takes longer than that on a busy machine
     gated.catalog.may_apply.set()
     gated.store.wait_for_commit()
+    assert gated.store.generation == 1
+    assert_holds(gated.store, values)
+
+
+def test_closing_ends_with_the_deadline_where_a_commit_that_another_thread_has_sealed_hangs(
+    gated: GatedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The close had seen that no commit runs, and has none to make. The other one's generation is lost, and no more."""
+    store, generations = gated.store, gated.store._generations
+    end_unchanged = generations._end_unchanged
+
+    def commit_first() -> bool:
+        gated.catalog.may_apply.clear()
+        assert store.commit(wait=False) == 1
+        assert gated.catalog.reached.wait(WAIT_S)
+        store.working_set.deadline_s = 0.05
+        return end_unchanged()
+
+    store["a"] = numbers(PAGE)
+    generations._end_unchanged = commit_first  # type: ignore[method-assign]
+    with pytest.raises(DeadlineError, match="running commit"):
+        store.close()
+    gated.catalog.may_apply.set()
+    assert generations._committer is not None and generations._committer._thread is not None
+    generations._committer._thread.join(WAIT_S)
+    store.close()
+    assert "generation 1 was not committed: the memory catalog is closed" in caplog.text
+    gated.open()
+    assert gated.store.generation == 0 and list(gated.store) == []
+    gated.store["b"] = numbers(PAGE)
+    assert gated.store.commit() == 1
+
+
+def test_a_write_of_sealed_bytes_that_was_interrupted_is_begun_again_by_the_commit(
+    gated: GatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another call had begun it, so that the commit had passed it over."""
+    store, device, operations = gated.store, gated.device, Transfer._operations
+    values = {name: numbers(2 * PAGE, seed) for seed, name in enumerate("abc")}
+    monkeypatch.setattr(commit_module, "_MAX_NUM_WRITING", 2)
+    device.hold = lambda operation: operation.is_write
+    store.put_many(values)
+    store.commit(wait=False)
+    await_true(lambda: len(device.held) == 2)
+    sealed = store._records.sealed
+    assert sealed is not None
+    (last,) = sealed.to_write
+
+    def interrupted(transfer: Transfer) -> Any:
+        if transfer.row.name != last.name:
+            return operations(transfer)
+        monkeypatch.undo()
+        device.open()
+        await_true(lambda: not sealed.to_write)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Transfer, "_operations", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.working_set.swap_out([last.name])
+    store.wait_for_commit()
+    store.close()
+    gated.open()
     assert gated.store.generation == 1
     assert_holds(gated.store, values)
 

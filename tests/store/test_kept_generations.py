@@ -123,6 +123,19 @@ def test_only_changed_pages_are_written(home: Any) -> None:
         assert loaded(catalog) == (root_of(2), [])
 
 
+def test_the_pages_of_the_generation_before_are_read_where_it_is_the_one_that_was_loaded(home: Any) -> None:
+    """One of them is kept beside the newest, two are those of the newest."""
+    row = large_row(1)
+    first, second, third = pages_of(row)
+    part = replace(paged(row), generation=2, pages=Changed({1: second._replace(digests=bytes(8 * PAGE_BLOCKS))}))
+    with closing(home.create()) as catalog:
+        catalog.apply(root_of(1), [row], [])
+        catalog.apply(root_of(2), [part], [], keeps_before=True)
+    with closing(home.reopen()) as catalog:
+        (before,) = catalog.load(1)[1]
+        assert [catalog.page(before, number) for number in range(3)] == [first, second, third]
+
+
 _CHANGES = st.lists(
     st.tuples(st.sets(st.integers(1, 8)), st.sets(st.integers(1, 8)), st.booleans(), st.booleans()), max_size=7
 )

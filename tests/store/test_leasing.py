@@ -63,6 +63,24 @@ def test_an_unknown_mode_is_refused(working_set: WorkingSet) -> None:
         working_set.lease("a", "x")
 
 
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_lease_for_writing_that_changed_nothing_leaves_nothing_to_write(store: Store, is_committed: bool) -> None:
+    """And what no commit had before it is in the next one nevertheless."""
+    working_set = store.working_set
+    write_key(working_set, "a", PAGE, 7)
+    store.commit() if is_committed else stored(working_set, "a")
+    written = store.statistics().write_bytes
+    lease = working_set.lease("a", "rw")
+    assert store._records.has_changes
+    assert lease.release(is_unchanged=True)
+    assert working_set.statistics().dirty_bytes == 0 and store._records.has_changes is not is_committed
+    store.commit()
+    assert store.statistics().write_bytes == written
+    store.rollback()
+    stored(working_set, "a")
+    assert read_key(working_set, "a") == 7
+
+
 def test_a_key_without_bytes_can_only_be_written(working_set: WorkingSet) -> None:
     working_set.create("a", PAGE)
     for mode in ("r", "rw"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sqlite3
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.store.rig import numbers, simulated_store, stored
 from tiered.errors import CapacityError, CorruptionError, LeaseError, UsageError
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row
+from tiered.store.lifetime.directory import CATALOG_NAME
 from tiered.store.records.entry import EntryState
 from tiered.store.space.extents import ExtentAllocator
 from tiered.store.store import Store
@@ -283,6 +285,25 @@ def test_a_reader_of_a_tensor_without_pages_keeps_its_blocks_when_parts_are_writ
         assert torch.equal(read(store, row), value)
 
 
+def test_a_reader_of_a_tensor_that_is_leased_for_writing_keeps_its_blocks() -> None:
+    """Which no commit has: else the new bytes would go over them."""
+    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=24 * MiB) as store:
+        value = numbers(LARGE, 1)
+        store.put("a", value, block_size="4KiB")
+        stored(store.working_set, "a")
+        row = store._records.entries["a"].row
+        assert row is not None and row.pages is not None
+        with store._condition:  # as verify does
+            store.working_set.space.begin_stream(row)
+        with store.lease("a", "rw") as view:
+            view.copy_(numbers(LARGE, 2))
+        stored(store.working_set, "a")
+        assert store.working_set.space.used_nbytes == 2 * -(-LARGE // 4096) * 4096
+        assert torch.equal(read(store, row), value)
+        assert store.working_set.space.used_nbytes == -(-LARGE // 4096) * 4096
+        assert torch.equal(store["a"], numbers(LARGE, 2))
+
+
 def test_a_stream_keeps_each_page_that_any_later_version_changes() -> None:
     with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB) as store:
         value = numbers(LARGE, 1)
@@ -519,6 +540,30 @@ def test_damage_is_found_block_by_block(tmp_path: Path) -> None:
         assert store.verify().errors and torch.equal(store.read_part("a", 8192, 12_288), numbers(4096, 1))
         store.commit()
         assert store.verify().is_clean
+
+
+def test_damage_to_a_page_of_the_catalog_is_found_when_the_page_is_read(tmp_path: Path) -> None:
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        store.put("a", numbers(LARGE), block_size="4KiB")
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        with contextlib.closing(sqlite3.connect(tmp_path / "run" / CATALOG_NAME)) as connection, connection:
+            connection.execute("UPDATE pages SET body = zeroblob(length(body)) WHERE page = 1")
+        assert torch.equal(store.read_part("a", 0, 5000), numbers(LARGE)[:5000])
+        with pytest.raises(CorruptionError, match=r"page 1 of 'a' .* does not match its digest") as caught:
+            store.read_part("a", LARGE - 5000, LARGE)
+        assert caught.value.key == "a" and caught.value.file == str(tmp_path / "run" / CATALOG_NAME)
+
+
+def test_the_pages_of_a_tensor_say_how_many_of_them_wait_for_a_commit() -> None:
+    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB) as store:
+        store.put("a", numbers(LARGE), block_size="4KiB")
+        store.commit()
+        store.write_part("a", 0, numbers(5000, 1))
+        entry = store._records.entries["a"]
+        assert entry.row is not None
+        assert repr(entry.row.pages).endswith(", 1 in memory, 1 to be written>")
+        store.commit()
+        assert repr(entry.row.pages).endswith(", 0 in memory, 0 to be written>")
 
 
 def test_read_only() -> None:

@@ -14,6 +14,7 @@ from tiered.errors import (
     DeviceError,
 )
 from tiered.store.residency.working_set import WorkingSet
+from tiered.store.transfers.transfer import Transfer
 from tiered.units import KiB
 
 BOTH_ARENAS = True
@@ -117,6 +118,25 @@ def test_at_most_one_write_of_a_key_is_in_flight(gated: GatedStore) -> None:
     gated.store.working_set.swap_out(["a"])
     gated.store.working_set.swap_out(["a"])
     assert len(gated.device.held) == 1
+
+
+def test_an_interrupted_write_is_begun_again_and_is_no_error_of_the_drive(
+    gated: GatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    working_set = gated.store.working_set
+    write_key(working_set, "a", PAGE, 1)
+
+    def interrupted(transfer: Transfer) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Transfer, "_operations", interrupted)
+        working_set.swap_out(["a"])
+    assert "write" not in gated.device.events and working_set.statistics().dirty_bytes == PAGE
+    assert read_key(working_set, "a") == 1
+    stored(working_set, "a")
+    assert gated.device.events.count("write") == 1 and read_key(working_set, "a") == 1
+    assert working_set.space.quarantined_nbytes == 0
 
 
 def test_a_failed_write_leaves_the_tensor_resident_and_is_raised_by_the_next_call(gated: GatedStore) -> None:
