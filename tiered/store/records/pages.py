@@ -38,8 +38,8 @@ class Pages:
 
     __slots__ = ("_own", "_read", "changed", "readers", "version")
 
-    def __init__(self, read: ReadPage, readers: Readers) -> None:
-        """``read`` reads a page of the catalog."""
+    def __init__(self, read: ReadPage | None, readers: Readers) -> None:
+        """``read`` reads a page of the catalog; None where there is none, and all pages stay in memory."""
         readers.last_version += 1
         self.version = readers.last_version
         self.readers = readers
@@ -59,6 +59,7 @@ class Pages:
         """Return a page of ``row``, whose version this is; may block. Raises CorruptionError, DeviceError."""
         found = self._own.get(number)
         if found is None:
+            assert self._read is not None, f"page {number} of {row.name!r} is not in memory, and there is no catalog"
             try:
                 found = self._read(row, number)
             except CorruptionError:
@@ -98,7 +99,7 @@ class Pages:
         return f"<Pages version {self.version}, {len(self._own)} in memory, {len(self.changed)} to be written>"
 
 
-def paged(row: Row, read: ReadPage, readers: Readers) -> Row:
+def paged(row: Row, read: ReadPage | None, readers: Readers) -> Row:
     """Return ``row``, which has all its extents and digests, with these in pages."""
     pages = Pages(read, readers)
     pages.change(dict(enumerate(pages_of(row))))

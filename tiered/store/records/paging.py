@@ -36,7 +36,7 @@ class Paging:
 
     def __init__(self, space: Space, read_page: ReadPage | None) -> None:
         """``read_page`` reads a page of a row of the last committed generation, and blocks; None: nothing is."""
-        self.read_page = read_page or _no_catalog
+        self.read_page = read_page
         self._space = space
 
     def kept(self, row: Row) -> Row:
@@ -146,7 +146,3 @@ def _fresh(row: Row, pages: Pages, parts: BlockWrites) -> Iterator[Extent]:
 
 def _extents(pages: Iterable[Page]) -> Iterator[Extent]:
     return (extent for page in pages for extent in page.extents)
-
-
-def _no_catalog(row: Row, number: int) -> Page:
-    raise AssertionError(f"page {number} of {row.name!r} is not in memory, and there is no catalog")

@@ -78,7 +78,6 @@ class Table:
     def _entry(self, encoded: bytes) -> Entry:
         row = decode_row(encoded)
         if row.is_paged:
-            assert self._read_page is not None
             row = replace(row, pages=Pages(self._read_page, Readers()))
         entry = Entry(row.name, row.key_id, Spec.of(row), scratch=False)
         entry.row = entry.committed = row
