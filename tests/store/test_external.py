@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tests.store.rig import numbers
+from tests.store.rig import GatedDevice, numbers, simulated_store
+from tiered.bytes.device.base import Device
 from tiered.bytes.device.file_device import FileDevice
 from tiered.cli import main
 from tiered.errors import CorruptionError, LeaseError, UsageError
 from tiered.store.format.row import ExternalRange
 from tiered.store.format.spec import Spec
+from tiered.store.generations import external_digests
 from tiered.store.lifetime import external, external_match
 from tiered.store.store import Store
+from tiered.store.transfers.transfer import SLAB_NBYTES
 from tiered.store.values.adopted import adopt
 from tiered.units import KiB, MiB
 
@@ -104,6 +109,67 @@ def test_what_was_not_read_is_read_for_the_first_commit(tmp_path: Path, base: Pa
         assert store.external.device.statistics().read_bytes == once
     with opened(tmp_path, base) as store:
         assert store.verify().is_clean
+
+
+def test_a_commit_that_reads_for_long_says_in_the_log_how_far_it_is(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(external_digests, "_EVERY_S", -1.0)
+    caplog.set_level(logging.INFO, "tiered")
+    with opened(tmp_path, base) as store:
+        store.adopt("large", base, "large")
+        store.adopt("small", base, "small")
+        store.commit()
+        said = [each.getMessage() for each in caplog.records if each.getMessage().startswith("digests of external")]
+    assert said == [f"digests of external files: {read} MiB of 9.0 MiB read" for read in ("4.0", "8.0", "9.0", "9.0")]
+
+
+def test_what_is_adopted_while_a_commit_begins_has_its_digests_in_it(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came behind the last look at what lacks them."""
+    with opened(tmp_path, base) as store:
+        store.adopt("odd", base, "odd")
+        with store.lease("odd"):
+            pass
+        look, looks = store.external.changed, []
+
+        def changed() -> str | None:
+            looks.append(look())
+            if len(looks) == 1:
+                store.adopt("pages", base, "pages")
+            return looks[-1]
+
+        monkeypatch.setattr(store.external, "changed", changed)
+        assert store.commit() == 1 and len(looks) > 1
+        assert not store._records.has_changes
+    with opened(tmp_path, base, mode="r") as store:
+        assert same(store["pages"], tensors()["pages"]) and same(store["odd"], tensors()["odd"])
+        assert store.verify().num_blocks == 2
+
+
+def test_a_commit_that_cannot_read_what_was_adopted_seals_nothing(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file loses its end behind the first look at it."""
+    with opened(tmp_path, base) as store:
+        store["own"] = numbers(5000)
+        store.adopt("base/large", base, "large")
+        look, length = store.external.changed, store.external.find(base, "large").offset + 5 * MiB
+
+        def changed() -> str | None:
+            found = look()
+            os.truncate(base, length)
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.external, "changed", changed)
+            with pytest.raises(CorruptionError, match=f"the file ends at {length}") as caught:
+                store.commit()
+        assert (caught.value.key, caught.value.file) == ("base/large", str(base))
+        assert store.generation == 0 and torch.equal(store["own"], numbers(5000))
+        del store["base/large"]
+        assert store.commit() == 1 and list(store) == ["own"]
 
 
 def test_a_later_write_gives_a_key_bytes_of_its_own(tmp_path: Path, base: Path) -> None:
@@ -299,6 +365,40 @@ def test_one_path_is_not_taken_for_a_sequence_of_letters(tmp_path: Path, base: P
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_without_a_file_of_tensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"models is a folder without a \*\.safetensors file"):
+        Store(tmp_path / "run", dram="16MiB", external=[tmp_path / "models"])
+
+
+def test_a_file_that_is_no_file_of_tensors_is_refused_and_closed(tmp_path: Path, base: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(b"no header" * 1000)
+    with opened(tmp_path, base):  # so that what is opened once is open
+        before = set(os.listdir("/proc/self/fd"))
+        with pytest.raises(UsageError, match=r"other\.safetensors"):
+            Store(tmp_path / "another run", dram="16MiB", external=[base, other])
+        assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_external_files_say_how_many_they_are(tmp_path: Path, base: Path) -> None:
+    with opened(tmp_path, base) as store:
+        assert repr(store.external) == "<ExternalSources 1 files>"
+
+
+def test_external_files_on_a_drive_of_larger_sectors_are_refused(base: Path) -> None:
+    """An aligned read of them would not fit into the memory of the store's own."""
+
+    def of_small_sectors(device: Device) -> Device:
+        device = GatedDevice(device)
+        device.alignment = 512
+        return device
+
+    with pytest.raises(UsageError, match=r"read in units of 4096 bytes, the store's own in 512; copy the files"):
+        simulated_store(wrap=of_small_sectors, external=[base])
+
+
 def test_a_link_to_a_file_that_is_open_changes_nothing(tmp_path: Path, base: Path) -> None:
     with opened(tmp_path, base) as store:
         adopted(store, base)
@@ -458,6 +558,52 @@ def test_ranges_at_any_place_come_back(tmp_path_factory: pytest.TempPathFactory,
         assert torch.equal(store["a"], record) and store.verify().is_clean
 
 
+def test_ranges_of_whole_pages_and_slabs_of_zeros_come_back_and_are_checked(tmp_path: Path) -> None:
+    """Three slabs: pages as they lie in the file, nothing, and a range that begins in the middle of a block."""
+    content, at = numbers(2 * MiB, 1), 3 * SLAB_NBYTES - 1 * MiB
+    save_file({"all": content}, tmp_path / "f.safetensors")
+    record = torch.zeros(3 * SLAB_NBYTES, dtype=torch.uint8)
+    spec = Spec(torch.uint8, (record.numel(),), 64 * KiB)
+    with opened(tmp_path, tmp_path / "f.safetensors") as store:
+        entry = store.external.find(tmp_path / "f.safetensors", "all")
+        number = store.external.number(tmp_path / "f.safetensors")
+        skip = -entry.offset % 4096
+        ranges = [
+            ExternalRange(0, number, entry.offset + skip, 40 * 4096),
+            ExternalRange(at + 100, number, entry.offset + 77, 300_000),
+        ]
+        record[: 40 * 4096] = content[skip : skip + 40 * 4096]
+        record[at + 100 :][:300_000] = content[77:300_077]
+        adopt(store.working_set, "a", spec, ranges)
+        assert torch.equal(store["a"], record)
+    with opened(tmp_path, tmp_path / "f.safetensors", dram="8MiB") as store:
+        assert torch.equal(store["a"], record) and store.verify().is_clean
+        assert not store.read_part("a", SLAB_NBYTES + 5, SLAB_NBYTES + 9000).any()
+    overwritten(tmp_path / "f.safetensors", ranges[1].offset + 250_000)  # the first range ends before that
+    with opened(tmp_path, tmp_path / "f.safetensors", dram="8MiB") as store:
+        (error,) = store.verify().errors
+        block = (at + 100 + 250_000) // (64 * KiB) * 64 * KiB
+        assert (error.file, error.offset) == (str(tmp_path / "f.safetensors"), ranges[1].offset + block - at - 100)
+        with pytest.raises(CorruptionError, match=f"block {block // (64 * KiB)} does not match"):
+            store["a"]
+
+
+def test_digests_that_are_not_those_of_zeros_are_damage_of_the_file_they_lie_behind(tmp_path: Path) -> None:
+    """No byte of a file can be wrong there: the digests are."""
+    base = tmp_path / "f.safetensors"
+    save_file({"w": numbers(9000)}, base)
+    with opened(tmp_path, base) as store:
+        ranges = [ExternalRange(0, store.external.number(base), store.external.find(base, "w").offset, 9000)]
+        adopt(store.working_set, "a", Spec(torch.uint8, (40_000,), 16 * KiB), ranges)
+        store.commit()
+        row = store._records.entries["a"].row
+        assert row is not None
+        store._records.entries["a"].row = replace(row, digests=row.digests[:-8] + bytes(8))
+        with pytest.raises(CorruptionError, match="block 2 does not match") as caught:
+            store.read_part("a", 39_000, 40_000)
+        assert (caught.value.key, caught.value.file) == ("a", str(base))
+
+
 @pytest.mark.parametrize("is_resident", [False, True])
 @pytest.mark.parametrize("name", ["small", "odd", "pages"])
 def test_a_part_of_an_adopted_tensor_takes_it_out_of_the_file(
@@ -504,6 +650,8 @@ def test_a_part_of_an_adopted_tensor_needs_no_memory_besides_the_budget(tmp_path
 def _resident_nbytes(name: str) -> int:
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(name))
+
+
 def test_the_header_is_that_of_the_file_that_is_open(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
