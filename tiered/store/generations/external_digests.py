@@ -80,7 +80,7 @@ def _read(working_set: WorkingSet, entry: Entry, row: Row, progress: _Progress) 
 
     Window(working_set).run(jobs())
     with working_set.condition:
-        learned(working_set.records, entry, row, b"".join(digests))
+        learned(entry, row, b"".join(digests))
 
 
 class _Progress:

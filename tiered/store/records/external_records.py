@@ -18,10 +18,7 @@ def adopted(records: Records, entry: Entry, ranges: tuple[ExternalRange, ...]) -
     entry.state = EntryState.STORED
 
 
-def learned(records: Records, entry: Entry, row: Row, digests: bytes) -> None:
+def learned(entry: Entry, row: Row, digests: bytes) -> None:
     """Note the digests of the external ``row``, which was that of ``entry`` when they were computed."""
-    found = replace(row, digests=digests)
-    if entry.row is row:
-        entry.row = found
-    if records.sealed is not None and records.sealed.rows.get(entry) is row:
-        records.sealed.rows[entry] = found
+    if entry.row is row:  # no sealed one: that had all digests before
+        entry.row = replace(row, digests=digests)

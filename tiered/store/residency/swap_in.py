@@ -141,7 +141,7 @@ class SwapIn:
             transfer.is_done = True
             if transfer.error is None:
                 if transfer.row.ranges and not transfer.row.digests:
-                    learned(self._records, entry, transfer.row, bytes(transfer.digests))
+                    learned(entry, transfer.row, bytes(transfer.digests))
                 entry.state = EntryState.CLEAN
                 counts = self.counts[transfer.io_class]
                 counts[0] += entry.nbytes
