@@ -137,8 +137,7 @@ class ExternalRead(Transfer):
         for shift in self._shifts.pop(slab):
             ctypes.memmove(address + shift.place, address + shift.read_at, shift.nbytes)
         for edge in self._edges.pop(slab):
-            if edge.found.wanted:
-                edge.found.copy_out(edge.scratch, self.memory[edge.place : edge.place + edge.found.wanted])
+            edge.found.copy_out(edge.scratch, self.memory[edge.place : edge.place + edge.found.wanted])
         end = (slab - self.first_slab) * SLAB_NBYTES
         for place, each in (*self._ranges_in(slab), (end + len(self._bytes_of(slab)), None)):
             if place > end:
