@@ -81,9 +81,7 @@ class MemoryCatalog(Catalog):
             raise corrupt(f"page {number} of {row.name!r} does not match its digest", self.name, row.name)
         return decode_page(body, min(PAGE_BLOCKS, row.num_blocks - number * PAGE_BLOCKS))
 
-    def apply(
-        self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False
-    ) -> None:
+    def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False) -> None:
         newest = self._content().kept[0]
         rows, pages = dict(newest.rows), dict(newest.pages)
         seed = row_seed(root.store_uuid)

@@ -181,9 +181,7 @@ class SqliteCatalog(Catalog):
         except (ValueError, struct.error) as error:
             raise corrupt(f"{where} cannot be decoded: {error}", self.name, row.name) from error
 
-    def apply(
-        self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False
-    ) -> None:
+    def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False) -> None:
         if len(root.state) >= _MAX_VALUE_NBYTES // 2:
             raise CapacityError(
                 f"the state that rides along with the commit is {len(root.state)} characters of JSON, "

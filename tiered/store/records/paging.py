@@ -105,9 +105,7 @@ class Paging:
 
         Raises CorruptionError, DeviceError.
         """
-        return {
-            each.entry: {number: each.pages.page(each.row, number) for number in each.numbers} for each in replaced
-        }
+        return {each.entry: {number: each.pages.page(each.row, number) for number in each.numbers} for each in replaced}
 
     @staticmethod
     def looked_up(replaced: Iterable[Replaced], found: Mapping[Entry, Mapping[int, Page]]) -> dict[Entry, list[Extent]]:

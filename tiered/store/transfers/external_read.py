@@ -52,9 +52,7 @@ class ExternalRead(Transfer):
 
     __slots__ = ("_edges", "_indices", "_shifts", "_starts")
 
-    def __init__(
-        self, device: Device, indices: Mapping[int, int], store_uuid: bytes, row: Row, **options: Any
-    ) -> None:
+    def __init__(self, device: Device, indices: Mapping[int, int], store_uuid: bytes, row: Row, **options: Any) -> None:
         """``indices`` has the place on ``device`` of each file that ranges name; ``options`` as of a Transfer."""
         super().__init__((device,), store_uuid, row, **options)
         assert not self.is_write, row
@@ -168,5 +166,3 @@ class ExternalRead(Transfer):
                 skip = max(0, start - each.start)
                 return Extent(0, self._indices[each.file], each.offset + skip, each.nbytes - skip)
         return Extent(0, self._indices[self.row.ranges[-1].file], 0, 0)
-
-
