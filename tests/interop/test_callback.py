@@ -19,7 +19,7 @@ from tiered.errors import UsageError
 
 
 def train(
-    path: Path, stop: Stop, *, name: str = "gpt2", resume: bool = False, every: int | None = None, **more: Any
+    path: Path, stop: Stop, *, name: str = "gpt2", resume: bool = False, every: int | None = None, **options: Any
 ) -> Outcome:
     """Train by a plain Trainer in the store of ``path``, to the end or to the stop."""
     with debug_store(path / "store", ROOMY_NBYTES) as store:
@@ -31,9 +31,9 @@ def train(
         ]
         optimizer = tiered.AdamW(groups, lr=1e-2)
         trainer = transformers.Trainer(
-            model=model, args=training_arguments(path / "out", **more), train_dataset=Tokens(),
-            eval_dataset=Tokens(6, 1),
-            optimizers=(optimizer, None), callbacks=[stop, tiered.hf.Callback(store, every=every)],
+            model=model, args=training_arguments(path / "out", **options), train_dataset=Tokens(),
+            eval_dataset=Tokens(6, 1), optimizers=(optimizer, None),
+            callbacks=[stop, tiered.hf.Callback(store, every=every)],
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
         return history(trainer), state_of(model)
@@ -57,6 +57,31 @@ def test_a_plain_trainer_resumes_with_plain_bits(name: str, stop: int, every: in
     assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth"} & {*os.listdir(folder)}
     torch.manual_seed(99)
     assert plain_bits(train(tmp_path, Stop(), name=name, every=every, resume=True), name)
+
+
+def test_the_best_weights_are_loaded_at_the_end_and_the_run_stays_that_of_the_last_step(tmp_path: Path) -> None:
+    options = {"lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+    _, state = train(tmp_path, Stop(), max_steps=4, **best, **options)
+    files = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out" / "checkpoint-2")
+    assert same_state(files.state_dict(), state), "the best step is not another one than the last"
+    logged, state = train(tmp_path, Stop(), resume=True, **options)
+    assert logged == reference("gpt2", **options)[0] and same_state(state, reference("gpt2", **options)[1])
+
+
+def test_a_second_trainer_over_the_same_model_goes_on_with_the_run(tmp_path: Path) -> None:
+    """As in a notebook, where a cell is run again."""
+    with debug_store(tmp_path / "store", ROOMY_NBYTES) as store:
+        model = tiered.shard(build("gpt2"), store)
+        optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
+        for max_steps in (4, 6):
+            trainer = transformers.Trainer(
+                model=model, args=training_arguments(tmp_path / "out", max_steps=max_steps), train_dataset=Tokens(),
+                eval_dataset=Tokens(6, 1), optimizers=(optimizer, None), callbacks=[tiered.hf.Callback(store)],
+            )  # fmt: skip
+            trainer.train(resume_from_checkpoint=store.generation > 0)
+            committed = store.registered_state("transformers.trainer")
+            assert committed is not None and committed["trainer"]["global_step"] == max_steps
 
 
 def test_folders_beyond_the_last_commit_are_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from tiered.errors import UsageError
+from tiered.interop.hugging_face.best_files import withhold_best
 from tiered.interop.hugging_face.checkpoint import Pointer, folder_of_step, has_weights, last_step, set_aside_after
 from tiered.interop.hugging_face.placement import is_in_store
 from tiered.interop.hugging_face.run_state import RunNow, RunState
@@ -47,10 +48,11 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # mypy does not read tra
         self._trainer_state: Any = None
         self._scheduler: Any = None
         self._is_at_step_begin = False  # where in a step the commit that is being made stands
-        self._has_best = False  # whether the weights are those of the best step, not of the last one
         self._is_live = False  # whether this process has trained or resumed the run
         self._random: dict[str, Any] | None = None  # the states of a resumed run, until the loop is where they were
-        self._run = RunState(self._now)
+        self._has_best = False  # whether the weights are those of the best step, not of the last one
+        self._run: RunState | None = None  # until the model is known to be in the store
+        store.add_guard(self._before)
 
     def _now(self) -> RunNow:
         trainer = self._trainer_state if self._is_live else None
@@ -99,7 +101,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # mypy does not read tra
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Set the random states of a run that was committed between two passes through the data."""
-        if float(state.epoch).is_integer() and not self._run.facts.get("is_at_step_begin"):
+        if float(state.epoch).is_integer() and not self._register().facts.get("is_at_step_begin"):
             self._set_random()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -116,18 +118,19 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # mypy does not read tra
         Pointer.of(self._store, state.global_step).write(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Have the last commit durable; weights of the best step that were loaded now are not committed at the end."""
+        """Have the last commit durable; transformers has loaded the best weights by now, where it was told to."""
+        self._has_best = bool(args.load_best_model_at_end and state.best_model_checkpoint)
         self._store.wait_for_commit()
-        self._has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
 
-    def _withhold_best(self, word: str) -> None:
+    def _register(self) -> RunState:
+        if self._run is None:
+            self._run = RunState.of(self._store, self._now)
+        return self._run
+
+    def _before(self, word: str) -> None:
+        """Hear of an event of the store."""
         if word == "close" and self._has_best:
-            self._store.withhold_changes("the weights of the best step were loaded: the store keeps the last step's")
-
-    def _register(self) -> None:
-        if not self._store.registered(RunState.NAME):
-            self._store.register(RunState.NAME, self._run)
-            self._store.add_guard(self._withhold_best)
+            withhold_best(self._store, self._trainer_state)
 
     def _set_random(self) -> None:
         random, self._random = self._random, None

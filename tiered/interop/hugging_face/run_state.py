@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, ClassVar, NamedTuple
 
 from transformers import TrainerState
+
+from tiered.store.store import Store
 
 __all__ = ["RunNow", "RunState"]
 
@@ -32,6 +35,20 @@ class RunState:
 
     NAME: ClassVar[str] = "transformers.trainer"
 
+    @classmethod
+    def of(cls, store: Store, now: Callable[[], RunNow]) -> RunState:
+        """Return the run of ``store``, registered there, which ``now`` tells of from here on: one run has one loop."""
+        found = _of_store.get(store)
+        run = None if found is None else found()
+        if run is None:
+            run = cls(now)
+            store.register(cls.NAME, run)
+            _of_store[store] = weakref.ref(run)
+        else:
+            run.keep()
+            run._now = now
+        return run
+
     def __init__(self, now: Callable[[], RunNow]) -> None:
         self._now = now
         self._last: dict[str, Any] = {"trainer": asdict(TrainerState()), "scheduler": None, "facts": {}}
@@ -56,3 +73,6 @@ class RunState:
         if scheduler is not None and state["scheduler"] is not None:
             scheduler.load_state_dict(state["scheduler"])
         self.facts = dict(state["facts"])
+
+
+_of_store: weakref.WeakKeyDictionary[Store, weakref.ref[RunState]] = weakref.WeakKeyDictionary()

@@ -18,7 +18,7 @@ from torch import nn
 
 from tiered.errors import UsageError
 from tiered.interop.hugging_face.arguments import Arguments
-from tiered.interop.hugging_face.best_files import load_files
+from tiered.interop.hugging_face.best_files import load_files, withhold_best
 from tiered.interop.hugging_face.checkpoint import Pointer, folder_to_resume
 from tiered.interop.hugging_face.collation import Collation
 from tiered.interop.hugging_face.optimizer_choice import choose_optimizer
@@ -98,8 +98,7 @@ class TrainerMixin:
         self._dtype = place(self.model, self.tiered, self.store, self.args)
         if self.store.durable:
             trainer = weakref.ref(self)
-            self._run = RunState(lambda: _run_of(trainer()))
-            self.store.register(RunState.NAME, self._run)
+            self._run = RunState.of(self.store, lambda: _run_of(trainer()))
             self.store.add_guard(lambda word: _withhold_best(trainer(), word))
 
     def close(self) -> None:
@@ -341,7 +340,4 @@ def _run_of(trainer: Any) -> RunNow:
 def _withhold_best(trainer: Any, word: str) -> None:
     """Keep the end of a store from committing the best step's weights as those of the last step."""
     if word == "close" and trainer is not None and trainer._has_best:
-        trainer.store.withhold_changes(
-            "the weights of the best step were loaded, and are not committed: the store keeps the last step, and"
-            f" {trainer.state.best_model_checkpoint} has the files of the best one"
-        )
+        withhold_best(trainer.store, trainer.state)
