@@ -148,6 +148,13 @@ def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "a size such as" in refused("export", run, files, "--max-shard-size", "much")
     assert main(["export", run, files]) == 0
     capsys.readouterr()
+    (tmp_path / "files" / "copy.safetensors").write_bytes((tmp_path / "files" / "model.safetensors").read_bytes())
+    assert "a is in " in refused("import", files, str(tmp_path / "again"))
+    with debug_store(tmp_path / "odd") as store:
+        store["__metadata__"] = torch.arange(3)
+        store.commit()
+    assert "named __metadata__" in refused("export", str(tmp_path / "odd"), str(tmp_path / "odd-files"))
+    (tmp_path / "files" / "copy.safetensors").unlink()
     assert "add --yes" in refused("export", run, files)
     assert main(["export", run, files, "--yes"]) == 0
     assert torch.equal(tensors_in(tmp_path / "files")["a"], torch.arange(3))

@@ -42,6 +42,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata:
 
 def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, int]:
     """Return the length and the header, padded, and the bytes of all tensors."""
+    if "__metadata__" in tensors:
+        raise UsageError("a tensor is named __metadata__, which is another thing in safetensors files; rename it")
     fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     place = 0
     for name, tensor in tensors.items():

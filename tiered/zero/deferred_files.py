@@ -33,10 +33,15 @@ class DeferredFiles:
         self._reader: FileReader | None = None
 
     def tensors(self) -> dict[str, DeferredTensor]:
-        """Return all tensors by name. Raises UsageError for one of a dtype that torch lacks."""
+        """Return all tensors by name. Raises UsageError for one of a dtype that torch lacks, and one in two files."""
         found: dict[str, DeferredTensor] = {}
         for path, header in zip(self._paths, self._headers, strict=True):
             for name in header.entries:
+                if name in found:
+                    raise UsageError(
+                        f"{name} is in {path}, and in another file beside it: which of them is meant? Expected each"
+                        " tensor in one; name the files that belong together"
+                    )
                 entry = header.entry(name)
                 looks = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
                 read_into = partial(self._read_into, path, entry)
