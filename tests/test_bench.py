@@ -81,12 +81,19 @@ def test_budget_sweep_follows_the_formula_tiny(tmp_path: Path, warm_python: Warm
 
 
 def test_scale_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
-    options = ("--sizes", "100K,200K", "--no-durable", "--beside-memory", "--plot", str(tmp_path / "memory.png"))
-    (stores := tmp_path / "stores").mkdir()
-    result, _ = run("scale", stores, *options, python=warm_python.executable, environment=warm_python.environment)
+    options = ("--sizes", "100K,200K", "--no-durable")
+    result, _ = run("scale", tmp_path, *options, python=warm_python.executable, environment=warm_python.environment)
     assert [row["layers"] for row in result["rows"]] == [1, 3]
     assert all(row["ns_per_param"] > 0 for row in result["rows"])
-    assert all(row["in_memory_peak_rss_bytes"] > row["in_memory_bytes"] for row in result["rows"])
+
+
+def test_memory_is_drawn_from_the_reports_of_runs(tmp_path: Path) -> None:
+    for number, params in enumerate((400_000_000, 7_000_000_000)):
+        (tmp_path / f"{number}.json").write_text(json.dumps({"params": params, "peak_rss_bytes": 5 << 30}))
+    reports = [str(tmp_path / f"{number}.json") for number in (1, 0)]
+    command = [sys.executable, "bench/memory.py", *reports, "--plot", str(tmp_path / "memory.png")]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
+    assert [row["in_memory_bytes"] for row in json.loads(output)["rows"]] == [6_400_000_000, 112_000_000_000]
     assert (tmp_path / "memory.png").stat().st_size > 10_000
 
 
