@@ -270,6 +270,11 @@ def test_the_total_of_a_schedule_is_counted_where_the_trainer_would_fill_it_in(p
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true"),
         ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, "no multiple"),
         ({"gradient_accumulation_steps": 0}, "expected numbers from 1 on"),
+        ({"train_micro_batch_size_per_gpu": math.inf}, "train_micro_batch_size_per_gpu: expected a number, got inf"),
+        ({"gradient_clipping": 10**400}, "gradient_clipping: expected a number"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 10**400]}}}, "betas: expected two numbers"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "initial_scale_power: expected at most 127"),
+        ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": "auto", "cycle_max_lr": 1}}}, "cycle_min_lr"),
         ([1], "the configuration: expected a JSON object"),
     ],
 )

@@ -144,6 +144,12 @@ def test_keys_of_other_jobs_are_listed_one_by_one(tmp_path: Path, capsys: pytest
     assert "no model is committed there" in capsys.readouterr().err
 
 
+def test_numbers_that_json_lacks_are_texts_in_the_file(tmp_path: Path) -> None:
+    with tiered.Store(tmp_path / "run", dram="16MiB") as store:
+        store.commit({"loss": float("nan"), "best": [float("-inf"), 1.5]})
+    assert inspected(tmp_path / "run")["state"] == {"loss": "NaN", "best": ["-Infinity", 1.5]}
+
+
 class Junk:
     """An object that commits another version's description of a model."""
 

@@ -171,6 +171,8 @@ def _precision(whole: ConfigSection, notes: list[KeyNote]) -> tuple[str, LossSca
     )
     scale = fp16.number("loss_scale", 0)
     power = fp16.number("initial_scale_power", 16)
+    if power > 127:
+        raise UsageError(f"fp16.initial_scale_power: expected at most 127, as fp32 has it, got {power}")
     window = int(fp16.number("loss_scale_window", 1000))
     for name, neutral in (("hysteresis", 1), ("min_loss_scale", 0)):
         if fp16.has(name) and fp16.number(name, neutral) != neutral:

@@ -10,6 +10,7 @@ from tiered.interop.deepspeed_keys import FILLED, KeyNote, notes_on
 
 __all__ = ["ConfigSection"]
 
+_MOST = 1e18
 _AUTO = "auto"  # the Hugging Face Trainer fills these in
 
 
@@ -55,7 +56,7 @@ class ConfigSection:
         ``auto``: the argument of the Trainer's that "auto" stands for, and its default.
         """
         self._read.add(name)
-        if self.is_auto(name):
+        if self.is_auto(name) and (auto or default is not None):
             argument, value = auto or ("a choice", default)
             self.fill(name, argument, value)
             return value
@@ -64,7 +65,7 @@ class ConfigSection:
     def fixed_number(self, name: str, default: Any) -> Any:
         """Return a number that was read before, or ``default`` where it is missing or "auto"."""
         value = default if not self.has(name) or self.is_auto(name) else self._values[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        if not _is_number(value):
             raise UsageError(f"{self._full(name)}: expected a number, got {_short(value)}")
         return int(value) if isinstance(value, float) and value.is_integer() and isinstance(default, int) else value
 
@@ -91,7 +92,7 @@ class ConfigSection:
             self.fill(name, auto, default)
             return default
         value = self._values[name] if self.has(name) else default
-        if not isinstance(value, list | tuple) or [type(one) in (int, float) for one in value] != [True, True]:
+        if not isinstance(value, list | tuple) or [*map(_is_number, value)] != [True, True]:
             raise UsageError(f"{self._full(name)}: expected two numbers, got {_short(value)}")
         return float(value[0]), float(value[1])
 
@@ -103,6 +104,11 @@ class ConfigSection:
 
     def _full(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
+
+
+def _is_number(value: object) -> bool:
+    """Return whether ``value`` is a number that a setting can be: no NaN, nothing endless."""
+    return type(value) in (int, float) and abs(value) <= _MOST  # type: ignore[operator]
 
 
 def _short(value: object) -> str:

@@ -220,9 +220,12 @@ def _shown(state: dict[str, Any]) -> str:
 
 
 def _parsed(text: str) -> object:
-    """Return the value of JSON text, or the text where a number in it is too long for Python."""
+    """Return the value of JSON text, or the text where a number in it is too long for Python; NaN and Infinity as text.
+
+    JSON has no such numbers, and strict readers refuse a file with them.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=str)
     except ValueError:
         return text
 
