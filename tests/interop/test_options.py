@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +47,10 @@ def train(
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
         look(trainer)
-        return history(trainer), state_of(trainer.model)
+        outcome = history(trainer), state_of(trainer.model)
+        del trainer
+        gc.collect()  # it may go before its store does
+        return outcome
 
 
 def train_in_memory(build_model: Callable[[], Any], path: Path, *, callbacks: Any = (), **options: Any) -> Outcome:

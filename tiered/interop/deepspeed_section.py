@@ -108,7 +108,7 @@ class ConfigSection:
 
 def _is_number(value: object) -> bool:
     """Return whether ``value`` is a number that a setting can be: no NaN, nothing endless."""
-    return type(value) in (int, float) and abs(value) <= _MOST  # type: ignore[operator]
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
 
 
 def _short(value: object) -> str:

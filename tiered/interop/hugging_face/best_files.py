@@ -1,19 +1,17 @@
-"""The files of the best step's weights, read back into a sharded model, whose store keeps the last step."""
+"""The files of the best step's weights, read back into a sharded model."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from torch import nn
 
 from tiered.errors import UsageError
-from tiered.store.store import Store
 from tiered.zero.parameters.parameter import TieredParameter
 
-__all__ = ["load_files", "withhold_best"]
+__all__ = ["load_files"]
 
 _INDEX = "model.safetensors.index.json"
 
@@ -38,17 +36,6 @@ def load_files(model: nn.Module, folder: Path) -> None:
                 found = model.load_state_dict({name: file.get_tensor(name) for name in group}, strict=False)
                 if found.unexpected_keys:
                     raise UsageError(f"{path} has {found.unexpected_keys[0]!r}, which the model does not have")
-
-
-def withhold_best(store: Store, state: Any) -> None:
-    """Keep the end of ``store`` from committing the best step's weights, which were loaded, as those of the last step.
-
-    ``state`` is TrainerState.
-    """
-    store.withhold_changes(
-        "the weights of the best step were loaded, and are not committed: the store keeps the last step, and"
-        f" {state.best_model_checkpoint} has the files of the best one"
-    )
 
 
 def _unit_name(parameter: nn.Parameter) -> str:

@@ -10,7 +10,6 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from tiered.errors import UsageError
-from tiered.interop.hugging_face.best_files import withhold_best
 from tiered.interop.hugging_face.checkpoint import Pointer, folder_of_step, has_weights, last_step, set_aside_after
 from tiered.interop.hugging_face.placement import is_in_store
 from tiered.interop.hugging_face.run_state import RunNow, RunState
@@ -50,9 +49,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # mypy does not read tra
         self._is_at_step_begin = False  # where in a step the commit that is being made stands
         self._is_live = False  # whether this process has trained or resumed the run
         self._random: dict[str, Any] | None = None  # the states of a resumed run, until the loop is where they were
-        self._has_best = False  # whether the weights are those of the best step, not of the last one
         self._run: RunState | None = None  # until the model is known to be in the store
-        store.add_guard(self._before)
 
     def _now(self) -> RunNow:
         trainer = self._trainer_state if self._is_live else None
@@ -85,8 +82,8 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # mypy does not read tra
             )
         self._trainer_state, self._scheduler = state, objects["lr_scheduler"]
         step, is_live = last_step(self._store), self._is_live
-        self._register()
-        self._is_live, self._random, self._has_best = True, None, False
+        self._register().best = None
+        self._is_live, self._random = True, None
         if step is None or (is_live and state.global_step == 0):
             return
         if state.global_step != step:
@@ -119,18 +116,13 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # mypy does not read tra
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Have the last commit durable; transformers has loaded the best weights by now, where it was told to."""
-        self._has_best = bool(args.load_best_model_at_end and state.best_model_checkpoint)
+        self._register().best = state.best_model_checkpoint if args.load_best_model_at_end else None
         self._store.wait_for_commit()
 
     def _register(self) -> RunState:
         if self._run is None:
             self._run = RunState.of(self._store, self._now)
         return self._run
-
-    def _before(self, word: str) -> None:
-        """Hear of an event of the store."""
-        if word == "close" and self._has_best:
-            withhold_best(self._store, self._trainer_state)
 
     def _set_random(self) -> None:
         random, self._random = self._random, None

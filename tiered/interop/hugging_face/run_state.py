@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
@@ -30,7 +31,8 @@ class RunState:
 
     ``now`` returns the parts as they are when it is called. The state of the model, the optimizer and the random number
     generators is registered by their own. ``facts`` are those that were loaded last. While nobody goes on with the run
-    it stays as it was when ``keep`` was called, or a commit made or loaded.
+    it stays as it was when ``keep`` was called, or a commit made or loaded. ``best`` is the folder of the best step's
+    files while the model has their weights: the end of the store does not commit these as the last step's.
     """
 
     NAME: ClassVar[str] = "transformers.trainer"
@@ -43,6 +45,7 @@ class RunState:
         if run is None:
             run = cls(now)
             store.register(cls.NAME, run)
+            store.add_guard(functools.partial(run._withhold_best, store))
             _of_store[store] = weakref.ref(run)
         else:
             run.keep()
@@ -51,6 +54,7 @@ class RunState:
 
     def __init__(self, now: Callable[[], RunNow]) -> None:
         self._now = now
+        self.best: str | None = None
         self._last: dict[str, Any] = {"trainer": asdict(TrainerState()), "scheduler": None, "facts": {}}
         self.facts: dict[str, Any] = {}
 
@@ -68,11 +72,19 @@ class RunState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hand the scheduler its state; transformers takes TrainerState from the checkpoint's folder."""
-        self._last = state
+        self._last, self.best = state, None
         scheduler = self._now().scheduler
         if scheduler is not None and state["scheduler"] is not None:
             scheduler.load_state_dict(state["scheduler"])
         self.facts = dict(state["facts"])
+
+    def _withhold_best(self, store: Store, word: str) -> None:
+        """Hear of an event of the store."""
+        if word == "close" and self.best is not None:
+            store.withhold_changes(
+                "the weights of the best step were loaded, and are not committed: the store keeps the last step, and"
+                f" {self.best} has the files of the best one"
+            )
 
 
 _of_store: weakref.WeakKeyDictionary[Store, weakref.ref[RunState]] = weakref.WeakKeyDictionary()

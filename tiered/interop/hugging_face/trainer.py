@@ -18,7 +18,7 @@ from torch import nn
 
 from tiered.errors import UsageError
 from tiered.interop.hugging_face.arguments import Arguments
-from tiered.interop.hugging_face.best_files import load_files, withhold_best
+from tiered.interop.hugging_face.best_files import load_files
 from tiered.interop.hugging_face.checkpoint import Pointer, folder_to_resume
 from tiered.interop.hugging_face.collation import Collation
 from tiered.interop.hugging_face.optimizer_choice import choose_optimizer
@@ -63,7 +63,6 @@ class TrainerMixin:
         self.tiered = Arguments.of(tiered)
         self._is_live = False  # whether this process has trained or resumed the run
         self._is_back = False  # whether it has the weights of a run alone
-        self._has_best = False  # whether the weights are those of the best step, not of the last one
         self._window = StepBatches(self.tiered.micro_batches)
         self._collation = Collation()
         self._resumed_random: dict[str, Any] | None = None  # until the loop is at its place in the data
@@ -99,7 +98,6 @@ class TrainerMixin:
         if self.store.durable:
             trainer = weakref.ref(self)
             self._run = RunState.of(self.store, lambda: _run_of(trainer()))
-            self.store.add_guard(lambda word: _withhold_best(trainer(), word))
 
     def close(self) -> None:
         """Close the store, if it was opened here: steps after the last commit are dropped. Idempotent."""
@@ -244,7 +242,9 @@ class TrainerMixin:
         """
         output_dir = Path(self.args.output_dir)
         folder = folder_to_resume(resume_from_checkpoint, output_dir, self.store, is_live=self._is_live)
-        self._resumed_random, self._resumed_facts, self._has_best = None, {}, False
+        self._resumed_random, self._resumed_facts = None, {}
+        if self.store.durable:
+            self._run.best = None
         try:
             return super().train(folder, *arguments, **options)  # type: ignore[misc]
         finally:
@@ -288,7 +288,8 @@ class TrainerMixin:
 
     def _load_best_model(self) -> None:
         """Load the weights of the best step, one unit after another; the store's commit stays that of the last step."""
-        self._has_best = True
+        if self.store.durable:
+            self._run.best = self.state.best_model_checkpoint
         if not self._reads_best_files:
             super()._load_best_model()  # type: ignore[misc]
             return
@@ -335,9 +336,3 @@ def _run_of(trainer: Any) -> RunNow:
     if trainer._tr_loss is not None:
         facts |= {"loss": trainer._tr_loss.item(), "step_logged": trainer._globalstep_last_logged}
     return RunNow(trainer.state if trainer._is_live else None, trainer.lr_scheduler, facts)
-
-
-def _withhold_best(trainer: Any, word: str) -> None:
-    """Keep the end of a store from committing the best step's weights as those of the last step."""
-    if word == "close" and trainer is not None and trainer._has_best:
-        withhold_best(trainer.store, trainer.state)
