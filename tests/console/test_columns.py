@@ -131,7 +131,7 @@ def test_the_doctor_fits(page: Page, tmp_path: Path) -> None:
         slower(MACHINE, "a", words, cost="", mend=words),
     )
     DoctorReport(findings, None).show()  # type: ignore[arg-type]  # the machine is not shown
-    page.check("broken  direct I/O  ", "slower  a           this")
+    page.check("broken  direct I/O", "slower  a           this")
 
 
 def test_a_configuration_that_is_imported_fits(page: Page) -> None:

@@ -6,6 +6,7 @@ This file knows the place of each element. The optimizer knows when to update it
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -224,7 +225,7 @@ class OptimizerState:
         has_moments = segment in self.begun or self._layouts.rule.name != "SGD"  # as torch: others begin with zeros
         moments = self._names if has_moments else []
         names = moments + (["master"] if layout.master is not None else [])
-        empty = torch.empty_strided if memory is None else memory.empty
+        empty = functools.partial(torch.empty_strided, device="cpu") if memory is None else memory.empty
         flats = {name: empty((segment.numel,), (1,), dtype=dtype) for name in names}
         with self._readable(segment) as hi:
             for tile, start, stop in self._stretches(segment, "r"):
