@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -246,6 +248,14 @@ class TestDisplay:
     """What is shown while a run works."""
 
     RECORD = StepRecord(3, 5.25, 2.0, 2048, 4 * 10**9, 3 * 10**9, 0.5)
+
+    @pytest.fixture(autouse=True)
+    def ended_refreshes(self) -> Iterator[None]:
+        """Wait for the thread that refreshes a terminal, which rich tells to end and does not wait for."""
+        yield
+        for thread in threading.enumerate():
+            if type(thread).__module__ == "rich.live":
+                thread.join(10)
 
     def test_a_line_per_step_where_there_is_no_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
         with open_display(24, first_step=0, quiet=False) as display:
