@@ -1,10 +1,12 @@
 """Files of the user's own: a read that fails, and a file system without direct I/O."""
 
+import concurrent.futures.thread
 import errno
 import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,3 +58,20 @@ def test_a_kernel_that_makes_the_file_before_it_refuses_direct_writes(
     assert (tmp_path / "file").read_bytes() == b"tiers"
     with pytest.raises(DeviceError, match="exists"):
         FileWriter(str(tmp_path / "file"), 5)
+
+
+def test_the_callers_memory_is_let_go_when_it_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool keeps what a thread was given for a moment after the result: on a busy machine a lease lingered."""
+    (tmp_path / "file").write_bytes(b"\1" * 10_000)
+    looked, run = threading.Event(), concurrent.futures.thread._WorkItem.run
+
+    def run_and_stay(item: Any, *args: Any) -> None:
+        run(item, *args)
+        looked.wait(10)
+
+    monkeypatch.setattr(concurrent.futures.thread._WorkItem, "run", run_and_stay)
+    reader, memory = FileReader(str(tmp_path / "file")), bytearray(10_000)
+    reader.begin(0, memoryview(memory))()
+    memory.append(1)  # raises BufferError while somebody has a view of it
+    looked.set()
+    reader.close()

@@ -151,7 +151,8 @@ class FileReader:
         reads = []
         for start in range(offset - offset % _ALIGNMENT, end, _READ_NBYTES) if memory else ():
             begin, stop = max(start, offset), min(start + _READ_NBYTES, end)
-            reads.append(self._threads.submit(self._read, start, begin, memory[begin - offset : stop - offset]))
+            part = memory[begin - offset : stop - offset]
+            reads.append(self._threads.submit(self._read_and_let_go, start, begin, part))
 
         def wait() -> None:
             try:
@@ -163,6 +164,12 @@ class FileReader:
                 wait_for_all(reads)  # lifetime: the caller's memory may be gone after an error
 
         return wait
+
+    def _read_and_let_go(self, start: int, begin: int, target: memoryview) -> None:
+        try:
+            self._read(start, begin, target)
+        finally:
+            target.release()  # lifetime: the pool keeps it for a moment after the result, and a lease would linger
 
     def _read(self, start: int, begin: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes from ``begin`` on, by a read from ``start``, which is aligned."""
