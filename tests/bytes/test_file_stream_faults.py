@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tiered.bytes.file_memory import FileMemory
 from tiered.bytes.file_stream import PIECE_NBYTES, FileReader, FileWriter
 from tiered.errors import DeviceError
 
@@ -75,3 +77,16 @@ def test_the_callers_memory_is_let_go_when_it_was_read(tmp_path: Path, monkeypat
     memory.append(1)  # raises BufferError while somebody has a view of it
     looked.set()
     reader.close()
+
+
+def test_a_copy_that_cannot_be_written_is_an_error_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    memory = FileMemory(str(tmp_path), [4096])
+    monkeypatch.setattr(os, "pwrite", broken)
+    with pytest.raises(DeviceError, match="cannot write byte 0 of a copy's file"):
+        memory.copy(torch.ones(8))
+    memory.close()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from tiered.bytes.device.direct import open_unnamed
+from tiered.bytes.device.files import translate
 from tiered.bytes.memory_mapping import map_file
 from tiered.errors import CapacityError
 from tiered.units import format_bytes, round_up
@@ -28,6 +29,7 @@ class FileMemory:
 
     def __init__(self, directory: str, nbytes: Sequence[int]) -> None:
         """Allocate space for tensors of ``nbytes`` each. Raises CapacityError where the drive is full, OSError."""
+        self._directory = directory
         total = sum(round_up(each, _PAGE_NBYTES) for each in nbytes)
         folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -52,14 +54,17 @@ class FileMemory:
         """Return a copy of ``tensor``, dense on any device, with its shape, strides and dtype.
 
         The bytes are written to the file, not through the mapping: no page of the copy counts as this process's before
-        it is touched.
+        it is touched. Raises DeviceError.
         """
         copied, start = self._take(tensor.shape, tensor.stride(), tensor.dtype)
         flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         content = memoryview(flat.cpu().numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers
-        while content:
-            num_written = os.pwrite(self._fd, content, start)
-            content, start = content[num_written:], start + num_written
+        try:
+            while content:
+                num_written = os.pwrite(self._fd, content, start)
+                content, start = content[num_written:], start + num_written
+        except OSError as error:
+            raise translate(error, f"cannot write byte {start} of a copy's file in {self._directory}") from error
         return copied
 
     def close(self) -> None:
