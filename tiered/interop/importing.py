@@ -33,7 +33,6 @@ def import_files(source: Path, run: Path) -> int:
         with Store(run, dram=_LEAST_DRAM_NBYTES + 2 * max(sizes.values(), default=0), device_memory=0) as store:
             if store.generation:
                 raise UsageError(f"{run} holds a run of generation {store.generation}: name a new directory")
-            store.clear()
             store.reserve_space(sum(sizes.values()))
             for name, tensor in tensors.items():
                 _put(store, name, tensor)

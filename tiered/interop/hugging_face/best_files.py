@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from safetensors import safe_open
 from torch import nn
 
 from tiered.errors import UsageError
+from tiered.zero.deferred_files import safetensors_files
 from tiered.zero.parameters.parameter import TieredParameter
 
 __all__ = ["load_files"]
 
-_INDEX = "model.safetensors.index.json"
-
-
 def load_files(model: nn.Module, folder: Path) -> None:
     """Load the safetensors files in ``folder``, by the names of ``model.state_dict()``, a unit at a time.
 
-    Raises UsageError for a folder without them, and for names that the model does not have.
+    Raises UsageError for a folder without all of them, and for names that the model does not have.
     """
-    names = [folder / "model.safetensors"]
-    if (folder / _INDEX).exists():
-        names = [folder / name for name in sorted({*json.loads((folder / _INDEX).read_text())["weight_map"].values()})]
     units = {name: _unit_name(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    for path in names:
-        if not path.exists():
-            raise UsageError(f"{path} is missing; expected the files of the best step's weights")
+    for path in safetensors_files(folder, "the best step's weights: "):
         with safe_open(path, framework="pt") as file:
             groups: dict[str, list[str]] = {}
             for name in file.keys():  # noqa: SIM118  # it is no mapping
