@@ -1,4 +1,4 @@
-"""README's snippet of an accelerator, with its sizes and its device made smaller."""
+"""README's snippet and command of an accelerator, with its sizes and its device made smaller."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import tiered
+from tests.accelerator.test_measure import TINY
 from tests.accelerator.training import DEVICE
 from tests.test_docs import README, blocks
+from tiered.cli import main
+from tiered.measure.compute_device_report import BOUND_TITLE
 
 
 def test_the_snippet_trains(accelerator: Any, tmp_path: Path) -> None:
@@ -28,3 +32,14 @@ def test_the_snippet_trains(accelerator: Any, tmp_path: Path) -> None:
             loss.backward()
             optimizer.step()
             assert loss.device.type == DEVICE and loss.isfinite()
+
+
+def test_the_command_measures_the_device(
+    accelerator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tiered.measure.command.FULL", TINY)
+    (line,) = [each for text in blocks(README, "") for each in text.splitlines() if "--device cuda" in each]
+    (tmp_path / "run").mkdir()
+    words = line.partition("#")[0].replace("/nvme0", str(tmp_path)).replace("cuda", DEVICE).split()
+    assert main(words[1:]) == 0
+    assert BOUND_TITLE in capsys.readouterr().out
