@@ -174,13 +174,13 @@ def test_a_get_in_another_thread_keeps_nobody_from_writing(store: Store) -> None
 def test_a_writer_copies_what_a_brief_lease_reads(gated: GatedStore) -> None:
     working_set = gated.store.working_set
     write_key(working_set, "a", PAGE, 1)
-    reading, _, _ = working_set.obtain("a", "r", Deadline("a get", WAIT_S), swaps_in=lambda _: True)
+    reading, _, _ = working_set.grants.obtain("a", "r", Deadline("a get", WAIT_S), swaps_in=lambda _: True)
     write_key_again = working_set.lease("a", "rw")
     write_key_again.tensor.add_(1)
     assert write_key_again.release()
     assert set(reading.residence.buffer.memory[:PAGE]) == {1}
     working_set.residents.report_end(reading)
-    assert working_set.released(reading)
+    assert working_set.released([reading])
     assert read_key(working_set, "a") == 2
     assert working_set.statistics().orphan_bytes == 0
 
@@ -200,14 +200,14 @@ def test_a_read_finds_a_key_that_has_become_too_large_for_the_budget(
     disk, large = SimulatedDisk(capacity_nbytes=16 * MiB, can_lose_power=False), numbers(10 * MiB, 1)
     with simulated_store(disk, budget_nbytes=9 * MiB) as store:
         store["a"] = numbers(12 * KiB)
-        obtain = store.working_set.obtain
+        obtain = store.working_set.grants.obtain
 
         def late(*arguments: Any, **options: Any) -> Granted:
             if store._records.entries["a"].nbytes == 12 * KiB:
                 store["a"] = large  # as another thread may, here
             return obtain(*arguments, **options)
 
-        monkeypatch.setattr(store.working_set, "obtain", late)
+        monkeypatch.setattr(store.working_set.grants, "obtain", late)
         found = READS[read](store)
         assert torch.equal(found, large[:1000] if read == "read_part" else large)
 

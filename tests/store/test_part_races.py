@@ -139,14 +139,14 @@ def test_a_page_that_goes_while_a_reader_asks_for_it_is_no_damage() -> None:
 def before_it_has_the_bytes(store: Store, action: Callable[[], object]) -> None:
     """Have another thread do ``action`` when the next call has looked at a resident key, and comes for its bytes."""
     working_set = store.working_set
-    obtain = working_set.obtain
+    obtain = working_set.grants.obtain
 
     def late(*args: Any, **options: Any) -> Granted:
-        working_set.obtain = obtain  # type: ignore[method-assign]
+        working_set.grants.obtain = obtain  # type: ignore[method-assign]
         in_thread(action)
         return obtain(*args, **options)
 
-    working_set.obtain = late  # type: ignore[method-assign]
+    working_set.grants.obtain = late  # type: ignore[method-assign]
 
 
 def test_a_part_has_the_type_of_the_bytes_it_is_read_from() -> None:

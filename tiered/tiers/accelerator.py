@@ -290,6 +290,12 @@ class AcceleratorTier:
         """Lease the bytes of ``key`` in DRAM once no copy of them forbids it; blocks."""
         return self.copies.lease(key, mode)
 
+    def lease_for_update(self, keys: Sequence[str]) -> list[Lease]:
+        """Lease the bytes of ``keys`` in DRAM for an update once no copy uses them; blocks."""
+        for key in keys:
+            self.copies.settle(key)
+        return self._working_set.lease_for_update(keys)
+
     def settle(self, key: str) -> None:
         """Wait until no copy uses the bytes of ``key``. DeadlineError."""
         self.copies.settle(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -116,6 +116,9 @@ class ComputeTier(Protocol):
     def lease(self, key: str, mode: str) -> Lease:
         """Lease the bytes of ``key`` in DRAM, once no copy of them is in flight that forbids it; blocks."""
 
+    def lease_for_update(self, keys: Sequence[str]) -> list[Lease]:
+        """Lease the bytes of ``keys`` in DRAM for an update (see ``WorkingSet``), once no copy uses them; blocks."""
+
     def settle(self, key: str) -> None:
         """Wait until no copy uses the bytes of ``key`` in DRAM."""
 
@@ -140,6 +143,7 @@ class UpdatePlace(Protocol):
     """The memory and the stream that updates compute in; one thread at a time."""
 
     device: torch.device
+    computes_in_dram: bool
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a block whose operations are the update's."""
@@ -147,8 +151,8 @@ class UpdatePlace(Protocol):
     def bring(self, lease: Lease) -> torch.Tensor:
         """Return the leased bytes where the update computes, (nbytes,) uint8; until one of the next two."""
 
-    def put_back(self, lease: Lease) -> None:
-        """Give a lease back whose bytes were written; does not wait for a copy."""
+    def put_back(self, leases: Iterable[Lease]) -> None:
+        """Give leases for an update back whose bytes were written; does not wait for a copy."""
 
     def give_back(self, lease: Lease) -> None:
         """Give a lease back whose bytes were read; does not wait for a copy."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -196,6 +196,10 @@ class HostTier:
         """Lease the bytes of ``key``; blocks on a swap in."""
         return self._working_set.lease(key, mode)
 
+    def lease_for_update(self, keys: Sequence[str]) -> list[Lease]:
+        """Lease the bytes of ``keys``; blocks on a swap in."""
+        return self._working_set.lease_for_update(keys)
+
     def settle(self, key: str) -> None:
         """There are no copies."""
 
@@ -213,9 +217,12 @@ class HostTier:
 class HostPlace:
     """Updates on the CPU: the bytes are the leases' own."""
 
-    def __init__(self, tier: ComputeTier) -> None:
+    computes_in_dram = True
+
+    def __init__(self, tier: ComputeTier, working_set: WorkingSet) -> None:
         self.device = torch.device("cpu")
         self._tier = tier
+        self._working_set = working_set
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a block that changes nothing."""
@@ -225,9 +232,9 @@ class HostPlace:
         """Return the lease's own tensor."""
         return lease.tensor
 
-    def put_back(self, lease: Lease) -> None:
-        """Give the lease back; a view found by gc.get_objects() is not written."""
-        lease.release(is_written=True)
+    def put_back(self, leases: Iterable[Lease]) -> None:
+        """Give the leases back; a view found by gc.get_objects() is not written."""
+        self._working_set.end_update(leases)
 
     def give_back(self, lease: Lease) -> None:
         """Give the lease back."""

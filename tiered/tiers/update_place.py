@@ -5,7 +5,7 @@ That is done bucket by bucket, in memory that is set aside for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -37,6 +37,8 @@ class _Computing(on_stream):
 class DevicePlace:
     """Updates on the compute device, on a stream of their own, in ``memory`` of their own."""
 
+    computes_in_dram = False
+
     def __init__(self, tier: AcceleratorTier, budget_bytes: int) -> None:
         """``budget_bytes``: of the device's memory, for one unit, its gradients, 3 buckets and the tile scratch."""
         self.device = tier.device
@@ -65,8 +67,12 @@ class DevicePlace:
         self._brought[lease] = buffer
         return buffer.tensor
 
-    def put_back(self, lease: Lease) -> None:
-        """Copy the bytes back; the lease ends with the copy."""
+    def put_back(self, leases: Iterable[Lease]) -> None:
+        """Copy the bytes back; each lease ends with its copy."""
+        for lease in leases:
+            self._put_back(lease)
+
+    def _put_back(self, lease: Lease) -> None:
         buffer = self._brought.pop(lease, None)
         if buffer is None:  # it was never brought
             lease.release(is_unchanged=True)

@@ -22,7 +22,7 @@ from tiered.store.generations.registry import Registry, committed_state, encode_
 from tiered.store.lifetime.confirmation import Confirmation
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.records.producers import Producers
-from tiered.store.residency.residents import this_thread
+from tiered.store.residency.thread_number import this_thread
 from tiered.store.residency.working_set import WorkingSet
 
 __all__ = ["Generations"]

@@ -50,7 +50,7 @@ class Residence:
 
     __slots__ = (
         "aliases", "buffer", "claims", "entry", "is_leaving", "name", "open_readers", "open_writers",
-        "pinned_nbytes", "writers",
+        "pinned_nbytes", "updater", "writers",
     )  # fmt: skip
 
     def __init__(self, buffer: Buffer, entry: Entry) -> None:
@@ -61,6 +61,7 @@ class Residence:
         self.writers = 0  # those of the leases that may write
         self.open_readers = 0  # leases that were not released
         self.open_writers = 0
+        self.updater: int | None = None  # the thread of an update that is the open writer: others wait for its end
         self.pinned_nbytes = 0  # the bytes that its leases count in a share of the budget
         self.claims = 0  # callers that wait for these bytes, or copy them
         self.is_leaving = False  # swap_out was asked for: first candidate for eviction once clean
@@ -168,6 +169,14 @@ class Entry:
     def is_settled(self) -> bool:
         """Whether nothing in flight or sealed has a hold on its bytes."""
         return not self.is_pending and self.state not in (EntryState.ARRIVING, EntryState.DEPARTING)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether its bytes are in DRAM and nobody uses them: a lease of any kind needs nothing."""
+        residence = self.residence
+        if residence is None or residence.aliases or self.is_pending:
+            return False
+        return self.state is EntryState.CLEAN or self.state is EntryState.DIRTY
 
     def record(self) -> Record:
         """Return the facts that the public face shows of this key."""

@@ -10,6 +10,7 @@ from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.records import Records
 from tiered.store.residency.residents import Residents
 from tiered.store.residency.room import Room
+from tiered.store.residency.thread_number import this_thread
 from tiered.store.space.space import Space
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.recorder import Wait
@@ -50,7 +51,8 @@ class Keys:
     def settled(self, key: str, operation: str) -> Entry | None:
         """Return the entry of ``key``, if there is one, with nothing in flight and no open lease for writing.
 
-        For a caller about to change it: raises ClosedError once close() has fixed the bytes that it commits.
+        Waits for transfers, and for another thread's update. For a caller about to change it: raises ClosedError once
+        close() has fixed the bytes that it commits.
         """
         deadline = Deadline(f"{operation} of {key!r}", self._deadline_s)
         while True:
@@ -60,10 +62,12 @@ class Keys:
             entry = self._records.entries.get(key)
             if entry is None:
                 return None
-            if entry.residence is not None and entry.residence.open_writers:
+            residence = entry.residence
+            if residence is None or not residence.open_writers:
+                if entry.is_settled:
+                    return entry
+            elif residence.updater in (None, this_thread()):
                 raise LeaseError(f"{operation} of {key!r}, which is leased for writing; release the lease first")
-            if entry.is_settled:
-                return entry
             self.wait_for(entry, deadline)
 
     def replace(self, old: Entry | None, key: str, spec: Spec, *, scratch: bool, key_id: int | None = None) -> Entry:
@@ -112,6 +116,8 @@ class Keys:
         reason = Wait.READ if entry.state is EntryState.ARRIVING else Wait.WRITE
         if entry.is_pending and entry.state is not EntryState.ARRIVING:
             reason = Wait.COMMIT
+        elif residence is not None and residence.updater is not None:
+            reason = Wait.UPDATE
         begun = self._room.recorder.begin()
         try:
             commit = self._records.commit_progress() if entry.is_pending else None

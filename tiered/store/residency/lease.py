@@ -5,7 +5,7 @@ The working set decides whether a lease is granted; this file has a granted one'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -37,8 +37,8 @@ def tensor_over(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
 class Lessor(Protocol):
     """The part of the store that grants leases and hears of their ends."""
 
-    def released(self, alias: Alias, *, is_written: bool = False, is_unchanged: bool = False) -> bool:
-        """Note that a lease was released; return whether its last tensor has died."""
+    def released(self, aliases: Sequence[Alias], *, is_written: bool = False, is_unchanged: bool = False) -> bool:
+        """Note that leases were released; return whether their last tensors have died."""
 
     def forget(self, alias: Alias) -> bool:
         """Have later leases read the bytes again; return False where only DRAM has them."""
@@ -84,7 +84,7 @@ class Lease:
         ``is_unchanged``: the holder of a lease for writing knows that the bytes are those it found; unless another
         tensor is alive they need not be written then.
         """
-        return self._lessor.released(self.end(), is_written=is_written, is_unchanged=is_unchanged)
+        return self._lessor.released((self.end(),), is_written=is_written, is_unchanged=is_unchanged)
 
     def forget(self) -> bool:
         """Have later leases of the key read its bytes again; return False where only DRAM has them."""

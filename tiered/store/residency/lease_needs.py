@@ -8,6 +8,7 @@ from collections.abc import Callable
 from tiered.errors import LeaseError, UsageError
 from tiered.store.format.spec import UnknownSpec
 from tiered.store.records.entry import Entry, EntryState
+from tiered.store.residency.thread_number import this_thread
 
 __all__ = ["LeaseNeeds", "ReadPastError", "SwapsIn"]
 
@@ -25,7 +26,7 @@ class LeaseNeeds(enum.Enum):
     NOTHING = enum.auto()
     BUFFER = enum.auto()  # memory to write to
     SWAP_IN = enum.auto()  # memory, and the bytes
-    WAIT = enum.auto()  # a transfer or a seal uses the bytes
+    WAIT = enum.auto()  # a transfer, a seal or another thread's update uses the bytes
 
     @classmethod
     def of(cls, entry: Entry, mode: str) -> LeaseNeeds:
@@ -34,6 +35,8 @@ class LeaseNeeds(enum.Enum):
             raise entry.spec.refusal()
         residence, state = entry.residence, entry.state
         if residence is not None and (residence.open_writers or (mode != "r" and residence.open_readers)):
+            if residence.updater not in (None, this_thread()):
+                return cls.WAIT
             open_mode = "writing" if residence.open_writers else "reading"
             raise LeaseError(f"{entry.name!r} is leased for {open_mode}; release that lease before one with {mode!r}")
         if state is EntryState.UNDEFINED and mode != "w":

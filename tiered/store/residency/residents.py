@@ -7,9 +7,7 @@ waits and never does I/O. Waiting and swapping in is in working_set.py, swapping
 from __future__ import annotations
 
 import functools
-import itertools
 import os
-import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -21,33 +19,11 @@ from tiered.store.records.table import Table
 from tiered.store.residency.ended_leases import EndedLeases
 from tiered.store.residency.eviction_policy import EvictionPolicy, LeastRecentlyUsed
 from tiered.store.residency.share import Share
+from tiered.store.residency.thread_number import this_thread
 
-__all__ = ["Residents", "be_thread", "this_thread"]
-
+__all__ = ["Residents"]
 
 _MOVING = (EntryState.ARRIVING, EntryState.DEPARTING)  # a transfer has the buffer, perhaps one that was not started yet
-
-
-class _Thread(threading.local):
-    """A number of its own for each thread: the system's are used again, and tensors outlive threads."""
-
-    numbers = itertools.count()
-
-    def __init__(self) -> None:
-        self.number = next(self.numbers)
-
-
-_thread = _Thread()
-
-
-def this_thread() -> int:
-    """Return the number of the calling thread; no other thread of this process ever has it."""
-    return _thread.number
-
-
-def be_thread(number: int) -> None:
-    """Count the calling thread's leases as those of the thread of that number, which waits while this one runs."""
-    _thread.number = number
 
 
 class Residents:
@@ -244,7 +220,8 @@ class Residents:
     def open(self, entry: Entry, *, is_writer: bool, is_brief: bool = False) -> Alias:
         """Count a new lease of a resident entry; its tensor is the caller's to make.
 
-        One for reading that ``is_brief`` counts as released: it ends by itself, and no writer is refused for it.
+        One that ``is_brief`` is waited for, and nobody is refused for it: for reading it counts as released, and ends
+        by itself; for writing the calling thread releases it soon, whatever others do.
         """
         residence = entry.residence
         assert residence is not None
@@ -259,6 +236,8 @@ class Residents:
         residence.is_leaving = False
         alias = Alias(residence, is_writer=is_writer, thread=this_thread())
         alias.is_released = is_brief and not is_writer
+        if is_brief and is_writer:
+            residence.updater = alias.thread
         self.users[alias.thread] += 1
         return alias
 
@@ -268,6 +247,9 @@ class Residents:
             alias.is_released = True
             alias.residence.open_writers -= alias.is_writer
             alias.residence.open_readers -= not alias.is_writer
+            if alias.is_writer and alias.residence.updater is not None:
+                alias.residence.updater = None
+                self._condition.notify_all()
             if is_written:
                 alias.residence.writers -= alias.is_writer
                 alias.is_writer = False

@@ -20,18 +20,17 @@ from tiered.stats import WorkingSetStatistics
 from tiered.store.format.row import MAX_NUM_DIMS
 from tiered.store.format.spec import Spec, is_kept
 from tiered.store.records.deferred_seal import DeferredSeal
-from tiered.store.records.entry import Alias, Entry, EntryState, Granted, Residence
+from tiered.store.records.entry import Alias, EntryState, Granted
 from tiered.store.records.records import Records
 from tiered.store.residency.eviction_policy import EvictionPolicy
 from tiered.store.residency.keys import Keys
 from tiered.store.residency.lease import Lease, tensor_over
-from tiered.store.residency.lease_needs import LeaseNeeds, ReadPastError, SwapsIn
+from tiered.store.residency.lease_grants import LeaseGrants
 from tiered.store.residency.modes import refuse_modes
 from tiered.store.residency.residents import Residents
 from tiered.store.residency.room import Room
 from tiered.store.residency.swap_in import SwapIn
 from tiered.store.space.space import Space
-from tiered.store.transfers.transfer import Transfer
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.nested_calls import NestedCalls
 from tiered.store.waiting.recorder import Recorder
@@ -71,12 +70,14 @@ class WorkingSet:
         self.deferred_seal = DeferredSeal(records, condition, self._progress, deadline_s=deadline_s)
         self.swap_in = SwapIn(residents, records, space, condition, self.room)
         self.keys = Keys(records, residents, self.room, space, condition, deadline_s=deadline_s)
+        self.grants = LeaseGrants(
+            residents, records, space, condition, self.room, self.keys, self.swap_in, self.deferred_seal
+        )
         self.streamed_in_bytes = self.streamed_out_bytes = 0
         self._refuse = refuse
         self._nested_calls = nested_calls
         self._is_read_only = is_read_only
         self._pid = os.getpid()
-        self._num_leases = 0
         residents.watch(records.entries)
 
     # Below: leases, hints, memory
@@ -121,43 +122,86 @@ class WorkingSet:
             raise ValueError(f'lease of {key!r}: expected mode "r", "w" or "rw", got {mode!r}')
         self.check(writing=mode != "r")
         refuse_modes("lease", key)
-        alias, spec, old = self.obtain(key, mode, Deadline(f"lease of {key!r} for {mode!r}", self.deadline_s))
+        lease = self._show(key, mode, self.grants.obtain(key, mode, self._lease_deadline(key, mode)))
+        self.room.pump()
+        return lease
+
+    @uninterrupted
+    def lease_for_update(self, keys: Sequence[str]) -> list[Lease]:
+        """Lease each of ``keys`` for "rw", or none; other threads that want them wait for the end, and are not refused.
+
+        So nothing that they wait with may be needed for it. Blocks as ``lease``, with its errors; costs less than so
+        many leases where the bytes are in DRAM. To be given back by ``end_update``, or one by one.
+        """
+        self.check(writing=True)
+        refuse_modes("lease", keys[0])
+        for key in keys:
+            self.deferred_seal.settle_for(key)
+        granted = self.grants.obtain_resident(keys)
+        leases: list[Lease] = []
+        try:
+            for key, grant in zip(keys, granted, strict=False):
+                leases.append(self._show(key, "rw", grant))
+            for key in keys[len(leases) :]:
+                grant = self.grants.obtain(key, "rw", self._lease_deadline(key, "rw"), is_brief=True)
+                leases.append(self._show(key, "rw", grant))
+        except BaseException:
+            for alias, _, _ in granted[len(leases) + 1 :]:
+                self.residents.report_end(alias)
+            for lease in leases:
+                lease.release(is_unchanged=True)
+            raise
+        self.room.pump()
+        return leases
+
+    def end_update(self, leases: Iterable[Lease]) -> None:
+        """Release leases of ``lease_for_update``; none of their tensors writes any more."""
+        self.released([lease.end() for lease in leases], is_written=True)
+
+    def _lease_deadline(self, key: str, mode: str) -> Deadline:
+        return Deadline(f"lease of {key!r} for {mode!r}", self.deadline_s)
+
+    def _show(self, key: str, mode: str, granted: Granted) -> Lease:
+        """Make the tensor of a granted lease; an error ends the lease."""
+        alias, spec, old = granted
         buffer = alias.residence.buffer
         flat: torch.Tensor | None = None
         try:
             if old is not None and mode == "rw":  # a reader still has the old bytes: this lease gets its own
                 ctypes.memmove(buffer.address, old.buffer.address, spec.nbytes)
             flat, alias.memory = buffer.alias(spec.nbytes, self.residents.on_end(alias))
-            lease = Lease(self, key, mode, alias, tensor_over(flat, spec))
+            return Lease(self, key, mode, alias, tensor_over(flat, spec))
         except BaseException:
             if flat is None:
                 self.residents.report_end(alias)
             else:  # its own end is reported, once: when no frame of this error has it any more
                 flat = None
-                self.released(alias)
+                self.released([alias])
             raise
         finally:
             if old is not None:
-                self._unclaim(old)
-        self.room.pump()
-        return lease
+                self.grants.unclaim(old)
 
     @uninterrupted
-    def released(self, alias: Alias, *, is_written: bool = False, is_unchanged: bool = False) -> bool:
-        """Note that a lease was released; return whether its last tensor has died. Works after close as well."""
+    def released(self, aliases: Sequence[Alias], *, is_written: bool = False, is_unchanged: bool = False) -> bool:
+        """Note that leases were released; return whether their last tensors have died. Works after close as well."""
         if self._pid != os.getpid():
             return True  # in a forked child there is nothing to give back
         try:
             self._nested_calls.refuse()
         except UsageError:
             return True  # a finalizer inside of a call: the death of the tensor says the same, and is noted soon
+        have_ended = True
         with self.condition:
-            is_unchanged &= not alias.has_ended  # order: an end that another thread noted let writers in
-            self.residents.release(alias, is_written=is_written)
-            has_ended = self.residents.has_ended(alias)
-            self.residents.restore(alias, self.records.untouch) if is_unchanged and has_ended else None
+            for alias in aliases:
+                may_restore = is_unchanged and not alias.has_ended  # order: an end noted elsewhere has let writers in
+                self.residents.release(alias, is_written=is_written)
+                has_ended = self.residents.has_ended(alias)
+                if may_restore and has_ended:
+                    self.residents.restore(alias, self.records.untouch)
+                have_ended &= has_ended
         self.room.pump()
-        return has_ended
+        return have_ended
 
     @uninterrupted
     def forget(self, alias: Alias) -> bool:
@@ -180,81 +224,6 @@ class WorkingSet:
             if alias.has_ended:
                 self.keys.remove(lease.key)
         return alias.has_ended
-
-    def obtain(self, key: str, mode: str, deadline: Deadline, *, swaps_in: SwapsIn | None = None) -> Granted:
-        """Return the granted lease, with no tensor yet, its looks, and the claimed residence it must copy, if any.
-
-        A lease for reading with ``swaps_in`` is brief: no writer waits for it, as for one that lingers. Where the bytes
-        are not in DRAM, and ``swaps_in(entry)`` is false, it raises ReadPastError.
-        """
-        reading: Transfer | None = None  # the swap in that this call has started
-        claim: Residence | None = None  # the residence it reads into: not to be evicted before it is leased here
-        try:
-            while True:
-                if mode != "r":
-                    self.deferred_seal.settle_for(key)
-                with self.condition:
-                    if claim is None:
-                        self.room.stand_back(deadline)
-                    if mode != "r":
-                        self.keys.refuse_late()
-                    entry, needs, urgent = self._await_needs(key, mode, deadline)
-                    if mode != "r" and not entry.scratch and self.deferred_seal.is_closed:
-                        continue  # deferred meanwhile, by another thread
-                    if needs is not LeaseNeeds.NOTHING and claim is not None:  # replaced: the bytes read are useless
-                        self.residents.unclaim(claim)
-                        claim = None
-                    if needs is LeaseNeeds.NOTHING:
-                        return self._grant(entry, mode, None, swaps_in is not None)
-                    if needs is LeaseNeeds.SWAP_IN and reading is not None and reading.error is not None:
-                        raise reading.error
-                    if needs is LeaseNeeds.SWAP_IN and swaps_in is not None and not swaps_in(entry):
-                        raise ReadPastError
-                    nbytes = self.space.round_up(entry.nbytes)
-                    buffer = None if urgent is not None else self.residents.take_nowait(nbytes, is_held=entry.held)
-                    if buffer is not None and needs is LeaseNeeds.BUFFER:
-                        return self._grant(entry, mode, buffer)
-                    if buffer is not None:
-                        claim = self.residents.claim(self.residents.admit(entry, buffer))
-                        reading = self.swap_in.begin(entry, claim)
-                if urgent is not None:
-                    urgent.start()
-                elif buffer is None:
-                    self.room.make(nbytes, deadline, is_held=entry.held)
-                elif reading is not None:
-                    reading.start()
-        finally:
-            self.room.leave(deadline)
-            if claim is not None:
-                self._unclaim(claim)
-
-    def _await_needs(self, key: str, mode: str, deadline: Deadline) -> tuple[Entry, LeaseNeeds, Transfer | None]:
-        """Return the entry and its needs before a lease, once no transfer in flight uses it.
-
-        Or the read of it that the caller must start first.
-        """
-        while True:
-            entry = self.keys.find(key)
-            needs = LeaseNeeds.of(entry, mode)
-            urgent = self.swap_in.take_over(entry) if needs is LeaseNeeds.WAIT else None
-            if needs is not LeaseNeeds.WAIT or urgent is not None:
-                return entry, needs, urgent
-            self.keys.wait_for(entry, deadline)
-
-    def _grant(self, entry: Entry, mode: str, buffer: Buffer | None, is_brief: bool = False) -> Granted:
-        old: Residence | None = None
-        if buffer is not None:
-            old = entry.residence
-            if old is not None:
-                self.residents.claim(old)
-            self.residents.drop(entry)
-            self.residents.admit(entry, buffer)
-        alias = self.residents.open(entry, is_writer=mode != "r", is_brief=is_brief)
-        if mode != "r":
-            self.records.touch(entry, alias)
-            entry.state = EntryState.DIRTY
-        self._num_leases += 1
-        return alias, entry.spec, old
 
     @uninterrupted
     def prefetch(self, keys: Iterable[str], beside: Mapping[str, int] | None = None) -> int:
@@ -369,7 +338,7 @@ class WorkingSet:
                 writing_bytes=write_back.writing_bytes,
                 orphan_bytes=residents.orphan_bytes,
                 num_evictions=residents.num_evictions,
-                num_leases=self._num_leases,
+                num_leases=self.grants.num_leases,
                 swaps=self.swap_in.statistics(write_back, self.streamed_in_bytes, self.streamed_out_bytes),
             )
 
@@ -393,8 +362,4 @@ class WorkingSet:
                     raise KeyError(key)
 
     def _progress(self) -> object:
-        return self._num_leases, self.room.write_back.num_landed, self.records.commit_progress()
-
-    def _unclaim(self, residence: Residence) -> None:
-        with self.condition:
-            self.residents.unclaim(residence)
+        return self.grants.num_leases, self.room.write_back.num_landed, self.records.commit_progress()

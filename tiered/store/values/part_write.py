@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -157,9 +158,10 @@ class PartWrite:
         """Bring the tensor into DRAM, where its bytes can be had under the lock."""
         working_set = self._working_set
         with contextlib.suppress(ReadPastError):  # the key has become a large one
-            alias, _, _ = working_set.obtain(self._key, "r", self._deadline, swaps_in=lambda entry: entry.is_inline)
+            is_inline = operator.attrgetter("is_inline")
+            alias, _, _ = working_set.grants.obtain(self._key, "r", self._deadline, swaps_in=is_inline)
             working_set.residents.report_end(alias)
-            working_set.released(alias)
+            working_set.released([alias])
 
     def _find(self) -> Entry:
         """Return the entry, settled, with the elements to be written; may wait."""

@@ -77,7 +77,7 @@ class PartValues:
         working_set = self._working_set
         deadline = Deadline(f"lease of {key!r} for 'r'", working_set.deadline_s)
         # Order: the looks are those of these bytes; since the caller looked, the key may have become another.
-        alias, spec, _ = working_set.obtain(key, "r", deadline, swaps_in=lambda _: False)
+        alias, spec, _ = working_set.grants.obtain(key, "r", deadline, swaps_in=lambda _: False)
         try:
             check_elements(key, spec, start, stop)
             result = torch.empty(stop - start, dtype=spec.dtype, device="cpu")
@@ -87,7 +87,7 @@ class PartValues:
                 flat_of(result).copy_(torch.frombuffer(memory, dtype=torch.uint8))
         finally:
             working_set.residents.report_end(alias)
-            working_set.released(alias)
+            working_set.released([alias])
         return result
 
     def _read_row(self, window: Window, row: Row, start: int, flat: torch.Tensor) -> None:

@@ -208,13 +208,13 @@ class Values:
                     direct.wait()
             return result
         deadline = Deadline(f"lease of {key!r} for 'r'", self._working_set.deadline_s)
-        alias, spec, _ = self._working_set.obtain(key, "r", deadline, swaps_in=self._swaps_in)
+        alias, spec, _ = self._working_set.grants.obtain(key, "r", deadline, swaps_in=self._swaps_in)
         try:
             result = result_for(spec, key, out, target)
             copy_contiguous(alias.residence.buffer, result, to_buffer=False)
         finally:
             self._working_set.residents.report_end(alias)  # no tensor was made over its bytes
-            self._working_set.released(alias)
+            self._working_set.released([alias])
         return result
 
     @uninterrupted

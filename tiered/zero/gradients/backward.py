@@ -15,7 +15,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
-from tiered.store.residency.residents import be_thread
+from tiered.store.residency.thread_number import be_thread
 from tiered.zero.frames import num_on_stack
 from tiered.zero.gradients.failed_backwards import report_failures_to
 from tiered.zero.gradients.used_gradients import check_used, show_used

@@ -79,7 +79,7 @@ class OpenGradients:
         self.rooms = Rooms(self._working_set.has)  # for the schedule: buffers that will be leased
         self._root = open_units.root
         self._tier = open_units.root.tier
-        self.place: UpdatePlace = HostPlace(self._tier)  # of updates
+        self.place: UpdatePlace = HostPlace(self._tier, self._working_set)  # of updates
         self._distance = distance
         self._open: dict[_Gradients, None] = {}
         self._lent: tuple[_Gradients, GradientBuffer] | None = None

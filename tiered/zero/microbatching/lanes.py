@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
-from tiered.store.residency.residents import be_thread, this_thread
+from tiered.store.residency.thread_number import be_thread, this_thread
 from tiered.zero.microbatching.thread_state import Settings, ThreadState
 from tiered.zero.parameters.calls import NO_TURNS, CallStack
 from tiered.zero.step import Running

@@ -67,19 +67,26 @@ class UnitUpdate:
         """Update the unit; blocks. ``use(key)`` is told of each bucket."""
         self._pipeline.run(self.buckets, self, use)
 
-    def open(self, key: str) -> Lease:
-        """Lease the bucket ``key``, the parameters and the gradients; blocks."""
+    @property
+    def num_together(self) -> int:
+        """All buckets, where they are in DRAM for good and the update computes there."""
+        return len(self.buckets) if self._schedule.is_settled and self._place.computes_in_dram else 1
+
+    def open(self, keys: Sequence[str]) -> list[Lease]:
+        """Lease the buckets ``keys``, the parameters and the gradients; blocks."""
         if not self._sources:
             self._lease_parameters()
             self.gradients.open()
             self._schedule.take_back([*self._parameter_keys.values(), self.gradients.key])
-        return self.unit.tier.lease(key, "rw")
+        return self.unit.tier.lease_for_update(keys)
 
     def _lease_parameters(self) -> None:
-        for span, key in self._parameter_keys.items():
-            if span not in self._leases:
-                self._leases[span] = self.unit.tier.lease(key, "rw")
-                self._tensors[span] = self._place.bring(self._leases[span])
+        if not self._leases:
+            keys = self._parameter_keys
+            self._leases = dict(zip(keys, self.unit.tier.lease_for_update(list(keys.values())), strict=True))
+        for span, lease in self._leases.items():
+            if span not in self._tensors:
+                self._tensors[span] = self._place.bring(lease)
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """Ask for the buckets ``keys`` through the schedule, which puts all later reads in order."""
@@ -94,17 +101,16 @@ class UnitUpdate:
             self._sources[segment] = source
         return source
 
-    def done(self, key: str) -> None:
-        """Swap the bucket out, unless all keys stay in DRAM for good."""
+    def done(self, keys: Sequence[str]) -> None:
+        """Swap the buckets out, unless all keys stay in DRAM for good."""
         if not self._schedule.is_settled:
-            self.unit.working_set.swap_out([key])
+            self.unit.working_set.swap_out(keys)
 
     def _release_parameters(self) -> None:
         self._sources.clear()  # lifetime: before the leases that they are views of
         self._tensors.clear()
         leases, self._leases = self._leases, {}
-        for lease in leases.values():
-            self._place.put_back(lease)
+        self._place.put_back(leases.values())
         if leases and not self._schedule.is_settled:
             self.unit.working_set.swap_out([lease.key for lease in leases.values()])
 

@@ -40,8 +40,12 @@ class Source(NamedTuple):
 class Supply(Protocol):
     """The supply of an update with parameters and gradients."""
 
-    def open(self, key: str) -> Lease:
-        """Lease the bucket ``key`` for writing, and the bytes that ``source`` gives views of; blocks."""
+    @property
+    def num_together(self) -> int:
+        """The most buckets that may be leased at one time."""
+
+    def open(self, keys: Sequence[str]) -> list[Lease]:
+        """Lease the buckets ``keys`` for the update, and the bytes that ``source`` gives views of; blocks."""
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """Ask for the buckets ``keys``, which come next; a hint."""
@@ -49,20 +53,22 @@ class Supply(Protocol):
     def source(self, segment: Segment) -> Source | None:
         """Return the contribution of ``segment``, None where none is due; valid until the next ``open``."""
 
-    def done(self, key: str) -> None:
-        """The bucket ``key`` is updated and released: have it on its way to the device."""
+    def done(self, keys: Sequence[str]) -> None:
+        """The buckets ``keys`` are updated and released: have them on their way to the device."""
 
 
 class PlainSupply:
     """Parameters and gradients in ordinary memory."""
 
+    num_together = 1
+
     def __init__(self, working_set: WorkingSet, sources: Mapping[Segment, Source]) -> None:
         self._working_set = working_set
         self._sources = sources
 
-    def open(self, key: str) -> Lease:
-        """Lease the bucket ``key`` for writing; blocks."""
-        return self._working_set.lease(key, "rw")
+    def open(self, keys: Sequence[str]) -> list[Lease]:
+        """Lease the buckets ``keys``; blocks."""
+        return self._working_set.lease_for_update(keys)
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """Ask for the buckets ``keys``."""
@@ -72,9 +78,9 @@ class PlainSupply:
         """Return the contribution of ``segment``."""
         return self._sources.get(segment)
 
-    def done(self, key: str) -> None:
-        """Swap the bucket out."""
-        self._working_set.swap_out([key])
+    def done(self, keys: Sequence[str]) -> None:
+        """Swap the buckets out."""
+        self._working_set.swap_out(keys)
 
 
 class UpdatePipeline:
@@ -91,7 +97,7 @@ class UpdatePipeline:
         memory = torch.frombuffer(self._buffer.memory, dtype=torch.uint8)
         self.scratch = TileScratch(memory, tile_numel)
         self._is_open = True
-        self._place: UpdatePlace = HostPlace(HostTier(working_set))
+        self._place: UpdatePlace = HostPlace(HostTier(working_set), working_set)
         self._scratch_there = self.scratch
 
     def move_to(self, place: DevicePlace) -> None:
@@ -107,33 +113,35 @@ class UpdatePipeline:
         two buckets. New state is on its way to the device when this returns.
         """
         keys = [bucket.key for bucket in buckets]
-        for index, bucket in enumerate(buckets):
-            supply.read_ahead(keys[index : index + 1 + _READ_AHEAD])
+        number = supply.num_together
+        for first in range(0, len(buckets), number):
+            supply.read_ahead(keys[first : first + number + _READ_AHEAD])
             with self._place.computing():
-                self._update(bucket, supply, use)
-            supply.done(bucket.key)
+                self._update(buckets[first : first + number], supply, use)
+            supply.done(keys[first : first + number])
 
-    def _update(self, bucket: Bucket[Segment], supply: Supply, use: Callable[[str], None]) -> None:
-        lease = supply.open(bucket.key)
+    def _update(self, buckets: Sequence[Bucket[Segment]], supply: Supply, use: Callable[[str], None]) -> None:
+        leases = supply.open([bucket.key for bucket in buckets])
         try:
-            state = self._place.bring(lease)
-            begun = self._working_set.recorder.begin()
-            use(bucket.key)  # order: once it is leased, or keys read ahead would push it out as just used
-            for piece in bucket.pieces:
-                source = supply.source(piece.segment)
-                if source is not None:
-                    update_piece(
-                        piece,
-                        source.parameter,
-                        source.gradient,
-                        state,
-                        source.hyper,
-                        source.factor,
-                        self._scratch_there,
-                    )
-            self._working_set.recorder.worked("update bucket", bucket.key, begun)
+            for bucket, lease in zip(buckets, leases, strict=True):
+                state = self._place.bring(lease)
+                begun = self._working_set.recorder.begin()
+                use(bucket.key)  # order: once it is leased, or keys read ahead would push it out as just used
+                for piece in bucket.pieces:
+                    source = supply.source(piece.segment)
+                    if source is not None:
+                        update_piece(
+                            piece,
+                            source.parameter,
+                            source.gradient,
+                            state,
+                            source.hyper,
+                            source.factor,
+                            self._scratch_there,
+                        )
+                self._working_set.recorder.worked("update bucket", bucket.key, begun)
         finally:
-            self._place.put_back(lease)
+            self._place.put_back(leases)
 
     def close(self) -> None:
         """Give the scratch back. Idempotent."""

@@ -18,7 +18,7 @@ from tiered.bytes.condition import Condition
 from tiered.bytes.exit_and_fork import at_exit
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import DeviceError
-from tiered.store.residency.residents import this_thread
+from tiered.store.residency.thread_number import this_thread
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.nested_calls import NestedCalls
 from tiered.store.waiting.recorder import Wait

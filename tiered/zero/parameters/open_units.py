@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from tiered.errors import UsageError
-from tiered.store.residency.residents import this_thread
+from tiered.store.residency.thread_number import this_thread
 from tiered.tiers.compute_tier import Gathered
 from tiered.zero.parameters.unit import Unit
 from tiered.zero.step import graph_task
