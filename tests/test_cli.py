@@ -202,7 +202,6 @@ class TestPlan:
         assert "404.4 M parameters" in lines
         assert "training in memory would need 6.0 GiB" in lines
         assert "4.5 GiB per step, 4.4 TiB per 1,000 steps and directory" in lines
-        assert not default.warnings()
 
     def test_a_dry_run_says_the_plan_and_begins_nothing(
         self, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -225,9 +224,19 @@ class TestPlan:
         assert plan(clip=1.0).step_write_nbytes == 14 * 404_443_136
         assert plan(clip=1.0, dram=1 << 32).step_write_nbytes == 12 * 404_443_136
 
-    def test_above_10_tb_the_dials_are_named(self) -> None:
+    def test_above_10_tb_the_dials_are_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tiered.train.plan.multiplies_bf16_slowly", lambda: False)
+        assert not plan().warnings()
         (warning,) = plan(steps=3000).warnings()
         assert all(dial in warning for dial in ("--dram", "--commit-every", "--no-durable", "--state"))
+
+    def test_long_steps_in_bf16_are_warned_of_where_the_cpu_is_slow_at_them(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tiered.train.plan.multiplies_bf16_slowly", lambda: True)
+        (warning,) = plan().warnings()
+        assert "--dtype fp32" in warning
+        assert not plan(dtype="fp32").warnings() and not plan(layers=1, width=64, heads=4, batch=1).warnings()
 
     def test_space_is_counted_per_file_system_and_less_what_is_there(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

