@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import tiered
 from tests.interop.checkpoints import MODELS, assert_same_tensors, gpt2, mixtral, tensors_in
 from tests.zero.training import debug_store
 from tiered.cli import main
+from tiered.units import MiB
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
@@ -158,3 +160,35 @@ def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "add --yes" in refused("export", run, files)
     assert main(["export", run, files, "--yes"]) == 0
     assert torch.equal(tensors_in(tmp_path / "files")["a"], torch.arange(3))
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_units_of_more_than_half_of_the_budget_are_exported(
+    dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No part of one is referred to any more when the next is swapped in."""
+    monkeypatch.setattr("tiered.interop.exporting._LEAST_DRAM_NBYTES", 8 * MiB)
+    with tiered.Store(tmp_path / "run", dram="128MiB") as store:
+        model = tiered.shard(nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(3)]), store, unit=nn.Linear)
+        expected = model.state_dict()
+        store.commit({})
+    options = ["--dtype", dtype] if dtype else []
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "files"), *options]) == 0
+    cast = {name: each.to(torch.bfloat16 if dtype else torch.float32) for name, each in expected.items()}
+    assert_same_tensors(tensors_in(tmp_path / "files"), cast)
+
+
+def test_an_export_that_fails_leaves_no_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "no luck")
+
+    with tiered.Store(tmp_path / "run", dram="16MiB") as store:
+        store["a"] = torch.ones(5)
+        store.commit({})
+    monkeypatch.setattr("tiered.interop.safetensors_file._write", fail)
+    for _ in range(2):
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "files")]) == 2
+        assert not (tmp_path / "files").exists()
+    (tmp_path / "files").mkdir()
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "files")]) == 2
+    assert not list((tmp_path / "files").iterdir())

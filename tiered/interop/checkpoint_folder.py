@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -67,14 +67,18 @@ def write_files(folder: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def _prepared(folder: Path) -> Iterator[None]:
-    """Lend ``folder`` without temporary files of an earlier call, and of this one where it fails."""
+    """Lend ``folder`` without temporary files of an earlier call, and of this one where it fails; nor a new folder."""
     try:
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         _remove_partial(folder)
         try:
             yield
         finally:
             _remove_partial(folder)
+            if is_new:
+                with suppress(OSError):  # what was written is in it
+                    folder.rmdir()
     except FileExistsError as error:
         raise UsageError(f"{folder} is a file; expected a folder, or a path where there is none") from error
     except OSError as error:

@@ -34,10 +34,14 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata:
     with FileWriter(str(path), len(header) + nbytes) as file:
         file.write(memoryview(header))
         for name in order:
-            tensor = tensors[name]
-            for piece in _pieces(tensor.values() if isinstance(tensor, DeferredTensor) else tensor.detach().cpu()):
-                file.write(memoryview(piece.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            _write(file, tensors[name])
         file.finish()
+
+
+def _write(file: FileWriter, tensor: torch.Tensor) -> None:
+    """Write the values of ``tensor``. Lifetime: nothing refers to them when this returns; they may be leased bytes."""
+    for piece in _pieces(tensor.values() if isinstance(tensor, DeferredTensor) else tensor.detach().cpu()):
+        file.write(memoryview(piece.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
 
 def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, int]:
