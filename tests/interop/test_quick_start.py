@@ -28,7 +28,7 @@ def run(lines: str, path: Path, step: int = -1) -> Any:
 
 
 def test_the_lines_run_as_they_are_written_and_go_on_after_a_stop(tmp_path: Path) -> None:
-    lines = LINES.replace("save_steps=100", 'save_steps=1, use_cpu=True, report_to="none", disable_tqdm=True')
+    lines = LINES.replace("save_steps=100", 'save_steps=1, report_to="none", disable_tqdm=True')
     resumed = lines.replace("trainer.train()", "trainer.train(resume_from_checkpoint=True)", 1)
     for name in ("undisturbed", "stopped", "stopped_early"):
         (tmp_path / name).mkdir()
