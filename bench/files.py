@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Files in and out: a checkpoint into a store and out again, its peak of memory, and its rate beside the drive's own.
 
-Usage: python bench/files.py [--layers 36 --width 1024 --heads 16 --dram 512MiB --turns 2 --store DIR]
+Usage: python bench/files.py [--layers 36 --width 1024 --heads 16 --dram 512MiB --turns 2 --parts "drive read,in place" --store DIR]
 
 A GPT-2 of fp32 (2 GB with the defaults) is loaded by tiered.hf.from_pretrained, copied to a durable store with its
 commit, or read in place with the commit that digests it, and saved by tiered.save_pretrained; and by the model's own
 save_pretrained, whose weights the bar is about are 1.5 GB (--layers 28). Each runs in a process of its own that has
-loaded a tiny model before, beside the drive's own rate for the same bytes, read or written with direct I/O by eight
-threads, in turns: the slower of both where each byte is read and written. Memory is the most anonymous memory of the
-process (RssAnon) less that before, beyond the budget. One JSON line comes last.
+loaded a tiny model before, beside the drive's own rate for the same bytes, read, written or copied from one file to
+another with direct I/O by eight threads, in turns: the slower of reads and writes, and the plain copy, where each byte
+is both. Memory is the most anonymous memory of the process (RssAnon) less that before, beyond the budget. One JSON line
+comes last.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from tiered.interop.checkpoint_folder import write_checkpoint
 from tiered.units import MiB, format_bytes, parse_bytes
 from tiered.zero.deferred_tensor import DeferredTensor
 
-PARTS = ("drive write", "copied", "drive read", "in place", "export", "own save")
+PARTS = ("drive write", "copied", "drive read", "in place", "drive copy", "export", "own save")
 OF_DRIVE = {
     "copied": ("drive read", "drive write"),  # the slower one: each byte is read and written
     "in place": ("drive read",),
@@ -54,6 +55,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--dram", default="512MiB")
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--parts", default=",".join(PARTS), help="those to run, with the drive's own that they need")
     parser.add_argument("--store", type=Path, default=None, help="where files are made (default: a folder in runs/)")
     return parser.parse_args()
 
@@ -132,6 +134,8 @@ def run_part(args: argparse.Namespace, part: str, folder: Path) -> dict[str, flo
     """Run one part in this process."""
     source = folder / "checkpoint"
     nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    if part == "drive copy":
+        return {"seconds": copy(folder / "drive", folder / "drive copy", nbytes), "nbytes": nbytes}
     if part.startswith("drive"):
         return {"seconds": move(folder / "drive", nbytes, writes=part == "drive write"), "nbytes": nbytes}
     in_place = part == "in place"
@@ -184,6 +188,30 @@ def move(path: Path, nbytes: int, *, writes: bool) -> float:
     return time.perf_counter() - begun
 
 
+def copy(path: Path, to: Path, nbytes: int) -> float:
+    """Copy the file at ``path`` with direct I/O; return the seconds."""
+    to.unlink(missing_ok=True)
+    source, target = os.open(path, os.O_RDONLY | os.O_DIRECT), os.open(to, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    local = threading.local()
+
+    def request(offset: int) -> None:
+        if not hasattr(local, "memory"):
+            local.memory = empty_aligned(REQUEST_NBYTES, 4096)[1]
+        os.preadv(source, [local.memory], offset)
+        os.pwrite(target, local.memory, offset)
+
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(2 * NUM_THREADS) as threads:  # half of them read, half write
+        os.posix_fallocate(target, 0, nbytes)
+        list(threads.map(request, range(0, nbytes, REQUEST_NBYTES)))
+    os.fsync(target)
+    seconds = time.perf_counter() - begun
+    os.close(source)
+    os.close(target)
+    to.unlink()
+    return seconds
+
+
 def load_tiny(folder: Path) -> None:
     """Load a tiny model, so that what a process does once, such as imports and tables of names, is done."""
     transformers.utils.logging.disable_progress_bar()
@@ -203,9 +231,9 @@ def main() -> None:
         load_tiny(folder)
         nbytes = forked(lambda: prepare(args, folder / "checkpoint"))
         print(f"{format_bytes(nbytes)} of weights, budget {args.dram}, {args.turns} turns, {platform.machine()}")
-        found: dict[str, list[dict[str, float]]] = {part: [] for part in PARTS}
+        found: dict[str, list[dict[str, float]]] = {part: [] for part in args.parts.split(",")}
         for _ in range(args.turns):
-            for part in PARTS:
+            for part in args.parts.split(","):
                 found[part].append(forked(lambda part=part: run_part(args, part, folder)))
     finally:
         shutil.rmtree(folder)
@@ -215,7 +243,7 @@ def main() -> None:
 def report(args: argparse.Namespace, nbytes: int, found: dict[str, list[dict[str, float]]]) -> None:
     seconds = {part: statistics.median(each["seconds"] for each in runs) for part, runs in found.items()}
     result: dict[str, Any] = {"bench": "files", "nbytes": nbytes, "dram": args.dram}
-    for part in PARTS:
+    for part in args.parts.split(","):
         rate = nbytes / seconds[part]
         line = f"{part:12} {rate / 1e9:5.2f} GB/s"
         result[part] = {"bytes_per_s": rate}
@@ -224,10 +252,11 @@ def report(args: argparse.Namespace, nbytes: int, found: dict[str, list[dict[str
             most = found[part][0]["unit_nbytes"] + MOST_BEYOND_NBYTES[part]
             share = max(seconds[each] for each in OF_DRIVE[part]) / seconds[part]
             result[part] |= {"of_drive": share, "beyond_budget_nbytes": beyond, "within": beyond <= most}
-            line += (
-                f"  {share:4.2f} of {' and '.join(OF_DRIVE[part])}; memory beyond the budget {beyond / MiB:6.0f} MiB"
-            )
-            line += f" (bar {most / MiB:.0f})"
+            line += f"  {share:4.2f} of {' and '.join(OF_DRIVE[part])}"
+            if len(OF_DRIVE[part]) > 1:
+                result[part]["of_copy"] = of_copy = seconds["drive copy"] / seconds[part]
+                line += f", {of_copy:4.2f} of drive copy"
+            line += f"; {beyond / MiB:.0f} MiB beyond the budget (bar {most / MiB:.0f})"
         print(line)
     print(json.dumps(result))
 

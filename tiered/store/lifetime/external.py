@@ -37,6 +37,7 @@ class ExternalSources:
         refuse_one_path(paths)
         found = {os.path.realpath(path): path for given in paths for path in reversed(_files_of(given))}
         self._paths = sorted(found.values(), key=[path for given in paths for path in _files_of(given)].index)
+        self._known = {each: index for index, path in enumerate(self._paths) for each in (os.path.realpath(path), path)}
         self._headers: list[SafetensorsHeader] = []
         self._identities: list[ExternalFile] = []
         self.files: tuple[ExternalFile, ...] = ()  # as the catalog numbers them
@@ -119,11 +120,12 @@ class ExternalSources:
         return number
 
     def _index(self, path: str | os.PathLike[str]) -> int:
-        real = os.path.realpath(path)
-        for index, each in enumerate(self._paths):
-            if os.path.realpath(each) == real:
-                return index
-        raise UsageError(f"{path} is not among the files that the store was opened with: give it in external=[...]")
+        index = self._known.get(os.fspath(path))
+        if index is None:  # order: a real path takes a call to the system for each of its parts
+            index = self._known.get(os.path.realpath(path))
+        if index is None:
+            raise UsageError(f"{path} is not among the files that the store was opened with: give it in external=[...]")
+        return index
 
     def changed(self) -> str | None:
         """Return in what way a file has changed since it was opened, or None."""
