@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
+import signal
 import sys
 import traceback
 import warnings
@@ -14,6 +16,9 @@ from tiered.bytes.device.base import Device, IOClass, Operation
 
 if TYPE_CHECKING:
     from tiered.bytes.arena import Buffer  # which imports torch: not in the processes that tests of devices start
+
+_LIBC = ctypes.CDLL(None)  # order: a child that was forked beside threads must not load it
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 WAIT_S = 30.0  # longer than anything here takes; a lost completion fails a test instead of hanging it
 
@@ -68,6 +73,7 @@ def exit_code_of_child(check: Callable[[], None]) -> int:
     if child == 0:
         code = 1
         try:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # or a worker that was ended for a hang leaves it
             check()
             code = 0
         except BaseException:
