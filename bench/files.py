@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Files in and out: a checkpoint into a store and out again, its peak of memory, and its rate beside the drive's own.
 
-Usage: python bench/files.py [--layers 36 --width 1024 --heads 16 --dram 512MiB --turns 2 --parts "drive read,in place" --store DIR]
+Usage: python bench/files.py [--layers 36 --width 1024 --heads 16 --dram 512MiB --turns 2 --store DIR]
+           [--parts "drive read,in place"]
 
 A GPT-2 of fp32 (2 GB with the defaults) is loaded by tiered.hf.from_pretrained, copied to a durable store with its
 commit, or read in place with the commit that digests it, and saved by tiered.save_pretrained; and by the model's own
