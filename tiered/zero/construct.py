@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -142,7 +142,7 @@ class _Construction:
     @uninterrupted
     def copy(self, segment: Segment) -> nn.Parameter:
         """``copy.deepcopy`` of a parameter in a constructor (TransformerEncoder's): another one, of equal values."""
-        with self.access(segment, "deepcopy", (), {}), without_dispatch():
+        with self.access([segment], "deepcopy", (), {}), without_dispatch():
             copied = nn.Parameter(segment.parameter.detach().clone(), segment.parameter.requires_grad)
             self._place(segment.name, copied)
         copied.__class__ = TieredParameter
@@ -177,20 +177,26 @@ class _Construction:
         parameter.segment = segment  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
-    def access(self, segment: Segment, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Show the parameter for one operation, which may write it."""
-        if not self.is_open:
-            raise UsageError(
-                f"parameter {segment.name}: {name_of(func)} after `with tiered.construct(store):`; expected it inside"
-                " of that block, or tiered.shard(model, store) first"
-            )
-        constructed: Any = segment.unit
-        constructed.show()
-        constructed.num_ops += 1
+    def access(
+        self, segments: Sequence[Segment], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
+        """Show the parameters for one operation, which may write them."""
+        shown: list[Any] = []
         try:
+            for segment in segments:
+                if not self.is_open:
+                    raise UsageError(
+                        f"parameter {segment.name}: {name_of(func)} after `with tiered.construct(store):`; expected it"
+                        " inside of that block, or tiered.shard(model, store) first"
+                    )
+                constructed: Any = segment.unit
+                constructed.show()
+                constructed.num_ops += 1
+                shown.append(constructed)
             yield
         finally:
-            constructed.num_ops -= 1
+            for constructed in shown:
+                constructed.num_ops -= 1
 
     def is_unsharded(self, segment: Segment) -> bool:
         """Return False: the parameter may be parked at any time."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from tiered.errors import UsageError
 from tiered.zero.frames import num_on_stack, stack
-from tiered.zero.parameters.calls import Calls
+from tiered.zero.parameters.calls import Calls, HookPair
 from tiered.zero.parameters.conductor import Conductor
 from tiered.zero.parameters.methods import touched_by_method
 from tiered.zero.parameters.parameter import is_write, name_of
@@ -36,38 +37,18 @@ class Access:
 
     def __init__(self, conductor: Conductor, touch: Callable[[Unit], None]) -> None:
         """``touch(unit)`` hears of each use of a parameter of ``unit``."""
-        self._conductor = conductor
-        self._touch = touch
+        self.conductor = conductor
+        self.touch = touch
 
-    @contextmanager
-    def access(self, segment: Segment, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Show ``segment``'s parameter for one operation ``func``; raises UsageError at the wrong time."""
-        conductor = self._conductor
-        if conductor.phase.export.only_looks:
-            yield
-            return
-        write = is_write(func, args, kwargs)
-        name = name_of(func)
-        is_merge = self._check(segment, name, is_write=write)
-        if not in_graph_task():
-            conductor.calls.touched(segment)
-        unit = segment.unit
-        unit.show("rw" if write or (is_merge and name == ".data") else "r")
-        unit.buffer.use()
-        conductor.ahead.go_on()
-        self._touch(unit)  # order: showing the unit may finish an update of it
-        unit.num_ops += 1
-        try:
-            with conductor.calls.pair_for_operation():
-                yield
-        finally:
-            unit.num_ops -= 1
-        if write and (conductor.phase.num_loading or is_merge):  # by a copy, or who knows what the values are
-            conductor.written(segment, args[1] if func is torch.Tensor.copy_ and len(args) > 1 else None)
+    def access(
+        self, segments: Sequence[Segment], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Return a block for one operation ``func``, in which the parameters of ``segments`` are shown."""
+        return _Operation(self, segments, func, args, kwargs)
 
     def is_unsharded(self, segment: Segment) -> bool:
         """Return whether a ``tiered.unsharded`` block keeps the values of ``segment`` where they are."""
-        return segment.unit in self._conductor.open_units.shielded
+        return segment.unit in self.conductor.open_units.shielded
 
     def assign(self, segment: Segment, value: torch.Tensor) -> None:
         """``parameter.data = value`` while it is shown for writing: the values are copied. Raises UsageError."""
@@ -81,7 +62,7 @@ class Access:
 
     def detached(self, segment: Segment, result: torch.Tensor) -> torch.Tensor:
         """``parameter.detach()``: inside state_dict() the caller's own."""
-        export = self._conductor.phase.export
+        export = self.conductor.phase.export
         return export.copy(segment, result) if export else result
 
     def set(self, segment: Segment, source: torch.Tensor) -> None:
@@ -97,14 +78,14 @@ class Access:
 
     def require_gradient(self, parameter: nn.Parameter) -> None:
         """A parameter's ``requires_grad`` was set: follow its gradient."""
-        self._conductor.watch(parameter)
+        self.conductor.watch(parameter)
 
-    def _check(self, segment: Segment, name: str, *, is_write: bool) -> bool:
+    def check(self, segment: Segment, name: str, *, is_write: bool) -> bool:
         """Raise UsageError unless the operation ``name`` may read, or write, ``segment``'s parameter now.
 
         Return whether it is part of a merge of adapters, which writes to what ``.data`` has given.
         """
-        conductor, phase = self._conductor, self._conductor.phase
+        conductor, phase = self.conductor, self.conductor.phase
         what = f"parameter {segment.name}: {name}"
         if os.getpid() != phase.pid:
             raise UsageError(
@@ -138,6 +119,72 @@ class Access:
             _refuse_strangers(what)
             raise UsageError(f"{what} outside a forward or backward; {_hint(name)}{_NOT_NOW}")
         return False
+
+
+class _Operation:
+    """The block around one operation: it shows the parameters' units, which stay open until its end.
+
+    Raises UsageError at the wrong time as it begins. For code with interrupts deferred.
+    """
+
+    __slots__ = ("_access", "_args", "_func", "_kwargs", "_pair", "_segments", "_units", "_written")
+
+    def __init__(
+        self, access: Access, segments: Sequence[Segment], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._access = access
+        self._segments = segments
+        self._func, self._args, self._kwargs = func, args, kwargs
+        self._units: list[Unit] = []
+        self._written: list[Segment] = []  # by a copy, or who knows what the values are
+        self._pair: HookPair | None = None
+
+    def __enter__(self) -> None:
+        conductor = self._access.conductor
+        if conductor.phase.export.only_looks:
+            return
+        try:
+            self._begin(is_write(self._func, self._args, self._kwargs), name_of(self._func))
+            self._pair = conductor.calls.pair_for_operation()
+            if self._pair is not None:
+                self._pair.enter()
+        except BaseException:
+            self._end()
+            raise
+
+    def _begin(self, write: bool, name: str) -> None:
+        access, conductor = self._access, self._access.conductor
+        is_counted = not in_graph_task()
+        for segment in self._segments:
+            unit = segment.unit
+            is_new = unit not in self._units  # the check of one parameter is that of all of its unit
+            is_merge = access.check(segment, name, is_write=write) if is_new or write else False
+            if is_counted:
+                conductor.calls.touched(segment)
+            if write and (conductor.phase.num_loading or is_merge):
+                self._written.append(segment)
+            if is_new:
+                unit.show("rw" if write or (is_merge and name == ".data") else "r")
+                unit.buffer.use()
+                conductor.ahead.go_on()
+                access.touch(unit)  # order: showing the unit may finish an update of it
+                unit.num_ops += 1
+                self._units.append(unit)
+
+    def _end(self) -> None:
+        for unit in self._units:
+            unit.num_ops -= 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._pair is not None:
+            self._pair.exit()
+        self._end()
+        if error is None:
+            for segment in self._written:
+                source = self._args[1] if self._func is torch.Tensor.copy_ and len(self._args) > 1 else None
+                self._access.conductor.written(segment, source)
 
 
 def check_forward(conductor: Conductor, name: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -273,9 +272,9 @@ class Calls:
         """In a forked child: the calls are the parent's."""
         self.stack.calls.clear()
 
-    def pair_for_operation(self) -> AbstractContextManager[Any]:
-        """Return the pair of hooks for an operation outside any call; inside one they are in force already."""
-        return self._pair() if self._needs_pair() else nullcontext()
+    def pair_for_operation(self) -> HookPair | None:
+        """Return a pair of hooks for an operation outside any call; None inside one, where one is in force."""
+        return self._pair() if self._needs_pair() else None
 
     def _pair(self) -> HookPair:
         return self._pairs.make(is_outermost=self.stack.num_pairs == 0)

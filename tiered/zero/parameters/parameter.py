@@ -7,8 +7,8 @@ them leases the owning unit first. Metadata (shape, dtype, grad, hooks) passes t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -87,18 +87,15 @@ class TieredParameter(nn.Parameter):
             return _run_from_edges(func, args, kwargs)
         if func is torch.Tensor.view_as and args[0] is args[-1] and (refusal := _refusal_of_values(first)):
             return _ViewWithoutValues.of(first, refusal)
-        with INTERRUPTS, ExitStack() as stack:
-            for parameter in parameters:
-                stack.enter_context(parameter.segment.unit.owner.access(parameter.segment, func, args, kwargs))
-            with without_dispatch():
-                if func == _GET_DATA:  # shares the version counter, so that a write through it is noticed
-                    return args[0].detach()
-                if func == _SET_DATA:  # the bytes stay the store's own
-                    return first.segment.unit.owner.assign(first.segment, args[1])
-                if func in _AS_STRIDED:
-                    args, kwargs = _in_buffer(_AS_STRIDED[func], args, kwargs)
-                result = func(*args, **kwargs)
-                return first.segment.unit.owner.detached(first.segment, result) if func is _DETACH else result
+        with INTERRUPTS, _access(parameters, func, args, kwargs), without_dispatch():
+            if func == _GET_DATA:  # shares the version counter, so that a write through it is noticed
+                return args[0].detach()
+            if func == _SET_DATA:  # the bytes stay the store's own
+                return first.segment.unit.owner.assign(first.segment, args[1])
+            if func in _AS_STRIDED:
+                args, kwargs = _in_buffer(_AS_STRIDED[func], args, kwargs)
+            result = func(*args, **kwargs)
+            return first.segment.unit.owner.detached(first.segment, result) if func is _DETACH else result
 
     def __repr__(self) -> str:  # type: ignore[override]
         return _describe(self)
@@ -167,10 +164,32 @@ def _refusal_of_values(parameter: TieredParameter) -> str:
     """Return why the values of ``parameter`` may not be read now; "" where they may."""
     owner = parameter.segment.unit.owner
     try:
-        with owner.access(parameter.segment, torch.Tensor.view_as, (parameter, parameter), {}):
+        with owner.access([parameter.segment], torch.Tensor.view_as, (parameter, parameter), {}):
             return ""
     except UsageError as error:
         return str(error)
+
+
+def _access(
+    parameters: Sequence[TieredParameter], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AbstractContextManager[object]:
+    """Return a block in which all ``parameters`` are shown for the operation ``func``."""
+    segments = [parameter.segment for parameter in parameters]
+    owner: Any = segments[0].unit.owner
+    is_only = len(segments) == 1 or all(segment.unit.owner is owner for segment in segments[1:])
+    block: AbstractContextManager[object] = (owner.access if is_only else _access_each)(segments, func, args, kwargs)
+    return block
+
+
+@contextmanager
+def _access_each(
+    segments: Sequence[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """The parameters of several models, or of a model that is being made, meet in one operation."""
+    with ExitStack() as stack:
+        for segment in segments:
+            stack.enter_context(segment.unit.owner.access([segment], func, args, kwargs))
+        yield
 
 
 def is_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

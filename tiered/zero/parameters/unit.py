@@ -143,9 +143,12 @@ class ParameterOwner(Protocol):
     """The parameters of a unit ask their owner at each operation."""
 
     def access(
-        self, segment: Segment, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, segments: Sequence[Segment], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AbstractContextManager[None]:
-        """Show the parameter of ``segment`` for one operation; raises UsageError at the wrong time."""
+        """Return a block that shows the parameters of ``segments`` for one operation ``func``.
+
+        They are all of this owner. Entering raises UsageError at the wrong time.
+        """
 
     def assign(self, segment: Segment, value: torch.Tensor) -> None:
         """Carry out ``parameter.data = value``."""
@@ -176,8 +179,8 @@ class Unit:
 
     __slots__ = (
         "__weakref__", "_digests", "_opened", "_parameters", "_token", "_word", "buffer", "engine",
-        "gradients", "key", "keys", "layout", "name", "nbytes", "num_ops", "owner", "segments", "tier",
-        "trainable_keys", "version", "versions", "working_set",
+        "gradient_nbytes", "gradients", "key", "keys", "layout", "name", "nbytes", "num_ops", "owner", "segments",
+        "tier", "trainable_keys", "version", "versions", "working_set",
     )  # fmt: skip
 
     buffer: UnitBuffer
@@ -209,7 +212,7 @@ class Unit:
     def place(self, layout: UnitLayout) -> None:
         """Have the bytes lie as ``layout`` says; moves none. The unit must not be open."""
         self.layout = layout
-        self.nbytes = layout.nbytes
+        self.nbytes, self.gradient_nbytes = layout.nbytes, layout.gradient_nbytes
         self.keys = tuple(span.key for span in layout.spans)
         self.trainable_keys = tuple(span.key for span in layout.spans if span.trainable)
         self.key = self.keys[0]
@@ -300,6 +303,11 @@ class Unit:
                 f" torch.no_grad(): model(batch)`, without max_norm=; {go_on}"
             )
         return True
+
+    def was_written(self) -> bool:
+        """Return whether a parameter was written since it was shown."""
+        with without_dispatch():
+            return self.versions != tuple([parameter._version for parameter in self._parameters])
 
     def outdate(self) -> None:
         """The bytes have changed, or are about to: saved references to the old ones are refused from now on."""
