@@ -72,13 +72,13 @@ class DeferredSeal:
                 self._end()
         return is_taken
 
-    def settle_for(self, key: str, *, is_new: bool = False) -> None:
-        """Settle before a change of ``key`` unless no commit contains it; ``is_new``: from now on they will."""
+    def settle_for(self, *keys: str, is_new: bool = False) -> None:
+        """Settle before a change of ``keys`` unless no commit contains them; ``is_new``: from now on they will."""
         if self._producer is None and self._failed is None:
             return
         with self._condition:
-            entry = self._records.entries.get(key)
-        if is_new or (entry is not None and not entry.scratch):
+            entries = [self._records.entries.get(key) for key in keys]
+        if is_new or any(entry is not None and not entry.scratch for entry in entries):
             self.settle()
 
     def settle(self) -> None:

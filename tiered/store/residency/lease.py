@@ -25,10 +25,12 @@ Mode = Literal["r", "w", "rw"]
 
 
 def tensor_over(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Return the tensor of ``spec`` on the storage of ``flat``, a (nbytes,) uint8 tensor.
+    """Return the tensor of ``spec`` on the storage of ``flat``, a (nbytes,) uint8 tensor: itself, if it is that.
 
     It is no view in autograd's sense: nothing but the storage itself keeps the bytes alive.
     """
+    if spec.dtype == torch.uint8 and len(spec.shape) == 1:
+        return flat
     tensor = torch.empty(0, dtype=spec.dtype, device="cpu")
     tensor.set_(flat.untyped_storage(), 0, spec.shape)  # type: ignore[call-overload]  # a storage is a source too
     return tensor

@@ -111,7 +111,11 @@ class LeaseGrants:
                 entry = self._records.entries.get(key)
                 if entry is None or not entry.is_unused:
                     break
-                granted.append(self._grant(entry, "rw", None, is_brief=True))
+                alias = self._residents.open(entry, is_writer=True, is_brief=True)
+                self._records.touch(entry, alias)
+                entry.state = EntryState.DIRTY
+                granted.append((alias, entry.spec, None))
+            self.num_leases += len(granted)
         return granted
 
     def unclaim(self, residence: Residence) -> None:

@@ -10,7 +10,7 @@ import functools
 import os
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.condition import Condition
@@ -225,10 +225,11 @@ class Residents:
         """
         residence = entry.residence
         assert residence is not None
-        if is_writer or entry.state is EntryState.CLEAN:  # a dirty one may be written while it is read
-            self.withdraw(entry)
-        if not residence.aliases:
-            self.share.pin(residence, is_held=entry.held)
+        if not entry.held:  # a held one is in no queue
+            if is_writer or entry.state is EntryState.CLEAN:  # a dirty one may be written while it is read
+                self.withdraw(entry)
+            if not residence.aliases:
+                self.share.pin(residence)
         residence.aliases += 1
         residence.writers += is_writer
         residence.open_writers += is_writer
@@ -241,19 +242,36 @@ class Residents:
         self.users[alias.thread] += 1
         return alias
 
-    def release(self, alias: Alias, *, is_written: bool = False) -> None:
-        """Note a released lease. It lingers until its last tensor has died, as a reader if it ``is_written``."""
-        if not alias.is_released:
-            alias.is_released = True
-            alias.residence.open_writers -= alias.is_writer
-            alias.residence.open_readers -= not alias.is_writer
-            if alias.is_writer and alias.residence.updater is not None:
-                alias.residence.updater = None
-                self._condition.notify_all()
-            if is_written:
-                alias.residence.writers -= alias.is_writer
-                alias.is_writer = False
-                self.settle(alias.residence)
+    def _release(self, alias: Alias) -> None:
+        alias.is_released = True
+        residence = alias.residence
+        residence.open_writers -= alias.is_writer
+        residence.open_readers -= not alias.is_writer
+        if alias.is_writer and residence.updater is not None:
+            residence.updater = None
+            self._condition.notify_all()
+
+    def end(self, aliases: Sequence[Alias], *, is_written: bool) -> bool:
+        """Note released leases, and the ends of all that have ended; return whether ``aliases`` are among them.
+
+        Those of others linger until their last tensors have died, as readers if they are ``is_written``.
+        """
+        for alias in aliases:
+            if not alias.is_released:
+                self._release(alias)
+                if is_written and alias.is_writer:
+                    alias.residence.writers -= 1
+                    alias.is_writer = False
+        self.drain()
+        have_ended = True
+        for alias in aliases:
+            if not alias.has_ended and alias.is_dead:
+                self._end(alias)
+            if not alias.has_ended:
+                have_ended = False
+                if is_written:
+                    self.settle(alias.residence)
+        return have_ended
 
     def restore(self, alias: Alias, untouch: Callable[[Entry, Stored], None]) -> None:
         """Make the entry of an ended lease clean again: it was clean before, and no byte was changed."""
@@ -298,22 +316,16 @@ class Residents:
         for alias in self.ended_leases.take():
             self._end(alias)
 
-    def has_ended(self, alias: Alias) -> bool:
-        """Return whether the last tensor of a lease has died. Notes that and the other ends since the last call."""
-        self.drain()
-        if alias.is_dead:
-            self._end(alias)
-        return alias.has_ended
-
     def _end(self, alias: Alias) -> None:
         if alias.has_ended:
             return
-        self.release(alias)
+        if not alias.is_released:
+            self._release(alias)
         alias.has_ended = True
         self.forget_user(alias.thread)
         residence = alias.residence
         residence.aliases -= 1
-        if not residence.aliases:
+        if residence.pinned_nbytes and not residence.aliases:
             self.share.unpin(residence)
         residence.writers -= alias.is_writer
         self.settle(residence)

@@ -52,10 +52,8 @@ class Share:
             return True
         return nbytes + self.nbytes <= self.left_bytes
 
-    def pin(self, residence: Residence, *, is_held: bool) -> None:
-        """Count the first lease of ``residence``; held bytes have their own part of the budget."""
-        if is_held:
-            return
+    def pin(self, residence: Residence) -> None:
+        """Count the first lease of ``residence``, which is not held: held bytes have their own part of the budget."""
         residence.pinned_nbytes = residence.buffer.nbytes
         self.pinned_bytes += residence.pinned_nbytes
         if self.is_callers:
@@ -70,7 +68,7 @@ class Share:
         """``nbytes`` more are held, fewer if negative; where they are leased as ``residence``, the count moves."""
         self.held_bytes += nbytes
         if residence is not None and residence.aliases:
-            self.unpin(residence) if nbytes > 0 else self.pin(residence, is_held=False)
+            self.unpin(residence) if nbytes > 0 else self.pin(residence)
 
     def give_back(self, residence: Residence) -> None:
         """Its caller is done with ``residence``, which living tensors of others keep."""

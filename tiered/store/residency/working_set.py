@@ -135,8 +135,7 @@ class WorkingSet:
         """
         self.check(writing=True)
         refuse_modes("lease", keys[0])
-        for key in keys:
-            self.deferred_seal.settle_for(key)
+        self.deferred_seal.settle_for(*keys)
         granted = self.grants.obtain_resident(keys)
         leases: list[Lease] = []
         try:
@@ -191,15 +190,12 @@ class WorkingSet:
             self._nested_calls.refuse()
         except UsageError:
             return True  # a finalizer inside of a call: the death of the tensor says the same, and is noted soon
-        have_ended = True
         with self.condition:
-            for alias in aliases:
-                may_restore = is_unchanged and not alias.has_ended  # order: an end noted elsewhere has let writers in
-                self.residents.release(alias, is_written=is_written)
-                has_ended = self.residents.has_ended(alias)
-                if may_restore and has_ended:
+            unchanged = [alias for alias in aliases if is_unchanged and not alias.has_ended]  # order: others may write
+            have_ended = self.residents.end(aliases, is_written=is_written)
+            for alias in unchanged:
+                if alias.has_ended:
                     self.residents.restore(alias, self.records.untouch)
-                have_ended &= has_ended
         self.room.pump()
         return have_ended
 
@@ -218,8 +214,7 @@ class WorkingSet:
         alias = lease.end()
         self.check(writing=True)
         with self.condition:
-            self.residents.release(alias)
-            self.residents.has_ended(alias)
+            self.residents.end((alias,), is_written=False)
             self.residents.share.give_back(alias.residence)
             if alias.has_ended:
                 self.keys.remove(lease.key)
