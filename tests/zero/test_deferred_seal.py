@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -312,11 +312,11 @@ def test_tensors_that_somebody_lists_while_they_are_updated_keep_no_commit_from_
         r.store.commit({"step": 1})
         use = r.worker.on_use
 
-        def look(key: str) -> None:
-            if not seen and key.startswith("model/state/blocks.1/"):
+        def look(keys: Sequence[str]) -> None:
+            if not seen and keys[0].startswith("model/state/blocks.1/"):
                 seen.extend(found for found in gc.get_objects() if type(found) is torch.Tensor)
                 seen.append(r.worker._running._leases[0].tensor)  # type: ignore[union-attr]
-            use(key)
+            use(keys)
 
         r.worker.on_use = look
         r.session.run_step(1)

@@ -15,7 +15,7 @@ from tests.reference import Lion, Recipe, Trained
 from tests.zero.training import assert_same, debug_store, reference, smallest_budget, start
 from tiered.errors import UsageError
 from tiered.zero.formats import layout
-from tiered.zero.formats.codec import Bucket, divide, update_piece
+from tiered.zero.formats.codec import Bucket, Source, divide, update_pieces
 from tiered.zero.formats.compact_codes import Remainder8
 from tiered.zero.formats.kernel_trial import compact_trial
 from tiered.zero.formats.layout import FORMATS, Layouts
@@ -59,7 +59,7 @@ class Kept:
         hyper = Hyperparameters(self.step, self.values | changes, begins=self.step == 1)
         for bucket, memory in zip(self.buckets, self.memory, strict=True):
             for piece in bucket.pieces:
-                update_piece(piece, self.parameter, gradient, memory, hyper, factor, self.scratch)
+                update_pieces([(piece, memory, Source(self.parameter, gradient, factor, hyper))], self.scratch)
 
     def tiles(self) -> list[tuple[Any, slice]]:
         found = []

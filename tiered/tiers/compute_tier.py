@@ -163,7 +163,7 @@ class UpdatePlace(Protocol):
     def number(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Have ``value``, a few bytes of the caller's stream, there for the update, which calls the result."""
 
-    def settle(self, key: str) -> None:
+    def settle(self, keys: Sequence[str]) -> None:
         """Wait until the bytes of ``key`` are those in DRAM and no copy uses them."""
 
     def close(self) -> None:

@@ -248,9 +248,11 @@ class HostPlace:
         """Bring ``value`` to DRAM."""
         return self._tier.on_host(value)
 
-    def settle(self, key: str) -> None:
-        """Wait for copies that others have submitted."""
-        self._tier.settle(key)
+    def settle(self, keys: Sequence[str]) -> None:
+        """Wait for copies of ``keys`` that others have submitted."""
+        if not self._tier.computes_in_dram:
+            for key in keys:
+                self._tier.settle(key)
 
     def close(self) -> None:
         """Nothing is kept."""

@@ -146,9 +146,9 @@ class Schedule:
         for key in keys:
             self.trace.kept(key)
 
-    def use_promised(self, key: str) -> dict[str, int]:
-        """Note that a key that was handed over is being used now, and return the keys to read after it."""
-        self.trace.kept(key)
+    def use_promised(self, *keys: str) -> dict[str, int]:
+        """Note that ``keys``, which were handed over, are used now, and return the keys to read after them."""
+        self.take_back(keys)
         return self.go_on()
 
     def is_near(self, key: str) -> bool:
@@ -295,12 +295,12 @@ class SharedSchedule:
         with self._lock:
             self._schedule.take_back(keys)
 
-    def use_promised(self, key: str) -> None:
-        """Note that a key that was handed over is being used now, and begin to read the keys after it."""
+    def use_promised(self, keys: Sequence[str]) -> None:
+        """Note that ``keys``, which were handed over, are used now, and begin to read the keys after them."""
         if self._schedule.is_settled and not self.trace.has_promises:
             return
         with self._lock:
-            wanted = self._schedule.use_promised(key)
+            wanted = self._schedule.use_promised(*keys)
         if wanted:
             self._read(wanted)
 

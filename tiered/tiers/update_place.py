@@ -5,7 +5,7 @@ That is done bucket by bucket, in memory that is set aside for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -108,9 +108,10 @@ class DevicePlace:
 
         return wait
 
-    def settle(self, key: str) -> None:
-        """Wait for the copies of ``key``."""
-        self._tier.settle(key)
+    def settle(self, keys: Sequence[str]) -> None:
+        """Wait for the copies of ``keys``."""
+        for key in keys:
+            self._tier.settle(key)
 
     def keep(self, nbytes: int) -> torch.Tensor:
         """Return (nbytes,) uint8 for this place's stream, until ``close``. Raises CapacityError."""

@@ -1,4 +1,4 @@
-"""Buckets and pieces: the stretches of parameters that move together as one key, and the update of one piece.
+"""Buckets and pieces: the stretches of parameters that move together as one key, and the update of pieces.
 
 A bucket is a slice of a unit's state; it consists of pieces, each a stretch of one parameter. layout.py lays the bytes
 of a piece out.
@@ -6,17 +6,17 @@ of a piece out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from tiered.zero.formats.layout import Layout, Layouts
-from tiered.zero.formats.rules import Hyperparameters
+from tiered.zero.formats.rules import Hyperparameters, Rule
 from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.layout import cut
 
-__all__ = ["Bucket", "Piece", "StatefulSegment", "divide", "update_piece"]
+__all__ = ["Bucket", "Piece", "Source", "StatefulSegment", "divide", "update_pieces"]
 
 _SMALLEST_BUCKET_NBYTES = 64  # where a rule remembers nothing, as SGD without momentum: a key still has bytes
 
@@ -70,11 +70,12 @@ class Piece(Generic[S]):
 class Bucket(Generic[S]):
     """Pieces that move together under one key."""
 
-    __slots__ = ("key", "nbytes", "pieces")
+    __slots__ = ("key", "nbytes", "pieces", "segments")
 
     def __init__(self, key: str) -> None:
         self.key = key
         self.pieces: list[Piece[S]] = []
+        self.segments: set[S] = set()  # of the pieces
         self.nbytes = 0
 
     def __repr__(self) -> str:
@@ -93,29 +94,66 @@ def divide(key: str, segments: Sequence[S], bucket_numel: int, layouts: Layouts,
             segment = segments[index]
             piece = Piece(segment, layouts.of(segment.dtype), start, stop, offset=bucket.nbytes)
             bucket.pieces.append(piece)
+            bucket.segments.add(segment)
             bucket.nbytes += piece.nbytes
         bucket.nbytes = max(bucket.nbytes, _SMALLEST_BUCKET_NBYTES)
         buckets.append(bucket)
     return buckets
 
 
-def update_piece(
+class Source(NamedTuple):
+    """The contribution of one parameter to an update: (numel,) each, in memory order."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    factor: torch.Tensor | None  # () clip factor, multiplied to the gradient in fp32
+    hyper: Hyperparameters
+
+
+def update_pieces(parts: Iterable[tuple[Piece[S], torch.Tensor, Source]], scratch: TileScratch) -> None:
+    """Do one update of each piece in place: all those together that need no scratch, the others tile by tile.
+
+    ``parts``: each piece with the uint8 bytes of its bucket, and the source of its parameter.
+    """
+    together: dict[Hashable, _Together] = {}
+    for piece, bucket, (parameter, gradient, factor, hyper) in parts:
+        layout, views = piece.layout, piece.views(bucket)
+        parameter, gradient = parameter[piece.start : piece.stop], gradient[piece.start : piece.stop]
+        if layout.is_raw and layout.needs_no_scratch(gradient, factor):
+            alike = layout.dtype, id(hyper.values), hyper.step, hyper.begins
+            if alike not in together:
+                together[alike] = _Together(layout.rule, hyper, [], [], [])
+            _, _, parameters, gradients, moments = together[alike]
+            parameters.append(parameter)
+            gradients.append(gradient)
+            moments.append(views)
+        else:
+            _update_tiles(piece, parameter, gradient, views, hyper, factor, scratch)
+    for rule, hyper, parameters, gradients, moments in together.values():
+        rule.update(parameters, gradients, moments, hyper)
+
+
+class _Together(NamedTuple):
+    """Pieces that one call of a rule updates: of one dtype, with the same hyperparameters."""
+
+    rule: Rule
+    hyper: Hyperparameters
+    parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    moments: list[Sequence[torch.Tensor]]
+
+
+def _update_tiles(
     piece: Piece[S],
     parameter: torch.Tensor,
     gradient: torch.Tensor,
-    bucket: torch.Tensor,
+    views: Sequence[torch.Tensor],
     hyper: Hyperparameters,
     factor: torch.Tensor | None,
     scratch: TileScratch,
 ) -> None:
-    """Do one update of ``piece`` in place, tile by tile.
-
-    ``parameter``, ``gradient``: (numel of the whole parameter,) in memory order, in the parameter's dtype; ``bucket``:
-    the bucket's uint8 bytes; ``factor``: () clip factor multiplied to the gradient in fp32, or None.
-    """
-    layout, views, numel = piece.layout, piece.views(bucket), piece.layout.tile_numel(scratch)
-    parameter, gradient = parameter[piece.start : piece.stop], gradient[piece.start : piece.stop]
-    if layout.is_raw and (piece.numel <= numel or layout.needs_no_scratch(gradient, factor)):
+    layout, numel = piece.layout, piece.layout.tile_numel(scratch)
+    if layout.is_raw and piece.numel <= numel:
         layout.update_raw(parameter, gradient, views, factor, hyper, scratch)
         return
     for start in range(0, piece.numel, numel):

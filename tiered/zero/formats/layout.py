@@ -134,12 +134,10 @@ class Layout:
         hyper: Hyperparameters,
         scratch: TileScratch,
     ) -> None:
-        """Do one update in place where the layout ``is_raw``: (numel,) each, of any size where it needs no scratch."""
-        work = gradient  # of no use
-        if not self.needs_no_scratch(gradient, factor):
-            rows = scratch.rows(small=self.is_small)
-            gradient, work = _scaled(gradient, factor, rows, parameter.dtype), _work(rows, parameter)
-        self.rule.update(parameter, gradient, moments, hyper, work)
+        """Do one update in place where the layout ``is_raw``: (numel,) each, of a tile at most."""
+        rows = scratch.rows(small=self.is_small)
+        scaled = _scaled(gradient, factor, rows, parameter.dtype)
+        self.rule.update([parameter], [scaled], [moments], hyper, _work(rows, parameter))
 
     # -- one tile -------------------------------------------------------------------------------------------------
 
@@ -183,7 +181,7 @@ class Tile:
         master = self.decode_master(parameter, rows)
         moments = self.decode_moments(rows)
         scaled = _scaled(gradient, factor, rows, master.dtype)
-        layout.rule.update(master, scaled, moments, hyper, _work(rows, master))
+        layout.rule.update([master], [scaled], [moments], hyper, _work(rows, master))
         self.encode_moments(moments, rows, scratch)
         self.encode_master(parameter, rows, scratch)
 

@@ -63,16 +63,16 @@ class Rule(Protocol):
 
     def update(
         self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        moments: Sequence[torch.Tensor],
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        moments: list[Sequence[torch.Tensor]],
         hyper: Hyperparameters,
-        work: torch.Tensor,
+        work: torch.Tensor | None = None,
     ) -> None:
-        """Update ``parameter`` and ``moments`` in place: (numel,) each, of one dtype, fp32 or fp64.
+        """Update each of ``parameters`` and its ``moments`` in place: (numel,) each, all of one dtype, fp32 or fp64.
 
-        ``work``: (numel,) scratch of the same dtype, or anything where the rule does not need it. ``gradient`` may be
-        overwritten where the rule says so.
+        ``work``: scratch of the same dtype, with the elements of the largest, for a rule that needs it. ``gradients``
+        may be overwritten where the rule says so.
         """
 
 
@@ -93,17 +93,18 @@ class AdamWRule:
 
     def update(
         self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        moments: Sequence[torch.Tensor],
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        moments: list[Sequence[torch.Tensor]],
         hyper: Hyperparameters,
-        work: torch.Tensor,
+        work: torch.Tensor | None = None,
     ) -> None:
-        """Do one fused AdamW update; ``gradient`` is kept."""
+        """Do one fused AdamW update of all; ``gradients`` are kept."""
         values = hyper.values
         beta1, beta2 = values["betas"]
         torch._fused_adamw_(
-            [parameter], [gradient], [moments[0]], [moments[1]], [], [_step_tensor(hyper.step, parameter.device)],
+            parameters, gradients, [each[0] for each in moments], [each[1] for each in moments], [],
+            [_step_tensor(hyper.step, parameters[0].device)] * len(parameters),
             lr=values["lr"], beta1=beta1, beta2=beta2, weight_decay=values["weight_decay"], eps=values["eps"],
             amsgrad=False, maximize=values["maximize"],
         )  # fmt: skip
@@ -136,18 +137,19 @@ class SGDRule:
 
     def update(
         self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        moments: Sequence[torch.Tensor],
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        moments: list[Sequence[torch.Tensor]],
         hyper: Hyperparameters,
-        work: torch.Tensor,
+        work: torch.Tensor | None = None,
     ) -> None:
-        """Do one fused SGD update; ``gradient`` may be overwritten with the decayed one."""
+        """Do one fused SGD update of all; ``gradients`` may be overwritten with the decayed ones."""
         values = hyper.values
         torch._fused_sgd_(
-            [parameter], [gradient], [moments[0]] if values["momentum"] else [], weight_decay=values["weight_decay"],
-            momentum=values["momentum"], lr=values["lr"], dampening=values["dampening"], nesterov=values["nesterov"],
-            maximize=values["maximize"], is_first_step=hyper.begins,
+            parameters, gradients, [each[0] for each in moments] if values["momentum"] else [],
+            weight_decay=values["weight_decay"], momentum=values["momentum"], lr=values["lr"],
+            dampening=values["dampening"], nesterov=values["nesterov"], maximize=values["maximize"],
+            is_first_step=hyper.begins,
         )  # fmt: skip
 
 
@@ -172,21 +174,23 @@ class LionRule:
 
     def update(
         self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        moments: Sequence[torch.Tensor],
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        moments: list[Sequence[torch.Tensor]],
         hyper: Hyperparameters,
-        work: torch.Tensor,
+        work: torch.Tensor | None = None,
     ) -> None:
-        """Do one Lion update; ``gradient`` is kept."""
+        """Do one Lion update of each; ``gradients`` are kept."""
+        assert work is not None
         values = hyper.values
         beta1, beta2 = values["betas"]
         sign = -1 if values["maximize"] else 1
-        exp_avg = moments[0]
-        torch.mul(exp_avg, beta1, out=work)
-        work.add_(gradient, alpha=sign * (1 - beta1)).sign_()
-        parameter.mul_(1 - values["lr"] * values["weight_decay"]).add_(work, alpha=-values["lr"])
-        exp_avg.mul_(beta2).add_(gradient, alpha=sign * (1 - beta2))
+        for parameter, gradient, (exp_avg,) in zip(parameters, gradients, moments, strict=True):
+            update = work[: parameter.numel()]
+            torch.mul(exp_avg, beta1, out=update)
+            update.add_(gradient, alpha=sign * (1 - beta1)).sign_()
+            parameter.mul_(1 - values["lr"] * values["weight_decay"]).add_(update, alpha=-values["lr"])
+            exp_avg.mul_(beta2).add_(gradient, alpha=sign * (1 - beta2))
 
 
 def _freeze(group: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

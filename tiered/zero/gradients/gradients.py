@@ -61,7 +61,7 @@ class UnitGradients:
     @property
     def nbytes(self) -> int:
         """Bytes that the buffer takes; 0 for a unit whose spans are all frozen."""
-        return self.unit.layout.gradient_nbytes
+        return self.unit.gradient_nbytes
 
     @property
     def are_any(self) -> bool:

@@ -13,7 +13,7 @@ from tiered.errors import UsageError
 from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.update_place import DevicePlace
 from tiered.zero.engine import Engine
-from tiered.zero.formats.codec import Bucket, update_piece
+from tiered.zero.formats.codec import Bucket, Source, update_pieces
 from tiered.zero.formats.rules import Hyperparameters, Rule
 from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.layout import whole_pages
@@ -74,14 +74,14 @@ def _shorter(
     hyper = Hyperparameters(1, rule.freeze(group), begins=True)
 
     def on_host() -> None:
-        update_piece(piece, values[0], values[1], state, hyper, None, pipeline.scratch)
+        update_pieces([(piece, state, Source(values[0], values[1], None, hyper))], pipeline.scratch)
 
     memory = torch.zeros(pipeline.scratch_nbytes, dtype=torch.uint8, device=place.device)
     scratch = TileScratch(memory, pipeline.tile_numel)
 
     def on_device() -> None:
         there, gradients_there = state.to(place.device, non_blocking=True), values.to(place.device, non_blocking=True)
-        update_piece(piece, gradients_there[0], gradients_there[1], there, hyper, None, scratch)
+        update_pieces([(piece, there, Source(gradients_there[0], gradients_there[1], None, hyper))], scratch)
         state.copy_(there, non_blocking=True)
         values[0].copy_(gradients_there[0], non_blocking=True)
         torch.accelerator.synchronize(place.device)

@@ -18,6 +18,7 @@ from tiered.store.format.state_text import encode
 from tiered.store.generations.registry import taking_apart
 from tiered.store.store import Store
 from tiered.zero.engine import Engine
+from tiered.zero.formats.codec import Source
 from tiered.zero.formats.layout import FORMATS, Layouts
 from tiered.zero.formats.rules import Rule
 from tiered.zero.layout import bucket_numel_for, tile_numel_for, whole_pages
@@ -39,7 +40,7 @@ from tiered.zero.optimizer.optimizer_state import OptimizerState, StateUnit
 from tiered.zero.optimizer.place_choice import choose_place
 from tiered.zero.optimizer.plain import PlainUnit
 from tiered.zero.optimizer.unit_update import UnitUpdate
-from tiered.zero.optimizer.update import PlainSupply, Source, UpdatePipeline
+from tiered.zero.optimizer.update import PlainSupply, UpdatePipeline
 from tiered.zero.optimizer.update_thread import UpdateThread
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
@@ -253,8 +254,7 @@ class StreamingOptimizer(AccelerateGate, Optimizer):
     def _check(self, unit: Unit) -> None:
         """Give state to each parameter of ``unit`` that has a gradient and none yet. Raises CapacityError."""
         late = [s for s in unit.segments if s.has_gradient and s in self._known and s not in self._state.steps]
-        if late:
-            self._add_state(unit, late)
+        self._add_state(unit, late) if late else None
 
     def _add_state(self, unit: StateUnit, segments: Sequence[Segment]) -> None:
         """Give parameters that were frozen when the optimizer was made their state, as torch does with a gradient."""
@@ -283,7 +283,7 @@ class StreamingOptimizer(AccelerateGate, Optimizer):
             return
         thread, gradient_key = self._threads[engine], gradients.key or gradients.room
         limit = engine.layouts.shares.spare // 2 if self.in_backward else None
-        buckets = [b for b in self._state.buckets[unit] if not {p.segment for p in b.pieces}.isdisjoint(managed)]
+        buckets = [b for b in self._state.buckets[unit] if not b.segments.isdisjoint(managed)]
         parameter_keys = unit.keys_of(managed).values()
         state_keys = [bucket.key for bucket in buckets]  # order: promised before the wait, or they would be evicted
         if self.in_backward:  # the gradients stay leased from here on
@@ -309,7 +309,7 @@ class StreamingOptimizer(AccelerateGate, Optimizer):
         sources: dict[Segment, Source] = {
             s: Source(s.memory(), s.gradient(), None, self._state.count(s, self._hypers[s])) for s in unit.trained()
         }
-        due = [b for b in self._state.buckets[unit] if any(piece.segment in sources for piece in b.pieces)]
+        due = [b for b in self._state.buckets[unit] if not b.segments.isdisjoint(sources)]
         torch.autograd.graph.increment_version([s.parameter for s in sources])  # autograd sees no fused update
         self._pipeline.run(due, PlainSupply(self._store.working_set, sources), lambda _: None)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tiered.store.residency.working_set import Lease
-from tiered.zero.optimizer.update import Source
+from tiered.zero.formats.codec import Source
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,8 @@ __all__ = ["UnitUpdate", "outcome_of"]
 class UnitUpdate:
     """The update of one unit as it was handed over: its gradients, and the hyperparameters of that moment.
 
-    ``buckets`` are those with elements to update. The holder of the update owns the gradients: the main thread until
-    ``submit``, the worker from then on.
+    ``buckets`` are those with elements to update, ``hypers`` has their parameters. The holder of the update owns the
+    gradients: the main thread until ``submit``, the worker from then on.
     """
 
     __slots__ = (
@@ -47,12 +47,12 @@ class UnitUpdate:
         schedule: SharedSchedule,
     ) -> None:
         self.unit = unit
-        self.buckets = [bucket for bucket in buckets if any(piece.segment in hypers for piece in bucket.pieces)]
+        self.buckets = buckets
         self.hypers = hypers
         self.gradients = gradients
         self.nbytes = 2 * gradients.nbytes  # of DRAM that it keeps from others: parameters are laid out alike
         self._parameter_keys = unit.keys_of(hypers)
-        self.keys = [*self._parameter_keys.values(), gradients.key, *(bucket.key for bucket in self.buckets)]
+        self.keys = [*self._parameter_keys.values(), gradients.key, *[bucket.key for bucket in buckets]]
         self._pipeline = pipeline
         self._schedule = schedule
         self._place = unit.gradients.open_gradients.place
@@ -63,8 +63,8 @@ class UnitUpdate:
     def __repr__(self) -> str:
         return f"UnitUpdate({self.unit.name!r}, {len(self.buckets)} buckets)"
 
-    def run(self, use: Callable[[str], None]) -> None:
-        """Update the unit; blocks. ``use(key)`` is told of each bucket."""
+    def run(self, use: Callable[[Sequence[str]], None]) -> None:
+        """Update the unit; blocks. ``use(keys)`` is told of the buckets as they come up."""
         self._pipeline.run(self.buckets, self, use)
 
     @property
@@ -119,8 +119,7 @@ class UnitUpdate:
         self._schedule.take_back(self.keys)
         self._release_parameters()
         left = self.gradients.delete()
-        for key in self.keys:
-            self._place.settle(key)  # order: who waits for this update may read, and commit, the bytes in DRAM
+        self._place.settle(self.keys)  # order: who waits for this update may read, and commit, the bytes in DRAM
         return left
 
 

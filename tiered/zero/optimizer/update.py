@@ -7,7 +7,7 @@ hyperparameters; update_thread.py decides in which thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -15,26 +15,16 @@ from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.tiers.compute_tier import UpdatePlace
 from tiered.tiers.device_tier import HostPlace, HostTier
 from tiered.tiers.update_place import DevicePlace
-from tiered.zero.formats.codec import Bucket, update_piece
-from tiered.zero.formats.rules import Hyperparameters
+from tiered.zero.formats.codec import Bucket, Piece, Source, update_pieces
 from tiered.zero.formats.tile_scratch import TileScratch
 
 if TYPE_CHECKING:
     from tiered.zero.parameters.unit import Segment
 
-__all__ = ["PlainSupply", "Source", "Supply", "UpdatePipeline"]
+__all__ = ["PlainSupply", "Supply", "UpdatePipeline"]
 
 _READ_AHEAD = 2
 """Buckets on their way in while one is updated: with the one being updated, the 3 buckets of the smallest budget."""
-
-
-class Source(NamedTuple):
-    """The contribution of one parameter to an update: (numel,) each, in memory order."""
-
-    parameter: torch.Tensor
-    gradient: torch.Tensor
-    factor: torch.Tensor | None  # () fp32 clip factor
-    hyper: Hyperparameters
 
 
 class Supply(Protocol):
@@ -106,11 +96,11 @@ class UpdatePipeline:
         with place.computing():
             self._place, self._scratch_there = place, TileScratch(memory, self.tile_numel)
 
-    def run(self, buckets: Sequence[Bucket[Segment]], supply: Supply, use: Callable[[str], None]) -> None:
+    def run(self, buckets: Sequence[Bucket[Segment]], supply: Supply, use: Callable[[Sequence[str]], None]) -> None:
         """Update in place every piece of ``buckets`` that ``supply`` has a source for; blocks.
 
-        Each bucket has at least one. ``use(key)`` is told of each as it comes up, and may raise to end the run between
-        two buckets. New state is on its way to the device when this returns.
+        Each bucket has at least one. ``use(keys)`` is told of those that come up, and may raise to end the run
+        between buckets. New state is on its way to the device when this returns.
         """
         keys = [bucket.key for bucket in buckets]
         number = supply.num_together
@@ -120,28 +110,30 @@ class UpdatePipeline:
                 self._update(buckets[first : first + number], supply, use)
             supply.done(keys[first : first + number])
 
-    def _update(self, buckets: Sequence[Bucket[Segment]], supply: Supply, use: Callable[[str], None]) -> None:
-        leases = supply.open([bucket.key for bucket in buckets])
+    def _update(self, buckets: Sequence[Bucket[Segment]], supply: Supply, use: Callable[[Sequence[str]], None]) -> None:
+        keys = [bucket.key for bucket in buckets]
+        leases = supply.open(keys)
         try:
-            for bucket, lease in zip(buckets, leases, strict=True):
-                state = self._place.bring(lease)
-                begun = self._working_set.recorder.begin()
-                use(bucket.key)  # order: once it is leased, or keys read ahead would push it out as just used
-                for piece in bucket.pieces:
-                    source = supply.source(piece.segment)
-                    if source is not None:
-                        update_piece(
-                            piece,
-                            source.parameter,
-                            source.gradient,
-                            state,
-                            source.hyper,
-                            source.factor,
-                            self._scratch_there,
-                        )
-                self._working_set.recorder.worked("update bucket", bucket.key, begun)
+            parts = self._parts(buckets, leases, supply)
+            begun = self._working_set.recorder.begin()
+            use(keys)  # order: once they are leased, or keys read ahead would push them out as just used
+            update_pieces(parts, self._scratch_there)
+            parts.clear()  # lifetime: they are views of bytes that are given back below
+            self._working_set.recorder.worked("update bucket", " ".join(keys), begun)
         finally:
             self._place.put_back(leases)
+
+    def _parts(
+        self, buckets: Sequence[Bucket[Segment]], leases: Sequence[Lease], supply: Supply
+    ) -> list[tuple[Piece[Segment], torch.Tensor, Source]]:
+        parts = []
+        for bucket, lease in zip(buckets, leases, strict=True):
+            state = self._place.bring(lease)
+            for piece in bucket.pieces:
+                source = supply.source(piece.segment)
+                if source is not None:
+                    parts.append((piece, state, source))
+        return parts
 
     def close(self) -> None:
         """Give the scratch back. Idempotent."""

@@ -10,7 +10,8 @@ import functools
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import nullcontext
 
 import torch
 
@@ -53,7 +54,7 @@ class UpdateThread:
     def __init__(self, engine: Engine, *, buckets_bytes: int) -> None:
         """``buckets_bytes``: of the buckets that an update has in DRAM at one time."""
         self.failure: BaseException | None = None
-        self.on_use: Callable[[str], None] = lambda key: engine.schedule.use_promised(key)
+        self.on_use: Callable[[Sequence[str]], None] = lambda keys: engine.schedule.use_promised(keys)
         self._abandon = engine.phase.abandon
         self._give = engine.reclaimer.give_back  # the training thread's way to give memory back
         self._open_units = engine.open_units
@@ -111,7 +112,7 @@ class UpdateThread:
         update runs here, unless one of torch's modes would see its operations.
         """
         if is_settled and not self.is_busy and not is_in_mode():
-            with torch.no_grad(), without_dispatch():
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), without_dispatch():
                 self.failure, self._what_failed = self._update(update), "an update failed"
             return self.raise_failure()
         try:
@@ -343,11 +344,11 @@ class UpdateThread:
             failure.add_note(f"while unit {update.unit.name!r} was updated")
         return failure
 
-    def _use(self, key: str) -> None:
+    def _use(self, keys: Sequence[str]) -> None:
         if self._is_cancelled:
             raise _CancelledError
-        self._num_buckets += 1  # a sign of progress
-        self.on_use(key)
+        self._num_buckets += len(keys)  # a sign of progress
+        self.on_use(keys)
         self._notify()
 
     def _notify(self) -> None:
