@@ -129,7 +129,8 @@ class Engine:
         """A unit has leased its bytes: park the idle units, and ask for the keys that come next."""
         self.open_gradients.rooms.opening = ""
         self.open_units.opened(unit)
-        self.open_units.park_idle(self.calls.units() | {unit})
+        if not self.forward.keeps_open():
+            self.open_units.park_idle(self.calls.units() | {unit})
         self.ahead.opened(unit)
         room = [unit.gradients.room] if unit.is_in_backward and unit.gradients.nbytes else []
         self.schedule.use(*unit.keys, *room)

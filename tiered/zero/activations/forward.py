@@ -98,8 +98,20 @@ class Forward:
         """A call of the module of ``unit``, if it is one's, is over: park it unless it is used on."""
         if unit is None or self._phase.abandoned or unit in self._open_units.shielded or unit in self._calls.units():
             return
-        if not self._calls.turns.are_taken:  # else other micro-batches come by: it is parked as another one is opened
+        if self._calls.turns.are_taken:
+            return  # other micro-batches come by: it is parked as another one is opened
+        if not self.keeps_open() or unit.was_written():
             unit.park()
+
+    def keeps_open(self) -> bool:
+        """Return whether units stay open until their backward: all keys are in DRAM for good, where they are used.
+
+        Not in a method that runs outside of any forward: its recomputation finds its units parked, as it did.
+        """
+        conductor = self._conductor
+        if not (conductor.schedule.is_settled and conductor.tier.computes_in_dram) or self._calls.stack.methods:
+            return False
+        return torch.is_grad_enabled() and not in_graph_task()
 
     def leave_abandoned(self, beginning: nn.Module | None = None) -> None:
         """Leave calls that an interrupt has ended and no hook has seen; a call of ``beginning`` begins now."""
