@@ -4,10 +4,12 @@
 Usage: python bench/overhead.py [--widths 92,512,2048 --units 24,24,8 --turns 6 --steps 10 --store DIR]
 
 A chain of equal units, each two linear layers of --widths features: 0.017, 0.53 and 8.4 M parameters by default, fp32,
-8 rows of input, durable=False. Both sides take turns in one process; a turn waits for what the tiers have pending at
-its end. Then one more session of each kind counts the Python functions that it calls, which a busy machine does not
-change, and the objects that the collector knows after steps 10 and 20. The ceiling is a ratio of 1. One JSON line comes
-last.
+8 rows of input, durable=False. The sides take turns in one process; a turn waits for what the tiers have pending at its
+end. Beside plain PyTorch and the two modes there is "hooks": plain PyTorch that updates each unit and drops its
+gradients as they are final, the operations of update="backward" in their order. (What a gradient's memory costs depends
+on when it is freed: plain PyTorch frees all of it at the end of a step, and may have to fault it in again.) Then one
+more session of each kind counts the Python functions that it calls, which a busy machine does not change, and the
+objects that the collector knows after steps 10 and 20. The ceiling is a ratio of 1. One JSON line comes last.
 """
 
 import argparse
@@ -90,6 +92,26 @@ class Side:
         return (time.perf_counter() - begun_s) / num_steps, (time.process_time() - begun_cpu_s) / num_steps
 
 
+class HookedSide(Side):
+    """A model in memory whose units are updated in the backward, by hooks, as ``update="backward"`` does it."""
+
+    def __init__(self, width: int, num_units: int) -> None:
+        super().__init__(width, num_units)
+        for unit in self.model.units:
+            parameters = list(unit.parameters())
+            optimizer = torch.optim.AdamW(parameters, fused=True)
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, parameters=parameters, optimizer=optimizer: _update_if_final(parameters, optimizer)
+                )
+
+
+def _update_if_final(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    if all(parameter.grad is not None for parameter in parameters):
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class CallCounter:
     """Counts the Python functions that are entered, by thread; generators count each time that they go on.
 
@@ -129,7 +151,7 @@ def budget_of(width: int, num_units: int) -> int:
 
 
 def measure_time(width: int, num_units: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return the median ratio of each mode's step to the plain one's, in time and in CPU time."""
+    """Return the median ratios of the sides' steps, in time and in CPU time."""
     turns: list[dict[str, tuple[float, float]]] = []
     with in_stores(width, num_units, args) as sides:
         for side in sides.values():
@@ -137,12 +159,14 @@ def measure_time(width: int, num_units: int, args: argparse.Namespace) -> dict[s
         for turn in range(args.turns):
             order = list(sides.items())
             turns.append({name: side.train(args.steps) for name, side in (order if turn % 2 else reversed(order))})
-    medians: dict[str, dict[str, float]] = {"time": {}, "cpu": {}}
-    for index, (what, found) in enumerate(medians.items()):
-        for mode in MODES:
-            ratios = [turn[mode][index] / turn["plain"][index] for turn in turns]
+    medians: dict[str, dict[str, float]] = {"time": {}, "cpu": {}, "time beside hooks": {}}
+    for what, found in medians.items():
+        index, beside = what == "cpu", "hooks" if what.endswith("hooks") else "plain"
+        for mode in [*MODES, "hooks"] if beside == "plain" else ["backward"]:
+            ratios = [turn[mode][index] / turn[beside][index] for turn in turns]
             found[mode] = statistics.median(ratios)
-            print(f'  update="{mode}": {found[mode]:.2f} times the {what} ({min(ratios):.2f} to {max(ratios):.2f})')
+            name = f'update="{mode}"' if mode in MODES else "in memory, updated in hooks"
+            print(f"  {name}: {found[mode]:.2f} times the {what} ({min(ratios):.2f} to {max(ratios):.2f})")
     plain_s = statistics.median(turn["plain"][0] for turn in turns)
     print(f"  a step in plain PyTorch: {1e3 * plain_s:.2f} ms, {args.turns} turns of {args.steps} steps")
     return medians
@@ -156,7 +180,7 @@ def in_stores(width: int, num_units: int, args: argparse.Namespace) -> Iterator[
         stores = {mode: tiered.Store(Path(folder) / mode, dram=dram, durable=False) for mode in MODES}
         try:
             sides = {mode: Side(width, num_units, store, mode) for mode, store in stores.items()}
-            yield {"plain": Side(width, num_units), **sides}
+            yield {"plain": Side(width, num_units), "hooks": HookedSide(width, num_units), **sides}
         finally:
             for store in stores.values():
                 store.close()
