@@ -14,6 +14,7 @@ import pytest
 import tiered
 from tiered.cli import main
 from tiered.train.data import Loader
+from tiered.train.loop import TrainingLoop
 
 TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "32", "--dram", "32MiB")
 JSON_KEYS = {
@@ -249,6 +250,25 @@ def test_ctrl_c_in_a_step_commits_it_and_says_how_to_go_on(
     losses = figures(tmp_path)["losses"]
     assert run("--resume", sizes=()) == 0
     assert losses + figures(tmp_path)["losses"] == figures(tmp_path, "whole")["losses"]
+
+
+def test_a_second_ctrl_c_tells_of_the_commit_that_is_on_its_way(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def end(status: int) -> None:
+        raise KeyboardInterrupt  # out of the loop, where the process would have ended
+
+    def interrupt_at_the_end(loop: TrainingLoop, store: tiered.Store, step: int) -> None:
+        monkeypatch.setattr(tiered.Store, "wait_for_commit", lambda _: signal.raise_signal(signal.SIGINT))
+        finish(loop, store, step)
+
+    finish = TrainingLoop._finish
+    monkeypatch.setattr("os._exit", end)
+    monkeypatch.setattr(TrainingLoop, "_finish", interrupt_at_the_end)
+    interrupt_at_batch(monkeypatch, 4)
+    assert run("--steps", "9", "--quiet", "--commit-every", "4") == 130
+    said = capfd.readouterr().err
+    assert "the run is resumable from step 4, or from step 5 if its commit came through: " in said
 
 
 def test_ctrl_c_while_the_model_is_made_leaves_a_run_that_starts_again(

@@ -32,10 +32,13 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class ResumeHint:
-    """The advice for a user whose run stops now. ``step`` is the last one committed, -1 before the first commit."""
+    """The advice for a user whose run stops now. ``step`` is the last one known to be committed, -1 before the first.
+
+    ``sealed_step`` is that of the last commit that was begun, which may be on its way still.
+    """
 
     def __init__(self, plan: Plan, *, resume: str, start: str) -> None:
-        self.step = plan.first_step or -1
+        self.step = self.sealed_step = plan.first_step or -1
         self._durable = plan.durable
         self._resume = resume
         self._start = start
@@ -43,9 +46,11 @@ class ResumeHint:
     def __str__(self) -> str:
         if not self._durable:
             return "nothing is kept of a run with --no-durable"
+        later = f", or from step {self.sealed_step} if its commit came through" if self.sealed_step > self.step else ""
         if self.step < 0:
-            return f"nothing was committed yet, the run is resumable from step 0: {self._start}"
-        return f"the run is resumable from step {self.step}: {self._resume}"
+            nothing = "" if later else "nothing was committed yet, "
+            return f"{nothing}the run is resumable from step 0{later}: {self._start}"
+        return f"the run is resumable from step {self.step}{later}: {self._resume}"
 
 
 class _StoppedError(Exception):
@@ -190,6 +195,7 @@ class TrainingLoop:
         """Seal ``step``, and note which step is durable by now."""
         if self._plan.durable:
             state = {"step": step, "config": asdict(self._config), "dials": asdict(self._plan.dials)}
+            self._hint.sealed_step = step  # order: from here on a second Ctrl-C may find it there
             self._step_of[store.commit(state, wait=False)] = self._sealed_step = step
             self._note_durable(store)
 
