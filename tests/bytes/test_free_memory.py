@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered.bytes.free_memory import free_memory, memory_limit
+from tiered.bytes.free_memory import free_memory, memory_limit, memory_size
 from tiered.units import GiB, MiB
 
 
@@ -25,6 +25,7 @@ def write(path: Path, *lines: str) -> None:
 
 def test_without_control_groups_it_is_what_is_available(kernel: tuple[Path, Path]) -> None:
     assert free_memory(*kernel) == 8 * GiB
+    assert memory_size(*kernel) == 16 * GiB
 
 
 def test_the_tightest_group_decides_and_page_cache_counts_as_free(kernel: tuple[Path, Path]) -> None:
@@ -35,7 +36,7 @@ def test_the_tightest_group_decides_and_page_cache_counts_as_free(kernel: tuple[
         write(groups / path / "memory.current", str(5 * GiB))
         write(groups / path / "memory.stat", "anon 1", f"inactive_file {512 * MiB}")
     assert free_memory(*kernel) == GiB + 512 * MiB
-    assert memory_limit(*kernel) == 6 * GiB
+    assert memory_limit(*kernel) == memory_size(*kernel) == 6 * GiB
 
 
 def test_groups_of_version_1(kernel: tuple[Path, Path]) -> None:

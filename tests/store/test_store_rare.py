@@ -292,3 +292,9 @@ def test_the_budget_must_be_given_where_the_kernel_does_not_say_what_is_free(mon
     monkeypatch.setattr(opening, "free_memory", lambda: 0)
     with pytest.raises(CapacityError, match="give a larger dram="):
         dram_budget(None)
+
+
+def test_a_budget_of_more_than_the_memory_there_is_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match=r"2.0 TiB; this process can have .* of memory in all"):
+        Store(tmp_path / "store", dram="2000GiB")
+    assert not (tmp_path / "store").exists()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["free_memory", "memory_limit"]
+__all__ = ["free_memory", "memory_limit", "memory_size"]
 
 _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
@@ -20,6 +20,13 @@ def free_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
         if (limit := group.limit()) is not None:
             found.append(limit - group.used_nbytes())
     return max(0, min(found, default=0))
+
+
+def memory_size(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
+    """Return the bytes of memory that this process could have at most, within its control groups. 0: unknown."""
+    found = [_number(line.split()[1]) * 1024 for line in _lines(proc / "meminfo") if line.startswith("MemTotal:")]
+    found += [limit for group in _groups(proc, groups) if (limit := group.limit()) is not None]
+    return min(found, default=0)
 
 
 def memory_limit(proc: Path = _PROC, groups: Path = _GROUPS) -> int | str | None:

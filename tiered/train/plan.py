@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tiered.errors import CapacityError
-from tiered.store.lifetime.opening import CATALOG_NBYTES
+from tiered.store.lifetime.opening import CATALOG_NBYTES, dram_budget
 from tiered.train.budget import check_budget
 from tiered.train.config import RunConfig, RunDials
 from tiered.train.data import Corpus
@@ -126,8 +126,9 @@ class Plan:
                 )
 
     def check_budget(self) -> None:
-        """Raise CapacityError unless the DRAM budget, less the bytes it is to hold, trains the model."""
+        """Raise CapacityError unless the DRAM budget, less the bytes it is to hold, trains the model and is there."""
         dials = self.dials
+        dram_budget(dials.dram)
         check_budget(self.config.shape, _DTYPES[self.config.dtype], dram=dials.dram, hold=dials.hold)
 
     def lines(self, corpus: Corpus) -> list[str]:

@@ -17,7 +17,7 @@ from tiered.bytes.device.base import Device
 from tiered.bytes.device.engines import DEVICES, open_device
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.memory import MemoryDevice, MemoryDisk
-from tiered.bytes.free_memory import free_memory
+from tiered.bytes.free_memory import free_memory, memory_size
 from tiered.bytes.pinned_arena import PinnedArena
 from tiered.bytes.registrar import NoRegistrar, registrar_for
 from tiered.errors import CapacityError, TieredError, UsageError
@@ -86,7 +86,10 @@ class Parts:
 
 
 def dram_budget(dram: int | str | None) -> int:
-    """Return the DRAM budget in bytes; by default half of free memory, which is logged. Raises CapacityError."""
+    """Return the DRAM budget in bytes; by default half of free memory, which is logged.
+
+    Raises CapacityError for one that no store works with, or that is more than the memory there is.
+    """
     if dram is None:
         budget = free_memory() // 2 // MiB * MiB
         _log.info("dram= not given: the budget is %s, half of free memory", format_bytes(budget))
@@ -96,6 +99,11 @@ def dram_budget(dram: int | str | None) -> int:
         raise CapacityError(
             f"a DRAM budget of {format_bytes(budget)}; the smallest is {format_bytes(MIN_DRAM_NBYTES)}: give a larger"
             " dram="
+        )
+    if 0 < (most := memory_size()) < budget:
+        raise CapacityError(
+            f"a DRAM budget of {format_bytes(budget)}; this process can have {format_bytes(most)} of memory in all:"
+            f" leave room for activations and the rest, {format_bytes(most // 2)} is a start"
         )
     return budget
 
