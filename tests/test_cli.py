@@ -339,6 +339,19 @@ class TestInterruption:
         assert status == 130 or (times == 2 and not line and status == -signal.SIGINT)
         assert main(["verify", store]) == 0
 
+    def test_a_refusal_is_folded_on_a_terminal_and_a_line_elsewhere(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "60")
+        command = ["train", "--store", str(tmp_path / "run"), "--params", "1B", "--dram", "16MiB"]
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and len(said) > 80
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        assert main(command) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) > 1 and all(len(line) <= 60 for line in lines)
+
     def test_the_first_signal_is_a_request(self, capfd: pytest.CaptureFixture[str]) -> None:
         before = signal.getsignal(signal.SIGINT)
         with Interruption("stopping soon", lambda: "gone") as interruption:

@@ -20,6 +20,7 @@ from typer.exceptions import TyperException
 from tiered import __version__
 from tiered.console.interruption import INTERRUPTED
 from tiered.console.lasting_streams import lasting_streams
+from tiered.console.page import fold
 from tiered.errors import TieredError, UsageError
 from tiered.units import parse_bytes, parse_count
 
@@ -390,7 +391,8 @@ def _program() -> str:
 
 
 def _refuse(message: str, *hints: str) -> int:
-    print("; ".join([f"tiered: {' '.join(message.split())}", *hints]), file=sys.stderr)
+    said = f"tiered: {' '.join(message.split())}"  # hints are not folded: they end with commands to be copied
+    print(*[*fold(said), *hints] if sys.stderr.isatty() else ["; ".join([said, *hints])], sep="\n", file=sys.stderr)
     return 2
 
 

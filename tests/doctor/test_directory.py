@@ -180,7 +180,7 @@ class TestProfile:
     def test_a_fresh_one(self, tmp_path: Path) -> None:
         write_profile(tmp_path, profile_of(datetime.now(UTC)))
         finding = check_profile(str(tmp_path))
-        assert finding.found == ("measured 0 days ago: reads 3.50 GB/s, writes 5.00 GB/s with uring, blocks of 4.0 MiB")
+        assert finding.found == ("measured today: reads 3.50 GB/s, writes 5.00 GB/s with uring, blocks of 4.0 MiB")
         assert not finding.mend
 
     @pytest.mark.parametrize(

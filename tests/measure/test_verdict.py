@@ -104,7 +104,8 @@ class TestVerdict:
     def test_one_line_for_people(self) -> None:
         assert verdict_of([best()]) == (
             "read 3.5 GB/s, write 6.0 GB/s with 4 MiB x 8: swapping 1 B parameters in and out of this drive takes "
-            "6.0 s a step; fio reaches the same"
+            "6.0 s a step (14 bytes of each read, 12 written: bf16 with exact AdamW, none of it held in DRAM); fio "
+            "reaches the same"
         )
 
     def test_a_step_takes_as_long_as_tensors_do(self) -> None:

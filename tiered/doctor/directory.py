@@ -195,8 +195,9 @@ def _described(profile: Profile) -> tuple[str, bool]:
     when = datetime.fromisoformat(profile.measured_at)
     days = (datetime.now(UTC) - (when if when.tzinfo else when.replace(tzinfo=UTC))).days
     is_other_kernel = profile.kernel != os.uname().release
+    ago = f"{days} days ago" if days > 1 else "yesterday" if days else "today"
     found = (
-        f"measured {days} days ago: reads {profile.read_bytes_per_s / 1e9:.2f} GB/s, "
+        f"measured {ago}: reads {profile.read_bytes_per_s / 1e9:.2f} GB/s, "
         f"writes {profile.write_bytes_per_s / 1e9:.2f} GB/s with {profile.engine}, "
         f"blocks of {format_bytes(profile.block_nbytes)}"
     )

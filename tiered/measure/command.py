@@ -86,7 +86,8 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
     say(*machine.lines(), indent=10)
     seconds = settings.estimate_s(has_fio=has_fio) * len(machine.directories)
     seconds += settings.device_estimate_s() if has_device else 0.0
-    say(f"about {max(1, round(seconds / 60))} min; Ctrl-C ends it in good order")
+    time = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    say(f"about {time}; Ctrl-C ends it in good order")
     confirm_writes(machine.directories, nbytes, settings.file_nbytes, yes=request.yes)
     report = BenchReport(machine, settings, [])
     parts: list[_Part] = []

@@ -201,7 +201,8 @@ def verdict_of(
     drives = "this drive" if len(bests) == 1 else f"these {len(bests)} drives"
     return (
         f"read {read:.1f} GB/s, write {write:.1f} GB/s with {_settings(bests)}{tensors}: "
-        f"swapping 1 B parameters in and out of {drives} takes {seconds:.1f} s a step; "
+        f"swapping 1 B parameters in and out of {drives} takes {seconds:.1f} s a step "
+        "(14 bytes of each read, 12 written: bf16 with exact AdamW, none of it held in DRAM); "
         f"{_beside_fio(bests, has_fio=has_fio)}"
     )
 

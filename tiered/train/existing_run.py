@@ -109,6 +109,8 @@ def check(
             for dropped in store.drop_damaged(drop):
                 say(str(dropped), indent=2)
             say(f"generation {store.generation} is without them; still damaged: {_listed(left) or 'nothing'}", indent=2)
+    elif left:
+        say("--drop KEY drops a damaged key for good; the rest of the store is as it was", indent=2)
     return 1 if left else 0
 
 

@@ -189,7 +189,8 @@ def _grouped(lines: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[li
 def _end_lines(commit: _Commit) -> Iterator[str]:
     root, kept = commit.root, commit.kept
     nbytes = format_bytes(sum(row.nbytes for row in commit.rows))
-    yield f"{len(commit.rows)} keys, {nbytes}, in {root.num_directories} directories"
+    where = "1 directory" if root.num_directories == 1 else f"{root.num_directories} directories"
+    yield f"{len(commit.rows)} {'key' if len(commit.rows) == 1 else 'keys'}, {nbytes}, in {where}"
     before = f"; generation {kept[1].number} is kept until the next commit" if kept[1:] else ""
     yield f"generation {root.generation}{before}"
     yield f"registered {', '.join(map(printable, commit.registered)) or 'nothing'}"

@@ -91,7 +91,7 @@ class ExternalSources:
         given = f"given: {', '.join(self._paths)}" if self._paths else "none was given"
         return UsageError(
             f"records of the store lie in the file {file.name!r} of {format_bytes(file.nbytes)}, which is missing; "
-            f'{given}. Open the store with external=["/path/to/{file.name}"]'
+            f'{given}. Open the store with external=["/path/to/{file.name}"] (a command: --external PATH)'
         )
 
     @property
