@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.interrupts import interrupt_at
 from tiered.bytes import exit_and_fork
 
 
@@ -85,3 +86,20 @@ def test_what_is_gone_leaves_nothing() -> None:
     del items, item
     gc.collect()
     assert [len(actions._actions) for actions in lists] == before
+
+
+def test_an_interrupt_while_an_item_dies_is_not_lost() -> None:
+    """What is raised in the callback of a dying object is printed and raised nowhere."""
+
+    def make_and_drop() -> None:
+        item = Item("dies")
+        exit_and_fork.after_fork(item, print)
+        del item
+
+    make_and_drop()  # order: the first one has the interpreter call the actions
+    with interrupt_at() as places:
+        make_and_drop()
+    assert places.number > 3
+    for number in range(1, places.number + 1):
+        with pytest.raises(KeyboardInterrupt), interrupt_at(number):
+            make_and_drop()

@@ -32,7 +32,8 @@ class _Actions:
 
     def add(self, item: _T, action: Callable[[_T], object]) -> None:
         number = next(self._numbers)
-        self._actions[number] = (weakref.ref(item, functools.partial(self._forget, number)), action)
+        forget = functools.partial(self._actions.pop, number)  # no line of Python: an interrupt there would be lost
+        self._actions[number] = (weakref.ref(item, forget), action)
 
     def watch(self, register: Callable[[Callable[[], None]], object]) -> None:
         """Have the interpreter call ``run``, once."""
@@ -49,9 +50,6 @@ class _Actions:
                 action(item)
             except Exception:  # the other actions must run, too
                 _log.exception("%r could not be ended", item)
-
-    def _forget(self, number: int, reference: weakref.ref[Any]) -> None:
-        self._actions.pop(number, None)
 
 
 _at_exit = _Actions(newest_first=True)
