@@ -164,7 +164,7 @@ class UpdatePlace(Protocol):
         """Have ``value``, a few bytes of the caller's stream, there for the update, which calls the result."""
 
     def settle(self, keys: Sequence[str]) -> None:
-        """Wait until the bytes of ``key`` are those in DRAM and no copy uses them."""
+        """Wait until the bytes of ``keys`` are those in DRAM and no copy uses them."""
 
     def close(self) -> None:
         """No update will come any more: give all memory back. Idempotent."""

@@ -254,7 +254,7 @@ class Residents:
     def end(self, aliases: Sequence[Alias], *, is_written: bool) -> bool:
         """Note released leases, and the ends of all that have ended; return whether ``aliases`` are among them.
 
-        Those of others linger until their last tensors have died, as readers if they are ``is_written``.
+        The others linger until their last tensors have died, as readers where ``is_written``: none writes any more.
         """
         for alias in aliases:
             if not alias.is_released:

@@ -119,7 +119,7 @@ class UpdatePipeline:
             use(keys)  # order: once they are leased, or keys read ahead would push them out as just used
             update_pieces(parts, self._scratch_there)
             parts.clear()  # lifetime: they are views of bytes that are given back below
-            self._working_set.recorder.worked("update bucket", " ".join(keys), begun)
+            self._working_set.recorder.worked("update bucket", keys[0], begun)  # the first of them
         finally:
             self._place.put_back(leases)
 
