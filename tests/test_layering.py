@@ -18,6 +18,7 @@ FLOORS = {
     "units": 0,
     "errors": 0,
     "stats": 0,
+    "removed": 1,
     "bytes": 1,
     "store": 2,
     "tiers": 3,

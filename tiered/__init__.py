@@ -15,6 +15,7 @@ from tiered.errors import (
     TieredError,
     UsageError,
 )
+from tiered.removed import refuse_removed
 
 if TYPE_CHECKING:
     from tiered.interop import hugging_face as hf
@@ -68,6 +69,7 @@ __version__ = "0.2.0"
 def __getattr__(name: str) -> Any:
     """Import names that need torch at their first use: the command line must answer without it."""
     if name.startswith("_") or name not in __all__:
+        refuse_removed(f"tiered.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     homes = {
         "Store": "tiered.store.store",

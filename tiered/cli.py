@@ -1,7 +1,6 @@
 """The command line: read the options, call one job, and report a refusal in one line with exit status 2.
 
-No decision about stores or training is made here. typer only reads the options. Jobs run outside it, because it has
-its own answers to Ctrl-C and to a closed standard output.
+typer only reads the options. Jobs run outside typer, which has answers of its own to Ctrl-C and to a closed output.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from tiered.console.interruption import INTERRUPTED
 from tiered.console.lasting_streams import lasting_streams
 from tiered.console.page import fold
 from tiered.errors import TieredError, UsageError
+from tiered.removed import removed_option
 from tiered.units import parse_bytes, parse_count
 
 __all__ = ["app", "main"]
@@ -363,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return status
         except TyperException as error:
-            return _refuse(error.format_message().rstrip("."), "try --help")
+            return _refuse(removed_option(error) or error.format_message().rstrip("."), "try --help")
         except (TieredError, ValueError) as error:
             return _refuse(str(error), *getattr(error, "__notes__", ()))
         except OSError as error:

@@ -6,6 +6,8 @@ Names are imported at their first use: a model is loaded without accelerate.
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from tiered.removed import refuse_removed
+
 if importlib.util.find_spec("transformers") is None:
     raise ModuleNotFoundError("tiered.hf needs transformers and accelerate: pip install 'tiered[hf]'")
 
@@ -30,6 +32,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
+        refuse_removed(f"tiered.hf.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found = getattr(importlib.import_module(_HOMES[name]), name)
     return found
