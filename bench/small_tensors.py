@@ -2,6 +2,7 @@
 """Small tensors: put_many with its commit, opening, and get_many of all keys from a store opened anew.
 
 Usage: python bench/small_tensors.py [--keys 1048576 --nbytes 4096 --dram 256MiB --turns 3 --slice 65536 --store DIR]
+       python bench/small_tensors.py --against tree=CHECKOUT     (each turn here and in another checkout)
 
 Each turn makes a store of its own and has three processes: one puts all keys in one call and commits (both inside the
 timing), one only opens the store (seconds, and the growth of its resident memory), one opens it and gets every key in a
@@ -10,6 +11,7 @@ written and read by dd with direct I/O in blocks of 1 MiB. One JSON line comes l
 """
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -18,13 +20,13 @@ import random
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import trees
 
 import tiered
 
@@ -38,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--slice", type=int, default=1 << 16, help="keys of one get_many")
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--store", type=Path, default=None, help="where stores are made (default: a folder in runs/)")
+    parser.add_argument("--against", default="", help="tree=CHECKOUT")
     parser.add_argument("--part", choices=("put", "open", "get"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -64,12 +67,17 @@ def memory_bytes(field: str) -> int:
 
 def put(args: argparse.Namespace) -> dict[str, float]:
     with tiered.Store(args.store, dram=args.dram, engine=args.engine) as store:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         store.put_many(values(args))
         landed = time.perf_counter()
         store.commit()
-        end = time.perf_counter()
-    return {"put_per_s": args.keys / (end - start), "commit_s": end - landed, "put_peak_bytes": memory_bytes("VmHWM")}
+        end, cpu_end = time.perf_counter(), time.process_time()
+    return {
+        "put_per_s": args.keys / (end - start),
+        "put_cpu_s": cpu_end - cpu,
+        "commit_s": end - landed,
+        "put_peak_bytes": memory_bytes("VmHWM"),
+    }
 
 
 def open_only(args: argparse.Namespace) -> dict[str, float]:
@@ -90,18 +98,18 @@ def open_only(args: argparse.Namespace) -> dict[str, float]:
 def get(args: argparse.Namespace) -> dict[str, float]:
     order = list(range(args.keys))
     random.Random(0).shuffle(order)
-    seconds = 0.0
+    seconds = cpu = 0.0
     with tiered.Store(args.store, dram=args.dram, engine=args.engine) as store:
         for i in range(0, args.keys, args.slice):
             part = order[i : i + args.slice]
             names = [name_of(index) for index in part]
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             found = store.get_many(names)
-            seconds += time.perf_counter() - start
+            seconds, cpu = seconds + time.perf_counter() - start, cpu + time.process_time() - cpu_start
             heads = torch.stack([value[:8].view(torch.int64) for value in found.values()]).flatten().tolist()
             if heads != part:
                 raise SystemExit("a value is not what was put: no figure is worth anything")
-    return {"get_per_s": args.keys / seconds}
+    return {"get_per_s": args.keys / seconds, "get_cpu_s": cpu}
 
 
 def ceiling(folder: Path, nbytes: int) -> tuple[float, float]:
@@ -120,13 +128,22 @@ def ceiling(folder: Path, nbytes: int) -> tuple[float, float]:
     return rates[0], rates[1]
 
 
-def part(args: argparse.Namespace, kind: str, store: Path) -> dict[str, float]:
-    command = [sys.executable, __file__, "--part", kind, "--store", str(store)]
-    for name in ("keys", "nbytes", "dram", "slice", "engine"):
-        command += [f"--{name}", str(getattr(args, name))]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=3600).stdout
-    result: dict[str, float] = json.loads(output.splitlines()[-1])
-    return result
+def turn_of(args: argparse.Namespace, store: Path, tree: Path) -> dict[str, float]:
+    """Run the three processes of a turn over the tiered of ``tree``, print what they say and return it."""
+    now: dict[str, float] = {}
+    for kind in ("put", "open", "get"):
+        command = [__file__, "--part", kind, "--store", str(store)]
+        for name in ("keys", "nbytes", "dram", "slice", "engine"):
+            command += [f"--{name}", str(getattr(args, name))]
+        now |= trees.run(tree, command)
+    shutil.rmtree(store)
+    print(
+        f"{now['put_per_s']:,.0f} put/s (commit {now['commit_s']:.1f} s), open in {now['open_s']:.2f} s and "
+        f"{now['dram_bytes_per_key']:.0f} bytes of DRAM per key, {now['get_per_s']:,.0f} get/s"
+        + ("" if tree == trees.HERE else f" of {tree}"),
+        flush=True,
+    )
+    return now
 
 
 def main() -> None:
@@ -139,20 +156,13 @@ def main() -> None:
     print(f"{args.keys} keys of {args.nbytes} bytes, {total / 1e9:.2f} GB, dram {args.dram}, engine {args.engine}")
     parent = args.store or Path("runs")
     parent.mkdir(parents=True, exist_ok=True)
-    turns: list[dict[str, float]] = []
+    other = trees.checkout(args.against) if args.against else None
     with tempfile.TemporaryDirectory(dir=parent, prefix="bench-") as folder:
         write, read = ceiling(Path(folder), total)
         print(f"ceiling: {write / args.nbytes:,.0f} puts/s and {read / args.nbytes:,.0f} gets/s, by the bytes alone")
-        for turn in range(args.turns):
-            store = Path(folder) / "store"
-            turns.append(part(args, "put", store) | part(args, "open", store) | part(args, "get", store))
-            shutil.rmtree(store)
-            now = turns[-1]
-            print(
-                f"turn {turn}: {now['put_per_s']:,.0f} put/s (commit {now['commit_s']:.1f} s), open in "
-                f"{now['open_s']:.2f} s and {now['dram_bytes_per_key']:.0f} bytes of DRAM per key, "
-                f"{now['get_per_s']:,.0f} get/s"
-            )
+        turn = functools.partial(turn_of, args, Path(folder) / "store")
+        pairs = trees.pairs(args.turns, other, turn) if other else []
+        turns = [pair["ours"] for pair in pairs] or [turn(trees.HERE) for _ in range(args.turns)]
     medians = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
     print(
         json.dumps(
@@ -165,6 +175,7 @@ def main() -> None:
                 "put_of_ceiling": medians["put_per_s"] * args.nbytes / write,
                 "get_of_ceiling": medians["get_per_s"] * args.nbytes / read,
                 "turns": turns,
+                "against": trees.medians(pairs) if other else {},
             }
         )
     )

@@ -2,12 +2,15 @@
 """Tensors of 64 MiB in and out of a store, digests and commit included, beside raw blocks and beside what those can be.
 
 Usage: python bench/tensor_level.py DIR [--rounds 9 --tensor 64MiB --total 2GiB --dram 768MiB --block 1MiB --depth 8]
+       python bench/tensor_level.py DIR --against tree=CHECKOUT [--rounds 7]   (wall and CPU seconds of both, in pairs)
 
 A put copies the caller's bytes and digests them, a get digests and copies them, a lease digests. Where the drive is
 about as fast as memory is to two cores, that alone makes raw blocks slower, whoever does it. So the ceiling of an op is
 raw blocks while another process, with nothing to do with the I/O, copies and digests as many bytes as they move (its
 pace is the rate of the round before). Raw, ceiling and store run in rotation, each op with its own; medians of the
 rounds' ratios, and one JSON line at the end. Run nothing else meanwhile.
+
+Beside another checkout each side of a pair is a process of its own, which times an op three times and gives medians.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import ctypes
 import json
 import mmap
+import os
 import platform
 import shutil
 import statistics
@@ -28,15 +32,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import torch
+import trees
 import xxhash
 
 import tiered
-from tiered.measure.cold import forget
-from tiered.measure.pattern import Pattern
-from tiered.measure.scratch_file import ScratchFile
 from tiered.units import MiB, divide_up, parse_bytes
+
+if TYPE_CHECKING:
+    from tiered.measure.scratch_file import ScratchFile
 
 BLOCK_NBYTES = 4 * MiB  # that a store digests
 CALLERS_NBYTES = 256 * MiB  # of a caller's tensors: more than a processor caches
@@ -53,19 +59,26 @@ def main() -> int:
     parser.add_argument("--dram", type=parse_bytes, default=768 * MiB)
     parser.add_argument("--block", type=parse_bytes, default=MiB, help="of the raw rounds")
     parser.add_argument("--depth", type=int, default=8, help="of the raw rounds")
+    parser.add_argument("--against", default="", help="tree=CHECKOUT: pairs beside another checkout, no raw blocks")
+    parser.add_argument("--side", choices=WORK, help=argparse.SUPPRESS)
     parser.add_argument("--work", choices=WORK.values(), help="be the other process, paced by standard input")
     args = parser.parse_args()
     if args.work:
         return work(args)
     if args.directory is None:
         parser.error("DIR is missing")
+    if args.side:
+        print(json.dumps(side(args)))
+        return 0
     print(f"Python {platform.python_version()}, torch {torch.__version__}, Linux {platform.release()}")
-    found = [show(row) for row in measure(args)]
+    found = [show(row) for row in (against(args) if args.against else measure(args))]
     print(json.dumps({"bench": "tensor_level", "rows": found}))
     return 0
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    from tiered.measure.scratch_file import ScratchFile  # not for the other tree of a pair
+
     tensors = Tensors(args)
     folder = tempfile.mkdtemp(dir=args.directory, prefix=".tiered-bench-")
     try:
@@ -83,11 +96,41 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
         shutil.rmtree(folder)
 
 
+def against(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Run each op in pairs beside the other checkout."""
+    tree = trees.checkout(args.against)
+    sizes = [f"--{name}={getattr(args, name)}" for name in ("tensor", "total", "dram")]
+    for op in WORK:
+        command = [__file__, str(args.directory), "--side", op, *sizes]
+        pairs = trees.pairs(args.rounds, tree, lambda side, command=command: trees.run(side, command))
+        row: dict[str, object] = {"op": op, "tensor_bytes": args.tensor}
+        for name, figure in trees.medians(pairs).items():
+            row |= {name: figure["ours"], f"against_{name}": figure["against"], f"{name}_ratio": figure["ratio"]}
+            row |= {f"{name}_ratio_range": (min(figure["ratios"]), max(figure["ratios"]))}
+        yield row
+
+
+def side(args: argparse.Namespace) -> dict[str, float]:
+    """Time ``args.side`` three times with the tiered that is imported; return the medians."""
+    tensors = Tensors(args)
+    folder = tempfile.mkdtemp(dir=args.directory, prefix=".tiered-bench-")
+    try:
+        with tiered.Store(folder, dram=args.dram) as store:
+            times = [tensors.put(store) for _ in range(5)][2:]  # both sets of extents are written before
+        if args.side != "put":
+            times = [tensors.get(folder, is_lease=args.side == "lease") for _ in range(3)]
+    finally:
+        shutil.rmtree(folder)
+    return {name: statistics.median(each[name] for each in times) for name in times[0]}
+
+
 def measure_op(
     args: argparse.Namespace, tensors: Tensors, op: str, folder: str, scratch: ScratchFile
 ) -> dict[str, object]:
-    side = "write" if op == "put" else "read"
-    pattern = Pattern(side, args.block, args.depth, args.total, 3600, max_nbytes=args.total)
+    from tiered.measure.pattern import Pattern
+
+    kind = "write" if op == "put" else "read"
+    pattern = Pattern(kind, args.block, args.depth, args.total, 3600, max_nbytes=args.total)
     rates: dict[str, list[float]] = {"raw": [], "ceiling": [], "store": []}
     with Worker(WORK[op], args) as worker, tensors.open(folder, op) as store:
         for _ in range(2 if store is not None else 0):  # both sets of extents are written before they are timed
@@ -102,8 +145,8 @@ def measure_op(
                         pace = scratch.run(pattern, is_spread=True).gb_per_s
                     rates[name].append(pace)
                 else:
-                    seconds = tensors.put(store) if store is not None else tensors.get(folder, is_lease=op == "lease")
-                    rates[name].append(tensors.nbytes / seconds / 1e9)
+                    took = tensors.put(store) if store is not None else tensors.get(folder, is_lease=op == "lease")
+                    rates[name].append(tensors.nbytes / took["wall_s"] / 1e9)
     row: dict[str, object] = {"op": op, "tensor_bytes": args.tensor}
     row |= {f"{name}_gb_per_s": statistics.median(values) for name, values in rates.items()}
     for name, above, below in (
@@ -140,28 +183,40 @@ class Tensors:
         with tiered.Store(folder, dram=self._dram) as store:
             yield store
 
-    def put(self, store: tiered.Store) -> float:
-        start = time.perf_counter()
-        store.put_many((key, self._sources[number % len(self._sources)]) for number, key in enumerate(self._keys))
-        store.commit()
-        return time.perf_counter() - start
+    def put(self, store: tiered.Store) -> dict[str, float]:
+        with Stopwatch() as watch:
+            store.put_many((key, self._sources[number % len(self._sources)]) for number, key in enumerate(self._keys))
+            store.commit()
+        return watch.seconds
 
-    def get(self, folder: str, *, is_lease: bool) -> float:
+    def get(self, folder: str, *, is_lease: bool) -> dict[str, float]:
         for file in Path(folder).glob("data-*"):
-            forget(str(file))
+            forget(file)
         with tiered.Store(folder, dram=self._dram, mode="r") as store:
-            buffer = store.working_set.reserve(self._dram)
-            ctypes.memset(buffer.address, 0, buffer.nbytes)  # as the memory of a store in use
-            store.working_set.unreserve(buffer)
-            start = time.perf_counter()
-            for number, key in enumerate(self._keys):
-                store.prefetch(self._keys[number : number + NUM_AHEAD])
-                if is_lease:
-                    with store.lease(key):
-                        pass
-                else:
-                    store.get(key, out=self._target)
-            return time.perf_counter() - start
+            for key in self._keys[len(self._keys) // 2 :]:  # fills the arena's memory, as in a store in use
+                with store.lease(key):
+                    pass
+            with Stopwatch() as watch:
+                for number, key in enumerate(self._keys):
+                    store.prefetch(self._keys[number : number + NUM_AHEAD])
+                    if is_lease:
+                        with store.lease(key):
+                            pass
+                    else:
+                        store.get(key, out=self._target)
+        return watch.seconds
+
+
+class Stopwatch:
+    """The wall and the CPU seconds of this process that a block takes."""
+
+    def __enter__(self) -> Stopwatch:
+        self._start = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        wall, cpu = self._start
+        self.seconds = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
 
 
 class Worker:
@@ -228,6 +283,14 @@ def work(args: argparse.Namespace) -> int:
                 time.sleep(ahead_s)
         if not told.get():
             return 0
+
+
+def forget(path: Path) -> None:
+    """Drop the pages of a file from the page cache, the dirty ones written before."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
 
 
 def huge_memory(nbytes: int) -> memoryview:

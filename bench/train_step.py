@@ -3,6 +3,7 @@
 
 Usage: python bench/train_step.py [--layers 8 --batch 4 --dram 1GiB --pairs 5 --steps 4 --store DIR]
        python bench/train_step.py --against durable=no      (or digests=no, state=compact, micro-batches=plain, ...)
+       python bench/train_step.py --against tree=CHECKOUT   (the same in another checkout of this repository)
 
 Each turn trains the same GPT from the same seed in a process of its own; the first step of a turn warms up, and a
 turn's figure is the median of the others. Unless the state is compact the losses of both must be the same bits. The
@@ -27,6 +28,7 @@ from training import (
     median_s,
     settings_of,
 )
+from trees import checkout
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "": False}
 
@@ -53,6 +55,8 @@ def changed(settings: Settings, against: str) -> Settings:
         if kind is bool and value.lower() not in BOOLEANS:
             raise SystemExit(f"--against {against}: expected {name}=true or {name}=false, got {value!r}")
         changes[name] = BOOLEANS[value.lower()] if kind is bool else kind(value)
+        if name == "tree":
+            changes[name] = str(checkout(part))
     return dataclasses.replace(settings, **changes)
 
 
@@ -97,10 +101,13 @@ def main() -> None:
     last = pairs[-1][0]
     seconds, others = ([median_s(pair[side]) for pair in pairs] for side in (0, 1))
     ratios = [a / b for a, b in zip(seconds, others, strict=True)]
+    cpu, cpu_others = ([median_s(pair[side], "cpu_seconds") for pair in pairs] for side in (0, 1))
+    cpu_ratios = [a / b for a, b in zip(cpu, cpu_others, strict=True)]
     over_bound = statistics.median(pair[0]["step_over_bound"] for pair in pairs)
     print(
         f"median of {len(pairs)}: {statistics.median(seconds):.3f} s against {statistics.median(others):.3f} s, ratio "
-        f"{statistics.median(ratios):.3f}; fraction of the ceiling {1 / over_bound:.3f}"
+        f"{statistics.median(ratios):.3f}, of CPU time {statistics.median(cpu_ratios):.3f}; "
+        f"fraction of the ceiling {1 / over_bound:.3f}"
     )
     names = (
         "read_bytes_per_param", "write_bytes_per_param", "io_read_bytes_per_param", "io_write_bytes_per_param",
@@ -116,8 +123,10 @@ def main() -> None:
         "against_seconds": statistics.median(others),
         "ratio": statistics.median(ratios),
         "ratios": ratios,
-        "cpu_seconds": statistics.median(median_s(pair[0], "cpu_seconds") for pair in pairs),
-        "against_cpu_seconds": statistics.median(median_s(pair[1], "cpu_seconds") for pair in pairs),
+        "cpu_seconds": statistics.median(cpu),
+        "against_cpu_seconds": statistics.median(cpu_others),
+        "cpu_ratio": statistics.median(cpu_ratios),
+        "cpu_ratios": cpu_ratios,
         "step_over_bound": over_bound,
         **{name: last[name] for name in names},
         **{f"against_{name}": pairs[-1][1][name] for name in names if name in pairs[-1][1]},

@@ -28,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests/devices
 
 import torch
+import trees
 
 import tiered
 from tests.devices.throttled import ThrottledDevice
@@ -78,6 +79,7 @@ class Settings:
     card: str = ""  # the size of a simulated device's memory; "": the machine's
     update_on: str = "auto"
     wait_policy: str = ""  # OMP_WAIT_POLICY of the process, "passive" or "active"; "": as it is here
+    tree: str = ""  # the checkout whose tiered and whose bench/training.py run; "": this one
 
     @property
     def shape(self) -> Shape:
@@ -100,6 +102,7 @@ class Settings:
         parts += [f"{self.micro_steps} micro-steps {self.micro_batches}"] if self.micro_steps > 1 else []
         parts += [f"clip {self.clip:g}"] if self.clip else []
         parts += [f"idle OpenMP threads {self.wait_policy}"] if self.wait_policy else []
+        parts += [f"tree {self.tree}"] if self.tree else []
         if self.kind == "memory":
             return f"in memory, {', '.join(parts)}"
         parts += [f"update {self.update}", f"state {self.state}", f"hold {self.hold}", f"dram {self.dram}"]
@@ -147,13 +150,20 @@ def measure(settings: Settings, folder: Path, *, prefix: str = "") -> dict[str, 
     ``prefix`` is a shell command that runs first in that process, such as one that joins a memory cgroup. A shell
     stands between in any case: ``ru_maxrss`` starts with what the parent of an exec had in memory.
     """
-    command = shlex.join([sys.executable, __file__, str(folder), json.dumps(dataclasses.asdict(settings))])
+    tree = Path(settings.tree) if settings.tree else trees.HERE
+    changed = {  # an older tree does not know each setting that is as by default
+        field.name: getattr(settings, field.name)
+        for field in dataclasses.fields(settings)
+        if field.name != "tree" and getattr(settings, field.name) != field.default
+    }
+    command = shlex.join([sys.executable, str(tree / "bench/training.py"), str(folder), json.dumps(changed)])
     if settings.wait_policy:
         command = f"OMP_WAIT_POLICY={shlex.quote(settings.wait_policy)} {command}"
     try:
         done = subprocess.run(
-            ["sh", "-c", f"{prefix or 'true'} && {command}; exit $?"], capture_output=True, text=True, timeout=7200
-        )
+            ["sh", "-c", f"{prefix or 'true'} && {command}; exit $?"],
+            env=trees.environment(tree), capture_output=True, text=True, timeout=7200,
+        )  # fmt: skip
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if done.returncode:

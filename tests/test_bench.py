@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,16 @@ def test_train_step_compares_settings_of_our_own_on_a_slower_drive(tmp_path: Pat
     assert "against: tiered" in output
     assert "not durable, without digests, throttled to 1GB/s each way, full duplex" in output
     assert result["cpu_seconds"] > 0 and result["against_cpu_seconds"] > 0
+
+
+def test_a_bench_compares_with_another_checkout(tmp_path: Path, warm_python: WarmPython) -> None:
+    """This tree stands for the other one."""
+    python, environment = warm_python.executable, warm_python.environment
+    for tree in (ROOT, tmp_path):
+        options = ("--pairs", "1", "--against", f"tree={tree}")
+        with nullcontext() if tree == ROOT else pytest.raises(subprocess.CalledProcessError):
+            result, output = run("train_step", tmp_path, *options, python=python, environment=environment)
+            assert result["ratio"] > 0 and result["cpu_ratio"] > 0, output
 
 
 def test_files_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
@@ -126,6 +137,7 @@ def test_quality_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
 
 def test_small_tensors_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--keys", "3000", "--dram", "16MiB", "--turns", "1", "--slice", "1000", "--store", str(tmp_path)]
+    tiny += ["--against", f"tree={ROOT}"]
     command = [sys.executable, "bench/small_tensors.py", *tiny]
     output = subprocess.run(
         command, cwd=ROOT, env=warm_python.environment, check=True, capture_output=True, text=True, timeout=300
@@ -133,6 +145,7 @@ def test_small_tensors_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> Non
     result = json.loads(output.splitlines()[-1])
     assert (result["bench"], result["keys"]) == ("small_tensors", 3000)
     assert min(result["put_per_s"], result["get_per_s"], result["open_s"]) > 0
+    assert min(result["against"][name]["ratio"] for name in ("put_per_s", "get_cpu_s")) > 0
     assert not list(tmp_path.iterdir())
 
 
@@ -156,6 +169,11 @@ def test_tensor_level_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None
     assert result["bench"] == "tensor_level"
     assert [row["op"] for row in result["rows"]] == ["put", "get", "lease"]
     assert all(row[f"{name}_gb_per_s"] > 0 for row in result["rows"] for name in ("raw", "ceiling", "store"))
+    command += ["--against", f"tree={ROOT}"]
+    output = subprocess.run(
+        command, cwd=ROOT, env=warm_python.environment, check=True, capture_output=True, text=True, timeout=300
+    ).stdout
+    assert all(row["wall_s_ratio"] > 0 < row["cpu_s_ratio"] for row in json.loads(output.splitlines()[-1])["rows"])
     assert not list(tmp_path.iterdir())
 
 
