@@ -1,13 +1,21 @@
 #!/usr/bin/env python3
-"""How long the way is: the files of tiered that one fault-in of a unit enters, and one bucket's update.
+"""How long the ways are: calls of tiered's functions, and the files that they enter, floor by floor.
 
-Usage: python bench/way.py [--width 256 --store DIR]
+Usage: python bench/way.py [--width 256 --store DIR --against tree=CHECKOUT]
 
-By sys.setprofile, on a chain of units whose one parameter has several buckets of state. The fault-in is all that runs
-on the calling thread between the call of a unit's module and its forward, with everything of it on NVMe. The bucket's
-update is all that the update thread is inside of or enters between one bucket's arithmetic and the next one's. One JSON
-line comes last.
+Counted by sys.setprofile on a chain of six units with one matrix each, on the thread that is named:
+
+- a fault-in: from the call of a unit's module to its forward, with all of the unit on NVMe (calling thread)
+- an operation on an open unit: a second ``F.linear`` with the same weight in one forward (calling thread)
+- a bucket's update: from one bucket's arithmetic to the next one's (update thread)
+- a gradient: from autograd's value, as a tensor's hook gets it, to the hooks after its accumulation (calling thread)
+- a resident get: ``store.get`` of a key that is in DRAM (calling thread)
+- a commit: of six small units whose updates have ended (calling thread)
+
+Only tiered's public names are called, so that any checkout can be the other side. One JSON line comes last.
 """
+
+from __future__ import annotations
 
 import argparse
 import contextlib
@@ -15,64 +23,70 @@ import json
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+import trees
 from torch import nn
 
 import tiered
 from tiered.errors import CapacityError
-from tiered.units import MiB
+from tiered.units import KiB, MiB
 
 NUM_UNITS = 6
-ROOT = Path(__file__).resolve().parents[1]
-CLOSE = ("zero", "tiers")  # the rooms that are counted
-FAR = ("store", "bytes")  # those that are listed
+ROOT = Path(tiered.__file__).parent
+FLOORS = ("zero", "tiers", "store", "bytes")
 
 
-class Chain(nn.Module):
-    """Units one after the other, one matrix each."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(NUM_UNITS))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:  # (8, width)
-        for unit in self.units:
-            rows = unit(rows).relu()
-        return rows
-
-
-def file_of(frame: FrameType) -> str:
-    """Return the file of tiered that ``frame`` runs, as in "zero/engine.py"; "" for others."""
-    path = Path(frame.f_code.co_filename)
-    return str(path.relative_to(ROOT / "tiered")) if path.is_relative_to(ROOT / "tiered") else ""
-
-
-class FaultIn:
-    """The files that are entered while it is on, on the thread that turns it on."""
+class Way:
+    """The calls of tiered's functions while the way is on, and the files that they enter, on one thread."""
 
     def __init__(self) -> None:
-        self.files: list[str] = []
+        self.num_calls = 0
+        self.files: dict[str, None] = {}
 
-    def begin(self) -> None:
-        sys.setprofile(self._note)
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Count in the block, on the thread that runs the block."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
 
-    def end(self) -> None:
+    def begin(self, *_: object) -> None:
+        sys.setprofile(self.note)
+
+    def end(self, *_: object) -> None:
         sys.setprofile(None)
 
-    def _note(self, frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and (file := file_of(frame)) and file not in self.files:
-            self.files.append(file)
+    def note(self, frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and self.enter(frame):
+            self.num_calls += 1
+
+    def enter(self, frame: FrameType) -> bool:
+        """Add the file of ``frame``; return whether the file is tiered's."""
+        path = Path(frame.f_code.co_filename)
+        is_ours = path.is_relative_to(ROOT)
+        if is_ours:
+            self.files[str(path.relative_to(ROOT))] = None
+        return is_ours
+
+    def result(self) -> dict[str, Any]:
+        floors = {floor: sum(file.startswith(f"{floor}/") for file in self.files) for floor in FLOORS}
+        return {"calls": self.num_calls, **floors, "all": len(self.files), "files": list(self.files)}
 
 
-class BucketUpdate:
-    """The files from one bucket's arithmetic to the next one's, on the thread that does it: the second of an update."""
+class BucketUpdate(Way):
+    """The way from one bucket's arithmetic to the next one's: the second of an update, with what stands above."""
 
     def __init__(self) -> None:
-        self.files: list[str] = []
+        super().__init__()
         self._num_seen = 0
 
     def note(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -81,79 +95,144 @@ class BucketUpdate:
             self._num_seen += 1
             above: FrameType | None = frame
             while above is not None and self._num_seen == 2:
-                self._add(above)
+                self.enter(above)
                 above = above.f_back
-        if event == "call" and self._num_seen == 2:
-            self._add(frame)
-
-    def _add(self, frame: FrameType) -> None:
-        if (file := file_of(frame)) and file not in self.files:
-            self.files.append(file)
+        if self._num_seen == 2:
+            super().note(frame, event, argument)
 
 
-def drive_out(store: tiered.Store) -> None:
-    """Have all that can go swapped out, by asking for all the memory there is."""
-    working_set, buffers = store.working_set, []
-    with contextlib.suppress(CapacityError):
-        while True:
-            buffers.append(working_set.reserve(working_set.budget_bytes // 64))
-    for buffer in buffers:
-        working_set.unreserve(buffer)
+class Unit(nn.Module):
+    """One matrix, (width, width)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.second_use: Way | None = None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:  # (8, width)
+        rows = F.linear(rows, self.weight)
+        if self.second_use is not None:
+            with self.second_use.on():
+                F.linear(rows, self.weight)
+        return rows.relu()
 
 
-def measure(store: tiered.Store, width: int) -> tuple[list[str], list[str]]:
-    """Train three steps; return the files of a fault-in in the last, and of an update in the second."""
-    torch.manual_seed(7)
-    model, rows = Chain(width), torch.randn(8, width)
-    tiered.shard(model, store, hold=0)
-    optimizer = tiered.AdamW(model.parameters(), update="step")
-    engine: Any = next(model.parameters()).segment.unit.engine  # type: ignore[attr-defined]
+class Chain(nn.Module):
+    """Units one after the other."""
 
-    def step() -> None:
-        model(rows).square().mean().backward()
-        optimizer.step()
-        engine.updates.finish_all()
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Unit(width) for _ in range(NUM_UNITS))
 
-    fault_in, update = FaultIn(), BucketUpdate()
-    step()
-    threading.setprofile(update.note)
-    step()
-    threading.setprofile(None)  # type: ignore[arg-type]  # as the documentation has it
-    unit = model.units[NUM_UNITS - 2]
-
-    def begin(*_: object) -> None:
-        drive_out(store)
-        fault_in.begin()
-
-    unit.register_forward_pre_hook(begin, prepend=True)
-    unit.register_forward_pre_hook(lambda *_: fault_in.end())
-    before = store.statistics().working_set.swaps
-    model(rows)
-    after = store.statistics().working_set.swaps
-    assert after.demand_bytes > before.demand_bytes, "the unit was not on NVMe"
-    return fault_in.files, update.files
-
-
-def show(title: str, files: list[str]) -> dict[str, Any]:
-    """Print ``files`` by room, and return their numbers and names."""
-    close, far = ([file for file in files if file.split("/")[0] in rooms] for rooms in (CLOSE, FAR))
-    print(f"{title}: {len(close)} files of {' and '.join(CLOSE)}, {len(far)} of {' and '.join(FAR)}")
-    for file in [*close, *far]:
-        print(f"  {file}")
-    return {"num": len(close), "files": close, "below": far}
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:  # (8, width)
+        for unit in self.units:
+            rows = unit(rows)
+        return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=256, help="of the units' matrices: 4 buckets each by default")
-    parser.add_argument("--store", type=Path, default=ROOT / "runs", help="where the folder for the store is made")
+    parser.add_argument("--store", type=Path, default=trees.HERE / "runs", help="where folders for stores are made")
+    parser.add_argument("--against", default="", help="tree=CHECKOUT: its table beside this one")
     args = parser.parse_args()
     args.store.mkdir(exist_ok=True)
+    other: dict[str, Any] = {}
+    if args.against:
+        command = [__file__, "--width", str(args.width), "--store", str(args.store)]
+        other = trees.run(trees.checkout(args.against), command)["ways"]
     with tempfile.TemporaryDirectory(dir=args.store) as folder:
-        with tiered.Store(Path(folder) / "store", dram=32 * MiB, durable=False) as store:
-            fault_in, update = measure(store, args.width)
-    result = {"fault_in": show("a fault-in", fault_in), "bucket": show("a bucket's update", update)}
-    print(json.dumps({"bench": "way", **result}))
+        ways = measure(Path(folder), args.width)
+    show(ways, other)
+    print(json.dumps({"bench": "way", "ways": ways, **({"against": other} if other else {})}))
+
+
+def measure(folder: Path, width: int) -> dict[str, Any]:
+    """Walk all ways; return each one's counts."""
+    ways = {name: Way() for name in ("fault-in", "operation", "gradient", "resident get", "commit")}
+    update = BucketUpdate()
+    with tiered.Store(folder / "chain", dram=32 * MiB, durable=False) as store:
+        store.put_many((f"filler/{n}", torch.zeros(512 * KiB, dtype=torch.uint8)) for n in range(64))
+        walk_chain(store, width, ways, update)
+    with tiered.Store(folder / "small", dram=32 * MiB) as store:
+        walk_commit(store, ways["commit"])
+        store["key"] = torch.zeros(256 * KiB, dtype=torch.uint8)
+        with store.lease("key"), ways["resident get"].on():
+            store.get("key")
+    order = ("fault-in", "operation", "bucket", "gradient", "resident get", "commit")
+    found: dict[str, Way] = {**ways, "bucket": update}
+    return {name: found[name].result() for name in order}
+
+
+def walk_chain(store: tiered.Store, width: int, ways: dict[str, Way], update: BucketUpdate) -> None:
+    """Train the chain with nothing held: an update and a gradient in the second step, the rest in the third."""
+    torch.manual_seed(7)
+    model, rows = Chain(width), torch.randn(8, width)
+    tiered.shard(model, store, hold=0)
+    optimizer = tiered.AdamW(model.parameters(), update="step")
+
+    def step() -> None:
+        model(rows).square().mean().backward()
+        optimizer.step()
+        with tiered.unsharded(model.units[0]):
+            pass  # ends all updates
+
+    step()
+    weight = model.units[NUM_UNITS // 2].weight
+    hooks = [
+        weight.register_hook(ways["gradient"].begin),
+        weight.register_post_accumulate_grad_hook(ways["gradient"].end),
+    ]
+    threading.setprofile(update.note)
+    step()
+    threading.setprofile(None)  # type: ignore[arg-type]  # as the documentation has it
+    for hook in hooks:
+        hook.remove()
+    unit = model.units[NUM_UNITS - 2]
+
+    def begin(*_: object) -> None:
+        drive_out(store)
+        ways["fault-in"].begin()
+
+    unit.register_forward_pre_hook(begin, prepend=True)
+    unit.register_forward_pre_hook(ways["fault-in"].end)
+    model.units[1].second_use = ways["operation"]
+    before = store.statistics().working_set.swaps
+    model(rows)
+    after = store.statistics().working_set.swaps
+    assert after.demand_bytes > before.demand_bytes, "the unit was not on NVMe"
+
+
+def drive_out(store: tiered.Store) -> None:
+    """Have all that can go swapped out, by leases of all the memory there is."""
+    with contextlib.ExitStack() as leases, contextlib.suppress(CapacityError):
+        for number in range(64):
+            leases.enter_context(store.lease(f"filler/{number}"))
+
+
+def walk_commit(store: tiered.Store, way: Way) -> None:
+    """Train six units of 16 K parameters, and commit the second step."""
+    torch.manual_seed(7)
+    model, rows = Chain(128), torch.randn(8, 128)
+    tiered.shard(model, store)
+    optimizer = tiered.AdamW(model.parameters())
+    for number in range(2):
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with tiered.unsharded(model.units[0]):
+            pass  # ends all updates
+        with way.on() if number else contextlib.nullcontext():
+            store.commit({"step": number})
+
+
+def show(ways: dict[str, Any], other: dict[str, Any]) -> None:
+    """Print a row for each way: calls and files; those of the other tree in brackets."""
+    columns = ("calls", *FLOORS, "all")
+    print(f"{'':14}" + "".join(f"{column:>14}" for column in columns))
+    for name, way in ways.items():
+        cells = [f"{way[column]}" + (f" ({other[name][column]})" if other else "") for column in columns]
+        print(f"{name:14}" + "".join(f"{cell:>14}" for cell in cells))
 
 
 if __name__ == "__main__":

@@ -213,8 +213,11 @@ def test_way_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     command = [warm_python.executable, "bench/way.py", "--store", str(tmp_path)]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
     result = json.loads(output.splitlines()[-1])
-    assert result["bench"] == "way"
-    assert {"zero/parameters/unit.py", "tiers/trace.py"} <= set(result["fault_in"]["files"])
-    assert result["fault_in"]["num"] <= 8 and result["bucket"]["num"] <= 9, output
-    assert "zero/optimizer/update.py" in result["bucket"]["files"]
+    ways = result["ways"]
+    assert (result["bench"], len(ways)) == ("way", 6)
+    assert all(way["calls"] > 0 for way in ways.values()), output
+    assert {"zero/parameters/unit.py", "tiers/trace.py"} <= set(ways["fault-in"]["files"])
+    assert "zero/optimizer/update.py" in ways["bucket"]["files"]
+    for name, most in (("fault-in", 8), ("bucket", 9)):
+        assert ways[name]["zero"] + ways[name]["tiers"] <= most, output
     assert not list(tmp_path.iterdir())
