@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import chdir
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch import nn
 
 import tiered
 from tests.measure.test_bench import FEW
-from tests.rigs.warm_python import WarmPython
 from tests.store.places import quick_directory, short_files
 from tests.test_docs import PAGES, blocks, moved
 from tiered.bytes.device.profile import PROFILE_NAME
@@ -37,16 +35,6 @@ IN_BLOCKS = {
 IN_SENTENCES = {text for page in PAGES for text in re.findall(r"`(tiered [a-z]+ [^`]*)`", page.read_text())}
 COMMANDS = sorted(command for command in IN_BLOCKS | IN_SENTENCES if "--device" not in command)
 """All but the one that wants an accelerator: tests/accelerator/test_docs.py has it."""
-
-IN_A_PROCESS = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from tests.measure.test_bench import FEW
-from tiered.measure import command
-from tiered.cli import main
-command.FULL, command.confirm = FEW, lambda *_, **__: None
-raise SystemExit(main(sys.argv[1:]))
-"""
 
 STANDS_FOR = {"RUN": "runs/mine", "FOLDER": "runs/files", "DIR": "nvme0", "[DIR...]": "nvme0"}
 
@@ -112,18 +100,13 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("at_a_terminal")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_runs_as_written(command: str, capsys: pytest.CaptureFixture[str], warm_python: WarmPython) -> None:
+def test_a_command_runs_as_written(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [STANDS_FOR.get(word, word) for word in shlex.split(moved(command).partition(" > ")[0])][1:]
     for word in words:
         if word.startswith("nvme0/run"):
             Path(word).mkdir()
         elif word in ("runs/tuned", "runs/mine"):
             train(word)
-    if "--plot" in words:  # matplotlib keeps the files of its fonts open for as long as a process lives
-        subprocess.run([warm_python.executable, "-c", IN_A_PROCESS, *words], check=True, timeout=300)
-        assert Path("bench.png").stat().st_size > 20_000
-        assert [row["op"] for row in json.loads(Path("bench.json").read_text())["tensors"]] == ["put", "get", "lease"]
-        return
     status = main(words)
     said, complaint = capsys.readouterr()
     assert not complaint or complaint.startswith("warning: this CPU has no AVX-512")

@@ -170,7 +170,6 @@ DeepSpeedFile = Annotated[
         help="A DeepSpeed configuration: print the equivalent calls, and each key that is dropped or refused.",
     ),
 ]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the figures; needs the extra `plot`.")]
 
 
 def _command(job: Callable[_P, int]) -> Callable[_P, Callable[[], int]]:
@@ -334,7 +333,6 @@ def bench(
     device: MeasuredDevice = None,
     sustained: Sustained = 0.0,
     json: Json = None,
-    plot: Plot = None,
     yes: Yes = False,
 ) -> int:
     """Measure what the drives under DIR give for tensor swap, beside fio where it is installed."""
@@ -349,7 +347,6 @@ def bench(
             sustained_s=sustained,
             yes=yes,
             json_file=json,
-            plot_file=plot,
         )
     )
 

@@ -1,8 +1,7 @@
-"""`tiered bench`, tiny: what it reports, draws, keeps and refuses, and that it leaves nothing behind."""
+"""`tiered bench`, tiny: what it reports, keeps and refuses, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -100,23 +99,6 @@ class TestReport:
 
         assert last_paragraph(capsys.readouterr().out) == found["verdict"]
 
-    @pytest.mark.parametrize("sustained_s", [0.0, 0.06])
-    def test_the_figure_is_drawn(self, sustained_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """In a child, because matplotlib keeps the files of its fonts open for as long as a process lives."""
-        file = tmp_path / "bench.png"
-        settings = replace(FEW, sustained_s=sustained_s, busy_blocks=TINY.busy_blocks)
-        request = BenchRequest((tmp_path,), engine="threads", yes=True, plot_file=file)
-
-        if sustained_s:
-            monkeypatch.setenv("PATH", "")  # as where fio is not installed
-
-        def draw() -> None:
-            assert bench(request, settings) == 0
-
-        assert exit_code_of_child(draw) == 0
-        assert file.read_bytes().startswith(b"\x89PNG")
-        assert file.stat().st_size > 20_000
-
     def test_a_fio_that_does_not_work_is_said_and_done_without(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -184,34 +166,20 @@ class TestTheEnd:
         one = DirectoryReport(str(directory), engine="threads", engine_reason="it was asked for", best=best, swap=swap)
         return BenchReport(machine_description(), FEW, [one])
 
-    def test_a_plot_that_cannot_be_drawn_takes_nothing_with_it(
+    def test_a_file_that_cannot_be_written_after_all_is_named_and_takes_nothing_with_it(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        def draw(report: BenchReport) -> bytes:
-            raise OSError(errno.ENOSPC, "scripted")
-
-        request = BenchRequest((tmp_path,), json_file=tmp_path / "bench.json", plot_file=tmp_path / "bench.png")
-        with pytest.raises(OSError, match="scripted"):
-            _finish(self.report(tmp_path), request, draw)
-        verdict = json.loads((tmp_path / "bench.json").read_text())["verdict"]
-        assert load_profile(tmp_path) is not None
-        assert last_paragraph(capsys.readouterr().out) == verdict
-
-    @pytest.mark.parametrize("option", ["json_file", "plot_file"])
-    def test_a_file_that_cannot_be_written_after_all_is_named(
-        self, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        request = BenchRequest((tmp_path,), **{option: Path("/dev/full")})  # type: ignore[arg-type]
         report = self.report(tmp_path)
         with pytest.raises(UsageError, match="cannot write /dev/full: No space left on device"):
-            _finish(report, request, lambda report: b"drawn")
+            _finish(report, BenchRequest((tmp_path,), json_file=Path("/dev/full")))
+        assert load_profile(tmp_path) is not None
         assert last_paragraph(capsys.readouterr().out) == report.verdict
 
     def test_a_profile_that_cannot_be_kept_is_a_warning(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         request = BenchRequest((tmp_path,), json_file=tmp_path / "bench.json")
-        _finish(self.report(tmp_path / "gone"), request, None)
+        _finish(self.report(tmp_path / "gone"), request)
         said = capsys.readouterr().out
         assert last_paragraph(said) == json.loads((tmp_path / "bench.json").read_text())["verdict"]
         assert said.startswith("best: engine threads") and "not kept (cannot write" in " ".join(said.split())
@@ -224,7 +192,7 @@ class TestRefusals:
             (["--sustained", "1000000"], "there is no terminal to ask on: add --yes"),
             (["--sustained", "-1"], "--sustained takes seconds"),
             (["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
-            (["--plot", "/tmp"], "cannot write /tmp: it is a directory"),
+            (["--json", "/tmp"], "cannot write /tmp: it is a directory"),
             (["--quick", "--yes", "--engine", "steam"], "--engine must be one of auto, uring"),
         ],
     )
@@ -243,17 +211,14 @@ class TestRefusals:
         with pytest.raises(UsageError, match="different ones"):
             BenchRequest((tmp_path, tmp_path / "." / ""))
 
-    @pytest.mark.parametrize("option", ["json_file", "plot_file"])
-    def test_a_file_that_is_not_ours_to_write_is_refused_before_minutes_of_measuring(
-        self, option: str, tmp_path: Path
-    ) -> None:
+    def test_a_file_that_is_not_ours_to_write_is_refused_before_minutes_of_measuring(self, tmp_path: Path) -> None:
         place = tmp_path / "theirs"
         place.mkdir(0o755)
 
         def check() -> None:
             os.setresuid(65534, 65534, 65534)  # root may write anywhere
             with pytest.raises(UsageError, match="Permission denied"):
-                BenchRequest((Path("/tmp"),), **{option: place / "bench"})  # type: ignore[arg-type]
+                BenchRequest((Path("/tmp"),), json_file=place / "bench")
 
         for parent in [tmp_path, *tmp_path.parents][:-2]:
             parent.chmod(parent.stat().st_mode | 0o011)

@@ -1,7 +1,7 @@
 """Abuse: traps in the place of every file, loose permissions, keys that look like paths, and what a core dump holds.
 
 The rule for names: files inside a store's directory are never followed through a link, opened under a second name or
-waited for; outputs that the user names (--json, --timeline, --plot) may be links of his own and obey his umask.
+waited for; outputs that the user names (--json, --timeline) may be links of his own and obey his umask.
 A parent directory that others can write to is accepted, as /tmp is: what they put in the store's place belongs to
 them, and is refused. Root may use a directory of another user, as containers do, and then trusts that user.
 """

@@ -38,9 +38,9 @@ def _check_writable(file: Path) -> None:
         raise UsageError(f"cannot write {file}: {error.strerror}") from error
 
 
-def write_report(file: Path, content: str | bytes) -> None:
+def write_report(file: Path, content: str) -> None:
     """Write ``content`` to ``file``; blocks. Raises UsageError, which names the file, when that fails after all."""
     try:
-        file.write_bytes(content.encode() if isinstance(content, str) else content)
+        file.write_text(content, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror}; everything else is done") from error

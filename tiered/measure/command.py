@@ -46,7 +46,6 @@ class BenchRequest:
     sustained_s: float = 0.0
     yes: bool = False
     json_file: Path | None = None
-    plot_file: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.sustained_s < float("inf"):
@@ -59,7 +58,7 @@ class BenchRequest:
         for directory in self.directories:
             if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
                 raise UsageError(f"cannot measure in {directory}: it is no directory, or not yours to write; create it")
-        check_writable(self.json_file, self.plot_file)
+        check_writable(self.json_file)
         if self.device is not None:
             accelerator_of(self.device)
 
@@ -75,7 +74,6 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
     Raises TieredError.
     """
     settings = settings or replace(QUICK if request.quick else FULL, sustained_s=request.sustained_s)
-    plot = _plotter(request)
     machine = machine_description(request.directories)
     has_fio = shutil.which("fio") is not None
     settings = settings.fitted(min((one.free_nbytes or 0 for one in machine.directories), default=0))
@@ -112,7 +110,7 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
         except _Stopped:
             display.line("stopped by Ctrl-C; nothing was left behind, and nothing is reported")
             return INTERRUPTED
-    _finish(report, request, plot)
+    _finish(report, request)
     return 0
 
 
@@ -166,7 +164,7 @@ def confirm_writes(directories: Sequence[DirectoryDescription], nbytes: int, fil
     )
 
 
-def _finish(report: BenchReport, request: BenchRequest, plot: Callable[[BenchReport], bytes] | None) -> None:
+def _finish(report: BenchReport, request: BenchRequest) -> None:
     bests = [one.best for one in report.directories if one.best is not None]
     swapping = [one.swap for one in report.directories if one.swap is not None]
     report.verdict = verdict_of(bests, report.together, swapping=swapping, has_fio=shutil.which("fio") is not None)
@@ -180,14 +178,8 @@ def _finish(report: BenchReport, request: BenchRequest, plot: Callable[[BenchRep
             if found is not None:
                 steps.callback(_keep_link_profile, one.directory, found, report)
             steps.callback(_keep_profile, one, report)
-        if plot and request.plot_file:
-            steps.callback(_write_plot, report, request.plot_file, plot)
         if request.json_file:
             steps.callback(write_report, request.json_file, f"{json.dumps(report.as_json(), indent=1)}\n")
-
-
-def _write_plot(report: BenchReport, file: Path, plot: Callable[[BenchReport], bytes]) -> None:
-    write_report(file, plot(report))
 
 
 def _keep_profile(one: DirectoryReport, report: BenchReport) -> None:
@@ -213,17 +205,6 @@ def _keep_link_profile(directory: str, found: ComputeDeviceReport, report: Bench
     except TieredError as error:
         kept = f"not kept ({error})"
     say(f"{found.device}: {found.link}; {kept}", indent=2)
-
-
-def _plotter(request: BenchRequest) -> Callable[[BenchReport], bytes] | None:
-    """Return the function that draws the plot, as a PNG; UsageError now, not minutes later, when it cannot be drawn."""
-    if request.plot_file is None:
-        return None
-    try:
-        from tiered.measure.plot import draw
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'tiered[plot]'") from error
-    return draw
 
 
 @contextmanager
