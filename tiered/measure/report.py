@@ -1,8 +1,8 @@
 """The results of a bench, as rows and as JSON. ``SCHEMA`` and ``VERSION`` fix the shape of the JSON.
 
-Version 2: an object with schema, version, measured_at, machine, settings, results (one object per point, each with at
+Version 3: an object with schema, version, measured_at, machine, settings, results (one object per point, each with at
 least op, block_bytes, depth, gb_per_s, ratio_to_fio), tensors, ratios_to_sum, compute_device (copies, link, swap),
-verdict; and by directory engines, engine_reasons, fio, sustained, smart, cold, demand, swap, best. A figure that was
+verdict; and by directory engines, engine_reasons, fio, sustained, smart, demand, swap, best. A figure that was
 not measured is null. GB are 10^9 bytes; latencies are in seconds; the order of results is that of measuring.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
 from tiered.doctor.description import MachineDescription
-from tiered.measure.cold import ColdProof
 from tiered.measure.compute_device_report import ComputeDeviceReport
 from tiered.measure.demand import DemandLatency
 from tiered.measure.pairs import Pairs
@@ -28,7 +27,7 @@ from tiered.units import format_short
 __all__ = ["ROW_TITLE", "SCHEMA", "TENSOR_TITLE", "VERSION", "BenchReport", "DirectoryReport", "PointRow", "TensorRow"]
 
 SCHEMA = "tiered-bench"
-VERSION = 2
+VERSION = 3
 
 ROW_TITLE = (
     f"{'op':<10} {'block':>5} {'depth':>5} {'GB/s':>6} {'range':>11} {'fio':>6} {'ratio':>5} "
@@ -154,7 +153,6 @@ class DirectoryReport:
     tensors: list[TensorRow] = field(default_factory=list)
     sustained: list[SustainedRate] = field(default_factory=list)
     smart: list[Smart] = field(default_factory=list)
-    cold: ColdProof | None = None
     demand: DemandLatency | None = None
     best: Best | None = None
     swap: SwapRates | None = None
@@ -203,9 +201,6 @@ class BenchReport:
             "tensors": [asdict(row) for row in self.tensors],
             "sustained": {one.directory: [asdict(sample) for sample in one.sustained] for one in by_directory},
             "smart": {one.directory: [asdict(smart) for smart in one.smart] for one in by_directory},
-            "cold": {
-                one.directory: one.cold and {**asdict(one.cold), "is_cold": one.cold.is_cold} for one in by_directory
-            },
             "demand": {
                 one.directory: one.demand and {**asdict(one.demand), "p99_ratio": one.demand.p99_ratio}
                 for one in by_directory

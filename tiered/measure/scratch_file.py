@@ -20,13 +20,12 @@ from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.bytes.device.uring import UringDevice
 from tiered.errors import CapacityError
-from tiered.measure.cold import forget
 from tiered.measure.fio import Fio, find_fio, open_file_path
 from tiered.measure.pattern import Pattern
 from tiered.measure.rounds import Round, cpu_seconds, run_round, write_file
 from tiered.units import MiB, format_bytes, round_up
 
-__all__ = ["ScratchFile"]
+__all__ = ["ScratchFile", "forget"]
 
 _WRITE_BLOCK_NBYTES = 4 * MiB
 _MOST_THREADS = 64
@@ -133,6 +132,16 @@ class ScratchFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def forget(path: str) -> None:
+    """Write the file's dirty pages back to the drive, and drop its pages from the cache; blocks. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(fd)  # order: only clean pages are dropped
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
 
 
 def _open_device(directory: str, engine: str, depth: int) -> FileDevice:

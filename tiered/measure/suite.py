@@ -1,4 +1,4 @@
-"""All that is measured in one directory, in order: points, cold reads, tensors, the long run; and then the advice.
+"""All that is measured in one directory, in order: points, demand reads, tensors, the long run; and then the advice.
 
 Each part fills in its piece of the DirectoryReport. The pieces' own files know how to measure them.
 """
@@ -15,7 +15,6 @@ from pathlib import Path
 from tiered.bytes.device.profile import Profile
 from tiered.doctor.description import DirectoryDescription, MachineDescription
 from tiered.errors import DeviceError
-from tiered.measure.cold import prove_cold
 from tiered.measure.demand import measure_demand
 from tiered.measure.display import BenchDisplay
 from tiered.measure.fio import Fio, FioError
@@ -67,7 +66,6 @@ class Suite:
             self._measure_points(scratch)
             best = report.best = best_of(report.rows)
             self._measure_swapping(scratch, best)
-            self._prove_cold(scratch, best)
             self._now("demand reads beside writes", 0.9)
             report.demand = measure_demand(
                 scratch, self._pattern("write", best), rounds=settings.rounds, check=self._check
@@ -168,18 +166,6 @@ class Suite:
             check=self._check,
         )
         self._display.line(str(self.report.swap))
-
-    def _prove_cold(self, scratch: ScratchFile, best: Best) -> None:
-        drive = self._described.block_device
-        pattern = self._pattern("read", best)
-        self.report.cold = prove_cold(
-            lambda: scratch.run(pattern),
-            path=scratch.path,
-            nbytes=scratch.file_nbytes,
-            is_direct=scratch.is_direct,
-            disks=drive.disks if drive else (),
-        )
-        self._display.line(str(self.report.cold))
 
     def _measure_tensors(self, scratch: ScratchFile, best: Best) -> None:
         settings = self._settings

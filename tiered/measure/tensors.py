@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import tiered
-from tiered.measure.cold import forget
+from tiered.measure.scratch_file import forget
 from tiered.measure.settings import NUM_TENSOR_WARM_UPS
 from tiered.units import MiB, divide_up
 
