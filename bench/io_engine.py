@@ -28,7 +28,7 @@ import torch
 
 from tiered.bytes.device.base import SCRATCH, Device, IOClass, Operation
 from tiered.bytes.device.engines import open_device
-from tiered.measure.pairs import BusyThread, measure_pairs
+from tiered.measure.pairs import measure_pairs
 from tiered.measure.pattern import Pattern
 from tiered.measure.rounds import run_round
 from tiered.measure.scratch_file import ScratchFile
@@ -111,6 +111,28 @@ def busy(args: argparse.Namespace) -> list[Figures]:
                     row = {"engine": engine, "op": op, "block_bytes": block, "depth": depth}
                     rows.append(show({**row, "gb_per_s": statistics.median(rates), "ratio": statistics.median(ratios)}))
     return rows
+
+
+class BusyThread:
+    """A thread that runs pure Python between ``__enter__`` and ``__exit__``, as a data loader or a logger may."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+        self._thread = threading.Thread(target=self._spin, name="busy")
+
+    def __enter__(self) -> BusyThread:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over = True
+        self._thread.join()
+
+    def _spin(self) -> None:
+        count = 0
+        while not self._is_over:
+            for number in range(1000):
+                count += number * number % 7
 
 
 def demand(args: argparse.Namespace) -> list[Figures]:

@@ -15,7 +15,7 @@ from tiered.bytes.device.base import SCRATCH
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import DeviceError
 from tiered.measure.fio import Fio, FioError, open_file_path
-from tiered.measure.pairs import BusyThread, measure_pairs
+from tiered.measure.pairs import measure_pairs
 from tiered.measure.pattern import Pattern
 from tiered.measure.scratch_file import ScratchFile
 from tiered.units import KiB, MiB
@@ -63,11 +63,6 @@ class TestRuns:
             assert one.seconds > 0 <= one.cpu_s
             assert 0 < one.latency.p50_s <= one.latency.p99_s <= one.latency.p999_s
         assert scratch.device.files() == {-1: FILE}
-
-    def test_a_busy_thread_is_not_counted_as_ours(self, scratch: ScratchFile) -> None:
-        pairs = measure_pairs(scratch, pattern("read"), rounds=1, is_busy=True, warm_up_s=0.01)
-        (found,) = pairs.ours
-        assert found.cpu_s < found.seconds * 4  # its own threads alone
 
     def test_a_program_that_is_no_fio_is_refused(self, scratch: ScratchFile) -> None:
         with pytest.raises(FioError, match="fio did not report: it said nothing"):
@@ -120,9 +115,3 @@ def test_the_memory_of_fio_is_in_huge_pages(scratch: ScratchFile, tmp_path: Path
     with pytest.raises(FioError, match=r"did not report: glibc\.malloc\.hugetlb=1:glibc\.malloc\.perturb=85"):
         Fio(str(program), "io_uring").run(pattern("read"), scratch.path)
     program.unlink()
-
-
-def test_a_busy_thread_burns_time_until_it_is_told_to_stop() -> None:
-    with BusyThread() as busy:
-        while busy.cpu_seconds() < 0.01:
-            pass

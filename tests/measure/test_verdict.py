@@ -18,7 +18,6 @@ class Figured:
     block_bytes: int
     depth: int
     gb_per_s: float
-    is_busy: bool = False
     read_gb_per_s: float = 0.0
     write_gb_per_s: float = 0.0
     ratio_to_fio: float | None = None
@@ -53,17 +52,6 @@ class TestBest:
             ]
         )
         assert found == best(read_depth=4, duplex=None, read_ratio_to_fio=1.01, write_ratio_to_fio=0.98)
-
-    def test_busy_rounds_are_no_advice(self) -> None:
-        found = best_of(
-            [
-                Figured("read", MiB, 8, 2.0),
-                Figured("write", MiB, 8, 4.0),
-                Figured("read", MiB, 4, 9.0, is_busy=True),
-                Figured("write", MiB, 4, 9.0, is_busy=True),
-            ]
-        )
-        assert (found.read_depth, found.read_gb_per_s, found.write_gb_per_s) == (8, 2.0, 4.0)
 
     def test_a_block_of_which_only_reads_were_measured_is_passed_over(self) -> None:
         found = best_of(

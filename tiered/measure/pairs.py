@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -21,7 +19,7 @@ from tiered.measure.rounds import Latency, Moved, Round
 from tiered.measure.scratch_file import ScratchFile
 from tiered.units import MiB, parse_bytes
 
-__all__ = ["BusyThread", "Pairs", "main", "measure_pairs"]
+__all__ = ["Pairs", "main", "measure_pairs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,47 +71,18 @@ class Pairs:
         return statistics.median(of(ours) / of(fio) for ours, fio in zip(self.ours, self.fio, strict=True))
 
 
-class BusyThread:
-    """A thread that runs pure Python between ``__enter__`` and ``__exit__``, as a data loader or a logger may."""
-
-    def __init__(self) -> None:
-        self._is_over = False
-        self._thread = threading.Thread(target=self._spin, name="tiered-bench-busy")
-
-    def __enter__(self) -> BusyThread:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._is_over = True
-        self._thread.join()
-
-    def cpu_seconds(self) -> float:
-        """Return the CPU time it has burnt so far, while it runs."""
-        assert self._thread.ident is not None
-        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
-
-    def _spin(self) -> None:
-        count = 0
-        while not self._is_over:
-            for number in range(1000):
-                count += number * number % 7
-
-
 def measure_pairs(
     scratch: ScratchFile,
     pattern: Pattern,
     *,
     rounds: int,
     fio: Fio | None = None,
-    is_busy: bool = False,
     warm_up_s: float = 0.1,
     check: Callable[[], object] = lambda: None,
 ) -> Pairs:
     """Run ``rounds`` rounds after a warm-up, and as many of ``fio`` between them; blocks.
 
-    The first of a pair alternates. ``is_busy`` has a busy Python thread beside ours. ``check`` is called before
-    each pair and may raise.
+    The first of a pair alternates. ``check`` is called before each pair and may raise.
     """
     scratch.run(replace(pattern, seconds=warm_up_s))
     if fio is not None:
@@ -125,18 +94,10 @@ def measure_pairs(
         check()
         for side in sides[turn % len(sides) :] + sides[: turn % len(sides)]:
             if side == "ours":
-                ours.append(_run_busy(scratch.run, pattern) if is_busy else scratch.run(pattern))
+                ours.append(scratch.run(pattern))
             elif fio is not None:
                 theirs.append(fio.run(pattern, scratch.path))
     return Pairs(pattern, tuple(ours), tuple(theirs))
-
-
-def _run_busy(run: Callable[[Pattern], Round], pattern: Pattern) -> Round:
-    with BusyThread() as busy:
-        before = busy.cpu_seconds()
-        result = run(pattern)
-        burnt = busy.cpu_seconds() - before
-    return replace(result, cpu_s=max(0.0, result.cpu_s - burnt))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -150,7 +111,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--file", type=parse_bytes, default=1024 * MiB, help="size of the file that is overwritten")
-    parser.add_argument("--busy", action="store_true", help="with a busy Python thread beside ours")
     parser.add_argument("--no-fio", action="store_true")
     given = parser.parse_args(arguments)
     pattern = Pattern(given.op, given.block, given.depth, given.file, given.seconds)
@@ -163,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ) as scratch:
         scratch.write_file()
         fio = None if given.no_fio else scratch.find_fio()
-        pairs = measure_pairs(scratch, pattern, rounds=given.rounds, fio=fio, is_busy=given.busy)
+        pairs = measure_pairs(scratch, pattern, rounds=given.rounds, fio=fio)
     print(
         json.dumps(
             {

@@ -30,7 +30,7 @@ SCHEMA = "tiered-bench"
 VERSION = 3
 
 ROW_TITLE = (
-    f"{'op':<10} {'block':>5} {'depth':>5} {'GB/s':>6} {'range':>11} {'fio':>6} {'ratio':>5} "
+    f"{'op':<6} {'block':>5} {'depth':>5} {'GB/s':>6} {'range':>11} {'fio':>6} {'ratio':>5} "
     f"{'p50 ms':>7} {'p99 ms':>7} {'CPU ms/GB':>9}"
 )
 TENSOR_TITLE = "op        tensor      GB/s          range    raw  ratio"
@@ -45,7 +45,6 @@ class PointRow:
     depth: int
     engine: str
     directory: str
-    is_busy: bool  # with a busy Python thread beside
     rounds: int
     gb_per_s: float
     gb_per_s_min: float
@@ -61,7 +60,7 @@ class PointRow:
     fio_latency: Latency | None  # of the median round
 
     @classmethod
-    def of(cls, pairs: Pairs, *, engine: str, directory: str, is_busy: bool = False) -> PointRow:
+    def of(cls, pairs: Pairs, *, engine: str, directory: str) -> PointRow:
         """Return the row of ``pairs``."""
         rates = sorted(one.gb_per_s for one in pairs.ours)
         seconds = sum(one.seconds for one in pairs.ours)
@@ -73,7 +72,6 @@ class PointRow:
             depth=pairs.pattern.depth,
             engine=engine,
             directory=directory,
-            is_busy=is_busy,
             rounds=len(rates),
             gb_per_s=pairs.gb_per_s,
             gb_per_s_min=rates[0],
@@ -90,11 +88,10 @@ class PointRow:
         )
 
     def __str__(self) -> str:
-        op = f"{self.op}{' busy' if self.is_busy else ''}"
         latency = self.latency
         spread = f"{self.gb_per_s_min:.2f}-{self.gb_per_s_max:.2f}"
         return (
-            f"{op:<10} {format_short(self.block_bytes):>5} {self.depth:>5} {self.gb_per_s:>6.2f} {spread:>11} "
+            f"{self.op:<6} {format_short(self.block_bytes):>5} {self.depth:>5} {self.gb_per_s:>6.2f} {spread:>11} "
             f"{_said(self.fio_gb_per_s, 6, 2)} {_said(self.ratio_to_fio, 5, 2)} {latency.p50_s * 1e3:>7.2f} "
             f"{latency.p99_s * 1e3:>7.2f} {self.cpu_s_per_gb * 1e3:>9.1f}"
         )

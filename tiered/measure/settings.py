@@ -30,13 +30,12 @@ NUM_TIER_WARM_UPS = 1
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One pattern to measure: an op at a block size and a depth, perhaps beside fio or a busy thread."""
+    """One pattern to measure: an op at a block size and a depth, perhaps beside fio."""
 
     op: str
     block_nbytes: int
     depth: int
     has_fio: bool = True
-    is_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +46,6 @@ class BenchSettings:
     depths: tuple[int, ...] = (1, 4, 8, 32)
     mixed_blocks: tuple[int, ...] = (MiB, 4 * MiB, 8 * MiB)
     fio_ops: tuple[str, ...] = OPS
-    busy_ops: tuple[str, ...] = OPS
-    busy_blocks: tuple[int, ...] = (MiB, 4 * MiB, 8 * MiB)
-    busy_depths: tuple[int, ...] = (8, 32)
     rounds: int = 5
     round_s: float = 0.5
     warm_up_s: float = 0.1
@@ -70,21 +66,13 @@ class BenchSettings:
     @property
     def points(self) -> tuple[Point, ...]:
         """All patterns, reads first, in the order they are measured."""
-        found = [
+        return tuple(
             Point(op, block, depth, has_fio=op in self.fio_ops)
             for op in OPS
             for block in (self.mixed_blocks if op == "mixed" else self.blocks)
             for depth in self.depths
-            if self._fits(block, depth) and (op != "mixed" or depth > 1)
-        ]
-        found += [
-            Point(op, block, depth, has_fio=False, is_busy=True)
-            for op in self.busy_ops
-            for block in self.busy_blocks
-            for depth in self.busy_depths
-            if self._fits(block, depth) and (op != "mixed" or depth > 1)
-        ]
-        return tuple(found)
+            if block * depth <= self.most_in_flight_nbytes and (op != "mixed" or depth > 1)
+        )
 
     @property
     def memory_nbytes(self) -> int:
@@ -179,9 +167,6 @@ class BenchSettings:
         ]
         return replace(self, file_nbytes=file_nbytes, tensors_nbytes=tensors_nbytes, tensor_nbytes=tuple(fitting))
 
-    def _fits(self, block_nbytes: int, depth: int) -> bool:
-        return block_nbytes * depth <= self.most_in_flight_nbytes
-
 
 FULL = BenchSettings()
 
@@ -190,9 +175,6 @@ QUICK = BenchSettings(
     depths=(8,),
     mixed_blocks=(4 * MiB,),
     fio_ops=("read", "write"),
-    busy_ops=("read", "write"),
-    busy_blocks=(4 * MiB,),
-    busy_depths=(8,),
     round_s=0.16,
     warm_up_s=0.05,
     round_nbytes=384 * MiB,

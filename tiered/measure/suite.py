@@ -130,9 +130,11 @@ class Suite:
         points = self._settings.points
         self._display.line(ROW_TITLE)
         for number, point in enumerate(points):
-            self._now(_named(point), (number + 1) / (len(points) + 2))
+            self._now(
+                f"{point.op} {format_bytes(point.block_nbytes)} x {point.depth}", (number + 1) / (len(points) + 2)
+            )
             pairs = self._measure(scratch, point)
-            row = PointRow.of(pairs, engine=scratch.engine, directory=self.report.directory, is_busy=point.is_busy)
+            row = PointRow.of(pairs, engine=scratch.engine, directory=self.report.directory)
             self.report.rows.append(row)
             self._display.line(str(row))
 
@@ -146,7 +148,6 @@ class Suite:
                 pattern,
                 rounds=settings.rounds,
                 fio=fio,
-                is_busy=point.is_busy,
                 warm_up_s=settings.warm_up_s,
                 check=self._check,
             )
@@ -248,8 +249,3 @@ def profile_of(report: DirectoryReport, machine: MachineDescription, measured_at
         measured_at=measured_at,
         kernel=machine.kernel,
     )
-
-
-def _named(point: Point) -> str:
-    busy = " beside a busy thread" if point.is_busy else ""
-    return f"{point.op} {format_bytes(point.block_nbytes)} x {point.depth}{busy}"

@@ -40,8 +40,6 @@ class Figure(Protocol):
     @property
     def depth(self) -> int: ...
     @property
-    def is_busy(self) -> bool: ...
-    @property
     def gb_per_s(self) -> float: ...
     @property
     def read_gb_per_s(self) -> float: ...
@@ -118,18 +116,17 @@ def best_of(figures: Sequence[Figure]) -> Best:
 
     Among those within 3 % of the best, the fewest bytes in flight. Needs a read and a write at one block size at least.
     """
-    idle = [figure for figure in figures if not figure.is_busy]
     choices: list[tuple[float, int, Figure, Figure]] = []
-    for block_bytes in sorted({figure.block_bytes for figure in idle}):
-        reads = [figure for figure in idle if figure.op == "read" and figure.block_bytes == block_bytes]
-        writes = [figure for figure in idle if figure.op == "write" and figure.block_bytes == block_bytes]
+    for block_bytes in sorted({figure.block_bytes for figure in figures}):
+        reads = [figure for figure in figures if figure.op == "read" and figure.block_bytes == block_bytes]
+        writes = [figure for figure in figures if figure.op == "write" and figure.block_bytes == block_bytes]
         if reads and writes:
             read, write = _shallowest(reads), _shallowest(writes)
             seconds = step_seconds(1e9, read.gb_per_s, write.gb_per_s, duplex=0.0)
             choices.append((seconds, block_bytes * (read.depth + write.depth), read, write))
     fastest = min(seconds for seconds, *_ in choices)
     _, _, read, write = min((choice for choice in choices if choice[0] * _AS_GOOD_AS <= fastest), key=lambda c: c[1])
-    mixed = [figure for figure in idle if figure.op == "mixed"]
+    mixed = [figure for figure in figures if figure.op == "mixed"]
     duplexes = [duplex_of(one, read.gb_per_s, write.gb_per_s) for one in mixed if one.block_bytes == read.block_bytes]
     duplexes = duplexes or [duplex_of(one, read.gb_per_s, write.gb_per_s) for one in mixed]
     return Best(
