@@ -160,4 +160,4 @@ def test_the_package_imports_its_parts_at_their_first_use() -> None:
     """So `import tiered` costs nothing beside `import torch`."""
     found = modules_after("import json, sys, tiered\nprint(json.dumps(sorted(sys.modules)))")
     assert not HEAVY & found
-    assert {name for name in found if name.split(".")[0] == "tiered"} == {"tiered", "tiered.errors"}
+    assert {name for name in found if name.split(".")[0] == "tiered"} == {"tiered", "tiered.errors", "tiered.removed"}
