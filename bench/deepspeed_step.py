@@ -31,6 +31,7 @@ for name, value in {**ONE_RANK, "MASTER_PORT": free_port(), "DS_ACCELERATOR": "c
     os.environ.setdefault(name, str(value))
 
 import deepspeed  # noqa: E402  # reads its environment when it is imported
+import psutil  # noqa: E402
 import torch  # noqa: E402
 
 
@@ -65,8 +66,8 @@ def configuration(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def io_bytes() -> tuple[int, int]:
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["read_bytes"]), int(lines["write_bytes"])
+    counters = psutil.Process().io_counters()
+    return counters.read_bytes, counters.write_bytes
 
 
 def batches_of(settings: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:

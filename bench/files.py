@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 
@@ -104,10 +105,8 @@ class Peak:
 
 
 def anonymous() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-    raise SystemExit("this kernel has no RssAnon")
+    memory = psutil.Process().memory_info()
+    return memory.rss - memory.shared
 
 
 def forked(job: Callable[[], Any]) -> Any:

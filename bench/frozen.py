@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import psutil
 import torch
 import transformers
 from torch import nn
@@ -67,8 +68,7 @@ def unfreeze(model: Any) -> None:
 
 
 def io_write_bytes() -> int:
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["write_bytes"])
+    return psutil.Process().io_counters().write_bytes
 
 
 def store_write_bytes(store: tiered.Store) -> int:

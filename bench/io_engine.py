@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 
 from tiered.bytes.device.base import SCRATCH, Device, IOClass, Operation
@@ -288,9 +289,9 @@ def leaks(args: argparse.Namespace) -> list[Figures]:
 
 
 def held() -> dict[str, int]:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        rss = int(file.read().split()[1]) * 4096
-    return {"fds": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(), "rss_bytes": rss}
+    process = psutil.Process()
+    rss = process.memory_info().rss
+    return {"fds": process.num_fds(), "threads": threading.active_count(), "rss_bytes": rss}
 
 
 def show(row: Figures) -> Figures:

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import torch
 
 import tiered
@@ -49,8 +50,7 @@ def arguments() -> argparse.Namespace:
 
 
 def resident_bytes() -> int:
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines["VmRSS"].split()[0]) * KiB
+    return psutil.Process().memory_info().rss
 
 
 def make_large(folder: Path, args: argparse.Namespace) -> None:

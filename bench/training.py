@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests/devices
 
+import psutil
 import torch
 import trees
 
@@ -347,8 +348,8 @@ def agree(ours: int, system: int) -> bool:
 
 def io_bytes() -> tuple[int, int]:
     """Return the bytes that this process has made the system read from and write to devices so far."""
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["read_bytes"]), int(lines["write_bytes"])
+    counters = psutil.Process().io_counters()
+    return counters.read_bytes, counters.write_bytes
 
 
 def through_tiers(settings: Settings, folder: Path) -> dict[str, Any]:

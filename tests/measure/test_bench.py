@@ -10,6 +10,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.bytes.moving import exit_code_of_child
@@ -48,8 +49,7 @@ FEW = replace(TINY, rounds=1, tensor_nbytes=(), sustained_s=0.0, mixed_blocks=()
 
 def written_nbytes() -> int:
     """Return what storage was made to write for this process."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
+    return psutil.Process().io_counters().write_bytes
 
 
 def last_paragraph(output: str) -> str:

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import psutil
 
 __all__ = ["free_memory", "memory_limit", "memory_size"]
 
-_PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60  # version 1 writes "none" as the largest number of pages, in bytes
 
 
-def free_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
+def free_memory(groups: Path = _GROUPS) -> int:
     """Return the least, in bytes, of the kernel's available memory and the rest of each control group. 0: unknown."""
-    found = [_number(line.split()[1]) * 1024 for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:")]
-    for group in _groups(proc, groups):
+    found = _of_machine("available")
+    for group in _groups(groups):
         if (limit := group.limit()) is not None:
             found.append(limit - group.used_nbytes())
     return max(0, min(found, default=0))
 
 
-def memory_size(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
+def memory_size(groups: Path = _GROUPS) -> int:
     """Return the bytes of memory that this process could have at most, within its control groups. 0: unknown."""
-    found = [_number(line.split()[1]) * 1024 for line in _lines(proc / "meminfo") if line.startswith("MemTotal:")]
-    found += [limit for group in _groups(proc, groups) if (limit := group.limit()) is not None]
-    return min(found, default=0)
+    limits = [limit for group in _groups(groups) if (limit := group.limit()) is not None]
+    return min(_of_machine("total") + limits, default=0)
 
 
-def memory_limit(proc: Path = _PROC, groups: Path = _GROUPS) -> int | str | None:
+def memory_limit(groups: Path = _GROUPS) -> int | str | None:
     """Return the least limit of the control groups in bytes, "unlimited" if none has one, None if none is readable."""
-    found = [group for group in _groups(proc, groups) if _lines(group.directory / group.limit_name)]
+    found = [group for group in _groups(groups) if _lines(group.directory / group.limit_name)]
     limits = [limit for group in found if (limit := group.limit()) is not None]
     return min(limits) if limits else "unlimited" if found else None
 
@@ -56,12 +56,12 @@ class _Group(NamedTuple):
         return used - sum(_number(count) for name, count in lines if name == self.cache_name)
 
 
-def _groups(proc: Path, groups: Path) -> Iterator[_Group]:
+def _groups(groups: Path) -> Iterator[_Group]:
     """Yield the control groups that this process is in, from its own up to the one at the mount point.
 
     In a container the mount may show our own group as its root: then the others are missing, and nothing is lost.
     """
-    for line in _lines(proc / "self" / "cgroup"):
+    for line in _lines(Path(psutil.PROCFS_PATH, "self/cgroup")):
         _, controllers, path = line.split(":", 2)
         if not controllers:
             top, names = groups, ("memory.max", "memory.current", "inactive_file")
@@ -72,6 +72,14 @@ def _groups(proc: Path, groups: Path) -> Iterator[_Group]:
         directory = top / path.strip("/")
         for place in (directory, *(parent for parent in directory.parents if parent.is_relative_to(top))):
             yield _Group(place, *names)
+
+
+def _of_machine(figure: Literal["available", "total"]) -> list[int]:
+    """Return a figure of the machine's memory; none where its /proc has processes alone."""
+    try:
+        return [getattr(psutil.virtual_memory(), figure)]
+    except OSError:
+        return []
 
 
 def _lines(path: Path) -> list[str]:

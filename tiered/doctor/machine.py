@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import os
 import platform
 import re
 import resource
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+
+import psutil
 
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.ring import Ring
@@ -165,7 +166,7 @@ def check_open_files() -> Finding:
     """Compare the limit on open files with the number of open ones."""
     name = "open files"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    num_open = len(os.listdir("/proc/self/fd"))
+    num_open = psutil.Process().num_fds()
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
     found = f"the limit is {limit}, {num_open} are open"
     if soft == resource.RLIM_INFINITY or soft - num_open >= _FEWEST_FILES:
