@@ -1,25 +1,19 @@
-"""Ours and fio in alternating pairs: the drive drifts, and both sides of a pair meet it in the same mood.
-
-``python -m tiered.measure.pairs DIR --op read --block 4MiB --depth 8`` prints the pairs of one pattern as JSON.
-"""
+"""Ours and fio in alternating pairs: the drive drifts, and both sides of a pair meet it in the same mood."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tiered.measure.fio import Fio, FioRound
-from tiered.measure.pattern import OPS, Pattern
+from tiered.measure.pattern import Pattern
 from tiered.measure.rounds import Latency, Moved, Round
 from tiered.measure.scratch_file import ScratchFile
-from tiered.units import MiB, parse_bytes
 
-__all__ = ["Pairs", "main", "measure_pairs"]
+__all__ = ["Pairs", "measure_pairs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,54 +92,3 @@ def measure_pairs(
             elif fio is not None:
                 theirs.append(fio.run(pattern, scratch.path))
     return Pairs(pattern, tuple(ours), tuple(theirs))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the pairs of one pattern as one JSON object."""
-    parser = argparse.ArgumentParser(description="Rounds of one pattern on one directory, ours and fio's in turn.")
-    parser.add_argument("directory")
-    parser.add_argument("--engine", default="auto")
-    parser.add_argument("--op", choices=OPS, default="read")
-    parser.add_argument("--block", type=parse_bytes, default=4 * MiB)
-    parser.add_argument("--depth", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--file", type=parse_bytes, default=1024 * MiB, help="size of the file that is overwritten")
-    parser.add_argument("--no-fio", action="store_true")
-    given = parser.parse_args(arguments)
-    pattern = Pattern(given.op, given.block, given.depth, given.file, given.seconds)
-    with ScratchFile(
-        given.directory,
-        engine=given.engine,
-        memory_nbytes=given.block * given.depth,
-        file_nbytes=given.file,
-        depth=given.depth,
-    ) as scratch:
-        scratch.write_file()
-        fio = None if given.no_fio else scratch.find_fio()
-        pairs = measure_pairs(scratch, pattern, rounds=given.rounds, fio=fio)
-    print(
-        json.dumps(
-            {
-                "engine": scratch.engine,
-                "op": given.op,
-                "block_bytes": given.block,
-                "depth": given.depth,
-                "gb_per_s": round(pairs.gb_per_s, 3),
-                "fio_gb_per_s": pairs.fio_gb_per_s and round(pairs.fio_gb_per_s, 3),
-                "ratio_to_fio": pairs.ratio_to_fio and round(pairs.ratio_to_fio, 3),
-                "cpu_s_per_gb": round(pairs.cpu_s_per_gb, 4),
-                "cpu_ratio_to_fio": pairs.cpu_ratio_to_fio and round(pairs.cpu_ratio_to_fio, 3),
-                "latency": asdict(pairs.latency),
-                "pairs": [
-                    [round(one.gb_per_s, 3) for one in pair] for pair in zip(pairs.ours, pairs.fio or (), strict=False)
-                ]
-                or [[round(one.gb_per_s, 3)] for one in pairs.ours],
-            }
-        )
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

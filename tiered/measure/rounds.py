@@ -7,7 +7,6 @@ command choose the rounds.
 from __future__ import annotations
 
 import itertools
-import resource
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ from tiered.bytes.device.base import Device, IOClass, Operation
 from tiered.errors import TieredError
 from tiered.measure.pattern import Direction, Pattern
 
-__all__ = ["Latency", "Moved", "Round", "cpu_seconds", "run_round", "write_file"]
+__all__ = ["Latency", "Moved", "Round", "run_round", "write_file"]
 
 _MAX_LATENCIES = 1 << 18  # of one stream; a longer round keeps the last ones
 _MAX_BYTES_PER_S = 64e9  # beyond any drive: the latencies a round may have
@@ -99,7 +98,7 @@ def run_round(
     device raised or reported, once nothing is in flight any more.
     """
     loop = _Loop(device, memory, pattern, is_spread=is_spread)
-    cpu_s, start = cpu_seconds(), time.perf_counter()
+    cpu_s, start = time.process_time(), time.perf_counter()  # io_uring's kernel workers count as threads of ours
     try:
         loop.begin(start + pattern.seconds)
         while not loop.finished.wait(watch_every_s if watch else None):
@@ -109,7 +108,7 @@ def run_round(
     except BaseException:  # an interrupt: transfers in flight still use the memory, until the device is closed
         loop.stop()
         raise
-    cpu_s = cpu_seconds() - cpu_s
+    cpu_s = time.process_time() - cpu_s
     loop.check()
     nbytes = {stream.direction.is_write: stream.num_done * pattern.block_nbytes for stream in loop.streams}
     latencies = {stream.direction.is_write: stream.times() for stream in loop.streams}
@@ -122,12 +121,6 @@ def run_round(
         read_latencies_s=latencies.get(False, none),
         write_latencies_s=latencies.get(True, none),
     )
-
-
-def cpu_seconds() -> float:
-    """Return the user and system time of this process so far: all its threads, io_uring's kernel workers included."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def write_file(device: Device, memory: memoryview, pattern: Pattern, on_written: Callable[[int], object]) -> None:

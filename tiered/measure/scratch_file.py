@@ -22,7 +22,7 @@ from tiered.bytes.device.uring import UringDevice
 from tiered.errors import CapacityError
 from tiered.measure.fio import Fio, find_fio, open_file_path
 from tiered.measure.pattern import Pattern
-from tiered.measure.rounds import Round, cpu_seconds, run_round, write_file
+from tiered.measure.rounds import Round, run_round, write_file
 from tiered.units import MiB, format_bytes, round_up
 
 __all__ = ["ScratchFile", "forget"]
@@ -111,10 +111,10 @@ class ScratchFile:
         found = run_round(self.device, self.memory, replace(pattern, max_nbytes=once), is_spread=is_spread)
         if not found.write_nbytes:
             return found
-        cpu_s, start = cpu_seconds(), time.perf_counter()
+        cpu_s, start = time.process_time(), time.perf_counter()
         forget(self.path)
         return replace(
-            found, seconds=found.seconds + time.perf_counter() - start, cpu_s=found.cpu_s + cpu_seconds() - cpu_s
+            found, seconds=found.seconds + time.perf_counter() - start, cpu_s=found.cpu_s + time.process_time() - cpu_s
         )
 
     def find_fio(self) -> Fio | None:
