@@ -49,9 +49,6 @@ def does_export(said: str) -> bool:
 
 
 def does_import(said: str) -> bool:
-    if said.startswith('"""The training that ds_config.json describes'):
-        compile(said, "training.py", "exec")
-        return True
     with tiered.Store("runs/base", mode="r") as store:
         return len(store) == 2
 
@@ -70,12 +67,11 @@ DOES: dict[str, Callable[[str], bool]] = {
 
 @pytest.fixture(autouse=True)
 def directory() -> Iterator[None]:
-    """A directory with all that the commands name: drives, a checkpoint, runs, a configuration."""
+    """A directory with all that the commands name: drives, a checkpoint, runs."""
     with quick_directory() as path, short_files(), chdir(path):
         for place in ("nvme0", "nvme1", "models/base", "runs"):
             Path(place).mkdir(parents=True)
         save_file({"a": torch.randn(300, 4), "b": torch.randn(7)}, "models/base/model.safetensors")
-        Path("ds_config.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
         yield
 
 

@@ -11,6 +11,7 @@ from tiered.removed import REMOVED
 @pytest.mark.parametrize(
     ("option", "line"),
     [
+        ("tiered import --deepspeed", "import --deepspeed ds_config.json"),
         ("tiered bench --plot", "bench nvme0 --plot bench.png"),
     ],
 )

@@ -20,7 +20,7 @@ from tiered import __version__
 from tiered.console.interruption import INTERRUPTED
 from tiered.console.lasting_streams import lasting_streams
 from tiered.console.page import fold
-from tiered.errors import TieredError, UsageError
+from tiered.errors import TieredError
 from tiered.removed import removed_option
 from tiered.units import parse_bytes, parse_count
 
@@ -162,14 +162,6 @@ MeasuredDevice = Annotated[
     ),
 ]
 Sustained = Annotated[float, typer.Option(metavar="SECONDS", help="Also write, then read, so long without a pause.")]
-DeepSpeedFile = Annotated[
-    Path | None,
-    typer.Option(
-        parser=_path,
-        metavar="FILE",
-        help="A DeepSpeed configuration: print the equivalent calls, and each key that is dropped or refused.",
-    ),
-]
 
 
 def _command(job: Callable[_P, int]) -> Callable[_P, Callable[[], int]]:
@@ -290,20 +282,11 @@ def export(
 @_command
 def import_(
     source: Annotated[
-        Path | None, typer.Argument(parser=_path, metavar="FOLDER", help="A safetensors file, or a folder of them.")
-    ] = None,
-    run: Annotated[
-        Path | None, typer.Argument(parser=_path, metavar="RUN", help="A new directory for the store.")
-    ] = None,
-    deepspeed: DeepSpeedFile = None,
+        Path, typer.Argument(parser=_path, metavar="FOLDER", help="A safetensors file, or a folder of them.")
+    ],
+    run: Annotated[Path, typer.Argument(parser=_path, metavar="RUN", help="A new directory for the store.")],
 ) -> int:
-    """Put the tensors of safetensors files into a new store; or show the program of a DeepSpeed configuration."""
-    if deepspeed is not None and source is None:
-        from tiered.interop.deepspeed_program import import_deepspeed
-
-        return import_deepspeed(deepspeed)
-    if deepspeed is not None or source is None or run is None:
-        raise UsageError("import: expected FOLDER RUN, or --deepspeed ds_config.json alone")
+    """Put the tensors of safetensors files into a new store."""
     from tiered.interop.importing import import_files
 
     return import_files(source, run)

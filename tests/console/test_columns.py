@@ -134,12 +134,6 @@ def test_the_doctor_fits(page: Page, tmp_path: Path) -> None:
     page.check("broken  direct I/O", "slower  a           this")
 
 
-def test_a_configuration_that_is_imported_fits(page: Page) -> None:
-    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "overlap_comm": True}, "shiny": 1}))
-    assert main(["import", "--deepspeed", "ds.json"]) == 0
-    page.check("def train(", "# Of ds.json")
-
-
 def modules_after(program: str) -> set[str]:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
     return set(json.loads(done.stdout.splitlines()[-1]))

@@ -17,7 +17,7 @@ _SWITCHES = {
     "fp16": "accelerate's loss scaling steps optimizers that it wraps itself; expected bf16=True, or fp32",
     "auto_find_batch_size": "it begins a run again in the middle; expected a batch size that fits",
     "use_liger_kernel": "its kernels take addresses of parameters, whose bytes move; expected use_liger_kernel=False",
-    "deepspeed": "tiered is in its place; expected no deepspeed config",
+    "deepspeed": "tiered is in its place; expected no deepspeed config: docs/deepspeed.md has what its keys become",
     "fsdp": "tiered is in its place; expected no fsdp",
     "parallelism_config": "this release shards on one rank; expected none",
 }
