@@ -91,7 +91,7 @@ LEFT_OPEN: dict[str, Callable[[], Iterator[Names]]] = {
     'weights="/models/base"': for_a_base_in_place,
     'store["kv/123"] = tensor': for_a_store,
     "tiered.hf.Trainer(": for_a_trainer,
-    "tiered.hf.Callback(": for_a_trainer,
+    "optimizers=(optimizer, None)": for_a_trainer,
     "tiered.hf.from_pretrained(": for_a_checkpoint,
 }
 """The names that a snippet leaves open, by something that it says. Others define all of theirs."""

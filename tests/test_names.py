@@ -81,7 +81,8 @@ FILES_SO_CALLED = {"report", "settings"}  # in a room that says of what
 EXCEPTIONS = {  # words of torch's and transformers' users, or of a method that is overridden
     ("resumable.py", "epoch"),
     ("saving.py", "save"),
-    *((file, word) for file in ("trainer.py", "callback.py") for word in ("epoch", "save")),
+    ("trainer.py", "epoch"),
+    ("trainer.py", "save"),
 }
 
 TIRING = re.compile(r"(?:^|[.:;] )(What|Who|Whose|Whoever|Whatever|Nobody|Somebody) |\bof (which|whom)\b|\blest\b")

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 
+import tiered
 from tiered.cli import main
+from tiered.errors import UsageError
 from tiered.removed import REMOVED
 
+OPTIONS = {
+    "tiered bench --plot": "bench nvme0 --plot bench.png",
+    "tiered import --deepspeed": "import --deepspeed ds_config.json",
+    "tiered train --micro-batches": "train --micro-batches vertical",
+}
+ARGUMENT = "tiered.hf.Arguments(micro_batches=)"
 
-@pytest.mark.parametrize(
-    ("option", "line"),
-    [
-        ("tiered import --deepspeed", "import --deepspeed ds_config.json"),
-        ("tiered bench --plot", "bench nvme0 --plot bench.png"),
-    ],
-)
-def test_an_option_of_the_command_line_says_what_to_use_instead(
-    option: str, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(line.split()) == 2
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_says_what_to_use_instead(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(OPTIONS[option].split()) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert said == f"tiered: {option} was removed after 0.2.0: {REMOVED[option]}; try --help"
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED.keys() - OPTIONS.keys() - {ARGUMENT}))
+def test_a_name_says_what_to_use_instead(name: str) -> None:
+    with pytest.raises(UsageError) as found:
+        operator.attrgetter(name.removeprefix("tiered."))(tiered)
+    assert str(found.value) == f"{name} was removed after 0.2.0: {REMOVED[name]}"
+    with pytest.raises(AttributeError):
+        tiered.never_was  # noqa: B018
+
+
+def test_an_argument_says_what_to_use_instead() -> None:
+    with pytest.raises(UsageError) as found:
+        tiered.hf.Arguments(store="run", micro_batches=True)
+    assert str(found.value) == f"{ARGUMENT} was removed after 0.2.0: {REMOVED[ARGUMENT]}"

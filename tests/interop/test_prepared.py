@@ -1,8 +1,7 @@
-"""A plain Trainer with tiered.hf.Factory, and accelerate's own loop: nothing is subclassed, the bits are plain ones."""
+"""A plain Trainer over a sharded model, and accelerate's own loop: nothing is subclassed, the bits are plain ones."""
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -20,37 +19,27 @@ from tests.zero.training import ROOMY_NBYTES, debug_store
 from tiered.errors import UsageError
 
 
-def train(path: Path, stop: Stop, *, resume: bool = False, is_constructed: bool = False) -> Outcome:
-    with debug_store(path / "store", ROOMY_NBYTES) as store:
-        with tiered.construct(store) if is_constructed else contextlib.nullcontext():
-            model = build("llama")
-        arguments = training_arguments(path / "out")
-        options = {"args": arguments, "tiered": tiered.hf.Arguments(store=store)}
+def train(path: Path, store: Path, stop: Stop, *, resume: bool = False) -> Outcome:
+    with debug_store(store, ROOMY_NBYTES) as opened:
+        model = tiered.shard(build("gpt2"), opened)
+        decayed = transformers.Trainer.get_decay_parameter_names(None, model)
+        groups = [
+            {"params": [p for n, p in model.named_parameters() if (n in decayed) is is_decayed], "weight_decay": decay}
+            for is_decayed, decay in ((True, 0.1), (False, 0.0))
+        ]
         trainer = transformers.Trainer(
-            model=model, args=arguments, train_dataset=Tokens(), eval_dataset=Tokens(6, 1),
-            optimizer_cls_and_kwargs=(tiered.hf.Factory, options), callbacks=[stop, tiered.hf.Callback(store)],
+            model=model, args=training_arguments(path / "out"), train_dataset=Tokens(), eval_dataset=Tokens(6, 1),
+            optimizers=(tiered.AdamW(groups, lr=1e-2), None), callbacks=[stop],
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
-        assert trainer.optimizer.param_groups[0]["weight_decay"] == 0.1
         return history(trainer), state_of(model)
 
 
-def test_a_factory_shards_a_model_whose_parameters_were_constructed_in_the_store(tmp_path: Path) -> None:
-    logged, state = train(tmp_path, Stop(), is_constructed=True)
-    assert logged == reference("llama")[0] and same_state(state, reference("llama")[1])
-
-
-def test_a_factory_shards_the_model_when_it_trains_and_the_run_resumes(tmp_path: Path) -> None:
+def test_a_plain_trainer_trains_a_sharded_model_and_resumes_from_its_own_files(tmp_path: Path) -> None:
     with pytest.raises(StoppedError):
-        train(tmp_path, Stop(3))
-    logged, state = train(tmp_path, Stop(), resume=True)
-    assert logged == reference("llama")[0] and same_state(state, reference("llama")[1])
-
-
-def test_a_factory_needs_an_open_store(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"expected Arguments\(store=tiered.Store"):
-        options: dict[str, Any] = {"args": training_arguments(tmp_path), "tiered": {"store": tmp_path / "store"}}
-        tiered.hf.Factory()(build("llama"), **options)
+        train(tmp_path, tmp_path / "store", Stop(6))
+    logged, state = train(tmp_path, tmp_path / "other", Stop(), resume=True)
+    assert logged == reference("gpt2")[0] and same_state(state, reference("gpt2")[1])
 
 
 def accelerated(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], Any]:

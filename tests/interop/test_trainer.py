@@ -207,6 +207,32 @@ def test_a_finished_trainer_may_train_again(tmp_path: Path) -> None:
         assert history(ours) == history(plain) and same_state(state_of(ours.model), state_of(plain.model))
 
 
+def test_a_second_trainer_in_the_same_store_evaluates_and_keeps_the_run(tmp_path: Path) -> None:
+    with debug_store(tmp_path / "store", ROOMY_NBYTES) as store:
+        first = new_trainer("gpt2", tmp_path / "out", Stop(), tiered_options={"store": store}, max_steps=3)
+        first.train()
+        second = tiered.hf.Trainer(
+            model=first.model, args=training_arguments(tmp_path / "out"), eval_dataset=Tokens(6, 1),
+            tiered={"store": store},
+        )  # fmt: skip
+        assert second.evaluate()["eval_loss"] == first.evaluate()["eval_loss"]
+        store.commit()
+        committed = store.registered_state("transformers.trainer")
+        assert committed is not None and committed["trainer"]["global_step"] == 3
+
+
+def test_a_model_whose_parameters_were_constructed_in_the_store_is_sharded_there(tmp_path: Path) -> None:
+    with debug_store(tmp_path / "store", ROOMY_NBYTES) as store:
+        with tiered.construct(store):
+            model = build("llama")
+        trainer = tiered.hf.Trainer(
+            model=model, args=training_arguments(tmp_path / "out"), train_dataset=Tokens(),
+            eval_dataset=Tokens(6, 1), tiered={"store": store},
+        )  # fmt: skip
+        trainer.train()
+        assert history(trainer) == reference("llama")[0] and same_state(state_of(model), reference("llama")[1])
+
+
 @pytest.mark.parametrize("save_strategy", ["steps", "no"])
 def test_a_commit_when_the_trainer_is_gone_or_has_only_evaluated_keeps_the_run(
     save_strategy: str, tmp_path: Path

@@ -13,17 +13,13 @@ if importlib.util.find_spec("transformers") is None:
 
 if TYPE_CHECKING:
     from tiered.interop.hugging_face.arguments import Arguments
-    from tiered.interop.hugging_face.callback import Callback
-    from tiered.interop.hugging_face.factory import Factory
     from tiered.interop.hugging_face.loading import from_pretrained
     from tiered.interop.hugging_face.trainer import Trainer, TrainerMixin
 
-__all__ = ["Arguments", "Callback", "Factory", "Trainer", "TrainerMixin", "from_pretrained"]
+__all__ = ["Arguments", "Trainer", "TrainerMixin", "from_pretrained"]
 
 _HOMES = {
     "Arguments": "tiered.interop.hugging_face.arguments",
-    "Callback": "tiered.interop.hugging_face.callback",
-    "Factory": "tiered.interop.hugging_face.factory",
     "Trainer": "tiered.interop.hugging_face.trainer",
     "TrainerMixin": "tiered.interop.hugging_face.trainer",
     "from_pretrained": "tiered.interop.hugging_face.loading",

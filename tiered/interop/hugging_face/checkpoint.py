@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,21 +21,13 @@ from tiered.errors import UsageError
 from tiered.interop.hugging_face.run_state import RunState
 from tiered.store.store import Store
 
-__all__ = [
-    "Pointer",
-    "folder_of_step",
-    "folder_to_resume",
-    "has_weights",
-    "last_step",
-    "refuse_store_in_checkpoint",
-    "set_aside_after",
-]
+__all__ = ["Pointer", "folder_to_resume", "refuse_store_in_checkpoint"]
 
 _log = logging.getLogger("tiered")
 
 _POINTER = "tiered.json"
 _TRAINER_STATE = "trainer_state.json"  # the name that transformers gives it
-_FOLDER = re.compile(r"checkpoint-(\d+)")
+_FOLDER = re.compile(r"checkpoint-\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,59 +64,13 @@ class Pointer:
             ) from error
 
 
-def last_step(store: Store) -> int | None:
-    """Return the step of the Trainer's run that ``store`` holds; None where it holds no model.
-
-    Raises UsageError for a run that another loop has committed.
-    """
-    if not store.durable or store.registered_state("tiered.model") is None:
-        return None
-    committed = store.registered_state(RunState.NAME)
-    if committed is None:
-        raise UsageError(
-            f"{store!r} holds a run of a loop that is not transformers' Trainer; expected that loop, or a store in an"
-            " empty directory"
-        )
-    return int(committed["trainer"]["global_step"])
-
-
-def folder_of_step(output_dir: Path, store: Store) -> Path:
-    """Return the folder of the last commit of ``store``, made again from it where it is missing or another's."""
-    committed = store.registered_state(RunState.NAME)
-    assert committed is not None  # or ``last_step`` had told
-    state = TrainerState(**committed["trainer"])
-    folder, pointer = output_dir / f"checkpoint-{state.global_step}", Pointer.of(store, state.global_step)
-    if _read_or_none(folder) != pointer or not (folder / _TRAINER_STATE).exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        state.save_to_json(str(folder / _TRAINER_STATE))
-        pointer.write(folder)
-        _log.info("%s was made again from %r", folder, store)
-    return folder
-
-
-def set_aside_after(step: int, output_dir: Path) -> None:
-    """Rename the checkpoint folders of later steps than the last commit's: a kill came before theirs."""
-    for folder in sorted(output_dir.iterdir()) if output_dir.is_dir() else ():
-        match = _FOLDER.fullmatch(folder.name)
-        if match is not None and int(match[1]) > step:
-            aside = folder.with_name(f"{folder.name}.uncommitted")
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
-            _log.warning("%s is of a step that was not committed, and is now %s", folder, aside.name)
-
-
-def has_weights(folder: Path) -> bool:
-    """Return whether ``folder`` has files of a model or of adapters."""
-    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-
-
 def folder_to_resume(wanted: Any, output_dir: Path, store: Store, *, is_live: bool) -> Any:
     """Return the folder that transformers is to resume from, for what its caller has asked for.
 
     ``wanted`` is ``resume_from_checkpoint``; ``is_live`` says that this process has trained or resumed already. Raises
     UsageError where the store cannot give what is wanted, with what it has.
     """
-    step = last_step(store)
+    step = _last_step(store)
     if step is None:
         last = get_last_checkpoint(output_dir) if wanted is True and output_dir.is_dir() else wanted
         if last and Pointer.read(Path(last)) is not None:
@@ -142,7 +87,7 @@ def folder_to_resume(wanted: Any, output_dir: Path, store: Store, *, is_live: bo
             f"train(): {there}; expected resume_from_checkpoint=True to go on with it, or a store in an empty directory"
         )
     if wanted is True:
-        return str(folder_of_step(output_dir, store))
+        return str(_folder_of_step(output_dir, store))
     given = Path(wanted)
     pointer, last = Pointer.read(given), get_last_checkpoint(given.parent) if given.parent.is_dir() else None
     if pointer is not None and pointer.store != store.uuid:
@@ -151,12 +96,42 @@ def folder_to_resume(wanted: Any, output_dir: Path, store: Store, *, is_live: bo
         return str(given)
     if last is not None and given.resolve() == Path(last).resolve() and given.parent.resolve() == output_dir.resolve():
         _log.warning("resuming from step %d, the last commit, where %s was asked for", step, given)
-        return str(folder_of_step(output_dir, store))  # a kill came between commit and folder
+        return str(_folder_of_step(output_dir, store))  # a kill came between commit and folder
     raise UsageError(
         f"resume_from_checkpoint={str(wanted)!r}: {there}, and keeps the weights of its last commit alone; expected"
         " resume_from_checkpoint=True. To go back in steps, train in a new store from files of the model, which"
         " Arguments(export=True) writes into each checkpoint"
     )
+
+
+def _last_step(store: Store) -> int | None:
+    """Return the step of the Trainer's run that ``store`` holds; None where it holds no model.
+
+    Raises UsageError for a run that another loop has committed.
+    """
+    if not store.durable or store.registered_state("tiered.model") is None:
+        return None
+    committed = store.registered_state(RunState.NAME)
+    if committed is None:
+        raise UsageError(
+            f"{store!r} holds a run of a loop that is not transformers' Trainer; expected that loop, or a store in an"
+            " empty directory"
+        )
+    return int(committed["trainer"]["global_step"])
+
+
+def _folder_of_step(output_dir: Path, store: Store) -> Path:
+    """Return the folder of the last commit of ``store``, made again from it where it is missing or another's."""
+    committed = store.registered_state(RunState.NAME)
+    assert committed is not None  # or ``_last_step`` had told
+    state = TrainerState(**committed["trainer"])
+    folder, pointer = output_dir / f"checkpoint-{state.global_step}", Pointer.of(store, state.global_step)
+    if _read_or_none(folder) != pointer or not (folder / _TRAINER_STATE).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        state.save_to_json(str(folder / _TRAINER_STATE))
+        pointer.write(folder)
+        _log.info("%s was made again from %r", folder, store)
+    return folder
 
 
 def _read_or_none(folder: Path) -> Pointer | None:

@@ -16,7 +16,7 @@ _OF_SGD = ("momentum", "dampening", "nesterov")
 _IN_8_BITS = 'tiered keeps moments in 8 bits where it is told Arguments(state="compact") beside optim="adamw_torch"'
 
 
-def choose_optimizer(training: Any, tiered: Arguments, given: Any = None) -> tuple[type, dict[str, Any]]:
+def choose_optimizer(training: Any, tiered: Arguments, given: Any) -> tuple[type, dict[str, Any]]:
     """Return the class and the keyword arguments for the optimizer, but for groups and store.
 
     ``given`` is ``optimizer_cls_and_kwargs`` of the Trainer, with a class of ``tiered``. The bits are those of

@@ -1,4 +1,4 @@
-"""Placement: whether a Trainer's model is in a store already, and its way into one where it is not."""
+"""Placement: a Trainer's model goes into the store, unless it is there already."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Unit
 from tiered.zero.shard import shard
 
-__all__ = ["is_in_store", "place"]
-
-
-def is_in_store(model: Any, store: Store) -> bool:
-    """Return whether the sharded parameters of ``model`` are in ``store``; not where it has none."""
-    engines = _engines(model)
-    return bool(engines) and all(engine.store is store for engine in engines)
+__all__ = ["place"]
 
 
 def place(model: Any, tiered: Arguments, store: Store, training: Any) -> torch.dtype | None:
@@ -34,7 +28,7 @@ def place(model: Any, tiered: Arguments, store: Store, training: Any) -> torch.d
     if not engines:
         shard(model, store, device=training.device, **options)
         return dtype
-    if not is_in_store(model, store):
+    if any(engine.store is not store for engine in engines):
         raise UsageError(
             f"the model is sharded into {engines[0].store!r}; expected tiered.hf.Arguments(store=) with that open store"
         )

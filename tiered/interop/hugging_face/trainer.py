@@ -89,7 +89,7 @@ class TrainerMixin:
         if self.optimizer is not None or self.lr_scheduler is not None:
             raise UsageError(
                 "optimizers=(...) was given, and tiered.hf.Trainer makes its own; expected TrainingArguments(optim=,"
-                " lr_scheduler_type=), or a plain Trainer with tiered.hf.Callback"
+                " lr_scheduler_type=)"
             )
 
     def _shard(self) -> None:
