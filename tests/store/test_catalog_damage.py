@@ -162,13 +162,14 @@ def test_tables_that_no_store_writes_are_corruption(file, sql):
         content_of(file)
 
 
-def test_newer_format_is_no_corruption(file):
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_format_is_no_corruption(file, version):
     file.create().close()
     with closing(sqlite3.connect(file.path)) as connection, connection:
-        connection.execute("PRAGMA user_version=3")
-        connection.execute("UPDATE root SET format = 3")
+        connection.execute(f"PRAGMA user_version={version}")
+        connection.execute("UPDATE root SET format = ?", (version,))
     for read_only in (False, True):
-        with pytest.raises(UsageError, match="format version 3"):
+        with pytest.raises(UsageError, match=f"format version {version}"):
             content_of(file, read_only=read_only)
 
 

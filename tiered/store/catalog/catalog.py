@@ -42,8 +42,8 @@ the next open takes either, whole, and ``discard`` goes back in one transaction 
 generation that was confirmed once is never the one to be discarded, so the confirmation needs no note of its own.
 Every row is read at open; its own digest finds a changed row, number and sum in the root row find a lost, added or
 stale one, for each generation that is kept. So does a damaged journal, played back in part: old and new rows together
-do not make the root's sum. A newer format, in user_version and in the root row, is refused with nothing changed; these
-two stay where they are in every version. Version 1 is written anew as this one by its first writer.
+do not make the root's sum. Another version, in user_version and in the root row, is refused with nothing changed; these
+two stay where they are in every version.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Catalog(ABC):
     def load(self, generation: int | None = None) -> tuple[Root, CommittedRows]:
         """Return a generation that is kept, by default the newest; rows in the order of their key ids.
 
-        Raises CorruptionError for anything that no commit has written, UsageError for a newer format.
+        Raises CorruptionError for anything that no commit has written, UsageError for another format version.
         """
 
     @abstractmethod

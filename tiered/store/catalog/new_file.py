@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from tiered.bytes.private_file import create_private_file, fsync_directory
@@ -15,30 +14,22 @@ from tiered.store.format.root import FORMAT_VERSION
 __all__ = ["make_file"]
 
 
-def make_file(
-    path: Path,
-    root: tuple[bytes, bytes],
-    rows: Iterable[tuple[int, bytes, bytes]] = (),
-    pages: Iterable[tuple[int, int, bytes, bytes]] = (),
-    *,
-    replaces: bool = False,
-) -> None:
-    """Make a catalog of these columns, durable under ``path`` when this returns. A half-made one is replaced.
+def make_file(path: Path, root: tuple[bytes, bytes]) -> None:
+    """Make a catalog without rows, durable under ``path`` when this returns. A half-made one is replaced.
 
-    ``replaces``: a whole catalog, open and with nothing to play back, is there, and is until the new one takes its
-    name. Raises CapacityError, DeviceError, with nothing left behind.
+    ``root``: body and digest of the root row. Raises CapacityError, DeviceError, with nothing left behind.
     """
     new = path.with_name(path.name + ".new")
     with translated(str(path), "create"):
         # A journal of another file under this name would be played back into the new one.
-        beside = () if replaces else (path.with_name(path.name + side) for side in ("-journal", "-wal", "-shm"))
+        beside = (path.with_name(path.name + side) for side in ("-journal", "-wal", "-shm"))
         for leftover in (new, *beside):
             leftover.unlink(missing_ok=True)
         new.with_name(new.name + "-journal").unlink(missing_ok=True)
         fd = create_private_file(new)
         try:
             try:
-                _fill(new, root, rows, pages)
+                _fill(new, root)
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -50,12 +41,7 @@ def make_file(
         fsync_directory(path.parent)
 
 
-def _fill(
-    path: Path,
-    root: tuple[bytes, bytes],
-    rows: Iterable[tuple[int, bytes, bytes]],
-    pages: Iterable[tuple[int, int, bytes, bytes]],
-) -> None:
+def _fill(path: Path, root: tuple[bytes, bytes]) -> None:
     """Fill the empty file at ``path``; not durable yet."""
     connection = connect(path, "rw", 0.0)
     try:
@@ -66,8 +52,6 @@ def _fill(
         for sql in SCHEMA.values():
             connection.execute(sql)
         connection.execute("INSERT INTO root VALUES (1, ?, ?, ?)", (FORMAT_VERSION, *root))
-        connection.executemany("INSERT INTO records VALUES (?, ?, ?)", rows)
-        connection.executemany("INSERT INTO pages VALUES (?, ?, ?, ?)", pages)
         connection.execute("COMMIT")
     finally:
         connection.close()

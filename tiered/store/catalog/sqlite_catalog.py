@@ -38,10 +38,9 @@ from tiered.store.format.root import (
     decode_root,
     decode_root_header,
     encode_root,
-    refuse_newer,
+    refuse_other_version,
 )
 from tiered.store.format.row import Page, Row, decode_page, page_digest, row_seed
-from tiered.store.format.version_1 import Converted, convert
 from tiered.store.waiting.fork_wait import make_forks_wait
 
 __all__ = ["SqliteCatalog"]
@@ -50,10 +49,6 @@ T = TypeVar("T")
 
 _NEWEST, _BEFORE = 1, 0  # in the column ``one`` of the root
 _ROWS, _PAGES = "SELECT key_id, body, digest FROM records", "SELECT key_id, page, body, digest FROM pages"
-_SCHEMA_1 = {
-    "root": SCHEMA["root"],
-    "records": SCHEMA["records"],
-}
 _NUM_READ_RETRIES = 3
 _MAX_VALUE_NBYTES = 1_000_000_000  # SQLite's own limit on one value; the state text ends there
 
@@ -77,10 +72,8 @@ class SqliteCatalog(Catalog):
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._failed: str | None = None
-        self._version = FORMAT_VERSION  # of the file, once it was looked at
         self._store_uuid = b""
         self._is_before = False  # the generation that was loaded is the one before the newest
-        self._old_pages: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # of a file of version 1
         self._is_settled = read_only
         # Held as long as the connection: closing any descriptor of the file drops SQLite's locks on it.
         self._fd: int | None = None
@@ -138,8 +131,6 @@ class SqliteCatalog(Catalog):
             return self._headers(connection)
 
     def _headers(self, connection: sqlite3.Connection) -> list[RootHeader]:
-        if self._version == 1:
-            return [decode_root(*self._converted(connection).root, self.name)[1]]
         return [self._read_root(connection, one)[1] for one in self._ones(connection)]
 
     def _load(self, generation: int | None) -> tuple[Root, CommittedRows]:
@@ -149,12 +140,6 @@ class SqliteCatalog(Catalog):
     def _load_from(self, connection: sqlite3.Connection, generation: int | None) -> tuple[Root, CommittedRows]:
         if not self._read_only:
             self._check_pages(connection)
-        if self._version == 1:
-            found = self._converted(connection)
-            root, header = decode_root(*found.root, self.name)
-            self._store_uuid = root.store_uuid
-            self._old_pages = {page[:2]: page[2:] for page in found.pages}
-            return root, CommittedRows.decode(found.rows, header, self.name, raw_pages=found.pages)
         for one in self._ones(connection):
             root, header = self._read_root(connection, one)
             self._store_uuid = root.store_uuid
@@ -168,8 +153,8 @@ class SqliteCatalog(Catalog):
     def _load_page(self, row: Row, number: int) -> Page:
         place = (row.key_id, number)
         with self._looking("read") as connection:
-            found = self._old_pages.get(place)
-            for table in ("pages_before", "pages") if self._is_before else ("pages",) if self._version > 1 else ():
+            found = None
+            for table in ("pages_before", "pages") if self._is_before else ("pages",):
                 if found is None:
                     sql = f"SELECT body, digest FROM {table} WHERE key_id = ? AND page = ?"
                     found = connection.execute(sql, place).fetchone()
@@ -211,8 +196,6 @@ class SqliteCatalog(Catalog):
         with self._using(verb) as connection:
             if self._failed is not None:
                 raise DeviceError(f"catalog {self.name}: {self._failed}; open the store again to see which it was")
-            if self._version == 1:
-                connection = self._upgrade(connection)
             try:
                 connection.execute("BEGIN IMMEDIATE")
                 write(connection)
@@ -221,16 +204,6 @@ class SqliteCatalog(Catalog):
                 self._abandon(connection, error)
                 raise
             self._is_before = False
-
-    def _upgrade(self, connection: sqlite3.Connection) -> sqlite3.Connection:
-        """Write the catalog anew in the version of today, and return the connection to it."""
-        found = self._converted(connection)
-        make_file(Path(self.name), found.root, found.rows, found.pages, replaces=True)
-        self._end()
-        self._open()
-        self._version, self._old_pages = FORMAT_VERSION, {}
-        assert self._connection is not None
-        return self._connection
 
     def close(self) -> None:
         if not self._lock.acquire(timeout=self._deadline_s):
@@ -333,13 +306,11 @@ class SqliteCatalog(Catalog):
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version != FORMAT_VERSION:
             row = connection.execute("SELECT format FROM root LIMIT 1").fetchone()
-            refuse_newer(version, row[0] if row and isinstance(row[0], int) else 0, self.name)
-        tables = SCHEMA if version == FORMAT_VERSION else _SCHEMA_1
+            refuse_other_version(version, row[0] if row and isinstance(row[0], int) else 0, self.name)
         schema = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema LIMIT 6").fetchall()
-        expected = {(b"table", n.encode(), n.encode(), sql.encode()) for n, sql in tables.items()}
+        expected = {(b"table", n.encode(), n.encode(), sql.encode()) for n, sql in SCHEMA.items()}
         if len(schema) != len(expected) or set(schema) != expected:
             raise damaged("its tables are not those of a catalog", self.name)
-        self._version = version
 
     def _check_pages(self, connection: sqlite3.Connection) -> None:
         """Every page is in one place only: else a later commit could write over a row."""
@@ -362,16 +333,8 @@ class SqliteCatalog(Catalog):
         root = connection.execute("SELECT format, body, digest FROM root WHERE one = ?", (one,)).fetchone()
         if [type(value) for value in root] != [int, bytes, bytes]:
             raise damaged("a root row of other types", self.name)
-        refuse_newer(self._version, root[0], self.name)
+        refuse_other_version(FORMAT_VERSION, root[0], self.name)
         return decode_root(root[1], root[2], self.name)
-
-    def _converted(self, connection: sqlite3.Connection) -> Converted:
-        """Return what version 2 has in place of the rows of version 1, which the file holds."""
-        roots = connection.execute("SELECT one, format, body, digest FROM root LIMIT 2").fetchall()
-        if len(roots) != 1 or [type(value) for value in roots[0]] != [int, int, bytes, bytes] or roots[0][0] != _NEWEST:
-            raise damaged(f"expected one root row, got {len(roots)}", self.name)
-        refuse_newer(self._version, roots[0][1], self.name)
-        return convert(roots[0][2:], read_rows(connection, _ROWS, self.name), self.name)
 
     def _read_header(self, connection: sqlite3.Connection, root: Root) -> RootHeader:
         row = connection.execute("SELECT substr(body, 1, ?) FROM root WHERE one = 1", (ROOT_HEADER_NBYTES,)).fetchone()

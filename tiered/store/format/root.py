@@ -23,7 +23,7 @@ __all__ = [
     "decode_root",
     "decode_root_header",
     "encode_root",
-    "refuse_newer",
+    "refuse_other_version",
 ]
 
 FORMAT_VERSION = 2
@@ -133,17 +133,21 @@ def _decode_files(encoded: bytes, nbytes: int) -> tuple[ExternalFile, ...]:
     return tuple(files)
 
 
-def refuse_newer(file_version: int, root_version: int, file: str) -> None:
-    """Raise UsageError where both places that hold the format version name a newer one; CorruptionError if they differ.
+def refuse_other_version(file_version: int, root_version: int, file: str) -> None:
+    """Raise UsageError where both places that hold the format version name another; CorruptionError if they differ.
 
     These two places stay the same in every version.
     """
     if file_version != root_version or not 0 < file_version < 1 << 31:
         raise corrupt(f"it gives its format version as {file_version} and as {root_version}", file)
-    if file_version > FORMAT_VERSION:
+    if file_version != FORMAT_VERSION:
+        way_on = (
+            "open it once with tiered 0.2.0 and commit, which writes version 2"
+            if file_version < FORMAT_VERSION
+            else "open it with the version of tiered that wrote it"
+        )
         raise UsageError(
-            f"{file} has format version {file_version}; this tiered reads version {FORMAT_VERSION}: "
-            "open it with the version of tiered that wrote it"
+            f"{file} has format version {file_version}; this tiered reads version {FORMAT_VERSION}: {way_on}"
         )
 
 
