@@ -26,11 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests/devices
 
 import torch
 
-from tests.devices.simulated_disk import SimulatedDisk
 from tests.devices.throttled import ThrottledDevice
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.engines import open_device
-from tiered.store.catalog.memory_catalog import MemoryCatalog
+from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.store import Store
 from tiered.units import format_bytes, parse_bytes
@@ -56,7 +55,7 @@ def open_store(folder: Path, args: argparse.Namespace, stack: ExitStack) -> Stor
         (folder / name).mkdir(mode=0o700)
         device = open_device(folder / name, args.engine)
         devices.append(ThrottledDevice(device, read_bytes_per_s=limit, write_bytes_per_s=limit))
-    catalog = MemoryCatalog.create(SimulatedDisk(can_lose_power=False), empty_root(uuid.uuid4().bytes, 2))
+    catalog = SqliteCatalog.create(None, empty_root(uuid.uuid4().bytes, 2))
     store = Store._from_parts(Parts(Arena(args.dram), devices, catalog), durable=True, deadline_s=60.0)
     stack.callback(store.close)
     return store

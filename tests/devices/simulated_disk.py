@@ -90,7 +90,7 @@ class Moment:
 
 
 class SimulatedDisk(MemoryDisk):
-    """A disk in RAM whose power a test can cut.
+    """A disk in RAM whose power a test can cut. It holds small named values, too, that are replaced atomically.
 
     The invariant: the live image = the durable one with the unsynced changes made again, oldest first.
 
@@ -115,6 +115,7 @@ class SimulatedDisk(MemoryDisk):
         self._durable: dict[_File, bytes] = {}  # replaced at each flush, never changed
         self._unsynced: list[_Change] = []  # oldest first
         self._at_crash: Moment | None = None
+        self._values: dict[str, object] = {}
         self._failures: dict[Kind, list[Exception]] = {}
 
     @classmethod

@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 
 from tests.devices.simulated_disk import SimulatedDisk
-from tiered.store.catalog.memory_catalog import MemoryCatalog
+from tests.store.simulated_catalog import SimulatedCatalog
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.checksum import PAGE_BLOCKS, num_blocks
 from tiered.store.format.extent import Extent
@@ -75,10 +75,10 @@ class SimulatedHome:
         self.disk = SimulatedDisk()
 
     def create(self, root=ROOT):
-        return MemoryCatalog.create(self.disk, root)
+        return SimulatedCatalog.create(self.disk, root)
 
     def reopen(self):
-        return MemoryCatalog(self.disk)
+        return SimulatedCatalog(self.disk)
 
 
 def loaded(catalog):

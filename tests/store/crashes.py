@@ -11,7 +11,7 @@ import itertools
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -19,10 +19,10 @@ import xxhash
 
 from tests.devices.simulated_disk import Moment, Policy, SimulatedDisk
 from tests.store.rig import Counter, await_true, numbers, simulated_store
+from tests.store.simulated_catalog import SimulatedCatalog
 from tests.store.together import Together
 from tiered.errors import TieredError
 from tiered.store.catalog.catalog import GenerationName
-from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row, part_of
 from tiered.store.space import device_space
@@ -341,7 +341,7 @@ class Campaign:
         if found != chosen:
             self.wrong.append(f"{where}: {found}")
             return
-        is_discarded = chosen < MemoryCatalog(disk).kept()[0].number
+        is_discarded = chosen < _kept(disk)[0].number
         self.num_discards += is_discarded
         try:
             instants = job_instants(
@@ -361,8 +361,13 @@ class Campaign:
 
 def _choices(disk: SimulatedDisk, instant: Instant) -> tuple[GenerationName, ...]:
     """Return the generations that all that share the store may have: the newest on ``disk``, or the one before."""
-    kept = MemoryCatalog(disk).kept()
+    kept = _kept(disk)
     return kept if kept[0].number > instant.confirmed else kept[:1]
+
+
+def _kept(disk: SimulatedDisk) -> tuple[GenerationName, ...]:
+    with closing(SimulatedCatalog(disk)) as catalog:
+        return catalog.kept()
 
 
 def _fingerprint(disk: SimulatedDisk, num_devices: int) -> bytes:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.bytes import test_files
 from tests.store import checks, test_directory
+from tests.store.simulated_catalog import SimulatedCatalog
 from tests.store.test_external import saved
 from tiered.bytes.device.base import Device
 from tiered.bytes.device.file_device import FileDevice
@@ -24,7 +25,6 @@ from tiered.errors import DeviceError
 from tiered.store.catalog import new_file as new_file_module
 from tiered.store.catalog import sqlite_catalog as catalog_module
 from tiered.store.catalog.catalog import GenerationName
-from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.catalog.transaction import CatalogTransaction, discard_newest
 from tiered.store.format import committed_rows, root
 from tiered.store.generations.commit import Committer
@@ -94,15 +94,15 @@ def data_is_flushed_before_it_is_written(patch: Patch) -> None:
 
 @mutant(checks.no_crash_state_is_wrong)
 def the_catalog_comes_before_the_data(patch: Patch) -> None:
-    apply, flushed = MemoryCatalog.apply, list[Space]()
+    apply, flushed = SimulatedCatalog.apply, list[Space]()
     flush = Space.flush
     patch.setattr(Space, "flush", flushed.append)
 
-    def apply_then_flush(catalog: MemoryCatalog, *arguments: Any, **options: Any) -> None:
+    def apply_then_flush(catalog: SimulatedCatalog, *arguments: Any, **options: Any) -> None:
         apply(catalog, *arguments, **options)
         flush(flushed.pop())
 
-    patch.setattr(MemoryCatalog, "apply", apply_then_flush)
+    patch.setattr(SimulatedCatalog, "apply", apply_then_flush)
 
 
 @mutant(checks.no_crash_state_is_wrong)
@@ -156,12 +156,12 @@ def superseded_extents_are_never_freed(patch: Patch) -> None:
 
 @mutant(checks.no_crash_state_is_wrong)
 def deletions_are_left_out_of_the_commit(patch: Patch) -> None:
-    apply = MemoryCatalog.apply
+    apply = SimulatedCatalog.apply
 
-    def apply_without(catalog: MemoryCatalog, root: Any, upserts: Any, deleted: Any, **options: bool) -> None:
+    def apply_without(catalog: SimulatedCatalog, root: Any, upserts: Any, deleted: Any, **options: bool) -> None:
         apply(catalog, root, upserts, [], **options)
 
-    patch.setattr(MemoryCatalog, "apply", apply_without)
+    patch.setattr(SimulatedCatalog, "apply", apply_without)
 
 
 # -- two generations side by side ----------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def _keep_nothing(patch: Patch, catalog: type) -> None:
 
 @mutant(checks.no_crash_state_is_wrong)
 def the_generation_before_is_not_kept_in_memory(patch: Patch) -> None:
-    _keep_nothing(patch, MemoryCatalog)
+    _keep_nothing(patch, SimulatedCatalog)
 
 
 @mutant(checks.a_generation_given_up_leaves_the_one_before)
@@ -242,21 +242,21 @@ def a_discard_leaves_the_added_rows(patch: Patch) -> None:
 
 @mutant(checks.no_crash_state_is_wrong)
 def the_newest_generation_is_never_discarded(patch: Patch) -> None:
-    patch.setattr(MemoryCatalog, "discard", lambda catalog: None)
+    patch.setattr(SimulatedCatalog, "discard", lambda catalog: None)
 
 
 @mutant(checks.no_crash_state_is_wrong)
 def the_newest_generation_is_discarded_by_the_next_commit(patch: Patch) -> None:
-    apply, discard, given_up = MemoryCatalog.apply, MemoryCatalog.discard, list[MemoryCatalog]()
-    patch.setattr(MemoryCatalog, "discard", given_up.append)
+    apply, discard, given_up = SimulatedCatalog.apply, SimulatedCatalog.discard, list[SimulatedCatalog]()
+    patch.setattr(SimulatedCatalog, "discard", given_up.append)
 
-    def discard_and_apply(catalog: MemoryCatalog, *arguments: Any, **options: bool) -> None:
+    def discard_and_apply(catalog: SimulatedCatalog, *arguments: Any, **options: bool) -> None:
         if catalog in given_up:
             given_up.remove(catalog)
             discard(catalog)
         apply(catalog, *arguments, **options)
 
-    patch.setattr(MemoryCatalog, "apply", discard_and_apply)
+    patch.setattr(SimulatedCatalog, "apply", discard_and_apply)
 
 
 # -- results: what must not be passed over -------------------------------------------------------------------------

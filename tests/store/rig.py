@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from tests.devices.simulated_disk import SimulatedDisk
+from tests.store.simulated_catalog import SimulatedCatalog
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Device, DeviceStatistics, Operation
 from tiered.bytes.device.memory import MemoryDevice
@@ -17,7 +18,6 @@ from tiered.bytes.pinned_arena import PinnedArena
 from tiered.bytes.registrar import Registrar
 from tiered.errors import TieredError
 from tiered.store.catalog.catalog import Catalog, GenerationName
-from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.root import Root
 from tiered.store.format.row import Page, Row
@@ -51,7 +51,7 @@ def simulated_store(
     if durable:
         is_new = disk.load("catalog") is None
         root = empty_root(uuid.UUID(int=7).bytes, num_devices)
-        catalog = MemoryCatalog.create(disk, root) if is_new else MemoryCatalog(disk)
+        catalog = SimulatedCatalog.create(disk, root) if is_new else SimulatedCatalog(disk)
     devices = [wrap(MemoryDevice(disk, index)) for index in range(num_devices)]
     sources = ExternalSources(external, "threads")
     parts = Parts(arena, devices, catalog, confirmation=confirmation or Alone(), external=sources)
@@ -247,10 +247,10 @@ class GatedStore:
     def open(self) -> None:
         """Open the store; the one before must be closed."""
         if self.disk.load("catalog") is None:
-            MemoryCatalog.create(self.disk, empty_root(uuid.UUID(int=7).bytes, 1))
+            SimulatedCatalog.create(self.disk, empty_root(uuid.UUID(int=7).bytes, 1)).close()
         self.device = GatedDevice(MemoryDevice(self.disk, 0))
         self.device.events = self.events
-        self.catalog = GatedCatalog(MemoryCatalog(self.disk), self.events)
+        self.catalog = GatedCatalog(SimulatedCatalog(self.disk), self.events)
         arena = Arena(self.budget_nbytes)
         parts = Parts(arena, [self.device], self.catalog, confirmation=self.confirmation)
         self.store = Store._from_parts(parts, deadline_s=self.deadline_s)

@@ -18,8 +18,8 @@ from tests.store.catalogs import (
     root_of,
     row_of,
 )
+from tests.store.simulated_catalog import SimulatedCatalog
 from tiered.errors import CapacityError, CorruptionError, DeadlineError, DeviceError
-from tiered.store.catalog.memory_catalog import MemoryCatalog
 
 
 def test_leftovers_of_a_crashed_creation_are_replaced(file, tmp_path):
@@ -212,7 +212,7 @@ def test_simulated_commit_is_atomic_under_power_cuts(policy):
     seen = set()
     for seed in range(20):
         disk = SimulatedDisk()
-        with closing(MemoryCatalog.create(disk, ROOT)) as catalog:
+        with closing(SimulatedCatalog.create(disk, ROOT)) as catalog:
             catalog.apply(root_of(1), [row_of(1)], [])
             disk.crash_at = disk.num_operations
             with pytest.raises(PowerCutError):
@@ -220,7 +220,7 @@ def test_simulated_commit_is_atomic_under_power_cuts(policy):
             with pytest.raises(DeviceError):
                 catalog.apply(root_of(2), [row_of(2)], [1])
         after = disk.power_cut(random.Random(seed), policy)
-        with closing(MemoryCatalog(after)) as catalog:
+        with closing(SimulatedCatalog(after)) as catalog:
             content = loaded(catalog)
         assert content in ((root_of(1), [row_of(1)]), (root_of(2), [row_of(2)]))
         seen.add(content[0].generation)

@@ -25,6 +25,7 @@ from tests.store.rig import (
     simulated_store,
     stored,
 )
+from tests.store.simulated_catalog import changed_catalog
 from tiered.bytes.arena import Arena
 from tiered.errors import (
     CapacityError,
@@ -280,7 +281,7 @@ def test_closing_ends_with_the_deadline_where_a_commit_that_another_thread_has_s
     assert generations._committer is not None and generations._committer._thread is not None
     generations._committer._thread.join(WAIT_S)
     store.close()
-    assert "generation 1 was not committed: the memory catalog is closed" in caplog.text
+    assert "generation 1 was not committed: catalog :memory: is closed" in caplog.text
     gated.open()
     assert gated.store.generation == 0 and list(gated.store) == []
     gated.store["b"] = numbers(PAGE)
@@ -322,8 +323,8 @@ def test_a_write_of_sealed_bytes_that_was_interrupted_is_begun_again_by_the_comm
 
 def test_a_failed_catalog_load_leaves_nothing_open(disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated_store(disk).close()
-    content: Any = disk.load("catalog")
-    disk.transact("catalog", content._replace(kept=(content.kept[0]._replace(digest=bytes(8)),)))
+    with changed_catalog(disk) as connection:
+        connection.execute("UPDATE root SET digest = zeroblob(8)")
     with pytest.raises(CorruptionError):
         simulated_store(disk)
 

@@ -12,6 +12,7 @@ import torch
 
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import numbers, simulated_store
+from tests.store.simulated_catalog import changed_catalog
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.format.extent import Extent
 from tiered.store.format.root import decode_root, encode_root
@@ -24,19 +25,20 @@ PAGE = 4 * KiB
 
 def rewrite_rows(disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch, change: Callable[[Row, list[Row]], Row]) -> None:
     """Put ``change(row, rows)`` in the place of each row of the catalog, with digests and sums as they should be."""
-    content: Any = disk.load("catalog")
-    (newest,) = content.kept
-    root, _ = decode_root(newest.body, newest.digest, "catalog")
-    rows = [decode_row(key_id.to_bytes(8, "little") + body) for key_id, (body, _) in sorted(newest.rows.items())]
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "tiered.store.format.row.row_problem", lambda row: None
-        )  # which keeps a store from writing such rows
-        changed = [change(row, rows) for row in rows]
-        encoded = {row.key_id: encode_row(row, root.store_uuid) for row in changed}
-    total = sum(int.from_bytes(digest, "little") for _, digest in encoded.values())
-    body, digest = encode_root(root, len(rows), total)
-    disk.transact("catalog", content._replace(kept=(newest._replace(body=body, digest=digest, rows=encoded),)))
+    with changed_catalog(disk) as connection:
+        root, _ = decode_root(*connection.execute("SELECT body, digest FROM root").fetchone(), "catalog")
+        raw = connection.execute("SELECT key_id, body FROM records ORDER BY key_id").fetchall()
+        rows = [decode_row(key_id.to_bytes(8, "little") + body) for key_id, body in raw]
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "tiered.store.format.row.row_problem", lambda row: None
+            )  # which keeps a store from writing such rows
+            changed = [change(row, rows) for row in rows]
+            encoded = {row.key_id: encode_row(row, root.store_uuid) for row in changed}
+        total = sum(int.from_bytes(digest, "little") for _, digest in encoded.values())
+        connection.execute("UPDATE root SET body = ?, digest = ?", encode_root(root, len(rows), total))
+        connection.execute("DELETE FROM records")
+        connection.executemany("INSERT INTO records VALUES (?, ?, ?)", [(i, *row) for i, row in encoded.items()])
 
 
 @pytest.mark.parametrize("dtype", ["float3_e1m1fn", "qint8", "os.system"])

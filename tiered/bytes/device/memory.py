@@ -17,7 +17,7 @@ _File = tuple[int, int]  # device, file
 
 
 class MemoryDisk:
-    """The files of several devices, and small named values that are replaced atomically; all in RAM. Thread-safe.
+    """The files of several devices, all in RAM. Thread-safe.
 
     It lasts as long as the object. ``device`` is the index of a MemoryDevice, ``path`` a file's name for messages.
     """
@@ -27,17 +27,6 @@ class MemoryDisk:
         self._capacity_nbytes = capacity_nbytes
         self._lock = threading.Lock()
         self._files: dict[_File, bytearray] = {}
-        self._values: dict[str, object] = {}
-
-    def transact(self, name: str, payload: object) -> None:
-        """Replace the value ``name``, atomically and durably. ``payload`` is kept, not copied: never change it."""
-        with self._lock:
-            self._values[name] = payload
-
-    def load(self, name: str) -> object | None:
-        """Return the value ``name``, or None where none was ever stored."""
-        with self._lock:
-            return self._values.get(name)
 
     def read(self, device: int, operation: Operation, path: str) -> None:
         """Copy the range of ``operation`` into its memory. Raises DeviceError beyond the file's end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 from pathlib import Path
 
 from tiered.bytes.private_file import create_private_file, fsync_directory
@@ -11,7 +12,7 @@ from tiered.store.catalog.sqlite_file import PAGE_NBYTES, connect, translated
 from tiered.store.catalog.transaction import SCHEMA
 from tiered.store.format.root import FORMAT_VERSION
 
-__all__ = ["make_file"]
+__all__ = ["fill", "make_file"]
 
 
 def make_file(path: Path, root: tuple[bytes, bytes]) -> None:
@@ -29,7 +30,9 @@ def make_file(path: Path, root: tuple[bytes, bytes]) -> None:
         fd = create_private_file(new)
         try:
             try:
-                _fill(new, root)
+                with contextlib.closing(connect(new, "rw", 0.0)) as connection:
+                    connection.execute("PRAGMA journal_mode=OFF")  # no other process sees the file before it is whole
+                    fill(connection, root)
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -41,17 +44,12 @@ def make_file(path: Path, root: tuple[bytes, bytes]) -> None:
         fsync_directory(path.parent)
 
 
-def _fill(path: Path, root: tuple[bytes, bytes]) -> None:
-    """Fill the empty file at ``path``; not durable yet."""
-    connection = connect(path, "rw", 0.0)
-    try:
-        connection.execute("PRAGMA journal_mode=OFF")  # no other process sees the file before it is whole
-        connection.execute(f"PRAGMA page_size={PAGE_NBYTES}")
-        connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
-        connection.execute("BEGIN")
-        for sql in SCHEMA.values():
-            connection.execute(sql)
-        connection.execute("INSERT INTO root VALUES (1, ?, ?, ?)", (FORMAT_VERSION, *root))
-        connection.execute("COMMIT")
-    finally:
-        connection.close()
+def fill(connection: sqlite3.Connection, root: tuple[bytes, bytes]) -> None:
+    """Make the tables of a catalog without rows in an empty database."""
+    connection.execute(f"PRAGMA page_size={PAGE_NBYTES}")
+    connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
+    connection.execute("BEGIN")
+    for sql in SCHEMA.values():
+        connection.execute(sql)
+    connection.execute("INSERT INTO root VALUES (1, ?, ?, ?)", (FORMAT_VERSION, *root))
+    connection.execute("COMMIT")

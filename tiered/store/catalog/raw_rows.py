@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from collections.abc import Iterator
 
@@ -11,9 +10,11 @@ from tiered.errors import CorruptionError
 __all__ = ["damaged", "read_pages", "read_rows"]
 
 
-def read_rows(connection: sqlite3.Connection, sql: str, file: str) -> Iterator[tuple[int, bytes, bytes]]:
-    """Yield the rows that ``sql`` selects of the catalog ``file``. Raises CorruptionError."""
-    last, nbytes_left = 0, os.stat(file).st_size
+def read_rows(
+    connection: sqlite3.Connection, sql: str, file: str, nbytes_left: int
+) -> Iterator[tuple[int, bytes, bytes]]:
+    """Yield the rows that ``sql`` selects of the catalog ``file`` of ``nbytes_left``. Raises CorruptionError."""
+    last = 0
     for row in connection.execute(sql):
         key_id, body, digest = row
         # Ascending: so damaged pages that lead back to themselves come to an end.

@@ -1,10 +1,11 @@
-"""SqliteCatalog: the catalog in an SQLite file. The format and the crash argument are in catalog.py."""
+"""SqliteCatalog: the catalog in an SQLite file, or in memory. The format and the crash argument are in catalog.py."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import TypeVar
 
 from tiered.errors import CapacityError, ClosedError, CorruptionError, DeadlineError, DeviceError, UsageError
 from tiered.store.catalog.catalog import Catalog, GenerationName, generation_names
-from tiered.store.catalog.new_file import make_file
+from tiered.store.catalog.new_file import fill, make_file
 from tiered.store.catalog.raw_rows import damaged, read_pages, read_rows
 from tiered.store.catalog.sqlite_file import (
     BUSY,
@@ -54,19 +55,20 @@ _MAX_VALUE_NBYTES = 1_000_000_000  # SQLite's own limit on one value; the state 
 
 
 class SqliteCatalog(Catalog):
-    """The catalog in an SQLite file.
+    """The catalog in an SQLite file, or in memory.
 
     The connection and its transactions belong to one lock, which a fork waits for: a child never inherits an open
     transaction. In a child every method raises UsageError.
     """
 
-    def __init__(self, path: Path, *, read_only: bool = False, deadline_s: float = 60.0) -> None:
-        """Open ``path``, playing a crashed commit's journal back if there is one.
+    def __init__(self, path: Path | None, *, read_only: bool = False, deadline_s: float = 60.0) -> None:
+        """Open ``path``, playing a crashed commit's journal back if there is one. None: in memory, without tables yet.
 
         ``read_only`` is safe beside a live writer: ``load`` is then one short read transaction. ``deadline_s`` bounds
         the wait for another process's transaction, and that of ``close`` for another thread's.
         """
-        self.name = str(path)
+        self.name = ":memory:" if path is None else str(path)
+        self._path = path
         self._read_only = read_only
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
@@ -78,7 +80,8 @@ class SqliteCatalog(Catalog):
         # Held as long as the connection: closing any descriptor of the file drops SQLite's locks on it.
         self._fd: int | None = None
         self._connection: sqlite3.Connection | None = None
-        refuse_trap(path)
+        if path is not None:
+            refuse_trap(path)
         try:
             self._read(self._open)
         except BaseException:
@@ -87,11 +90,16 @@ class SqliteCatalog(Catalog):
         make_forks_wait(self, self._lock)  # a child that ended with a transaction open would play its journal back
 
     @classmethod
-    def create(cls, path: Path, root: Root) -> SqliteCatalog:
-        """Make the catalog of an empty store, durable when this returns, and open it.
+    def create(cls, path: Path | None, root: Root) -> SqliteCatalog:
+        """Make the catalog of an empty store, durable when this returns, and open it. None: in memory.
 
         A half-made one from a crashed creation is replaced. Raises UsageError where ``path`` exists.
         """
+        if path is None:
+            catalog = cls(None)
+            with catalog._using("create") as connection:
+                fill(connection, encode_root(root, 0, 0))
+            return catalog
         if os.path.lexists(path):
             raise UsageError(f"catalog {path} exists already: open the store instead of creating it")
         make_file(path, encode_root(root, 0, 0))
@@ -122,8 +130,8 @@ class SqliteCatalog(Catalog):
 
     def _settle(self) -> None:
         """Once, when it is ours to write: make durable the state that later writes build on."""
-        if not self._is_settled:
-            settle_journal(Path(self.name))
+        if not self._is_settled and self._path is not None:
+            settle_journal(self._path)
             self._is_settled = True
 
     def _load_headers(self) -> list[RootHeader]:
@@ -145,7 +153,7 @@ class SqliteCatalog(Catalog):
             self._store_uuid = root.store_uuid
             if generation in (None, root.generation):
                 self._is_before = one == _BEFORE
-                raw = read_rows(connection, _ROWS if one == _NEWEST else ROWS_BEFORE, self.name)
+                raw = read_rows(connection, _ROWS if one == _NEWEST else ROWS_BEFORE, self.name, self._nbytes())
                 raw_pages = read_pages(connection, _PAGES if one == _NEWEST else PAGES_BEFORE, self.name)
                 return root, CommittedRows.decode(raw, header, self.name, raw_pages=raw_pages, external=root.external)
         raise UsageError(f"catalog {self.name} does not hold generation {generation} any more, or not yet")
@@ -233,9 +241,8 @@ class SqliteCatalog(Catalog):
     def _looking(self, verb: str) -> Iterator[sqlite3.Connection]:
         """Give the connection within a read transaction, once the tables are known to be a catalog's."""
         with self._using(verb) as connection:
-            nbytes = os.stat(self.name).st_size
             # One value is never larger than the file, whatever its cell announces.
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(max(nbytes, 1 << 16), _MAX_VALUE_NBYTES))
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(max(self._nbytes(), 1 << 16), _MAX_VALUE_NBYTES))
             try:
                 connection.execute("BEGIN")
                 self._check_schema(connection)
@@ -254,6 +261,10 @@ class SqliteCatalog(Catalog):
                 raise ClosedError(f"catalog {self.name} is closed")
             with translated(self.name, verb):
                 yield self._connection
+
+    def _nbytes(self) -> int:
+        """Return what bounds all values together: the bytes of the file; in memory nothing does."""
+        return sys.maxsize if self._fd is None else os.fstat(self._fd).st_size
 
     def _read(self, read: Callable[[], T]) -> T:
         """Return the result of ``read``, which is tried again where the drive may not have given a page.
@@ -274,15 +285,17 @@ class SqliteCatalog(Catalog):
         if self._connection is not None:  # half open, from a try before
             self._connection.close()
         with translated(self.name, "open"):
+            if self._path is None:
+                self._connection = connect(None, "rw", 0.0)
+                return
             if self._fd is None:
-                self._fd = os.open(self.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            self._connection = self._connect()
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._connection = self._connect(self._path)
             if not self._read_only:
                 check_header(os.pread(self._fd, 100, 0), os.fstat(self._fd).st_size, self.name)
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self, path: Path) -> sqlite3.Connection:
         """Connect. ``_connection`` keeps a connection that then failed, for ``close``."""
-        path = Path(self.name)
         self._connection = connection = connect(path, "ro" if self._read_only else "rw", self._deadline_s)
         if not self._read_only:
             make_durable(connection)

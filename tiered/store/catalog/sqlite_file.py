@@ -46,10 +46,13 @@ _DRIVE = (
 )
 
 
-def connect(path: Path, mode: str, deadline_s: float) -> sqlite3.Connection:
-    """Open an existing file, ``mode`` "ro" or "rw"; text comes as bytes, transactions begin only when told to."""
+def connect(path: Path | None, mode: str, deadline_s: float) -> sqlite3.Connection:
+    """Open an existing file, ``mode`` "ro" or "rw"; text comes as bytes, transactions begin only when told to.
+
+    Without ``path``: an empty database in memory, which ends with the connection.
+    """
     connection = sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode={mode}",
+        ":memory:" if path is None else f"{path.absolute().as_uri()}?mode={mode}",
         uri=True,
         timeout=deadline_s,
         isolation_level=None,  # transactions are ours to begin

@@ -22,7 +22,6 @@ from tiered.bytes.pinned_arena import PinnedArena
 from tiered.bytes.registrar import NoRegistrar, registrar_for
 from tiered.errors import CapacityError, TieredError, UsageError
 from tiered.store.catalog.catalog import Catalog
-from tiered.store.catalog.memory_catalog import MemoryCatalog
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.root import Root
 from tiered.store.format.state_text import encode
@@ -187,7 +186,7 @@ def _weights(devices: Sequence[Device]) -> list[float] | None:
 def _open_memory(num_devices: int, arena: Arena, durable: bool) -> Parts:
     disk = MemoryDisk()
     devices = [MemoryDevice(disk, index) for index in range(num_devices)]
-    catalog = MemoryCatalog.create(disk, empty_root(uuid.uuid4().bytes, num_devices)) if durable else None
+    catalog = SqliteCatalog.create(None, empty_root(uuid.uuid4().bytes, num_devices)) if durable else None
     _log.warning('engine="memory": the devices are RAM outside the DRAM budget, and gone when the process ends')
     return Parts(arena, devices, catalog)
 
