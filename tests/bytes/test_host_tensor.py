@@ -1,17 +1,16 @@
-"""Memory of the caller's own for direct I/O: aligned, of the right size, alive as long as anybody uses it."""
+"""New memory: aligned, of the right size, alive as long as anybody uses it; and copies to and from buffers."""
 
 from __future__ import annotations
 
 import gc
 import mmap
-import resource
 import weakref
 
 import pytest
 import torch
 
 from tiered.bytes.arena import Arena
-from tiered.bytes.host_tensor import aligned_memory, copy_contiguous, empty_aligned, populate
+from tiered.bytes.host_tensor import copy_contiguous, empty_aligned
 from tiered.units import KiB, MiB
 
 
@@ -40,31 +39,6 @@ def test_the_pages_go_with_the_last_reference() -> None:
     del memory
     gc.collect()
     assert pages() is None
-
-
-def test_only_aligned_tensors_in_dram_have_aligned_memory() -> None:
-    tensor, _ = empty_aligned(3 * 4096, 4096)
-    memory = aligned_memory(tensor, 4096)
-    assert memory is not None and len(memory) == 3 * 4096
-    memory[0] = 9
-    assert tensor[0] == 9
-    assert aligned_memory(tensor[4096:], 4096) is not None
-    assert aligned_memory(tensor[1:4097], 4096) is None
-    assert aligned_memory(tensor[:-1], 4096) is None
-    assert aligned_memory(tensor[:0], 4096) is None
-    assert aligned_memory(torch.empty(4096, dtype=torch.uint8, device="meta"), 4096) is None
-
-
-def test_pages_are_made_before_they_are_touched_and_keep_what_they_hold() -> None:
-    pages = mmap.mmap(-1, MiB)
-    pages[: mmap.PAGESIZE] = bytes([7]) * mmap.PAGESIZE
-    populate(memoryview(pages))
-    num_faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    for place in range(mmap.PAGESIZE, MiB, mmap.PAGESIZE):
-        pages[place] = 1
-    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - num_faults < 64
-    assert pages[: mmap.PAGESIZE] == bytes([7]) * mmap.PAGESIZE
-    populate(memoryview(bytearray(5000)))  # not aligned: the kernel refuses, and it is only a hint
 
 
 def test_copies_go_both_ways() -> None:

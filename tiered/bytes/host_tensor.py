@@ -1,9 +1,8 @@
-"""The caller's tensors: copied to and from buffers, or made so that direct I/O can read into them without a copy."""
+"""The caller's tensors: copied to and from buffers, or made on huge pages, aligned for direct I/O."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 
 import torch
@@ -11,10 +10,9 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.units import MiB, round_up
 
-__all__ = ["aligned_memory", "copy_contiguous", "empty_aligned", "populate"]
+__all__ = ["copy_contiguous", "empty_aligned"]
 
 _HUGE_PAGE_NBYTES = 2 * MiB
-_MADV_POPULATE_WRITE = 23  # <asm-generic/mman-common.h>, Linux 5.14
 
 
 def empty_aligned(nbytes: int, alignment: int) -> tuple[torch.Tensor, memoryview]:
@@ -30,31 +28,6 @@ def empty_aligned(nbytes: int, alignment: int) -> tuple[torch.Tensor, memoryview
     start = -torch.frombuffer(pages, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE_NBYTES
     tensor = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=start)
     return tensor, memoryview(pages)[start : start + size]
-
-
-def populate(memory: memoryview) -> None:
-    """Have the kernel make the pages of ``memory``, page-aligned, in this thread: a read would do it in the device's.
-
-    Only a hint: where the kernel refuses, the first touch makes them. Contents do not change.
-    """
-    _libc().madvise(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), _MADV_POPULATE_WRITE)
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return libc
-
-
-def aligned_memory(flat: torch.Tensor, alignment: int) -> memoryview | None:
-    """Return the memory of ``flat``, (nbytes,) uint8 in DRAM, if its address and size are multiples of ``alignment``.
-
-    The memory keeps the tensor's bytes alive.
-    """
-    if not flat.is_cpu or flat.data_ptr() % alignment or flat.numel() % alignment or not flat.numel():
-        return None
-    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers
 
 
 def copy_contiguous(buffer: Buffer, tensor: torch.Tensor, *, to_buffer: bool) -> None:

@@ -14,8 +14,8 @@ import torch
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
-from tiered.bytes.host_tensor import copy_contiguous, populate
-from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
+from tiered.bytes.host_tensor import copy_contiguous
+from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import DIGEST_NBYTES, num_blocks
 from tiered.store.format.extent import Extent
@@ -28,12 +28,9 @@ from tiered.store.space.space import Space
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
 from tiered.store.values.window import Window
 from tiered.store.waiting.deadline import Deadline
-from tiered.store.waiting.recorder import Wait
-from tiered.units import MiB, divide_up
+from tiered.units import divide_up
 
-__all__ = ["DirectGet", "SlabJob", "StreamedValues", "VerifyReport"]
-
-_DIRECT_NBYTES = 128 * MiB  # for each device: as much as it ever has in flight of a class
+__all__ = ["SlabJob", "StreamedValues", "VerifyReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,88 +186,6 @@ class StreamedValues:
     def _end_streams(self, rows: Iterable[Row]) -> None:
         for row in rows:
             self._space.end_stream(row)
-
-
-class DirectGet:
-    """A record on its way into memory of the caller's own: no buffer, no copy. Begun on a stream, which it ends.
-
-    ``close`` it in any case. The memory belongs to transfers in flight until they complete, also past a deadline.
-    """
-
-    def __init__(self, working_set: WorkingSet, row: Row, memory: memoryview, *, is_new: bool) -> None:
-        """``memory`` is aligned and holds the row rounded up to the alignment; it is kept alive until all is done.
-
-        ``is_new``: it was never touched. The caller's thread then has its pages made, each slab's before its read.
-        """
-        self._working_set = working_set
-        self._row = row
-        self._memory = memory
-        self._is_new = is_new
-        self._left = deque(_order(row, working_set.space))
-        self._most = _DIRECT_NBYTES // SLAB_NBYTES * len(working_set.space.devices)
-        self._num_flying = 0
-        self._error: Exception | None = None  # the first
-        self._is_closed = False
-        self._start_more()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the record."""
-        return self._row.nbytes
-
-    def wait(self) -> None:
-        """Wait until all bytes are there and checked. Raises CorruptionError, DeviceError, DeadlineError."""
-        condition = self._working_set.condition
-        deadline = Deadline(f"get of {self._row.name!r}", self._working_set.deadline_s)
-        while self._num_flying or self._left:
-            INTERRUPTS.look()
-            self._start_more()
-            begun = self._working_set.recorder.begin(on_device=False)
-            with condition:
-                while self._num_flying and not self._is_due():
-                    deadline.wait(condition, self._num_flying)
-            self._working_set.recorder.waited(Wait.READ, self._row.name, begun)
-            if self._error is not None:
-                raise self._error
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        """Start nothing more; the stream ends when nothing is in flight. Does not block."""
-        with self._working_set.condition:
-            self._is_closed = True
-            if not self._num_flying:
-                self._end()
-
-    def _is_due(self) -> bool:
-        """Whether the caller has something to do while blocks are in flight."""
-        return self._error is not None or (bool(self._left) and self._num_flying <= self._most // 2)
-
-    def _start_more(self) -> None:
-        while self._left and self._num_flying < self._most and self._error is None:
-            slab = self._left.popleft()
-            memory = self._memory[slab * SLAB_NBYTES : (slab + 1) * SLAB_NBYTES]
-            if self._is_new:
-                populate(memory)
-            transfer = self._working_set.space.transfer(
-                self._row, memory, IOClass.DEMAND, self._done, first_slab=slab
-            )
-            with self._working_set.condition:
-                self._num_flying += 1
-            transfer.start()
-
-    def _done(self, transfer: Transfer) -> None:
-        with self._working_set.condition:
-            self._num_flying -= 1
-            self._error = self._error or transfer.error
-            if self._is_closed and not self._num_flying:
-                self._end()
-            if not self._num_flying or self._is_due():  # each wake-up costs more than the slab's digest
-                self._working_set.condition.notify_all()
-
-    def _end(self) -> None:
-        self._working_set.space.end_stream(self._row)
-        self._working_set.streamed_in_bytes += self._row.nbytes
 
 
 class SlabJob:

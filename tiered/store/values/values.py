@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from tiered.bytes.arena import Buffer
-from tiered.bytes.host_tensor import aligned_memory, copy_contiguous, empty_aligned
+from tiered.bytes.host_tensor import copy_contiguous
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.store.format.checksum import BLOCK_NBYTES, MIN_BLOCK_SHIFT, block_digests
 from tiered.store.format.row import Row
@@ -25,7 +24,7 @@ from tiered.store.transfers.transfer import SLAB_NBYTES
 from tiered.store.values.get_batches import GetBatches
 from tiered.store.values.parts import PartValues
 from tiered.store.values.put_batches import PutBatches, PutSource
-from tiered.store.values.streaming import DirectGet, StreamedValues
+from tiered.store.values.streaming import StreamedValues
 from tiered.store.values.tensors import flat_of, plain_value, result_for
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import MiB
@@ -34,9 +33,7 @@ __all__ = ["Values"]
 
 _LARGE_NBYTES = 8 * MiB  # from here on a put digests while it copies, and put_many has it written at once
 _NUM_AHEAD = 64  # keys that get_many prefetches
-_AHEAD_NBYTES = 64 * MiB  # for each device: bytes that get_many reads past the working set while it waits for a tensor
 _SMALLEST_BLOCK_NBYTES = 1 << MIN_BLOCK_SHIFT
-_DIRECT_NBYTES = MiB  # smaller tensors are not worth pages of their own
 
 
 _Digests = tuple[int, int, bytes]
@@ -202,10 +199,13 @@ class Values:
                 flat_of(result).copy_(torch.frombuffer(bytearray(row.inline), dtype=torch.uint8))
             return result
         if row is not None:
-            result, direct = self._begin(row, out, target)
-            if direct is not None:
-                with contextlib.closing(direct):
-                    direct.wait()
+            try:
+                result = result_for(Spec.of(row), key, out, target)
+            except BaseException:
+                with self._condition:
+                    self._working_set.space.end_stream(row)
+                raise
+            self._streams.get(row, flat_of(result))
             return result
         deadline = Deadline(f"lease of {key!r} for 'r'", self._working_set.deadline_s)
         alias, spec, _ = self._working_set.grants.obtain(key, "r", deadline, swaps_in=self._swaps_in)
@@ -230,50 +230,12 @@ class Values:
                 if name not in self._records:
                     raise KeyError(name)
         others = self._get_batches.get(names, found)
-        direct: deque[DirectGet] = deque()
-        ahead_nbytes, most_nbytes = 0, _AHEAD_NBYTES * len(self._working_set.space.devices)
-        with contextlib.ExitStack() as stack:
-            for i, name in enumerate(others):
-                if i % (_NUM_AHEAD // 2) == 0:
-                    self._working_set.prefetch(islice(others, i, i + _NUM_AHEAD))
-                INTERRUPTS.look()
-                row = self._stored_row(name)
-                if row is None or row.inline is not None:
-                    found[name] = self.get(name)
-                    continue
-                found[name], begun = self._begin(row, None, torch.device("cpu"))
-                if begun is not None:
-                    stack.callback(begun.close)
-                    direct.append(begun)
-                    ahead_nbytes += begun.nbytes
-                while ahead_nbytes - (direct[0].nbytes if direct else 0) >= most_nbytes:
-                    ahead_nbytes -= direct[0].nbytes
-                    direct.popleft().wait()
-            for begun in direct:
-                begun.wait()
+        for i, name in enumerate(others):
+            if i % (_NUM_AHEAD // 2) == 0:
+                self._working_set.prefetch(islice(others, i, i + _NUM_AHEAD))
+            INTERRUPTS.look()
+            found[name] = self.get(name)
         return found
-
-    def _begin(self, row: Row, out: torch.Tensor | None, target: torch.device) -> tuple[torch.Tensor, DirectGet | None]:
-        """Return the tensor for the bytes of ``row``, and the transfer to wait for; None where they are there.
-
-        A stream was begun on the row.
-        """
-        alignment = self._working_set.space.alignment
-        try:
-            spec = Spec.of(row)
-            if out is None and target.type == "cpu" and row.nbytes >= _DIRECT_NBYTES:
-                flat, memory = empty_aligned(row.nbytes, alignment)
-                return flat.view(spec.dtype).view(spec.shape), DirectGet(self._working_set, row, memory, is_new=True)
-            result = result_for(spec, row.name, out, target)
-            own = aligned_memory(flat_of(result), alignment)
-            if own is not None:
-                return result, DirectGet(self._working_set, row, own, is_new=False)
-        except BaseException:
-            with self._condition:
-                self._working_set.space.end_stream(row)
-            raise
-        self._streams.get(row, flat_of(result))
-        return result, None
 
     @uninterrupted
     def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -294,21 +256,14 @@ class Values:
             row = entry.row
             if row is None or row.inline is not None:
                 return row
-            if entry.residence is not None or not self._goes_past(row):
+            if entry.residence is not None or not self._streams.must_stream(row.nbytes):
                 return None
             self._working_set.space.begin_stream(row)
             return row
 
     def _swaps_in(self, entry: Entry) -> bool:
         """Whether a get brings the bytes of ``entry``, which only the device has, into DRAM."""
-        return entry.row is not None and entry.row.inline is None and not self._goes_past(entry.row)
-
-    def _goes_past(self, row: Row) -> bool:
-        """Whether a get reads the row past the working set: it is large, or others would have to leave it."""
-        if self._streams.must_stream(row.nbytes):
-            return True
-        arena = self._working_set.residents.arena
-        return row.nbytes >= _DIRECT_NBYTES and not arena.could_place(row.nbytes, 0, ())
+        return entry.row is not None and entry.row.inline is None and not self._streams.must_stream(entry.nbytes)
 
 
 def _copy_and_digest(
