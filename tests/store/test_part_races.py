@@ -244,7 +244,7 @@ def test_who_waits_for_memory_keeps_nobody_from_writing_the_key() -> None:
         stored(store.working_set, "a", "other")
         with store.lease("other", "r"):
             call = Call(lambda: store.write_part("a", 0, numbers(50_000, 3)))
-            await_true(lambda: store.working_set.room.num_queued == 1)
+            await_true(lambda: store.working_set.room.num_waiting == 1)
             store.write_part("a", 55_000, numbers(10, 4))  # by the thread that the call waits for
         call.end()
         value = numbers(60_000, 1)

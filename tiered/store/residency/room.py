@@ -9,9 +9,8 @@ import contextlib
 import gc
 import logging
 import threading
-import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from tiered.bytes.arena import Buffer
@@ -32,14 +31,14 @@ __all__ = ["Room"]
 
 _log = logging.getLogger("tiered")
 
-_STANDING_BACK = 1 / 4  # of its deadline: the longest time for which a caller lets others go first
+_PATIENCE = 1 / 4  # of its deadline: a caller that waits for longer is starved, and others let it go first
 
 
 class Room:
     """Buffers for callers that may block. ``refuse`` raises when the store serves no more calls.
 
-    Callers that hold nothing, no lease and no reservation, are served in the order of their arrival: a large request is
-    not passed over by small ones. A caller that holds something goes on at once, because others may wait for its bytes.
+    Callers that hold nothing, no lease and no reservation, let a starved caller go first, until they are starved
+    themselves. A caller that holds something goes on at once, because others may wait for its bytes.
     """
 
     def __init__(
@@ -65,8 +64,9 @@ class Room:
         self._space = space
         self._condition = condition
         self._deadline_s = deadline_s
+        self._patience_s = _PATIENCE * deadline_s
         self.refuse = refuse
-        self._queue: deque[Deadline] = deque()  # of callers that wait and hold nothing, first come, first served
+        self._starved: set[Deadline] = set()  # of callers that have waited for long
         self._reservations: dict[Buffer, int | None] = {}  # and the thread that will give it back soon, if one will
         self._policy: EvictionPolicy | None = None  # that was set
 
@@ -92,7 +92,7 @@ class Room:
 
         No caller waits for the return of one that ``is_lasting``.
         """
-        buffer = None if self._queue else self.reserve_nowait(nbytes, is_lasting=is_lasting)
+        buffer = None if self._starved else self.reserve_nowait(nbytes, is_lasting=is_lasting)
         if buffer is not None:
             return buffer
         deadline = Deadline(f"reservation of {format_bytes(nbytes)} of the DRAM budget", self._deadline_s)
@@ -120,11 +120,10 @@ class Room:
 
     def leave(self, deadline: Deadline) -> None:
         """Note that the caller with ``deadline`` waits for memory no more."""
-        if self._queue:  # no other caller adds this one
+        if deadline in self._starved:
             with self._condition:
-                if deadline in self._queue:
-                    self._queue.remove(deadline)
-                    self._condition.notify_all()
+                self._starved.remove(deadline)
+                self._condition.notify_all()
 
     def unreserve(self, buffer: Buffer) -> None:
         """Give back a buffer of ``reserve``; no tensor on it may be alive."""
@@ -139,8 +138,8 @@ class Room:
         needed = self._space.round_up(nbytes)
         begun = self.recorder.begin()
         with self._condition:
-            if self._has_nothing() and deadline not in self._queue:
-                self._queue.append(deadline)
+            if deadline.age_s >= self._patience_s:
+                self._starved.add(deadline)
             self._residents.drain()
             self.raise_failure()
             if self._has_room(needed, is_held=is_held) and not self._residents.is_worth_waiting():
@@ -229,26 +228,12 @@ class Room:
 
     # Below: under the lock
 
-    @property
-    def num_queued(self) -> int:
-        """How many callers that hold nothing wait for memory."""
-        return len(self._queue)
-
     def stand_back(self, deadline: Deadline) -> None:
-        """Let callers that came earlier go first, before the one with ``deadline`` takes or pins memory."""
-        if not self._queue or not self._has_nothing() or self._residents.share.is_callers:
-            return
-        if deadline not in self._queue:
-            self._queue.append(deadline)
-        until_s = time.monotonic() + _STANDING_BACK * self._deadline_s
-        while self._queue[0] is not deadline:
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:  # the thread that the first one waits for may wait for this caller
-                return
+        """Let starved callers go first, before the caller with ``deadline`` takes or pins memory."""
+        holds_nothing = this_thread() not in self._residents.users and not self._residents.share.is_callers
+        # Order: not for ever, because a thread that a starved caller waits for may wait for this caller.
+        while holds_nothing and self._starved and (left_s := self._patience_s - deadline.age_s) > 0:
             self._condition.wait(left_s)
-            deadline.renew()
-            self._residents.drain()
-            self.raise_failure()
 
     def drop(self, buffer: Buffer) -> None:
         """Give back a buffer of ``reserve``."""
@@ -323,9 +308,6 @@ class Room:
             deadline.check()
         except DeadlineError as error:
             raise DeadlineError(f"{error}. Other threads did not give back: {self._explain(needed)}") from None
-
-    def _has_nothing(self) -> bool:
-        return this_thread() not in self._residents.users
 
     def _wait(self, deadline: Deadline) -> None:
         """Wait for a while; the deadline starts again as long as transfers in flight make progress."""

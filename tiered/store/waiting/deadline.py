@@ -24,15 +24,20 @@ class Awaited(Protocol):
 class Deadline:
     """The patience of one operation. Time counts from the last sign of progress."""
 
-    __slots__ = ("_limit_s", "_operation", "_progress", "_start_s", "_warned")
+    __slots__ = ("_begun_s", "_limit_s", "_operation", "_progress", "_start_s", "_warned")
 
     def __init__(self, operation: str, limit_s: float) -> None:
         """``operation`` names the wait for messages, with its key: ``"lease of 'a'"``."""
         self._operation = operation
         self._limit_s = limit_s
-        self._start_s = time.monotonic()
+        self._begun_s = self._start_s = time.monotonic()
         self._progress: object = None
         self._warned = False
+
+    @property
+    def age_s(self) -> float:
+        """The seconds since the operation began, with and without progress."""
+        return time.monotonic() - self._begun_s
 
     def wait(self, condition: Awaited, progress: object = None, *, at_most_s: float = 60.0) -> None:
         """Wait until ``condition``, whose lock is held, is notified (or for a while); the caller then looks again.
