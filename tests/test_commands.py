@@ -5,7 +5,6 @@ The places that it names are below a directory of the test's, and `tiered bench`
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
