@@ -313,6 +313,8 @@ class Loop:
         """Build the model, or what was committed of it, in ``store``."""
         loop = cls(store)
         torch.manual_seed(11)
+        random.seed(11)
+        np.random.seed(11)
         loop._build(place)
         loop.scheduler = cls.scheduler_of(loop.optimizer)
         loop.loader = tiered.resumable(cls.batches())
@@ -370,7 +372,7 @@ class Loop:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 self.scheduler.step()
-                random.gauss(0.0, 1.0)  # each draws a pair, and keeps the second
+                random.gauss(0.0, 1.0)  # as below, the second of a pair is kept for the next call
                 np.random.standard_normal()
                 step += 1
                 self.store.commit({"step": step}, wait=False)
@@ -427,7 +429,8 @@ class LoraLoop(Loop):
 
 
 LOOPS: Mapping[str, type[Loop]] = {"loop": Loop, "lora": LoraLoop}
-LOOP_STEP = 4
+LOOP_STEP = 5
+"""An odd number: each step draws one of a pair of normal numbers, and the commit has the other."""
 
 
 # -- what an archive holds -------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -281,13 +282,12 @@ def test_a_trainer_that_was_killed_goes_on_with_the_bits_of_transformers_own(tmp
     torch.save(found["random"], folder / "rng_state.pth")
     shutil.copy(tmp_path / "before" / "out" / "checkpoint-3" / "trainer_state.json", folder)
     plain.train(resume_from_checkpoint=str(folder))
-    ours = new_trainer(tmp_path / "run", dram="32MiB")
-    ours.train(resume_from_checkpoint=True)
-    assert history(ours) == history(plain) and len(history(ours)) == 9
-    state_dicts = ours.model.state_dict(), plain.model.state_dict()
-    assert all(torch.equal(state_dicts[0][name], value) for name, value in state_dicts[1].items())
-    assert ours.store.state == {"step": 9}
-    ours.close()
+    with closing(new_trainer(tmp_path / "run", dram="32MiB")) as ours:
+        ours.train(resume_from_checkpoint=True)
+        assert history(ours) == history(plain) and len(history(ours)) == 9
+        state_dicts = ours.model.state_dict(), plain.model.state_dict()
+        assert all(torch.equal(state_dicts[0][name], value) for name, value in state_dicts[1].items())
+        assert ours.store.state == {"step": 9}
 
 
 # -- refusals, and their remedies ------------------------------------------------------------------------------------
