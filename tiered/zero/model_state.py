@@ -219,11 +219,12 @@ class RandomState:
     def state_dict(self) -> dict[str, Any]:
         """Return all states."""
         name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+        version, words, next_gauss = random.getstate()
         return {
             "torch": torch.get_rng_state(),
             "accelerators": {accelerator_type(): generator_states()},
-            "numpy": (str(name), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)),
-            "python": random.getstate(),
+            "numpy": (str(name), keys, int(position), int(has_gauss), float(gauss)),
+            "python": (version, np.array(words, dtype=np.uint32), next_gauss),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -233,7 +234,8 @@ class RandomState:
         set_generator_states(states.get(accelerator_type(), []))
         name, keys, position, has_gauss, gauss = state["numpy"]
         np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-        random.setstate(state["python"])
+        version, words, next_gauss = state["python"]
+        random.setstate((version, tuple(np.asarray(words).tolist()), next_gauss))
 
 
 def hook_state_dicts(model: nn.Module, engine: Engine) -> None:

@@ -15,6 +15,7 @@ import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any, ClassVar
 
 import numpy as np
@@ -63,6 +64,8 @@ class _Encoder:
     def encode(self, value: object, where: str, depth: int) -> object:
         if depth > _MAX_DEPTH:
             raise TypeError(f"{where[:200]}...: more than {_MAX_DEPTH} levels deep, or a value that contains itself")
+        if _is_plain(value, depth):
+            return value
         encoder = self._BY_TYPE.get(type(value))
         if encoder is not None:
             return encoder(self, value, where, depth + 1)
@@ -73,14 +76,11 @@ class _Encoder:
             "expected numbers, text, bytes, tensors, or lists, tuples, sets and dicts of them"
         )
 
-    def _itself(self, value: Any, where: str, depth: int) -> object:
-        return value
-
     def _int(self, value: int, where: str, depth: int) -> object:
-        return value if -_PLAIN_INT <= value < _PLAIN_INT else {"$int": f"{value:x}"}
+        return {"$int": f"{value:x}"}
 
     def _float(self, value: float, where: str, depth: int) -> object:
-        return value if math.isfinite(value) else {"$float": _DOUBLE.pack(value).hex()}
+        return {"$float": _DOUBLE.pack(value).hex()}
 
     def _complex(self, value: complex, where: str, depth: int) -> object:
         return {"$complex": [_DOUBLE.pack(value.real).hex(), _DOUBLE.pack(value.imag).hex()]}
@@ -94,14 +94,14 @@ class _Encoder:
     def _bytearray(self, value: bytearray, where: str, depth: int) -> object:
         return {"$bytearray": _base64(value)}
 
-    def _items(self, values: Iterable[object], where: str, depth: int) -> list[object]:
+    def _list(self, values: list[object], where: str, depth: int) -> object:
         return [self.encode(item, f"{where}[{i}]", depth) for i, item in enumerate(values)]
 
     def _tuple(self, value: tuple[object, ...], where: str, depth: int) -> object:
-        return {"$tuple": self._items(value, where, depth)}
+        return {"$tuple": self.encode(list(value), where, depth - 1)}
 
     def _size(self, value: torch.Size, where: str, depth: int) -> object:
-        return {"$size": self._items(value, where, depth)}
+        return {"$size": list(value)}
 
     def _members(self, values: Iterable[object], where: str, depth: int) -> list[object]:
         """The members of a set, in an order that depends on nothing but them."""
@@ -120,9 +120,10 @@ class _Encoder:
         ]
 
     def _dict(self, value: dict[Any, Any], where: str, depth: int) -> object:
-        if all(type(key) is str and not key.startswith("$") and _is_text(key) for key in value):
-            return {key: self.encode(item, f"{where}[{key!r}]", depth) for key, item in value.items()}
-        return {"$dict": self._pairs(value, where, depth)}
+        for key in value:
+            if type(key) is not str or key.startswith("$") or not (key.isascii() or _is_text(key)):
+                return {"$dict": self._pairs(value, where, depth)}
+        return {key: self.encode(item, f"{where}[{key!r}]", depth) for key, item in value.items()}
 
     def _ordered(self, value: OrderedDict[Any, Any], where: str, depth: int) -> object:
         attributes = dict(vars(value))
@@ -160,15 +161,13 @@ class _Encoder:
         return {"$ndarray": self._array(value, where)}
 
     _BY_TYPE: ClassVar[dict[type, Callable[[_Encoder, Any, str, int], object]]] = {
-        type(None): _itself,
-        bool: _itself,
         int: _int,
         float: _float,
         complex: _complex,
         str: _str,
         bytes: _bytes,
         bytearray: _bytearray,
-        list: lambda self, value, where, depth: self._items(value, where, depth),
+        list: _list,
         tuple: _tuple,
         set: _set,
         frozenset: _frozenset,
@@ -181,6 +180,35 @@ class _Encoder:
         torch.device: _device,
         np.ndarray: _ndarray,
     }
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """Return whether JSON keeps all of ``value`` without a tag. One call looks at a whole tree of lists and dicts.
+
+    The answer is no for text that is not ASCII, too, and for a tree that is too deep: the encoder looks at these.
+    """
+    waiting = [(value, depth)]
+    while waiting:
+        item, level = waiting.pop()
+        kind = type(item)
+        if level > _MAX_DEPTH:
+            return False
+        if kind is list:
+            waiting.extend(zip(item, repeat(level + 1)))
+        elif kind is dict:
+            for key in item:
+                if type(key) is not str or not key.isascii() or key.startswith("$"):
+                    return False
+            waiting.extend(zip(item.values(), repeat(level + 1)))
+        elif not (
+            item is None
+            or kind is bool
+            or (kind is str and item.isascii())
+            or (kind is int and -_PLAIN_INT <= item < _PLAIN_INT)
+            or (kind is float and math.isfinite(item))
+        ):
+            return False
+    return True
 
 
 def _decode(plain: Any) -> Any:

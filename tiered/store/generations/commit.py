@@ -164,7 +164,8 @@ class Committer:
             self._working_set.keys.count_held()
 
     def _refuse_writers(self, operation: str, *, lingering: bool, but: Collection[str] = ()) -> None:
-        writers = (entry.name for entry in self._records.unsealed() if _has_writer(entry, lingering=lingering))
+        held = [(entry.name, entry.residence) for entry in self._records.unsealed() if entry.residence is not None]
+        writers = [name for name, residence in held if (residence.writers if lingering else residence.open_writers)]
         leased = [name for name in writers if name not in but]
         if leased:
             names = ", ".join(map(repr, leased[:5])) + (", ..." if len(leased) > 5 else "")
@@ -299,8 +300,3 @@ def _written_nbytes() -> int:
             return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
     except (OSError, StopIteration):
         return 0
-
-
-def _has_writer(entry: Entry, *, lingering: bool) -> bool:
-    residence = entry.residence
-    return residence is not None and bool(residence.writers if lingering else residence.open_writers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.extent import Extent
@@ -245,13 +245,10 @@ class Records:
         """Whether a commit now would contain other tensors than the last sealed generation."""
         return bool(self.changed or self.removed)
 
-    def unsealed(self) -> Iterator[Entry]:
-        """Yield the entries that a seal or a rollback concerns: changed ones, and those with a removed one's name."""
-        yield from self.changed
-        for removed in self.removed:
-            entry = self.entries.get(removed.name)
-            if entry is not None and entry not in self.changed:
-                yield entry
+    def unsealed(self) -> list[Entry]:
+        """Return the entries that a seal or a rollback concerns: changed ones, and those with a removed one's name."""
+        renewed = [self.entries.get(removed.name) for removed in self.removed]
+        return [*self.changed, *[entry for entry in renewed if entry is not None and entry not in self.changed]]
 
     def report_dropped(self) -> bool:
         """Close: log the changes that are in no commit; return whether there are any."""
