@@ -86,7 +86,6 @@ class TestRefusals:
             (["--update", "never"], "update must be one of backward, step"),
             (["--hold", "most"], "--hold: expected a size such as"),
             (["--activations", "lose"], "activations must be one of auto, keep, recompute, swap"),
-            (["--micro-batches", "sideways"], "micro-batches must be one of vertical, plain"),
             (["--timeline", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
             (["--state", "small"], "state must be one of exact, compact"),
             (["--clip", "1", "--update", "backward"], "clipping needs every gradient"),
@@ -188,6 +187,9 @@ class TestConfiguration:
 
     def test_a_run_of_a_version_with_fewer_dials_has_the_defaults(self) -> None:
         assert RunDials.of_committed({"steps": 7}, {}).hold == "auto"
+
+    def test_a_dial_that_is_gone_is_passed_over(self) -> None:
+        assert RunDials.of_committed({"steps": 7, "micro_batches": "vertical"}, {}) == RunDials(steps=7)
 
 
 class TestPlan:

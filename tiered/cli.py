@@ -101,13 +101,6 @@ Activations = Annotated[
     str | None,
     typer.Option(metavar="auto|keep|recompute|swap", help="What becomes of activations until backward. Default: auto."),
 ]
-MicroBatches = Annotated[
-    str | None,
-    typer.Option(
-        metavar="vertical|plain",
-        help="With --accumulate: all micro-steps through a unit before the next, or one by one. Default: vertical.",
-    ),
-]
 Device = Annotated[
     str | None, typer.Option(metavar="auto|cpu|NAME", help="Where the model computes, such as cuda. Default: auto.")
 ]
@@ -197,7 +190,6 @@ def train(
     durable: Durable = True,
     hold: Hold = None,
     activations: Activations = None,
-    micro_batches: MicroBatches = None,
     device: Device = None,
     device_memory: DeviceMemory = None,
     update_on: UpdateOn = None,
@@ -214,7 +206,7 @@ def train(
     options: dict[str, Any] = dict(
         layers=layers, width=width, heads=heads, context=context, batch=batch, lr=lr, clip=clip, accumulate=accumulate,
         dtype=dtype, update=update, state=state, seed=seed, steps=steps, commit_every=commit_every,
-        activations=activations, micro_batches=micro_batches, device=device, update_on=update_on,
+        activations=activations, device=device, update_on=update_on,
         device_memory=_parsed("--device-memory", parse_bytes, device_memory), dram=_parsed("--dram", parse_bytes, dram),
         hold=hold if hold == "auto" else _parsed("--hold", parse_bytes, hold),
         data=tuple(str(p.absolute()) for p in data or ()) or None, params=_parsed("--params", parse_count, params),

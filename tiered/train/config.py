@@ -15,12 +15,9 @@ from tiered.train.model import Shape
 from tiered.units import MiB, format_bytes
 from tiered.zero.formats.layout import FORMATS
 
-__all__ = [
-    "ACTIVATIONS", "DTYPES", "MICRO_BATCHES", "PLACES", "STATES", "UPDATES", "RunConfig", "RunDials", "committed_step",
-]  # fmt: skip
+__all__ = ["ACTIVATIONS", "DTYPES", "PLACES", "STATES", "UPDATES", "RunConfig", "RunDials", "committed_step"]
 
 ACTIVATIONS = ("auto", "keep", "recompute", "swap")
-MICRO_BATCHES = ("vertical", "plain")
 PLACES = ("auto", "cpu", "device")
 
 DTYPES = ("bf16", "fp32")
@@ -149,7 +146,6 @@ class RunDials:
     data: tuple[str, ...] = ()  # paths; none: the standard library's source
     hold: str | int = "auto"  # how much of dram keeps bytes for good: "auto", or bytes
     activations: str = "auto"
-    micro_batches: str = "vertical"  # how the micro-steps of a step run: unit by unit, or one after the other
     device: str = "auto"  # where the model computes
     device_memory: int | None = None  # bytes for tiered there; None: from the free memory
     update_on: str = "auto"  # where the optimizer computes
@@ -157,7 +153,6 @@ class RunDials:
     def __post_init__(self) -> None:
         _check_range(steps=self.steps, commit_every=self.commit_every, dram=self.dram)
         _check_one_of(ACTIVATIONS, activations=self.activations)
-        _check_one_of(MICRO_BATCHES, micro_batches=self.micro_batches)
         _check_one_of(PLACES, update_on=self.update_on)
         if isinstance(self.hold, str) and self.hold != "auto":
             raise ValueError(f"hold must be auto, 0 or a size, got {self.hold!r}")
@@ -166,7 +161,10 @@ class RunDials:
 
     @classmethod
     def of_committed(cls, committed: Mapping[str, object], given: Mapping[str, object]) -> RunDials:
-        """Return the dials that a run had, with those given now in their place; {} for a new run."""
+        """Return the dials that a run had, with those given now in their place; {} for a new run.
+
+        Other names are passed over: they are dials of another release.
+        """
         names = {field.name for field in fields(cls)}
         committed = _mapping("dials", committed)
         _check_types(cls, {name: value for name, value in committed.items() if name in names})

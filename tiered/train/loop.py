@@ -150,29 +150,6 @@ class TrainingLoop:
 
     def _step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Make one optimizer step and return the mean loss of its micro-steps."""
-        config = self._config
-        if config.accumulate > 1 and self._plan.dials.micro_batches == "vertical":
-            loss = self._backward_together(model, step)
-        else:
-            loss = self._backward_in_turn(model, step)
-        if config.clip:
-            tiered.clip_grad_norm_(model, config.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    def _backward_together(self, model: torch.nn.Module, step: int) -> float:
-        """Run the micro-steps' forwards and backwards unit by unit: parameters cross once per pass, not per micro-step.
-
-        The bits are those of one micro-step after the other.
-        """
-        losses = tiered.micro_batches(model, [self._next_batch() for _ in range(self._config.accumulate)])
-        values = [_checked(loss, step) for loss in losses]
-        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
-        return sum(values) / len(values)
-
-    def _backward_in_turn(self, model: torch.nn.Module, step: int) -> float:
-        """Run the micro-steps one after the other; parameters cross for each."""
         config, total = self._config, 0.0
         for micro_step in range(config.accumulate):
             only_adds = config.update == "backward" and micro_step < config.accumulate - 1
@@ -181,6 +158,10 @@ class TrainingLoop:
                 loss = model(tokens, targets)
                 total += _checked(loss, step)
                 (loss if config.accumulate == 1 else loss / config.accumulate).backward()
+        if config.clip:
+            tiered.clip_grad_norm_(model, config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
         return total / config.accumulate
 
     def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
