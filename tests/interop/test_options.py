@@ -70,50 +70,28 @@ def without_norms(outcome: Outcome) -> Outcome:
     return [{k: v for k, v in log.items() if k != "grad_norm"} for log in outcome[0]], outcome[1]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "mixtral"])
-def test_the_batches_of_a_step_run_unit_by_unit(name: str, tmp_path: Path) -> None:
-    """Or the model would be refused: nothing else is allowed here."""
-    found = train(lambda: build(name), tmp_path, tiered_options={"micro_batches": True})
-    assert same(found, reference(name))
-
-
 class Normed(nn.Module):
-    """A model that keeps state between forwards, with dropout before it is seen."""
+    """A model that keeps state between forwards."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.body = nn.Sequential(nn.Embedding(64, 16), nn.Dropout(0.5), nn.Flatten(), nn.Linear(192, 16))
         self.norm, self.head = nn.BatchNorm1d(16), nn.Linear(16, 1)
-        self.num_forwards: list[int] = []
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.num_forwards = [*self.num_forwards, 1]
         hidden = self.norm(self.body(input_ids))
         return {"loss": (self.head(hidden).squeeze(1) - labels.float().mean(1)).square().mean()}
 
 
-class Counting(Normed):
-    """A model whose state is seen only after its forwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
+def test_a_model_with_state_between_forwards(tmp_path: Path) -> None:
+    assert same(train(Normed, tmp_path), train_in_memory(Normed, tmp_path))
 
 
-@pytest.mark.parametrize("kind", [Normed, Counting])
-def test_a_model_with_state_between_forwards_takes_batches_one_after_another(kind: Any, tmp_path: Path) -> None:
-    assert same(train(kind, tmp_path), train_in_memory(kind, tmp_path))
-    with pytest.raises(UsageError, match="micro_batches"):
-        train(kind, tmp_path / "other", tiered_options={"micro_batches": True})
-
-
-@pytest.mark.parametrize("micro_batches", [True, False])
-def test_updates_in_backward_know_the_last_batch_of_a_step(micro_batches: bool, tmp_path: Path) -> None:
+def test_updates_in_backward_know_the_last_batch_of_a_step(tmp_path: Path) -> None:
     options = {"max_grad_norm": 0.0}
     expected = train_in_memory(lambda: build("llama"), tmp_path, **options)
-    ours = {"update": "backward", "micro_batches": micro_batches}
-    found = train(lambda: build("llama"), tmp_path, tiered_options=ours, **options)
+    found = train(lambda: build("llama"), tmp_path, tiered_options={"update": "backward"}, **options)
     assert not any("grad_norm" in log for log in found[0])
     assert same(found, without_norms(expected))
 
@@ -157,15 +135,14 @@ def test_pictures_are_cast_as_the_parameters_are(tmp_path: Path) -> None:
         assert trainer.predict(Images()).predictions.shape == (8, 2)
 
 
-@pytest.mark.parametrize(("kind", "micro_batches"), [("reentrant", "auto"), ("non_reentrant", False)])
-def test_gradient_checkpointing(kind: str, micro_batches: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["reentrant", "non_reentrant"])
+def test_gradient_checkpointing(kind: str, tmp_path: Path) -> None:
     options = {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": kind == "reentrant"},
     }
     expected = train_in_memory(lambda: build("gpt2"), tmp_path, **options)
-    found = train(lambda: build("gpt2"), tmp_path, tiered_options={"micro_batches": micro_batches}, **options)
-    assert same(found, expected)
+    assert same(train(lambda: build("gpt2"), tmp_path, **options), expected)
 
 
 class Generates(TrainerCallback):
@@ -297,7 +274,10 @@ def test_objects_of_a_model_in_memory_are_refused(tmp_path: Path) -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(TypeError, match="did you mean 'dram'"):
         tiered.hf.Arguments.of({"store": "x", "drams": 1})
-    for wrong in ({"update": "later"}, {"param_dtype": "int4"}, {"micro_batches": "yes"}, {"store": ()}):
+    for make in (tiered.hf.Arguments, lambda **given: tiered.hf.Arguments.of(given)):
+        with pytest.raises(UsageError, match=r"Arguments\(micro_batches=\) was removed .* per_device_train_batch_size"):
+            make(store="x", micro_batches=True)
+    for wrong in ({"update": "later"}, {"param_dtype": "int4"}, {"store": ()}):
         with pytest.raises(ValueError, match="expected"):
             tiered.hf.Arguments(**{"store": "x", **wrong})
 

@@ -7,12 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from tests.interop.small_models import Tokens, build, same_state, state_of
-from tests.interop.test_trainer import Stop, StoppedError
+from tests.interop.test_trainer import StoppedError
 from tests.test_docs import README, blocks
 
 (LINES,) = [text for text in blocks(README, "python") if "tiered.hf.Trainer(" in text]
+
+
+class Stop(TrainerCallback):
+    """Ends the run in the middle of a step, with gradients pending."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == self._step:
+            raise StoppedError
 
 
 def run(lines: str, path: Path, step: int = -1) -> Any:

@@ -7,11 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from tiered.errors import UsageError
+from tiered.removed import refuse_removed
 from tiered.store.store import Store
 from tiered.units import parse_bytes
 
@@ -32,11 +33,11 @@ class Arguments:
     ``unit``, ``weights``, ``activations``, ``hold`` and ``update_on`` are those of ``tiered.shard``. ``param_dtype``: a
     dtype, "bf16", "fp32", "fp16", None for the model's own, or "auto": bf16 under ``TrainingArguments(bf16=True)``,
     where masters are fp32 and there is no autocast; else the model's own. ``update`` and ``state`` are those of
-    ``tiered.AdamW``. ``micro_batches``: whether the batches of one step run unit by unit (``tiered.micro_batches``):
-    True, False, or "auto" for where the model allows it. ``export``: whether each checkpoint folder has the model's
-    files, too; without it the store alone has the weights, those of the last commit.
+    ``tiered.AdamW``. ``export``: whether each checkpoint folder has the model's files, too; without it the store alone
+    has the weights, those of the last commit.
 
-    Raises TypeError, ValueError and UsageError for values that cannot be meant.
+    Raises TypeError for an unknown name, with a likely one, and TypeError, ValueError and UsageError for values that
+    cannot be meant.
     """
 
     store: Any
@@ -53,8 +54,18 @@ class Arguments:
     update_on: str = "auto"
     update: str = "step"
     state: str = "exact"
-    micro_batches: bool | str = "auto"
     export: bool = False
+
+    def __new__(cls, **given: Any) -> Self:
+        """Refuse unknown names before ``__init__`` does."""
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                refuse_removed(f"tiered.hf.Arguments({name}=)")
+                close = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {close[0]!r}?" if close else f"expected some of {', '.join(known)}"
+                raise TypeError(f"tiered.hf.Arguments has no {name!r}: {hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if not isinstance(self.store, Store) and not self.directories:
@@ -72,24 +83,17 @@ class Arguments:
         _one_of("param_dtype", self.param_dtype, (None, "auto", *_DTYPES), torch.dtype)
         _one_of("update", self.update, ("step", "backward"))
         _one_of("state", self.state, ("exact", "compact"))
-        _one_of("micro_batches", self.micro_batches, (True, False, "auto"))
         _one_of("update_on", self.update_on, ("auto", "cpu", "device"))
         for name in ("durable", "export"):
             _one_of(name, getattr(self, name), (True, False))
 
     @classmethod
     def of(cls, value: Arguments | Mapping[str, Any]) -> Arguments:
-        """Return ``value``, or the arguments in a mapping. Raises TypeError for an unknown name, with a likely one."""
+        """Return ``value``, or the arguments in a mapping."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
             raise TypeError(f"tiered={value!r}; expected tiered.hf.Arguments(store=...), or a mapping of its arguments")
-        known = [field.name for field in fields(cls)]
-        for name in value:
-            if name not in known:
-                close = difflib.get_close_matches(str(name), known, 1)
-                hint = f"did you mean {close[0]!r}?" if close else f"expected some of {', '.join(known)}"
-                raise TypeError(f"tiered.hf.Arguments has no {name!r}: {hint}")
         return cls(**value)
 
     @property

@@ -6,9 +6,8 @@ Nothing of the loop is copied: these are overrides of the places where a model i
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from tiered.interop.hugging_face.optimizer_choice import choose_optimizer
 from tiered.interop.hugging_face.placement import place
 from tiered.interop.hugging_face.refusal import refuse
 from tiered.interop.hugging_face.run_state import RunNow, RunState
-from tiered.interop.hugging_face.step_batches import StepBatches
-from tiered.zero import accumulate, clip_grad_norm_, micro_batches
+from tiered.zero import accumulate, clip_grad_norm_
 from tiered.zero.model_state import RandomState
 
 __all__ = ["Trainer", "TrainerMixin"]
@@ -63,7 +61,6 @@ class TrainerMixin:
         self.tiered = Arguments.of(tiered)
         self._is_live = False  # whether this process has trained or resumed the run
         self._is_back = False  # whether it has the weights of a run alone
-        self._window = StepBatches(self.tiered.micro_batches)
         self._collation = Collation()
         self._resumed_random: dict[str, Any] | None = None  # until the loop is at its place in the data
         self._resumed_facts: dict[str, Any] = {}  # each until the loop has used it
@@ -165,62 +162,22 @@ class TrainerMixin:
             self.data_collator = collator
 
     def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
-        """Return the batches of one step; they are kept for the first ``training_step`` of it."""
+        """Return the batches of one step; those that a resumed run had made are made again."""
         made = self._resumed_facts.pop("made", ())
         if made and self._resumed_random is not None:
             self._collation.replay(made, self._resumed_random)
             self._resumed_random = None  # the states are set once these batches are made again
         batches, num_items = super().get_batch_samples(*arguments, **options)  # type: ignore[misc]
         self._collation.used(len(batches))
-        self._window.begin(batches)
         return batches, num_items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run one micro-step, or all of a step with its first one; return its loss."""
+        """Run one micro-step; return its loss."""
         self._is_live = True
-        if self._window.is_open:
-            run = functools.partial(self._run_window, model, num_items=num_items_in_batch)
-            joined: torch.Tensor | None = self._window.next_loss(run, self._way_back(model))
-            if joined is not None:
-                return joined
         is_last = self.accelerator.sync_gradients  # type: ignore[attr-defined]
         with contextlib.nullcontext() if is_last else accumulate(model):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         return loss
-
-    def _run_window(self, model: nn.Module, batches: list[Any], num_items: Any) -> list[torch.Tensor]:
-        """Run forwards and backwards of ``batches`` unit by unit, as ``training_step`` would one after another."""
-        model.train()
-        prepared = [(self._prepare_inputs(batch),) for batch in batches]  # type: ignore[attr-defined]
-
-        def loss_of(model: nn.Module, inputs: Any) -> Any:
-            with self.compute_loss_context_manager():  # type: ignore[attr-defined]
-                loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)  # type: ignore[attr-defined]
-            return loss if self._is_scaled(num_items) else loss / len(batches)
-
-        losses = micro_batches(model, prepared, loss=loss_of)
-        self.accelerator.backward(torch.stack(losses).sum())  # type: ignore[attr-defined]
-        return [loss.detach() for loss in losses]
-
-    def _way_back(self, model: nn.Module) -> Callable[[], None]:
-        """Return a function that takes back a step that has begun: gradients, buffers, and random states."""
-        random = RandomState().state_dict()
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-
-        def undo() -> None:
-            self.optimizer.zero_grad()
-            RandomState().load_state_dict(random)
-            for buffer, value in buffers:
-                buffer.copy_(value)
-
-        return undo
-
-    def _is_scaled(self, num_items: Any) -> bool:
-        """Return whether the loss of a batch is its part of the step's already, as transformers decides."""
-        if self.loss_is_scaled_for_ga is not None:  # type: ignore[attr-defined]
-            return bool(self.loss_is_scaled_for_ga)  # type: ignore[attr-defined]
-        counts = self.model_accepts_loss_kwargs and num_items is not None  # type: ignore[attr-defined]
-        return bool(counts or self.compute_loss_func is not None)  # type: ignore[attr-defined]
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Clip to ``max_grad_norm`` in fp32; return the norm before."""
