@@ -2,7 +2,7 @@
 """A training step through the tiers against the same step in memory, or otherwise set, in alternating pairs.
 
 Usage: python bench/train_step.py [--layers 8 --batch 4 --dram 1GiB --pairs 5 --steps 4 --store DIR]
-       python bench/train_step.py --against durable=no      (or digests=no, state=compact, micro-batches=plain, ...)
+       python bench/train_step.py --against durable=no      (or digests=no, state=compact, hold=0, ...)
        python bench/train_step.py --against tree=CHECKOUT   (the same in another checkout of this repository)
 
 Each turn trains the same GPT from the same seed in a process of its own; the first step of a turn warms up, and a

@@ -62,7 +62,6 @@ class Settings:
     batch: int = 4
     steps: int = 4
     micro_steps: int = 1
-    micro_batches: str = "plain"  # or "vertical"
     clip: float = 0.0  # 0: none
     dtype: str = "bf16"  # or "fp32"
     update: str = "backward"
@@ -100,7 +99,7 @@ class Settings:
     def words(self) -> str:
         """Return the settings that are not the defaults of a run in memory, for people."""
         parts = [f"batch {self.batch}x{self.context}", self.dtype]
-        parts += [f"{self.micro_steps} micro-steps {self.micro_batches}"] if self.micro_steps > 1 else []
+        parts += [f"{self.micro_steps} micro-steps"] if self.micro_steps > 1 else []
         parts += [f"clip {self.clip:g}"] if self.clip else []
         parts += [f"idle OpenMP threads {self.wait_policy}"] if self.wait_policy else []
         parts += [f"tree {self.tree}"] if self.tree else []
@@ -207,10 +206,6 @@ def time_steps(settings: Settings, step: Callable[[], float], end: Callable[[], 
 
 def backward_of(settings: Settings, model: torch.nn.Module, batches: list[tuple[Any, Any]]) -> float:
     """Run forward and backward over all micro-steps and return the mean loss."""
-    if settings.kind == "tiered" and settings.micro_batches == "vertical" and len(batches) > 1:
-        losses = tiered.micro_batches(model, batches)
-        torch.stack(losses).mean().backward()
-        return sum(loss.item() for loss in losses) / len(losses)
     total = 0.0
     for number, (inputs, targets) in enumerate(batches, start=1):
         only_adds = settings.kind == "tiered" and settings.update == "backward" and number < len(batches)

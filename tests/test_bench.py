@@ -41,8 +41,8 @@ def test_train_step_runs_tiny(tmp_path: Path) -> None:
 
 
 def test_train_step_compares_settings_of_our_own_on_a_slower_drive(tmp_path: Path, warm_python: WarmPython) -> None:
-    options = ("--pairs", "1", "--micro-steps", "2", "--micro-batches", "vertical", "--throttle", "1GB")
-    options += ("--against", "micro-batches=plain,durable=no,digests=false")
+    options = ("--pairs", "1", "--micro-steps", "2", "--throttle", "1GB")
+    options += ("--against", "durable=no,digests=false")
     result, output = run(
         "train_step", tmp_path, *options, python=warm_python.executable, environment=warm_python.environment
     )

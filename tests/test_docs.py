@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 import tiered
 from tests.store.places import quick_directory, short_files
@@ -25,28 +24,6 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PLACES = ("/nvme0", "/nvme1", "/models")  # which pages name, and a test has elsewhere
 
 Names = dict[str, Any]
-
-
-class Regression(nn.Module):
-    """A model that returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (self.layer(x) - y).square().mean()
-
-
-def for_micro_batches() -> Iterator[Names]:
-    with tiered.Store(dram="16MiB", engine="memory", durable=False) as store:
-        model = tiered.shard(Regression(), store)
-        batches = [(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(3)]
-        yield {"tiered": tiered, "torch": torch, "model": model} | {
-            f"{name}{number}": value
-            for number, pair in enumerate(batches, 1)
-            for name, value in zip("xy", pair, strict=True)
-        }
 
 
 def small_gpt2() -> Any:
@@ -87,7 +64,6 @@ def for_a_checkpoint() -> Iterator[Names]:
 
 
 LEFT_OPEN: dict[str, Callable[[], Iterator[Names]]] = {
-    "tiered.micro_batches(model, [": for_micro_batches,
     'weights="/models/base"': for_a_base_in_place,
     'store["kv/123"] = tensor': for_a_store,
     "tiered.hf.Trainer(": for_a_trainer,

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         accumulate,
         clip_grad_norm_,
         construct,
-        micro_batches,
         shard,
         unsharded,
     )
@@ -56,7 +55,6 @@ __all__ = [
     "clip_grad_norm_",
     "construct",
     "hf",
-    "micro_batches",
     "resumable",
     "save_pretrained",
     "shard",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def lora() -> nn.Module:
 
 
 def train(build: Callable[[], nn.Module], prepare: Callable[[nn.Module], Any], *, is_split: bool) -> tuple[Any, Any]:
-    """Return the losses and the state of three steps; where ``is_split``, of two micro-batches each, unit by unit."""
+    """Return the losses and the state of three steps; where ``is_split``, of two micro-batches each."""
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = build()
@@ -52,15 +53,12 @@ def train(build: Callable[[], nn.Module], prepare: Callable[[nn.Module], Any], *
     for step in range(3):
         tokens = torch.randint(0, VOCAB, (4, 12), generator=torch.Generator().manual_seed(step)).to(DEVICE)
         batches = [{"input_ids": part, "labels": part} for part in (tokens.split(2) if is_split else [tokens])]
-        if is_split and isinstance(optimizer, tiered.AdamW):
-            each = tiered.micro_batches(model, batches)
-            torch.stack(each).sum().backward()
-        else:
-            each = []
-            for batch in batches:
-                each.append(model(**batch).loss)
-                each[-1].backward()
-        losses += [loss.detach() for loss in each]
+        for number, batch in enumerate(batches, 1):
+            only_adds = isinstance(optimizer, tiered.AdamW) and number < len(batches)
+            with tiered.accumulate(model) if only_adds else nullcontext():
+                loss = model(**batch).loss
+                loss.backward()
+            losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
     return torch.stack(losses), {name: value.cpu().clone() for name, value in model.state_dict().items()}

@@ -50,22 +50,6 @@ def test_bits_with_micro_steps_and_a_roomy_budget(name: str, word: str, tmp_path
         assert not [record for record in store.records() if "activation" in record.name and record.generation > 0]
 
 
-@pytest.mark.parametrize("word", WORDS)
-def test_bits_of_micro_batches(word: str, tmp_path: Path, swap_all: None) -> None:
-    """Micro-batches that take turns, with dropout, against plain accumulation in memory."""
-    recipe = Recipe(num_micro_steps=3, num_steps=2)
-    expected = reference(CASES["gpt"], recipe)
-    with debug_store(tmp_path, durable=False) as store:
-        session = start(CASES["gpt"], recipe, store, activations=word)
-        for step in range(2):
-            batches = [CASES["gpt"].batch(step * 3 + index) for index in range(3)]
-            torch.stack(tiered.micro_batches(session.model, batches)).mean().backward()
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-        found = session.collect().parameters
-    assert all(torch.equal(found[name], value) for name, value in expected.parameters.items())
-
-
 # -- autocast ------------------------------------------------------------------------------------------------------
 
 

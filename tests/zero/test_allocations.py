@@ -45,8 +45,8 @@ def test_nothing_larger_than_a_unit_is_allocated_outside_the_arena(update: str, 
             model = tiered.shard(model, store, param_dtype=torch.bfloat16)
             optimizer = tiered.AdamW(model.parameters(), update=update, state=state)
             for _ in range(2):
-                losses = [model(x)] if update == "backward" else tiered.micro_batches(model, [(x,), (x,)])
-                torch.stack(losses).mean().backward()
+                for _ in range(1 if update == "backward" else 2):
+                    model(x).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 store.commit(wait=False)

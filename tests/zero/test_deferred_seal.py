@@ -120,21 +120,6 @@ def test_each_generation_is_bit_for_bit_that_of_a_commit_that_waits(recipe: Reci
         assert our_nbytes == their_nbytes
 
 
-def test_micro_batches_with_a_commit_after_each_step() -> None:
-    recipe = Recipe(num_steps=2, num_micro_steps=2)
-    with rig("step") as r:
-        for step in range(recipe.num_steps):
-            losses = tiered.micro_batches(r.session.model, [CASE.batch(2 * step), CASE.batch(2 * step + 1)])
-            r.session.trained.losses += [loss.detach().clone() for loss in losses]
-            torch.stack(losses).mean().backward()
-            r.session.optimizer.step()
-            r.session.optimizer.zero_grad()
-            r.store.commit({"step": step + 1}, wait=False)
-        assert_same(r.session.collect(), reference(CASE, recipe))
-        r.store.wait_for_commit()
-        assert r.store.state == {"step": 2}
-
-
 @every_update
 def test_the_smallest_budget_is_enough(update: str, tmp_path: Path) -> None:
     nbytes = smallest_budget(CASE, Recipe(), update, tmp_path / "probe")

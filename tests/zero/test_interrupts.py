@@ -23,7 +23,7 @@ NUM_TRIED = 5  # places for each case; any number may be tried
 class Training:
     """A model of three units in a store, one step of it committed."""
 
-    def __init__(self, store: Store, update: str, activations: str, num_micro: int) -> None:
+    def __init__(self, store: Store, update: str, activations: str, num_micro_steps: int) -> None:
         torch.manual_seed(3)
         block = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
         model = nn.Sequential(nn.Linear(64, 64), block, nn.Linear(64, 8))
@@ -31,19 +31,14 @@ class Training:
         self.model = tiered.shard(model, store, activations=activations)
         self.optimizer = tiered.AdamW(self.model.parameters(), lr=1e-2, update=update)
         self.is_clipped = update == "step"
-        self.num_micro = num_micro
+        self.num_micro_steps = num_micro_steps
         self.step(0)
         store.wait_for_commit()
 
     def step(self, number: int) -> None:
         inputs = torch.randn(128, 64, generator=torch.Generator().manual_seed(number))
-        if self.num_micro:
-            parts = [(part,) for part in inputs.chunk(self.num_micro)]
-            losses = tiered.micro_batches(self.model, parts, loss=lambda model, part: model(part).square().mean())
-            loss = torch.stack(losses).mean()
-        else:
-            loss = self.model(inputs).square().mean()
-        loss.backward()
+        for part in inputs.chunk(self.num_micro_steps):
+            (self.model(part).square().mean() / self.num_micro_steps).backward()
         if self.is_clipped:
             tiered.clip_grad_norm_(self.model, 1.0)
         self.optimizer.step()
@@ -55,10 +50,10 @@ class Training:
 
 
 @contextmanager
-def training(update: str = "step", activations: str = "keep", num_micro: int = 0) -> Iterator[Training]:
+def training(update: str = "step", activations: str = "keep", num_micro_steps: int = 1) -> Iterator[Training]:
     disk = SimulatedDisk(capacity_nbytes=32 * MiB, can_lose_power=False)
     with simulated_store(disk, budget_nbytes=768 * KiB, deadline_s=5.0) as store:
-        yield Training(store, update, activations, num_micro)
+        yield Training(store, update, activations, num_micro_steps)
 
 
 def _step(trained: Training) -> None:
@@ -82,7 +77,7 @@ def _look(trained: Training) -> None:
         (_step, {"update": "backward"}),
         (_step, {"activations": "recompute"}),
         (_step, {"activations": "swap"}),
-        (_step, {"num_micro": 2}),
+        (_step, {"num_micro_steps": 2}),
     ],
 )
 def test_an_interrupt_anywhere_leaves_a_training_that_goes_on_after_a_rollback(

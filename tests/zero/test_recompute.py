@@ -294,31 +294,3 @@ def test_an_error_in_a_second_forward_names_the_unit(tmp_path: Path) -> None:
             loss.backward()
         assert "recompute of unit 'blocks.3'" in str(caught.value.__notes__)
         model.zero_grad()
-
-
-# -- micro-batches that take turns ---------------------------------------------------------------------------------
-
-
-class Outer(nn.Module):
-    """A unit with units in it, and with a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
-        self.register_buffer("scale", torch.full((), 1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for linear in self.inner:
-            x = x + torch.tanh(linear(x)) * self.scale
-        return x
-
-
-def test_micro_batches_leave_the_buffers_as_they_were(tmp_path: Path) -> None:
-    """A second forward is not interrupted by others, which would take its copies for the module's own buffers."""
-    case, batches = Case(lambda: Vectors(Outer), batch_of_vectors), [batch_of_vectors(number) for number in range(3)]
-    with debug_store(tmp_path, 128 << 10, durable=False) as store:
-        model: Any = tiered.shard(case.build(), store, unit=(Outer, nn.Linear), activations="recompute", hold=0)
-        kept = [block.scale for block in model.blocks]
-        torch.stack(tiered.micro_batches(model, batches)).mean().backward()
-        assert all(block.scale is scale for block, scale in zip(model.blocks, kept, strict=True))
-        model.zero_grad()

@@ -3,7 +3,6 @@
 from tiered.zero.construct import construct
 from tiered.zero.gradients.clipping import clip_grad_norm_
 from tiered.zero.gradients.grad_scaler import GradScaler
-from tiered.zero.microbatching.micro_batches import micro_batches
 from tiered.zero.optimizer.optimizer import SGD, AdamW, Lion
 from tiered.zero.shard import shard
 from tiered.zero.unsharded import accumulate, unsharded
@@ -16,7 +15,6 @@ __all__ = [
     "accumulate",
     "clip_grad_norm_",
     "construct",
-    "micro_batches",
     "shard",
     "unsharded",
 ]

@@ -109,12 +109,9 @@ class Engine:
     # -- units ---------------------------------------------------------------------------------------------------
 
     def before_open(self, unit: Unit) -> str:
-        """A unit is about to be leased: finish its update. Return the use of the lease; "" where the unit is open."""
+        """A unit is about to be leased: finish its update. Return the use of the lease."""
         if is_in_transform():
             check_no_transform(f"unit {unit.name!r}: swap in")
-        self.calls.turns.about_to_open(unit)
-        if unit.is_open:  # a micro-batch that took its turn has opened it
-            return ""
         self.finish_update(unit)
         in_backward = graph_task() != -1
         self.open_gradients.rooms.opening = unit.gradients.room if in_backward else ""
@@ -165,7 +162,7 @@ class Engine:
         self.forward.leave_methods()
         self.activations.decide()
 
-    def settle_calls(self) -> None:
+    def _settle_calls(self) -> None:
         """An event between steps comes: end the calls, the backward and the load that have ended without a report."""
         self.forward.leave_abandoned()
         self.forward.leave_methods()
@@ -174,7 +171,7 @@ class Engine:
 
     def check_between_steps(self, what: str) -> None:
         """Raise UsageError unless no forward, backward or step is under way; updates may be pending."""
-        self.settle_calls()
+        self._settle_calls()
         self.phase.check(Event.EVALUATION, what)  # order: an abandoned step is reported first
         self.phase.check_not_running(what)
         self.phase.check(Event.BETWEEN_STEPS, what)
@@ -189,7 +186,7 @@ class Engine:
 
         Raises UsageError, with nothing changed, where no step may be. ``step_ended`` must follow.
         """
-        self.settle_calls()
+        self._settle_calls()
         self.phase.check(Event.STEP, "optimizer.step()")
         self.phase.check_not_running("optimizer.step()")
         in_backward = self.phase.updates_in_backward

@@ -133,14 +133,6 @@ class Plain(Side):
         """What is written is the master too."""
         self.stepped.masters[parameter].data.copy_(parameter.data)
 
-    def micro_batches(self, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        losses = []
-        for batch in batches:
-            losses.append(self.model(*batch))
-            total = torch.stack([losses[-1]]).sum() / len(batches)
-            (total if self.scaler is None else self.scaler.scale(total)).backward()
-        return losses
-
     def parameters(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
@@ -271,12 +263,6 @@ class Tiered(Side):
 
     def wrote(self, parameter: Tensor) -> None:
         """Tiered sees it."""
-
-    def micro_batches(self, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        losses = tiered.micro_batches(self.model, batches)
-        total = torch.stack(losses).mean()
-        (total if self.scaler is None else self.scaler.scale(total)).backward()
-        return losses
 
     def parameters(self) -> dict[str, Tensor]:
         state = self.model.state_dict()

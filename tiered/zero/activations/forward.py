@@ -89,7 +89,7 @@ class Forward:
         self._backward.settle()
         phase = self._phase
         phase.check(Event.FORWARD if torch.is_grad_enabled() else Event.EVALUATION, f"forward of {name}")
-        goes_on = self._calls.goes_on_with(module) or self._calls.turns.are_under_way
+        goes_on = self._calls.goes_on_with(module)
         is_first = not (goes_on or phase.is_between or phase.has_updated or phase.has_gradients())
         self._activations.begin_forward(is_first=is_first)
         self._begin(is_first)
@@ -98,8 +98,6 @@ class Forward:
         """A call of the module of ``unit``, if it is one's, is over: park it unless it is used on."""
         if unit is None or self._phase.abandoned or unit in self._open_units.shielded or unit in self._calls.units():
             return
-        if self._calls.turns.are_taken:
-            return  # other micro-batches come by: it is parked as another one is opened
         if not self.keeps_open() or unit.was_written():
             unit.park()
 

@@ -67,12 +67,9 @@ class Backward:
             )
 
     def seen(self) -> None:
-        """A part of the model runs in a backward: have autograd report the end of that backward.
-
-        Each micro-batch that takes turns has a graph task of its own, inside the one that counts.
-        """
+        """A part of the model runs in a backward: have autograd report the end of that backward."""
         task = torch._C._current_graph_task_id()
-        if task == -1 or task in self._tasks or self._calls.turns.are_taken:
+        if task == -1 or task in self._tasks:
             return
         self._tasks.add(task)
         self._is_running = True
@@ -152,7 +149,6 @@ class Backward:
                 f"parameter {segment.name}: a gradient after its unit was updated in this backward; expected all of it"
                 ' before: use update="step"'
             )
-        self._calls.turns.about_to_accumulate(segment)
         segment.unit.gradients.recall(segment)
         self._is_harmful = True
 
@@ -166,7 +162,6 @@ class Backward:
         del gradient
         unit.gradients.adopt(segment)
         segment.accumulated = True
-        self._calls.turns.accumulated(segment)
         if not self._is_updating():
             return
         self._waiting[unit] = None
@@ -183,7 +178,7 @@ class Backward:
         if unit.has_references() or unit.num_ops or unit in self._calls.units():
             return False
         for segment in unit.trainable_segments():
-            if not segment.accumulated or not self._calls.turns.is_done_with(segment):
+            if not segment.accumulated:
                 return False
             touches = segment.num_no_grad_touches
             if touches > 1 or (touches and segment.num_grad_touches):

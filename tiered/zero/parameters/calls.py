@@ -15,7 +15,7 @@ from torch import nn
 from tiered.zero.frames import stack
 from tiered.zero.parameters.unit import Segment, Unit
 
-__all__ = ["NO_TURNS", "Call", "CallStack", "Calls", "HookPair", "Method", "Turns"]
+__all__ = ["Call", "CallStack", "Calls", "HookPair", "Method"]
 
 
 class HookPair(Protocol):
@@ -39,53 +39,6 @@ class HookPairs(Protocol):
 
     def make(self, *, is_outermost: bool) -> HookPair:
         """Return a new pair, not in force yet."""
-
-
-class Turns(Protocol):
-    """The turns that micro-batches of one forward or backward take; ``NO_TURNS`` where none do."""
-
-    @property
-    def are_taken(self) -> bool:
-        """Whether several micro-batches take turns now."""
-
-    @property
-    def are_under_way(self) -> bool:
-        """Whether a forward other than that of the first micro-batch may have begun before this one."""
-
-    def about_to_open(self, unit: Unit) -> None:
-        """Wait until it is the caller's turn to open ``unit``."""
-
-    def about_to_accumulate(self, segment: Segment) -> None:
-        """Wait until the micro-batches before the caller's have added their gradients of ``segment``."""
-
-    def accumulated(self, segment: Segment) -> None:
-        """The caller's micro-batch has added its gradient of ``segment``."""
-
-    def is_done_with(self, segment: Segment) -> bool:
-        """Return whether no micro-batch will add to the gradient of ``segment`` any more."""
-
-    def touched(self, segment: Segment, *, with_grad: bool) -> None:
-        """The caller's micro-batch uses ``segment`` in its forward."""
-
-
-class _NoTurns:
-    """The turns where none are taken: all calls run in the caller's own thread, at once."""
-
-    are_taken = are_under_way = False
-
-    def about_to_open(self, unit: Unit) -> None: ...
-
-    def about_to_accumulate(self, segment: Segment) -> None: ...
-
-    def accumulated(self, segment: Segment) -> None: ...
-
-    def is_done_with(self, segment: Segment) -> bool:
-        return True
-
-    def touched(self, segment: Segment, *, with_grad: bool) -> None: ...
-
-
-NO_TURNS: Turns = _NoTurns()
 
 
 class Call:
@@ -134,7 +87,7 @@ class CallStack:
 
 
 class Calls:
-    """The stack of calls, the outermost first: ``stack``; micro-batches that take turns have their own (``others``).
+    """The stack of calls, the outermost first: ``stack``.
 
     Invariant: a pair of hooks of ours is entered by the outermost call or method with gradients, and by each call and
     operation that finds another pair above ours: a caller's own, or a checkpoint's. (torch uses the innermost pair
@@ -143,8 +96,6 @@ class Calls:
 
     def __init__(self, pairs: HookPairs) -> None:
         self.stack = CallStack()
-        self.others: list[CallStack] = []
-        self.turns: Turns = NO_TURNS
         self._pairs = pairs
 
     def __len__(self) -> int:
@@ -157,17 +108,15 @@ class Calls:
         return bool(calls) and not calls[-1].is_method
 
     def units(self) -> set[Unit | None]:
-        """Return the units whose modules are being called, also by micro-batches that wait for their turn."""
-        return {call.unit for stack in (self.stack, *self.others) for call in stack.calls}
+        """Return the units whose modules are being called."""
+        return {call.unit for call in self.stack.calls}
 
     def touched(self, segment: Segment) -> None:
         """Count a use of ``segment``'s parameter in a forward, and note the call that uses it."""
-        with_grad = torch.is_grad_enabled()
-        if self.stack.calls and with_grad:
+        if self.stack.calls and torch.is_grad_enabled():
             segment.num_grad_touches += 1
         elif self.stack.calls:
             segment.num_no_grad_touches += 1
-        self.turns.touched(segment, with_grad=with_grad)
 
     def innermost_unit(self) -> Unit | None:
         """Return the unit that is being called, if one is."""

@@ -80,9 +80,6 @@ class Conductor(Protocol):
     def model(self) -> nn.Module | None:
         """Return the module that was sharded, as long as it lives."""
 
-    def settle_calls(self) -> None:
-        """An event between steps comes: end the calls and the backward that have ended without a report."""
-
     def check_idle(self, what: str) -> None:
         """Finish the pending updates; raise UsageError unless no forward, backward or step is under way."""
 

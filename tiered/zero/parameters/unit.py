@@ -121,7 +121,7 @@ class UnitOwner(Protocol):
     """A unit reports to its owner and asks it: the engine of its model."""
 
     def before_open(self, unit: Unit) -> str:
-        """Wait until ``unit`` may be leased; return the use ("forward", ...), or "" where it is open by then."""
+        """Wait until ``unit`` may be leased; return the use of the lease: "forward", ..."""
 
     def opened(self, unit: Unit) -> None:
         """``unit`` has leased its bytes."""
@@ -253,8 +253,8 @@ class Unit:
         buffer = self.buffer
         if mode == "rw" and buffer.mode == "r":
             self.park()
-        word = self.engine.before_open(self) if buffer.state is BufferState.NONE else ""
-        if word:
+        if buffer.state is BufferState.NONE:
+            word = self.engine.before_open(self)
             with _ordinarily():  # order: later uses of the same lease may be recorded by autograd
                 buffer.gather(mode, self.version)
             self._word = word
