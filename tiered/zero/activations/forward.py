@@ -107,7 +107,7 @@ class Forward:
         Not in a method that runs outside of any forward: its recomputation finds its units parked, as it did.
         """
         conductor = self._conductor
-        if not (conductor.schedule.is_settled and conductor.tier.computes_in_dram) or self._calls.stack.methods:
+        if not (conductor.schedule.is_settled and conductor.tier.computes_in_dram) or self._calls.methods:
             return False
         return torch.is_grad_enabled() and not in_graph_task()
 
@@ -123,7 +123,7 @@ class Forward:
     def ended(self) -> None:
         """An outermost forward with gradients has ended."""
         self._phase.is_between = True
-        self._activations.end_forward(may_go_on=bool(self._calls.stack.methods))
+        self._activations.end_forward(may_go_on=bool(self._calls.methods))
 
     def method_ended(self) -> None:
         """The outermost method has ended."""

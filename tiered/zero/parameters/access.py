@@ -113,7 +113,7 @@ class Access:
             conductor.backward.seen()
         if segment.unit in phase.done:
             raise UsageError(f'{what} after its unit was updated in this backward; expected before: use update="step"')
-        if conductor.calls.stack.methods and not in_task:
+        if conductor.calls.methods and not in_task:
             touched_by_method(conductor)
         if not (conductor.calls or in_task or phase.is_between):
             _refuse_strangers(what)

@@ -15,7 +15,7 @@ from torch import nn
 from tiered.zero.frames import stack
 from tiered.zero.parameters.unit import Segment, Unit
 
-__all__ = ["Call", "CallStack", "Calls", "HookPair", "Method"]
+__all__ = ["Call", "Calls", "HookPair", "Method"]
 
 
 class HookPair(Protocol):
@@ -71,56 +71,44 @@ class Method:
         self.call: Call | None = None
 
 
-class CallStack:
-    """The calls and methods of one thread, the outermost first, and how many of them have entered a pair.
-
-    Invariant: the calls that methods have become are the outermost ones.
-    """
-
-    __slots__ = ("calls", "methods", "num_pairs", "thread")
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.methods: list[Method] = []
-        self.num_pairs = 0
-        self.thread = 0  # of the outermost call
-
-
 class Calls:
-    """The stack of calls, the outermost first: ``stack``.
+    """The calls ``under_way`` and the ``methods`` in one thread, each the outermost first.
 
-    Invariant: a pair of hooks of ours is entered by the outermost call or method with gradients, and by each call and
-    operation that finds another pair above ours: a caller's own, or a checkpoint's. (torch uses the innermost pair
-    only; ``SavedPair`` says which tensors it hands on.)
+    Invariants: the calls that methods have become are the outermost ones. A pair of hooks of ours is entered by the
+    outermost call or method with gradients, and by each call and operation that finds another pair above ours: a
+    caller's own, or a checkpoint's. (torch uses the innermost pair only; ``SavedPair`` says which tensors it hands on.)
     """
 
     def __init__(self, pairs: HookPairs) -> None:
-        self.stack = CallStack()
+        self.under_way: list[Call] = []
+        self.methods: list[Method] = []
+        self._num_pairs = 0  # that calls and methods have entered
+        self._thread = 0  # of the outermost call
         self._pairs = pairs
 
     def __len__(self) -> int:
-        return len(self.stack.calls)
+        return len(self.under_way)
 
     @property
     def are_in_forward(self) -> bool:
         """Whether a module is being called, and not only methods."""
-        calls = self.stack.calls
+        calls = self.under_way
         return bool(calls) and not calls[-1].is_method
 
     def units(self) -> set[Unit | None]:
         """Return the units whose modules are being called."""
-        return {call.unit for call in self.stack.calls}
+        return {call.unit for call in self.under_way}
 
     def touched(self, segment: Segment) -> None:
-        """Count a use of ``segment``'s parameter in a forward, and note the call that uses it."""
-        if self.stack.calls and torch.is_grad_enabled():
+        """Count a use of ``segment``'s parameter in a forward."""
+        if self.under_way and torch.is_grad_enabled():
             segment.num_grad_touches += 1
-        elif self.stack.calls:
+        elif self.under_way:
             segment.num_no_grad_touches += 1
 
     def innermost_unit(self) -> Unit | None:
         """Return the unit that is being called, if one is."""
-        for call in reversed(self.stack.calls):  # no generator: an interrupt that comes as one is closed goes nowhere
+        for call in reversed(self.under_way):  # no generator: an interrupt that comes as one is closed goes nowhere
             if call.unit is not None:
                 return call.unit
         return None
@@ -128,9 +116,9 @@ class Calls:
     def begin(self, module: nn.Module, unit: Unit | None, *, is_method: bool = False) -> Call:
         """A call begins."""
         call = Call(module, unit, is_method=is_method)
-        if not self.stack.calls:
-            self.stack.thread = threading.get_ident()
-        self.stack.calls.append(call)
+        if not self.under_way:
+            self._thread = threading.get_ident()
+        self.under_way.append(call)
         return call
 
     def enter_pair(self, call: Call) -> None:
@@ -139,21 +127,21 @@ class Calls:
             pair = self._pair()
             pair.enter()
             call.pair = pair
-            self.stack.num_pairs += 1
+            self._num_pairs += 1
 
     def end(self, module: nn.Module) -> Iterator[Call]:
         """Yield the calls that end with that of ``module``, innermost first: those inside it were left by an error."""
-        while self.stack.calls:
+        while self.under_way:
             call = self._pop()
             yield call
             if call.module is module:
                 break
 
     def _pop(self) -> Call:
-        call = self.stack.calls.pop()
+        call = self.under_way.pop()
         if call.pair is not None:
             call.pair.exit()
-            self.stack.num_pairs -= 1
+            self._num_pairs -= 1
         return call
 
     def begin_method(self, module: nn.Module, unit: Unit | None) -> Method:
@@ -161,40 +149,40 @@ class Calls:
         pair = self._pair() if self._needs_pair() else None
         if pair is not None:
             pair.enter()
-            self.stack.num_pairs += 1
+            self._num_pairs += 1
         method = Method(module, unit, pair)
-        self.stack.methods.append(method)
+        self.methods.append(method)
         return method
 
     def end_method(self, method: Method) -> list[Call]:
         """Return the calls that end with ``method``: its own, and those inside it that were left by an error."""
         ended = []
-        while method.call in self.stack.calls:
+        while method.call in self.under_way:
             ended.append(self._pop())
-        self.stack.methods.remove(method)
+        self.methods.remove(method)
         if method.pair is not None:
             method.pair.exit()
-            self.stack.num_pairs -= 1
+            self._num_pairs -= 1
         return ended
 
     def goes_on_with(self, module: nn.Module) -> bool:
         """Return whether the forward of ``module`` continues a method that began without gradients."""
-        if not self.stack.methods or torch.is_grad_enabled():
+        if not self.methods or torch.is_grad_enabled():
             return False
-        outermost = self.stack.methods[0]
+        outermost = self.methods[0]
         has_begun, outermost.has_called = outermost.has_called, True
         return has_begun and module is not outermost.module
 
     def touching_method(self) -> Method | None:
         """Return the innermost method if that method itself touches a parameter now, and is no call yet."""
-        methods = self.stack.methods
-        if not methods or self.are_in_forward or methods[-1].call in self.stack.calls:
+        methods = self.methods
+        if not methods or self.are_in_forward or methods[-1].call in self.under_way:
             return None
         return methods[-1]
 
     def leave_methods(self, leave: Callable[[Unit | None], None]) -> None:
         """End the calls that methods have become, if there are no others, and ``leave`` the unit of each."""
-        while self.stack.calls and self.stack.calls[-1].is_method:
+        while self.under_way and self.under_way[-1].is_method:
             leave(self._pop().unit)
 
     def leave_abandoned(self, leave: Callable[[Unit | None], None], beginning: nn.Module | None) -> None:
@@ -204,29 +192,28 @@ class Calls:
         outermost call is still under way; methods always end. The innermost frame of ``beginning`` belongs to a call
         that begins now.
         """
-        stack = self.stack
-        if not self.are_in_forward or stack.thread != threading.get_ident():
+        if not self.are_in_forward or self._thread != threading.get_ident():
             return
-        outermost = next(call.module for call in stack.calls if not call.is_method)
+        outermost = next(call.module for call in self.under_way if not call.is_method)
         if _num_under_way(outermost) == (outermost is beginning):
             for call in self.end(outermost):
                 leave(call.unit)
 
     def clear(self) -> None:
         """Leave all calls: an interrupt left them that no hook saw, or methods go on without them."""
-        while self.stack.calls:
+        while self.under_way:
             self._pop()
 
     def forget(self) -> None:
         """In a forked child: the calls are the parent's."""
-        self.stack.calls.clear()
+        self.under_way.clear()
 
     def pair_for_operation(self) -> HookPair | None:
         """Return a pair of hooks for an operation outside any call; None inside one, where one is in force."""
         return self._pair() if self._needs_pair() else None
 
     def _pair(self) -> HookPair:
-        return self._pairs.make(is_outermost=self.stack.num_pairs == 0)
+        return self._pairs.make(is_outermost=self._num_pairs == 0)
 
     def _needs_pair(self) -> bool:
         if not torch.is_grad_enabled():

@@ -45,7 +45,7 @@ def running(conductor: Conductor, module: nn.Module, unit: Unit | None) -> Itera
     finally:
         for call in calls.end_method(method):
             conductor.forward.leave(call.unit)
-        if not calls.stack.methods:
+        if not calls.methods:
             conductor.forward.method_ended()
 
 
@@ -61,6 +61,6 @@ def touched_by_method(conductor: Conductor) -> None:
 
 def _hand_out(conductor: Conductor, method: Method, output: Any) -> Any:
     """Return the ``output`` of ``method`` with nothing of it in a unit's buffer."""
-    if method.call in conductor.calls.stack.calls and torch.is_grad_enabled() and any_was_computed(output):
+    if method.call in conductor.calls.under_way and torch.is_grad_enabled() and any_was_computed(output):
         conductor.forward.ended()
     return own(output, conductor.open_units.address_of)
