@@ -4,10 +4,11 @@
 Usage: python bench/train_step.py [--layers 8 --batch 4 --dram 1GiB --pairs 5 --steps 4 --store DIR]
        python bench/train_step.py --against durable=no      (or digests=no, state=compact, hold=0, ...)
        python bench/train_step.py --against tree=CHECKOUT   (the same in another checkout of this repository)
+       python bench/train_step.py --update step --micro-steps 4 --against micro-steps=1,batch=16
 
 Each turn trains the same GPT from the same seed in a process of its own; the first step of a turn warms up, and a
-turn's figure is the median of the others. Unless the state is compact the losses of both must be the same bits. The
-device's counters must agree with /proc/self/io within 2 %. One JSON line comes last.
+turn's figure is the median of the others. Of the same batches, with exact state, the losses of both must be the same
+bits. The device's counters must agree with /proc/self/io within 2 %. One JSON line comes last.
 """
 
 import argparse
@@ -79,7 +80,8 @@ def run_pairs(args: argparse.Namespace, ours: Settings, other: Settings) -> list
             )
             for result in pairs[-1]:
                 check(result)
-            is_same = ours.dtype == other.dtype and ours.state == other.state == "exact"
+            same = {(each.dtype, each.state, each.batch, each.micro_steps) for each in (ours, other)}
+            is_same = len(same) == 1 and ours.state == "exact"
             if is_same and found[ours]["losses"] != found[other]["losses"]:
                 raise SystemExit("the losses differ: no figure is worth anything")
     return pairs
