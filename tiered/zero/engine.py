@@ -156,6 +156,7 @@ class Engine:
             self.layouts.renew(self.open_units.shielded)
         if is_first:
             self.backward.forget_touches()
+            self.backward.micro_steps.begin()
             self.schedule.rewind()
 
     def _gradients_came(self) -> None:
@@ -189,6 +190,7 @@ class Engine:
         self._settle_calls()
         self.phase.check(Event.STEP, "optimizer.step()")
         self.phase.check_not_running("optimizer.step()")
+        self.backward.micro_steps.warn()
         in_backward = self.phase.updates_in_backward
         if in_backward and not self.phase.has_updated and self.open_gradients.are_there():
             raise UsageError(

@@ -138,6 +138,10 @@ class Recorder:
             if self.is_recording:
                 self._ring.add("swap out" if is_write else "swap in", key, "", begun_s, now_s, nbytes)
 
+    def read_bytes(self, name: str) -> int:
+        """Return the bytes of keys that count as ``name`` that have arrived so far."""
+        return self._moved.get(name, (0, 0))[0]
+
     def statistics(self) -> RecorderStatistics:
         """Return the sums so far."""
         if self.clock is not None:

@@ -6,6 +6,7 @@ notices it. Reentrant checkpoints nest backwards: only the end of the outermost 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 
@@ -16,6 +17,8 @@ from torch.autograd.graph import _engine_run_backward
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.store.residency.thread_number import be_thread
+from tiered.store.waiting.recorder import Recorder
+from tiered.units import format_bytes
 from tiered.zero.frames import num_on_stack
 from tiered.zero.gradients.failed_backwards import report_failures_to
 from tiered.zero.gradients.used_gradients import check_used, show_used
@@ -25,6 +28,8 @@ from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Event, in_graph_task, is_autograds_own
 
 __all__ = ["Backward"]
+
+_log = logging.getLogger("tiered")
 
 
 class Backward:
@@ -46,6 +51,7 @@ class Backward:
         self._watched: set[Segment] = set()
         self._has_graphs = False  # of gradients; a gradient that lies in a buffer can keep none
         self._why = ""  # this backward failed, where it is known
+        self.micro_steps = _MicroSteps(conductor.working_set.recorder)
         if self._tier.device.type != "cpu":
             report_failures_to(self)
 
@@ -195,6 +201,7 @@ class Backward:
         if self._calls.are_in_forward or not self._clear_accumulated():
             return  # autograd.grad: nothing was accumulated
         self._gradients_came()
+        self.micro_steps.ended()
         self._phase.is_between = False
         if self._has_graphs:
             self._refuse_graphs()
@@ -236,6 +243,37 @@ class Backward:
                 found = found or segment.accumulated
                 segment.accumulated = False
         return found
+
+
+class _MicroSteps:
+    """The micro-steps of a step, and the parameters' bytes that were read by the end of the first and of the last."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._num = self._first_bytes = self._last_bytes = 0
+        self._has_warned = False
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._num = 0
+
+    def ended(self) -> None:
+        """A backward has added its gradients."""
+        self._num += 1
+        self._last_bytes = self._recorder.read_bytes("parameters")
+        self._first_bytes = self._last_bytes if self._num == 1 else self._first_bytes
+
+    def warn(self) -> None:
+        """The optimizer's step comes: say once where more than one micro-step has read parameters."""
+        if self._has_warned or self._num < 2 or self._last_bytes == self._first_bytes:
+            return
+        self._has_warned = True
+        _log.warning(
+            "a step of %d micro-steps: those after the first have read %s of parameters from the drives; one batch of"
+            ' the same rows is one micro-step, with activations="swap" where its activations do not fit',
+            self._num,
+            format_bytes(self._last_bytes - self._first_bytes),
+        )
 
 
 def _submit_nothing(unit: Unit) -> None:
