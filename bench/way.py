@@ -10,7 +10,7 @@ Counted by sys.setprofile on a chain of six units with one matrix each, on the t
 - a bucket's update: from one bucket's arithmetic to the next one's (update thread)
 - a gradient: from autograd's value, as a tensor's hook gets it, to the hooks after its accumulation (calling thread)
 - a resident get: ``store.get`` of a key that is in DRAM (calling thread)
-- a commit: of six small units whose updates have ended (calling thread)
+- a commit: of the six units, nothing held, whose updates have ended (calling thread)
 
 Only tiered's public names are called, so that any checkout can be the other side. One JSON line comes last.
 """
@@ -155,7 +155,7 @@ def measure(folder: Path, width: int) -> dict[str, Any]:
         store.put_many((f"filler/{n}", torch.zeros(512 * KiB, dtype=torch.uint8)) for n in range(64))
         walk_chain(store, width, ways, update)
     with tiered.Store(folder / "small", dram=32 * MiB) as store:
-        walk_commit(store, ways["commit"])
+        walk_commit(store, width, ways["commit"])
         store["key"] = torch.zeros(256 * KiB, dtype=torch.uint8)
         with store.lease("key"), ways["resident get"].on():
             store.get("key")
@@ -210,19 +210,19 @@ def drive_out(store: tiered.Store) -> None:
             leases.enter_context(store.lease(f"filler/{number}"))
 
 
-def walk_commit(store: tiered.Store, way: Way) -> None:
-    """Train six units of 16 K parameters, and commit the second step."""
+def walk_commit(store: tiered.Store, width: int, way: Way) -> None:
+    """Train six units with nothing held, and commit the third step."""
     torch.manual_seed(7)
-    model, rows = Chain(128), torch.randn(8, 128)
-    tiered.shard(model, store)
+    model, rows = Chain(width), torch.randn(8, width)
+    tiered.shard(model, store, hold=0)
     optimizer = tiered.AdamW(model.parameters())
-    for number in range(2):
+    for number in range(3):
         model(rows).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         with tiered.unsharded(model.units[0]):
             pass  # ends all updates
-        with way.on() if number else contextlib.nullcontext():
+        with way.on() if number == 2 else contextlib.nullcontext():
             store.commit({"step": number})
 
 
