@@ -96,7 +96,7 @@ def what_is_wrong(device: str, run: Run, place: Path) -> str:
     """Return what is wrong with ``run``, on one line; "" where nothing is."""
     recipe = Recipe(param_dtype=DTYPES[run.dtype])
     try:
-        expected = reference_on(device, run.model, recipe)
+        expected = reference_on(device, run.model, recipe, recomputes=run.activations == "recompute")
         _forget_races(device)
         options: dict[str, Any] = {"device": device, "update_on": run.update_on, "activations": run.activations}
         budget = ROOMY_NBYTES

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 import tiered
 from tests.models import CASES, Case
 from tests.reference import Recipe, Trained
-from tests.zero.training import reference, start
+from tests.zero.training import checkpointed, reference, start
 from tiered.errors import CapacityError
 from tiered.units import MiB
 from tiered.zero.activations import swapped
@@ -43,21 +43,26 @@ def case_on(device: str, name: str) -> Case:
     return Case(build, batch, case.loss, case.unit)
 
 
-def reference_on(device: str, name: str, recipe: Recipe, update_on: str = "device") -> Trained:
+def reference_on(
+    device: str, name: str, recipe: Recipe, update_on: str = "device", *, recomputes: bool = False
+) -> Trained:
     """Return what plain PyTorch leaves of case ``name`` on ``device``, updated there or on the CPU.
 
-    The simulated device has the bits of the CPU, so one reference serves both.
+    The simulated device has the bits of the CPU, so one reference serves both. ``recomputes``: with a checkpoint around
+    each unit.
     """
     updates_on = "cpu" if update_on == "cpu" and device != "sim" else ""
-    return _reference_on(device, name, recipe.param_dtype, recipe.max_norm, recipe.num_micro_steps, updates_on)
+    made = recipe.param_dtype, recipe.max_norm, recipe.num_micro_steps
+    return _reference_on(device, name, *made, updates_on, recomputes=recomputes)
 
 
 @cache
 def _reference_on(
-    device: str, name: str, dtype: torch.dtype | None, max_norm: float | None, num: int, where: str
+    device: str, name: str, dtype: torch.dtype | None, max_norm: float | None, num: int, where: str, *, recomputes: bool
 ) -> Trained:
     recipe = Recipe(param_dtype=dtype, max_norm=max_norm, num_micro_steps=num, updates_on=where)
-    return reference(case_on(device, name), recipe)
+    case = case_on(device, name)
+    return reference(checkpointed(case) if recomputes else case, recipe)
 
 
 def smallest_device_memory(name: str, recipe: Recipe, directory: Path, **options: Any) -> int:

@@ -1,22 +1,22 @@
-"""Units whose forward runs again in backward, to the same bits."""
+"""Units whose forward runs again in backward: the bits of plain PyTorch with torch's checkpoint around each unit."""
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import tiered
 from tests.models import CASES, GPT, Block, Case, Vectors, batch_of_images, batch_of_tokens, batch_of_vectors
 from tests.reference import Recipe
 from tests.zero.saved_tensors import WORDS
-from tests.zero.test_activations import autocast_loss
-from tests.zero.training import assert_same, debug_store, reference, smallest_budget, start
+from tests.zero.training import assert_same, checkpointed, debug_store, reference, smallest_budget, start
 
 
 def num_forwards(model: nn.Module) -> list[int]:
@@ -73,32 +73,14 @@ class Spun(Vectors):
         return x
 
 
-@pytest.mark.parametrize("word", WORDS)
-def test_a_recompute_finds_buffers_and_generators_as_they_were(word: str, tmp_path: Path, swap_all: None) -> None:
+def test_a_recompute_has_the_bits_of_a_checkpoint(tmp_path: Path) -> None:
+    """Random numbers are drawn again; buffers are those of two forwards."""
     case, recipe = Case(Spun, batch_of_vectors), Recipe()
-    expected = reference(case, recipe)
+    expected = reference(checkpointed(case), recipe)
     after = torch.rand(())
     with debug_store(tmp_path, durable=False) as store:
-        assert_same(start(case, recipe, store, activations=word).run(), expected)
+        assert_same(start(case, recipe, store, activations="recompute").run(), expected)
     assert torch.equal(torch.rand(()), after)
-
-
-def test_a_recompute_runs_in_the_mode_of_the_forward(tmp_path: Path) -> None:
-    """Dropout: a model that is set to evaluate before the backward recomputes as it trained."""
-    losses = []
-    for word in ("keep", "recompute"):
-        with debug_store(tmp_path / word, durable=False) as store:
-            session = start(CASES["gpt"], Recipe(), store, activations=word)
-            for step in range(2):
-                loss = session.model(*batch_of_tokens(step))
-                session.model.eval()
-                loss.backward()
-                assert not any(module.training for module in session.model.modules())
-                session.model.train()
-                session.optimizer.step()
-                session.optimizer.zero_grad()
-                losses.append(loss.detach())
-    assert torch.equal(torch.stack(losses[:2]), torch.stack(losses[2:]))
 
 
 class Overwritten(nn.Module):
@@ -163,7 +145,7 @@ def test_a_unit_is_not_updated_before_it_has_recomputed(tmp_path: Path) -> None:
         assert_same(start(case, recipe, store, "backward", activations="recompute").run(), reference(case, recipe))
 
 
-def test_a_batch_norm_is_not_updated_twice(tmp_path: Path) -> None:
+def test_a_batch_norm_is_updated_twice_as_by_a_checkpoint(tmp_path: Path) -> None:
     """Running statistics are buffers; the model is torch's own, in fp32."""
     case = Case(
         lambda: nn.Sequential(
@@ -173,8 +155,10 @@ def test_a_batch_norm_is_not_updated_twice(tmp_path: Path) -> None:
         lambda model, batch: model(batch[0]).square().mean(),
     )
     for word in WORDS:
+        expected = reference(checkpointed(case) if word == "recompute" else case, Recipe(num_steps=3))
+        assert expected.buffers["0.1.num_batches_tracked"] == (6 if word == "recompute" else 3)
         with debug_store(tmp_path / word, durable=False) as store:
-            assert_same(start(case, Recipe(), store, activations=word).run(), reference(case, Recipe()))
+            assert_same(start(case, Recipe(num_steps=3), store, activations=word).run(), expected)
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
@@ -201,6 +185,62 @@ def test_a_checkpoint_over_a_whole_model_takes_no_larger_budget(tmp_path: Path) 
         assert_same(start(case, recipe, store, "backward").run(), reference(case, recipe))
 
 
+class Outer(nn.Module):
+    """A unit of several units, which returns several tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(24, 24) for _ in range(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        y = x
+        for linear in self.inner:
+            y = y + torch.tanh(linear(y))
+        return y.exp(), {"gate": x * y.detach(), "mask": x > 0}
+
+
+class Nested(Vectors):
+    def __init__(self) -> None:
+        super().__init__(Outer, num_blocks=2)
+
+    def apply_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y, more = block(x)
+            x = torch.tanh(y + more["gate"]) * more["mask"]
+        return x
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_a_unit_of_units_takes_no_larger_budget(update: str, tmp_path: Path) -> None:
+    """What it computes again holds the weights of one unit at a time, as the forward does."""
+    case, recipe = Case(Nested, batch_of_vectors, unit=(Outer, nn.Linear)), Recipe(num_steps=2)
+    nbytes = smallest_budget(case, recipe, update, tmp_path / "probe")
+    with debug_store(tmp_path / "store", nbytes, durable=False) as store:
+        session = start(case, recipe, store, update, activations="recompute")
+        session.is_squeezed = True
+        assert_same(session.run(), reference(case, recipe))
+
+
+class Attending(Vectors):
+    """Attention goes another way where query, key and value are one tensor."""
+
+    def __init__(self, *, is_by_name: bool) -> None:
+        super().__init__(lambda: nn.MultiheadAttention(24, 2))
+        self.is_by_name = is_by_name
+
+    def apply_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + (block(query=x, key=x, value=x) if self.is_by_name else block(x, x, x))[0]
+        return x
+
+
+@pytest.mark.parametrize("is_by_name", [False, True])
+def test_arguments_are_one_tensor_where_they_were(is_by_name: bool, tmp_path: Path) -> None:
+    case = Case(partial(Attending, is_by_name=is_by_name), batch_of_vectors, unit=(nn.MultiheadAttention,))
+    with debug_store(tmp_path, durable=False) as store:
+        assert_same(start(case, Recipe(), store, activations="recompute").run(), reference(case, Recipe()))
+
+
 # -- forwards that cannot run again --------------------------------------------------------------------------------
 
 
@@ -215,11 +255,6 @@ class InPlace(nn.Module):
         return self.linear(torch.relu_(x))
 
 
-class InPlaceByName(InPlace):
-    def forward(self, *, pair: list[Tensor]) -> Tensor:  # type: ignore[override]
-        return self.linear(pair[1].mul_(0.5))
-
-
 class Alternating(InPlace):
     """Goes by a count that torch knows nothing of."""
 
@@ -229,68 +264,53 @@ class Alternating(InPlace):
         return self.linear(x) if next(self.calls) % 2 else self.linear(torch.cat([x, x]))[: len(x)]
 
 
-def case_of(block: type[InPlace], *, is_cast: bool = False) -> Case:
+class Emptying(InPlace):
+    """Empties the iterator that it is given."""
+
+    def forward(self, x: Iterator[Tensor]) -> Tensor:  # type: ignore[override]
+        return self.linear(next(x))
+
+
+def case_of(block: type[InPlace]) -> Case:
     class Stacked(Vectors):
         def __init__(self) -> None:
             super().__init__(block, num_blocks=3)
 
         def apply_blocks(self, x: Tensor) -> Tensor:
             for module in self.blocks:
-                x = x * 2 + (module(pair=[x, x * 1.0]) if block is InPlaceByName else module(x * 1.0))
+                x = x * 2 + module(iter([x]) if block is Emptying else x * 1.0)
             return x
 
-    return Case(Stacked, batch_of_vectors, **({"loss": autocast_loss} if is_cast else {}))
+    return Case(Stacked, batch_of_vectors)
 
 
-@pytest.mark.parametrize(("block", "place"), [(InPlace, "argument 0"), (InPlaceByName, "argument 'pair'")])
-@pytest.mark.parametrize("word", ["recompute", "auto"])
-def test_a_forward_that_writes_its_argument_is_refused_by_name(
-    word: str, block: type[InPlace], place: str, tmp_path: Path
-) -> None:
-    """Under "auto" only autocast has units recompute."""
-    case = case_of(block, is_cast=word == "auto")
-    with debug_store(tmp_path / "refused", durable=False) as store:
-        model = start(case, Recipe(), store, activations=word).model
-        with pytest.raises(tiered.UsageError, match=rf"unit 'blocks\.0'.*wrote {place} in place.*'blocks\.0': 'keep'"):
-            case.loss(model, batch_of_vectors(0))
-    with debug_store(tmp_path / "kept", durable=False) as store:
-        words = {f"blocks.{number}": "keep" for number in range(3)}
-        assert_same(start(case, Recipe(), store, activations=words).run(), reference(case, Recipe()))
-    with debug_store(tmp_path / "auto", durable=False) as store:
-        plain = case_of(block)
-        assert_same(start(plain, Recipe(), store, activations="auto").run(), reference(plain, Recipe()))
+FAILURES = {
+    InPlace: (RuntimeError, "modified by an inplace operation"),
+    Alternating: (CheckpointError, "different metadata"),
+    Emptying: (StopIteration, None),
+}
 
 
-def test_a_second_forward_that_is_another_is_an_error_that_names_the_unit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", FAILURES)
+def test_a_second_forward_that_fails_is_a_backward_that_fails(block: type[InPlace], tmp_path: Path) -> None:
+    case = case_of(block)
+    error, message = FAILURES[block]
+    for update in ("step", "backward"):
+        with debug_store(tmp_path / update, durable=False) as store:
+            model = start(case, Recipe(), store, update, activations="recompute").model
+            with pytest.raises(error, match=message):
+                model(*batch_of_vectors(0)).backward()
+            if update == "step":
+                model.zero_grad()
+                with torch.no_grad():
+                    model(*batch_of_vectors(1))
+                continue
+            with pytest.raises(tiered.StoreLostError, match="a backward"):
+                model(*batch_of_vectors(1))
+
+
+def test_a_forward_that_cannot_run_again_trains_under_keep(tmp_path: Path) -> None:
+    words = {f"blocks.{number}": "keep" for number in range(3)}
     with debug_store(tmp_path, durable=False) as store:
-        model = start(case_of(Alternating), Recipe(), store, activations="recompute").model
-        loss = model(*batch_of_vectors(0))
-        with pytest.raises(tiered.UsageError, match=r"unit 'blocks\.2'.*other tensors.*'keep'"):
-            loss.backward()
-        model.zero_grad()
-
-
-class Failing(InPlace):
-    """Cannot run twice: it empties what it was given."""
-
-    def forward(self, x: Iterator[Tensor]) -> Tensor:  # type: ignore[override]
-        return self.linear(next(x))
-
-
-def test_an_error_in_a_second_forward_names_the_unit(tmp_path: Path) -> None:
-    class Iterated(Vectors):
-        def __init__(self) -> None:
-            super().__init__(Failing)
-
-        def apply_blocks(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(iter([x]))
-            return x
-
-    with debug_store(tmp_path, durable=False) as store:
-        model = start(Case(Iterated, batch_of_vectors), Recipe(), store, activations="recompute").model
-        loss = model(*batch_of_vectors(0))
-        with pytest.raises(StopIteration) as caught:
-            loss.backward()
-        assert "recompute of unit 'blocks.3'" in str(caught.value.__notes__)
-        model.zero_grad()
+        session = start(case_of(InPlace), Recipe(), store, activations=words)
+        assert_same(session.run(), reference(case_of(InPlace), Recipe()))

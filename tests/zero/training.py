@@ -5,14 +5,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tiered
 from tests.models import CASES, Case
@@ -21,8 +22,12 @@ from tiered.bytes.arena import Arena
 from tiered.errors import CapacityError
 from tiered.store.residency.swap_in import SwapIn
 from tiered.zero import layout
+from tiered.zero.division import divide_into_units
 
-__all__ = ["ROOMY_NBYTES", "SEED", "Session", "assert_same", "debug_store", "reference", "smallest_budget", "start"]
+__all__ = [
+    "ROOMY_NBYTES", "SEED", "Session", "assert_same", "checkpointed", "debug_store", "reference", "smallest_budget",
+    "start",
+]  # fmt: skip
 
 ROOMY_NBYTES = 32 << 20
 SEED = 7
@@ -141,6 +146,20 @@ def reference(case: Case, recipe: Recipe, seed: int = SEED) -> Trained:
     model = case.build()
     torch.manual_seed(seed + 1)
     return train(model, case.batch, case.loss, recipe)
+
+
+def checkpointed(case: Case) -> Case:
+    """Return ``case`` with torch's checkpoint around the forward of each unit that lies in no other."""
+
+    def build() -> nn.Module:
+        model = case.build()
+        modules = divide_into_units(model, case.unit)
+        for name, module in modules.items():
+            if not any(name.startswith(f"{other}.") for other in modules):
+                module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        return model
+
+    return replace(case, build=build)
 
 
 def reference_of(name: str, param_dtype: torch.dtype | None, **options: Any) -> Trained:

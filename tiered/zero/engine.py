@@ -62,7 +62,6 @@ class Engine:
             generation=lambda: store.generation,
             has_gradients=lambda: self.open_gradients.are_there(),
             is_calling=lambda: bool(self.calls),
-            is_recomputing=lambda: self.activations.is_running_again,
             raise_failure=lambda: self.updates.raise_failure() if self.updates.failure is not None else None,
         )
         self.activations = Activations(self)  # order: asked before the units to give bytes back
@@ -77,7 +76,7 @@ class Engine:
         self.forward = Forward(self, self.backward, self.activations, self._begin_forward)
         moves = Moves(self.finish_update, self.expect_steps, self.phase.abandon)
         self.layouts = UnitLayouts(store, self.units, shares, moves)
-        owner = Access(self, self.activations.touch)
+        owner = Access(self)
         for unit in self.units:
             unit.engine, unit.owner = self, owner
             unit.gradients = UnitGradients(unit, self.open_gradients, self.layouts.lay_out_anew)

@@ -77,12 +77,12 @@ def shard(
     the values before the cast become the fp32 masters of those that require a gradient now. ``weights``: a state dict,
     or safetensors file(s) or a folder of them, for a model built on the meta device; read a unit at a time. ``hold``:
     how much of the budget keeps bytes in DRAM for good: "auto", 0, or a size such as "2GiB". ``activations``: the
-    treatment of the tensors that autograd saves in each unit, "keep" (in ordinary memory), "recompute", "swap" (through
-    the store) or "auto"; a word for all, a mapping from unit names, or a function (name, module) -> word; see
-    ``Activations``. ``stage`` is 1, 2 or 3; on one rank they are the same. ``device``: where the model computes, "auto"
-    for the accelerator if there is one; parameters are there a few units at a time, within the store's
-    ``device_memory``. ``update_on``: where the optimizer computes, "cpu", "device", or "auto" for what is measured to
-    be shorter; a resumed run keeps it.
+    treatment of the tensors that autograd saves in each unit, "keep" (in ordinary memory), "recompute" (torch's
+    non-reentrant checkpoint: batch norm's statistics are updated twice), "swap" (through the store) or "auto"; a word
+    for all, a mapping from unit names, or a function (name, module) -> word; see ``Activations``. ``stage`` is 1, 2 or
+    3; on one rank they are the same. ``device``: where the model computes, "auto" for the accelerator if there is one;
+    parameters are there a few units at a time, within the store's ``device_memory``. ``update_on``: where the optimizer
+    computes, "cpu", "device", or "auto" for what is measured to be shorter; a resumed run keeps it.
 
     A store that already holds this model is adopted as it is: its values stay, a model built on the meta device needs
     no ``weights``, and ``store.resume()`` must come before the first forward. Parameters keep their objects, names,

@@ -35,7 +35,6 @@ class Running(enum.Enum):
     NOTHING = "nothing"  # no parameter may be touched, but between a forward and its backward
     FORWARD = "forward"  # parameters may be read; the units in use and the root take the share of gathered bytes
     BACKWARD = "backward"  # the same, and one gradient for each of these units
-    RECOMPUTE = "recompute"  # a forward inside a backward: its unit was gathered by the backward already
 
 
 class Event(enum.Enum):
@@ -117,7 +116,6 @@ class Phase:
         generation: Callable[[], int],
         has_gradients: Callable[[], bool],
         is_calling: Callable[[], bool],
-        is_recomputing: Callable[[], bool],
         raise_failure: Callable[[], None],
     ) -> None:
         """``raise_failure`` raises the error of an update on another thread, if one has failed since the last call."""
@@ -136,7 +134,6 @@ class Phase:
         self._generation = generation
         self.has_gradients = has_gradients
         self._is_calling = is_calling
-        self._is_recomputing = is_recomputing
         self._raise_failure = raise_failure
 
     def __repr__(self) -> str:
@@ -157,7 +154,7 @@ class Phase:
     def running(self) -> Running:
         """The innermost call that runs now in this thread."""
         if in_graph_task():
-            return Running.RECOMPUTE if self._is_recomputing() else Running.BACKWARD
+            return Running.BACKWARD
         return Running.FORWARD if self._is_calling() else Running.NOTHING
 
     @property

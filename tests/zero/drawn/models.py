@@ -311,7 +311,7 @@ class Around(nn.Module):
         return x + self.inner(x.detach())
 
     def _sometimes(self, x: Tensor) -> Tensor:
-        self.count = self.count + 1  # a buffer: a recompute leaves it as it was
+        self.count = self.count + 1
         return self.inner(x) + self.sometimes.float() if int(self.count) % 2 else self.inner(x)
 
     def _reentrant(self, x: Tensor) -> Tensor:

@@ -75,14 +75,18 @@ def _hyperparameters(rng: random.Random, optimizer: str) -> dict[str, Any]:
     return drawn
 
 
+_STATES = ("others", "batch", "sometimes", "buffered", "spectral_norm")
+"""Kinds of blocks that go by numbers of numpy and Python or write buffers: a second forward changes their bits."""
+
+
 def draw_plan(rng: random.Random, seed: int) -> Plan:
     """Draw everything; small models, often the smallest budget."""
     make, width = draw_model(rng)
     optimizer = rng.choice(["AdamW", "AdamW", "SGD", "Lion"])
     update, durable = rng.choice(["step", "backward", "auto"]), rng.random() < 0.6
     words = ["keep", "recompute", "swap", "auto"]
-    if "'others'" in repr(make):  # numbers of numpy and Python, which a second forward would draw anew
-        words[1] = "keep"
+    if any(repr(state) in repr(make) for state in _STATES):
+        words[1] = words[3] = "keep"
     schedules = torch.optim.lr_scheduler
     return Plan(
         seed=seed,

@@ -9,10 +9,8 @@ import collections
 import difflib
 import functools
 import logging
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +20,7 @@ from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
 from tiered.units import format_bytes
 from tiered.zero.activations.freed_objects import FreedObjects
-from tiered.zero.activations.recompute import Recompute, RecomputedForward
+from tiered.zero.activations.recompute import recomputed
 from tiered.zero.activations.saved import Kept, own_pair_in_force
 from tiered.zero.activations.swapped import SwappedActivations, SwappedTensor
 from tiered.zero.step import in_graph_task
@@ -91,13 +89,6 @@ def words_of(rule: ActivationRule, modules: Mapping[str, nn.Module]) -> dict[str
     return words
 
 
-class _Local(threading.local):
-    """The forwards that each thread is in."""
-
-    recompute: Recompute | None = None
-    is_again = False  # a second forward, with the modules as they were
-
-
 class Activations:
     """The tensors that autograd saves in the forwards of one model.
 
@@ -113,7 +104,6 @@ class Activations:
         self.swapping: set[Unit] | None = None  # the "auto" units that swap, once measured
         self.room_bytes: int | None = None  # that "auto" may keep; measured before the first forward
         self._engine = engine
-        self._local = _Local()
         self._kept: dict[int, weakref.ref[_KeptStorage]] = {}  # by the address of torch's StorageImpl
         self._kept_bytes = 0
         self._freed: FreedObjects[tuple[int, int]] = FreedObjects()  # address and bytes of storages not kept any more
@@ -134,12 +124,11 @@ class Activations:
 
     def wrap(self, unit: Unit, module: nn.Module) -> None:
         """Put the forward of ``module``, which is ``unit``'s, under its word."""
-        forward = module.forward
-        recomputed = RecomputedForward(unit, module, forward)
+        forward, twice = module.forward, recomputed(self._engine, unit, module)
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return recomputed(self._engine, args, kwargs) if self._recomputes(unit) else forward(*args, **kwargs)
+            return (twice if self._recomputes(unit) else forward)(*args, **kwargs)
 
         module.forward = run
 
@@ -148,38 +137,10 @@ class Activations:
         word = self.words.get(unit, "keep")
         if word != "recompute" and not (word == "auto" and torch.is_autocast_enabled(unit.tier.device.type)):
             return False
-        if not torch.is_grad_enabled() or in_graph_task() or self._local.recompute is not None:
-            return False  # inside one that recomputes, the outer one does
+        if not torch.is_grad_enabled() or in_graph_task():
+            return False
         pair = own_pair_in_force()
-        return pair is not None and pair.may_recompute
-
-    @contextmanager
-    def recomputing(self, recompute: Recompute) -> Iterator[None]:
-        """A block in which this thread runs a forward that will run again."""
-        self._local.recompute = recompute
-        try:
-            yield
-        finally:
-            self._local.recompute = None
-
-    @property
-    def is_running_again(self) -> bool:
-        """Whether this thread runs a forward again: it must come to its end before others run."""
-        return self._local.is_again
-
-    @contextmanager
-    def running_again(self) -> Iterator[None]:
-        """A block in which this thread runs a forward again."""
-        before, self._local.is_again = self._local.is_again, True
-        try:
-            yield
-        finally:
-            self._local.is_again = before
-
-    def touch(self, unit: Unit) -> None:
-        """A parameter of ``unit`` is used in this thread."""
-        if self._local.recompute is not None:
-            self._local.recompute.touch(unit)
+        return pair is not None and pair.may_recompute  # inside a unit that recomputes, the outer one does
 
     def begin_forward(self, *, is_first: bool) -> None:
         """An outermost forward begins; ``is_first`` of its step."""

@@ -55,10 +55,19 @@ class Forward:
 
     @uninterrupted
     def end_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """After the forward of ``module``, also one that failed; return the output to hand on."""
+        """After the forward of ``module``, also one that failed.
+
+        Return the output to hand on, with nothing of it in a unit's buffer.
+        """
         if output is None and (error := sys.exc_info()[1]) is not None:
             self._conductor.tier.note_dials(error, f"the forward of {type(module).__name__}")
-        return self.exit(module, output)
+        for call in self._calls.end(module):
+            self.leave(call.unit)
+        if self._calls.are_in_forward:
+            return output
+        if torch.is_grad_enabled() and not in_graph_task() and any_requires_grad(output):
+            self.ended()
+        return own(output, self._open_units.address_of)
 
     def enter(self, module: nn.Module, unit: Unit | None) -> None:
         """A module call begins."""
@@ -68,16 +77,6 @@ class Forward:
         self._calls.enter_pair(call)
         if unit is not None:
             unit.show()
-
-    def exit(self, module: nn.Module, output: Any) -> Any:
-        """A module call ends, also by an exception; return the output with nothing of it in a unit's buffer."""
-        for call in self._calls.end(module):
-            self.leave(call.unit)
-        if self._calls.are_in_forward:
-            return output
-        if torch.is_grad_enabled() and not in_graph_task() and any_requires_grad(output):
-            self.ended()
-        return own(output, self._open_units.address_of)
 
     def enter_outermost(self, module: nn.Module) -> None:
         """The outermost call begins, of ``module``. Raises UsageError where none may, and changes nothing then."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from tiered.errors import UsageError
 from tiered.zero.parameters.parameter import without_dispatch
@@ -150,18 +150,9 @@ class SavedPair:
     tensors by their number. Invariant: in a checkpoint's forward and in its recomputation pairs of ours stand above its
     own in the same places. A caller's pair is told of weights if it was entered inside the outermost call; a tensor in
     a unit that it hands back becomes a reference.
-
-    ``recomputed``: the name of the unit whose forward runs, where a checkpoint of ours is below.
     """
 
-    def __init__(
-        self,
-        engine: Conductor,
-        pack: Callable[[torch.Tensor], _Packed],
-        *,
-        is_outermost: bool = True,
-        recomputed: str = "",
-    ) -> None:
+    def __init__(self, engine: Conductor, pack: Callable[[torch.Tensor], _Packed], *, is_outermost: bool) -> None:
         """``pack`` takes the tensors that lie in no unit, where no other pair takes them."""
         self.calls = engine.calls
         self._engine = engine
@@ -169,7 +160,6 @@ class SavedPair:
         self._outer: _Pair | None = None
         self._is_outermost = is_outermost
         self._is_in_checkpoint = False
-        self._recomputed = recomputed
         self._hooks: saved_tensors_hooks | None = None
 
     @property
@@ -198,20 +188,13 @@ class SavedPair:
         if hooks is not None:
             hooks.__exit__()
 
-    def __enter__(self) -> SavedPair:
-        self.enter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.exit()
-
     def _pack(self, tensor: torch.Tensor) -> _Packed:
         place = self._engine.open_units.place_of(tensor)
         outer = self._outer
         if place is None:
             if outer is None:
                 return self._pack_other(tensor)
-            handed_on = _HandedOn(outer[1], outer[0](tensor), self._recomputed)
+            handed_on = _HandedOn(outer[1], outer[0](tensor))
             if self._is_in_checkpoint and (called := self._engine.calls.innermost_unit()) is not None:
                 handed_on.token = called.token()
             return handed_on
@@ -242,26 +225,16 @@ class _HandedOn:
     ``token`` keeps the unit that is to run again from being updated before.
     """
 
-    __slots__ = ("packed", "recomputed", "token", "unpack")
+    __slots__ = ("packed", "token", "unpack")
 
-    def __init__(self, unpack: Callable[..., Any], packed: Any, recomputed: str = "") -> None:
+    def __init__(self, unpack: Callable[..., Any], packed: Any) -> None:
         self.unpack = unpack
         self.packed = packed
-        self.recomputed = recomputed
         self.token: ReferenceToken | None = None
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor that the pair below makes. Raises UsageError where a unit's second forward differs."""
-        try:
-            tensor: torch.Tensor = self.unpack(self.packed)
-        except CheckpointError as error:
-            if not self.recomputed:
-                raise
-            raise UsageError(
-                f"recompute of unit {self.recomputed!r}: its second forward saved other tensors than the first;"
-                " expected one that goes by its arguments, buffers and torch's random numbers only, or"
-                f" activations={{{self.recomputed!r}: 'keep'}} ({str(error).splitlines()[0]})"
-            ) from error
+        """Return the tensor that the pair below makes."""
+        tensor: torch.Tensor = self.unpack(self.packed)
         return tensor
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -35,10 +35,8 @@ _NOT_NOW = (
 class Access:
     """The parameters of a sharded model ask this object for the right to each operation, and for their values."""
 
-    def __init__(self, conductor: Conductor, touch: Callable[[Unit], None]) -> None:
-        """``touch(unit)`` hears of each use of a parameter of ``unit``."""
+    def __init__(self, conductor: Conductor) -> None:
         self.conductor = conductor
-        self.touch = touch
 
     def access(
         self, segments: Sequence[Segment], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -167,7 +165,6 @@ class _Operation:
                 unit.show("rw" if write or (is_merge and name == ".data") else "r")
                 unit.buffer.use()
                 conductor.ahead.go_on()
-                access.touch(unit)  # order: showing the unit may finish an update of it
                 unit.num_ops += 1
                 self._units.append(unit)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -28,10 +28,6 @@ class HookPair(Protocol):
 
     def exit(self) -> None:
         """Take the pair out of force."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 class HookPairs(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -32,9 +32,6 @@ class ForwardCalls(Protocol):
 
     def enter_outermost(self, module: nn.Module) -> None:
         """The outermost call begins, of ``module``."""
-
-    def exit(self, module: nn.Module, output: Any) -> Any:
-        """A call of ``module`` ends; return the output with nothing of it in a unit's buffer."""
 
     def leave(self, unit: Unit | None) -> None:
         """A call of the module of ``unit``, if it is one's, is over."""
