@@ -96,8 +96,8 @@ def in_graph_task() -> bool:
 def is_autograds_own() -> bool:
     """Return whether this thread is one that autograd runs the backward of a compute device in."""
     me = threading.get_ident()  # order: asking for the current thread would list it from then on
-    mine = next((thread for thread in threading.enumerate() if thread.ident == me), None)
-    return mine is None or isinstance(mine, threading._DummyThread)  # one that Python did not start
+    mine = [thread for thread in threading.enumerate() if thread.ident == me]  # a generator's end may lose a Ctrl-C
+    return not mine or isinstance(mine[0], threading._DummyThread)  # one that Python did not start
 
 
 class Phase:
