@@ -93,6 +93,26 @@ def test_rows_that_do_not_go_with_the_root_are_corruption(row, problem):
     assert caught.value.key == row.name
 
 
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        pytest.param(Row(7, "a", "uint8", (400_000,), 400_000, 3, (), b"", bytes(400_000)), "inline", id="inline"),
+        pytest.param(Row(7, "a", "uint8", (1025,), 1025, 3, (), b"", bytes(1025)), "inline", id="a byte too many"),
+        pytest.param(Row(7, "a", "float32", (0, 1 << 62, 4), 0, 3, (), b"", b""), "strides are out", id="strides"),
+        pytest.param(Row(7, "a", "of_2040", (0, *[1 << 40] * 3), 0, 3, (), b"", b""), "strides are out", id="unknown"),
+    ],
+)
+def test_rows_of_tensors_that_no_torch_makes_are_corruption(row, problem, monkeypatch):
+    with pytest.raises(ValueError, match=problem):
+        encode_row(row, UUID)
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "row_problem", lambda row: None)
+        body, _ = encode_row(row, UUID)
+    with pytest.raises(CorruptionError, match=problem) as caught:
+        decode_one(7, body)
+    assert (caught.value.key, caught.value.file) == ("a", "file")
+
+
 FILES = (ExternalFile("a", 1600, 1), ExternalFile("b", 7096, 2))
 EXTERNAL = replace(row_of(7), extents=(), ranges=(ExternalRange(0, 1, 4096, 3000), ExternalRange(3500, 0, 100, 1500)))
 

@@ -6,6 +6,7 @@ seen to lie inside the bytes that there are, and a row only after its digest.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ __all__ = [
     "EXTERNAL",
     "HERE",
     "INLINE",
+    "INLINE_NBYTES",
     "KIND_AT",
     "MAX_NUM_DIMS",
     "PAGED",
@@ -55,6 +57,9 @@ __all__ = [
 
 HERE, INLINE, PAGED, EXTERNAL = range(4)
 """Where a row says that its bytes are: in extents it names, in itself, in extents its pages name, in external files."""
+
+INLINE_NBYTES = 1024
+"""Tensors of at most this many bytes live in their catalog row; part of the disk format."""
 
 _ROW = struct.Struct("<QQIIBBBB")
 _EXTENT = struct.Struct("<HIQQ")
@@ -312,8 +317,10 @@ def row_problem(row: Row) -> str | None:
     for dim in row.shape:
         if not 0 <= dim < LIMIT:
             return f"a shape of {row.shape}"
+    if math.prod(max(dim, 1) for dim in row.shape[1:]) >= LIMIT:  # the first of its strides
+        return f"a shape of {row.shape}, whose strides are out of range"
     if row.inline is not None:
-        fits = len(row.inline) == row.nbytes and not row.extents and not row.digests
+        fits = len(row.inline) == row.nbytes <= INLINE_NBYTES and not row.extents and not row.digests
         return None if fits else f"{len(row.inline)} bytes inline for {row.nbytes}, with extents or digests"
     if row.is_paged:
         return "extents or digests beside its pages" if row.extents or row.digests or not row.nbytes else None

@@ -12,10 +12,7 @@ from tiered.errors import CorruptionError, UsageError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import Row
 
-__all__ = ["INLINE_NBYTES", "Spec", "UnknownSpec", "is_kept"]
-
-INLINE_NBYTES = 1024
-"""Tensors of at most this many bytes live in their catalog row; part of the disk format."""
+__all__ = ["Spec", "UnknownSpec", "is_kept"]
 
 _QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _KEPT = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)} - _QUANTISED

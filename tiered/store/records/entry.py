@@ -14,8 +14,8 @@ import torch
 
 from tiered.bytes.arena import Buffer, Watched
 from tiered.store.format.extent import Extent
-from tiered.store.format.row import Row
-from tiered.store.format.spec import INLINE_NBYTES, Spec, UnknownSpec
+from tiered.store.format.row import INLINE_NBYTES, Row
+from tiered.store.format.spec import Spec, UnknownSpec
 
 __all__ = ["Alias", "Entry", "EntryState", "Granted", "Record", "Residence"]
 

@@ -22,8 +22,8 @@ from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import LeaseError
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
 from tiered.store.format.extent import cut
-from tiered.store.format.row import Row
-from tiered.store.format.spec import INLINE_NBYTES, Spec
+from tiered.store.format.row import INLINE_NBYTES, Row
+from tiered.store.format.spec import Spec
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.pages import PageChange
 from tiered.store.residency.lease_needs import ReadPastError
