@@ -120,7 +120,7 @@ class StoreStatistics:
     free_bytes: int  # in the files, without growing them
     quarantined_bytes: int  # lost to this process after failed writes
     file_bytes: int
-    read_bytes: int  # by the devices
+    read_bytes: int  # by the devices, external files included
     write_bytes: int
     catalog_write_bytes: int  # beside those of the devices; 0 where the system does not tell
     lifetime_write_bytes: int | None  # both, since the ledgers of the directories began; None where there are none

@@ -16,6 +16,7 @@ def store_statistics(working_set: WorkingSet, generations: Generations, earlier_
     """
     space, records = working_set.space, working_set.records
     devices = [device.statistics() for device in space.devices]
+    reading = devices if space.external is None else [*devices, space.external.statistics()]
     write_bytes = sum(device.write_bytes for device in devices)
     catalog_bytes = generations.catalog_write_bytes
     with working_set.condition:
@@ -28,7 +29,7 @@ def store_statistics(working_set: WorkingSet, generations: Generations, earlier_
         free_bytes=free,
         quarantined_bytes=space.quarantined_nbytes,
         file_bytes=sum(device.file_bytes for device in devices),
-        read_bytes=sum(device.read_bytes for device in devices),
+        read_bytes=sum(device.read_bytes for device in reading),
         write_bytes=write_bytes,
         catalog_write_bytes=catalog_bytes,
         lifetime_write_bytes=None if earlier_bytes is None else earlier_bytes + write_bytes + catalog_bytes,
