@@ -111,6 +111,39 @@ def test_what_was_not_read_is_read_for_the_first_commit(tmp_path: Path, base: Pa
         assert store.verify().is_clean
 
 
+@pytest.mark.parametrize("has_digests", [False, True])
+def test_a_row_of_an_adopted_table_costs_its_blocks(tmp_path: Path, has_digests: bool) -> None:
+    table, base = numbers(12 * MiB).view(torch.float32).nan_to_num().view(-1, 1024), tmp_path / "table.safetensors"
+    save_file({"table": table}, base)
+    with opened(tmp_path, base, dram="16MiB") as store:
+        store.adopt("table", base, "table", block_size="4KiB")
+        if has_digests:
+            store.commit()
+        rows = random.Random(1).sample(range(3 * KiB), 64)
+        before = store.statistics().read_bytes
+        for row in rows:
+            assert torch.equal(store.read_part("table", row * 1024, (row + 1) * 1024), table[row])
+        assert store.statistics().read_bytes - before <= 64 * 2 * 4 * KiB  # it lies in two pages of the file
+        store.commit()
+    with opened(tmp_path, base, dram="16MiB") as store:
+        assert torch.equal(store["table"], table) and store.verify().num_blocks == 3 * KiB
+        before = store.statistics().read_bytes
+        store.read_part("table", 1024, 2048)
+        assert store.statistics().read_bytes - before <= 8 * KiB
+        overwritten(base, store.external.find(base, "table").offset + 5 * 4096)
+        assert torch.equal(store.read_part("table", 0, 1024), table[0])
+        with pytest.raises(CorruptionError, match="block 5"):
+            store.read_part("table", 5 * 1024, 6 * 1024)
+
+
+def test_blocks_of_an_adopted_tensor_are_of_the_sizes_that_a_put_takes(tmp_path: Path, base: Path) -> None:
+    with opened(tmp_path, base) as store:
+        for size in (0, 2048, 5000, 8 * MiB):
+            with pytest.raises(ValueError, match=r"adoption of 'a': expected blocks of a power of two from 4096"):
+                store.adopt("a", base, "odd", block_size=size)
+        assert "a" not in store
+
+
 @pytest.mark.parametrize("how", ["get", "lease", "read_part", "commit"])
 def test_reads_of_external_files_are_counted_as_the_system_counts_them(tmp_path: Path, how: str) -> None:
     base = tmp_path / "many.safetensors"

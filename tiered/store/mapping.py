@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tiered.bytes.condition import Condition
+from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import ExternalRange
 from tiered.store.format.spec import Spec
 from tiered.store.lifetime.external import ExternalSources
@@ -19,6 +20,7 @@ from tiered.store.records.records import Records
 from tiered.store.residency.lease import Lease, LeaseBlock, Mode
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.values.adopted import adopt
+from tiered.store.values.tensors import check_block
 from tiered.store.values.values import Values
 from tiered.units import parse_bytes
 
@@ -111,18 +113,23 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         """
         self._values.write_part(self._producers.settled(key), start, value)
 
-    def adopt(self, key: str, file: str | os.PathLike[str], name: str) -> None:
+    def adopt(
+        self, key: str, file: str | os.PathLike[str], name: str, *, block_size: int | str = BLOCK_NBYTES
+    ) -> None:
         """Make ``key`` the tensor ``name`` of a safetensors ``file`` of ``external``, read in place; touches no bytes.
 
         Nothing of it is written to the store but, with the first commit, the digests of its blocks: the commit reads
-        what was not read by then. A later write to the key gives it bytes of its own. Raises UsageError.
+        what was not read by then. A later write to the key gives it bytes of its own. A part that is read costs whole
+        blocks of ``block_size`` as of ``put``: such as "4KiB" for a table of rows. Raises UsageError, ValueError.
         """
+        block_nbytes = parse_bytes(block_size)
+        check_block(f"adoption of {key!r}", block_nbytes, self.working_set.space.alignment)
         entry = self.external.find(file, name)
         with self._condition:
             number = self.external.number(file)
         dtype = getattr(torch, entry.dtype)
         ranges = [ExternalRange(0, number, entry.offset, entry.nbytes)] if entry.nbytes else []
-        adopt(self.working_set, self._producers.settled(key), Spec(dtype, entry.shape), ranges)
+        adopt(self.working_set, self._producers.settled(key), Spec(dtype, entry.shape, block_nbytes), ranges)
 
     def items(self) -> ItemsView[str, torch.Tensor]:
         """Return a view of the keys and copies of their tensors; the same key with an equal tensor is in it."""

@@ -7,15 +7,24 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from tiered.bytes.host_tensor import empty_aligned
 from tiered.errors import UsageError
+from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import MAX_NUM_DIMS
 from tiered.store.format.spec import Spec, is_kept
 from tiered.store.residency.lease import EndedView, ReadOnlyView, plain_of
 from tiered.store.residency.modes import refuse_modes
 from tiered.units import MiB
 
-__all__ = ["flat_of", "plain_value", "result_for"]
+__all__ = ["check_block", "flat_of", "plain_value", "result_for"]
 
 _OWN_PAGES_NBYTES = 32 * MiB  # from here on malloc maps new pages for each tensor too, but small ones: slow to touch
+
+
+def check_block(what: str, nbytes: int, alignment: int) -> None:
+    """Raise ValueError where a record cannot have blocks of ``nbytes``."""
+    if not alignment <= nbytes <= BLOCK_NBYTES or nbytes & (nbytes - 1):
+        raise ValueError(
+            f"{what}: expected blocks of a power of two from {alignment} to {BLOCK_NBYTES} bytes, got {nbytes}"
+        )
 
 
 def plain_value(key: str, value: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import copy_contiguous
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
-from tiered.store.format.checksum import BLOCK_NBYTES, MIN_BLOCK_SHIFT
+from tiered.store.format.checksum import MIN_BLOCK_SHIFT
 from tiered.store.format.row import INLINE_NBYTES, Row
 from tiered.store.format.spec import Spec
 from tiered.store.records.entry import Entry, EntryState
@@ -24,7 +24,7 @@ from tiered.store.values.get_batches import GetBatches
 from tiered.store.values.parts import PartValues
 from tiered.store.values.put_batches import PutBatches, PutSource
 from tiered.store.values.streaming import StreamedValues
-from tiered.store.values.tensors import flat_of, plain_value, result_for
+from tiered.store.values.tensors import check_block, flat_of, plain_value, result_for
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import MiB
 
@@ -89,12 +89,7 @@ class Values:
     def _spec(self, key: str, plain: torch.Tensor, block_nbytes: int | None = None) -> Spec:
         """Return the looks of ``plain`` as the tensor of ``key``."""
         if block_nbytes is not None:
-            nbytes = max(block_nbytes, self._working_set.space.alignment)
-            if nbytes != block_nbytes or block_nbytes & (block_nbytes - 1) or block_nbytes > BLOCK_NBYTES:
-                raise ValueError(
-                    f"put of {key!r}: expected blocks of a power of two from {self._working_set.space.alignment} to "
-                    f"{BLOCK_NBYTES} bytes, got {block_nbytes}"
-                )
+            check_block(f"put of {key!r}", block_nbytes, self._working_set.space.alignment)
             return Spec.like(plain, block_nbytes)
         spec = Spec.like(plain)
         if spec.nbytes > _SMALLEST_BLOCK_NBYTES:
