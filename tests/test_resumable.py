@@ -127,6 +127,55 @@ class Turning(Sampler[int]):
         self.turn = state["turn"]
 
 
+class Passes(Sampler[int]):
+    """A user's sampler that counts its passes, at their beginning or at their end, and shuffles by the number."""
+
+    at_end = 0
+
+    def __init__(self, *, counts_at_end: bool = False) -> None:
+        self.counts_at_end = counts_at_end
+        if not counts_at_end:
+            self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.counts_at_end:
+            self.epoch += 1
+        number = self.at_end if self.counts_at_end else self.epoch
+        return self._indices(torch.Generator().manual_seed(number))
+
+    def _indices(self, generator: torch.Generator) -> Iterator[int]:
+        yield from torch.randperm(NUM_ITEMS, generator=generator).tolist()
+        self.at_end += self.counts_at_end  # an attribute of the class until then
+
+    def __len__(self) -> int:
+        return NUM_ITEMS
+
+
+class PassesOfBatches:
+    """A user's own loader that counts its passes."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.epoch += 1
+        return (
+            item(number)[None]
+            for number in torch.randperm(4, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        )
+
+
+class StreamOfPasses(IterableDataset[Tensor]):
+    """Iterable data that count their passes."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.epoch += 1
+        return map(item, torch.randperm(NUM_ITEMS, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
 class DrawingEagerly(Turning):
     """It draws when its iterator is made, not at the first item."""
 
@@ -175,6 +224,11 @@ DATA_LOADERS: dict[str, Callable[..., DataLoader[Tensor]]] = {
     "list_of_batches": lambda **options: loader(batch_sampler=[[0, 3], [5], [1, 2]], batch_size=1, **options),
     "batch_size_none": lambda **options: loader(batch_size=None, shuffle=True, **options),
     "turning_sampler": lambda **options: loader(sampler=Turning(), **options),
+    "counting_sampler": lambda **options: loader(sampler=Passes(), **options),
+    "counting_at_the_end": lambda **options: loader(sampler=Passes(counts_at_end=True), **options),
+    "counting_within_a_batch_sampler": lambda **options: loader(
+        batch_sampler=batches(Passes()), batch_size=1, **options
+    ),
     "eager_sampler": lambda **options: loader(sampler=DrawingEagerly(), **options),
     "drawing_sampler": lambda **options: loader(batch_sampler=batches(Hidden()), batch_size=1, **options),
 }
@@ -182,6 +236,8 @@ ITERABLES: dict[str, Callable[[], Iterable[Tensor]]] = {
     "list": lambda: [item(number)[None] for number in range(4)],
     "iterable": Again,
     "own_state": Counting,
+    "counting_batches": PassesOfBatches,
+    "counting_stream": lambda: loader(StreamOfPasses()),
     "stream": lambda: loader(Stream()),
     "drawing_items": lambda: loader(Items(lambda: float(torch.rand(()))), shuffle=True),
     "drawing_items_of_their_own": lambda: loader(ItemsWithGenerator(), shuffle=True),
@@ -286,7 +342,9 @@ def test_a_resumed_loader_goes_on_with_the_bits_of_the_undisturbed_one(name: str
 
 
 @pytest.mark.usefixtures("no_warning")
-@pytest.mark.parametrize("name", ["shuffled", "own_generator", "turning_sampler", "drawing_sampler"])
+@pytest.mark.parametrize(
+    "name", ["shuffled", "own_generator", "turning_sampler", "drawing_sampler", "counting_at_the_end"]
+)
 def test_a_data_loader_with_workers_goes_on_with_the_bits_of_the_undisturbed_one(name: str) -> None:
     check(lambda: DATA_LOADERS[name](num_workers=2), num_epochs=2, has_workers=True)
 
@@ -426,6 +484,17 @@ def test_a_rollback_goes_back_in_the_loader_too(tmp_path: Path) -> None:
         assert len(rest) == 3 and all(map(torch.equal, rest, expected[1:]))
         assert wrapped.epoch == 1
         wrapped.load_state_dict(wrapped.state_dict())  # lifetime: ends the workers now, not with the store's garbage
+
+
+def test_a_rollback_counts_the_passes_of_a_sampler_anew(tmp_path: Path) -> None:
+    expected = list(loader(sampler=Passes(counts_at_end=True)))
+    wrapped = tiered.resumable(loader(sampler=Passes(counts_at_end=True)))
+    with tiered.Store(tmp_path, dram="16MiB") as store:
+        store.register("loader", wrapped)
+        store.commit({})
+        assert len([*wrapped, *wrapped]) == 8
+        store.rollback()
+        assert wrapped.epoch == 0 and all(map(torch.equal, wrapped, expected))
 
 
 def test_the_length_is_that_of_the_loader_within() -> None:

@@ -10,12 +10,12 @@ from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from tiered.store.generations.registry import Stateful
 from tiered.zero.model_state import RandomState
 
-__all__ = ["DrawWatch", "RandomParts", "drawn_states", "generators", "is_stateful", "parts_of"]
+__all__ = ["Counts", "DrawWatch", "RandomParts", "drawn_states", "generators", "is_stateful", "parts_of"]
 
 Item = TypeVar("Item")
 
@@ -34,8 +34,12 @@ class RandomParts:
 
     @property
     def names(self) -> list[str]:
-        """The names of the parts."""
-        return sorted(self._parts)
+        """The names of the parts that a resumed loader must have; counts are taken as they come."""
+        return sorted(name for name, part in self._parts.items() if not isinstance(part, Counts))
+
+    def count_on_from(self, other: RandomParts) -> None:
+        """Take over the counts of ``other``, which knows the numbers from before the first pass."""
+        self._parts |= {name: part for name, part in other._parts.items() if isinstance(part, Counts)}
 
     def states(self) -> dict[str, Any]:
         """Return copies of all states, of types that a commit can carry."""
@@ -47,8 +51,8 @@ class RandomParts:
 
     def restore_parts(self, states: dict[str, Any]) -> None:
         """Set all parts to ``states``, as ``part_states`` returned them."""
-        for name, part in self._parts.items():
-            _set_state(part, states[name])
+        for name in self._parts.keys() & states.keys():
+            _set_state(self._parts[name], states[name])
 
     @contextmanager
     def replaying(self, start: dict[str, Any]) -> Iterator[None]:
@@ -56,8 +60,7 @@ class RandomParts:
         found = RandomState().state_dict()
         RandomState().load_state_dict(start["process"])
         try:
-            for name in self._parts.keys() - self._kept:
-                _set_state(self._parts[name], start["parts"][name])
+            self.restore_parts({name: state for name, state in start["parts"].items() if name not in self._kept})
             yield
         finally:
             RandomState().load_state_dict(found)
@@ -73,20 +76,46 @@ class RandomParts:
             RandomState().load_state_dict(found["process"])
 
 
+class Counts:
+    """The numbers among the attributes of ``owner`` that have changed since this was made.
+
+    A sampler, or an iterable, that counts its passes by itself shuffles by such a number.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self._attributes: dict[str, Any] = getattr(owner, "__dict__", {})
+        self._first = self._numbers()
+
+    def _numbers(self) -> dict[str, int | float]:
+        return {name: value for name, value in self._attributes.items() if isinstance(value, int | float)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers that have changed, by name."""
+        return dict(self._numbers().items() - self._first.items())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the numbers of ``state``, and all others to what they were at first."""
+        for name in self._numbers().keys() - self._first.keys():
+            del self._attributes[name]  # its class has the first one
+        self._attributes.update(self._first | state)
+
+
 def parts_of(loader: DataLoader[Any], *, loads_again: bool) -> RandomParts:
     """Return the parts of a torch ``loader``. ``loads_again``: a resumed loader loads the used items again."""
     parts: dict[str, Any] = {}
     owners: dict[int, tuple[str, object]] = {id(loader): ("loader", loader)}
     waiting = list(owners.values())
     for name, owner in waiting:
-        if owner is not loader and is_stateful(owner):
-            parts[name] = owner
+        if owner is not loader:
+            parts[name] = owner if is_stateful(owner) else Counts(owner)
         for attribute, value in getattr(owner, "__dict__", {}).items():
             is_sampler = isinstance(value, Sampler) or attribute in ("sampler", "batch_sampler")
             if is_sampler and id(value) not in owners:
                 owners[id(value)] = (f"{name}.{attribute}", value)
                 waiting.append(owners[id(value)])
         parts |= {f"{name}.{key}": value for key, value in generators(owner).items()}
+    if isinstance(loader.dataset, IterableDataset):
+        parts["loader.dataset"] = Counts(loader.dataset)
     known = {id(part) for part in parts.values()}
     data_parts = {f"loader.dataset.{key}": value for key, value in generators(loader.dataset).items()}
     kept = () if loads_again else (name for name, part in data_parts.items() if id(part) not in known)

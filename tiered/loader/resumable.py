@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from tiered.errors import UsageError
 from tiered.loader.batch_source import BatchSource, StatefulSource
-from tiered.loader.random_parts import RandomParts, is_stateful
+from tiered.loader.random_parts import Counts, RandomParts, is_stateful
 from tiered.loader.torch_source import TorchSource
 
 __all__ = ["ResumableLoader", "resumable"]
@@ -37,7 +37,8 @@ def resumable(loader: Iterable[Batch], *, replay: bool = False) -> ResumableLoad
 
     The generators (torch, numpy, python) are part of the state, and so are the objects with ``state_dict`` that the
     ``DataLoader``, its samplers and its data set have as attributes. Only the loader may draw from its and its
-    samplers' generators. A sampler or an iterable that draws from the process's own generators as it goes on, after its
+    samplers' generators. Numbers among the attributes of samplers and iterables, such as a count of passes, come back
+    as well. A sampler or an iterable that draws from the process's own generators as it goes on, after its
     first item, comes back exactly only where the loop does not draw from the same one; one warning says so.
 
     Raises TypeError for anything not iterable, ValueError for ``replay`` with ``persistent_workers``, whose generators
@@ -117,7 +118,8 @@ class ResumableLoader(Generic[Batch]):
         Raises UsageError with the differences, and stays where it is, when ``state`` is another loader's.
         """
         self._source.compare(state["loader"])
-        self._source = _source(self.loader, replay=self._replay)  # another: the one before may have workers at work
+        before, self._source = self._source, _source(self.loader, replay=self._replay)  # old workers may be at work
+        self._source.random.count_on_from(before.random)
         self._source.has_workers = state["has_workers"]
         self._source.random.restore_parts(state["parts"])
         self._source.load_state_dict(state["own"])
@@ -176,4 +178,4 @@ def _source(loader: Iterable[Batch], *, replay: bool) -> BatchSource[Batch]:
         return StatefulSource(loader, state)
     if isinstance(loader, DataLoader):
         return TorchSource(loader, replay=replay)
-    return BatchSource(loader, RandomParts({}))
+    return BatchSource(loader, RandomParts({"loader": Counts(loader)}))
