@@ -1,4 +1,4 @@
-"""Private files: how a store makes a file for its owner alone, and which files it refuses."""
+"""Private files: how a store makes a file for its owner alone, which files it refuses, and which process locks one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tiered.errors import UsageError
 
-__all__ = ["create_private_file", "fsync_directory", "refuse_trap"]
+__all__ = ["create_private_file", "fsync_directory", "lock_owner", "refuse_trap"]
 
 
 def create_private_file(path: Path) -> int:
@@ -43,3 +43,16 @@ def fsync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def lock_owner(fd: int) -> str:
+    """Return the pid of a process that holds a lock on the file ``fd``, from the kernel's list; "" if it has none."""
+    status = os.fstat(fd)
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    try:
+        with open("/proc/locks") as lines:
+            held = [line.split() for line in lines]
+    except OSError:
+        held = []
+    pids = (words[4] for words in held if words[1] == "FLOCK" and place in words)
+    return next((pid for pid in pids if pid.isdigit() and pid != "0"), "")

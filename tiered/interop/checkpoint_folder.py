@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,12 +17,14 @@ from typing import Any
 import torch
 
 from tiered.bytes.device.files import translate
-from tiered.bytes.private_file import fsync_directory
+from tiered.bytes.private_file import fsync_directory, lock_owner
 from tiered.errors import UsageError
 from tiered.interop.safetensors_file import write_safetensors
 from tiered.units import parse_bytes
 
 __all__ = ["holds_checkpoint", "write_checkpoint", "write_files"]
+
+_log = logging.getLogger("tiered")
 
 _PARTIAL = ".tiered-partial"
 """The end of the name of a file, or the name of a folder, that an export has not finished."""
@@ -41,11 +45,12 @@ def write_checkpoint(
 
     The new files take their names when all of them are durable; then the old ones go. A crash leaves the earlier
     checkpoint or none, never parts of two, and temporary files, which the next call removes. Raises ValueError for a
-    size, and what ``write_safetensors`` raises, with the earlier checkpoint as it was.
+    size, UsageError for a file that a store reads in place, before anything is written, and what ``write_safetensors``
+    raises, with the earlier checkpoint as it was.
     """
     shards = _split(tensors, parse_bytes(max_shard_size))
-    with _prepared(folder):
-        before = _weight_files(folder)
+    before = _weight_files(folder) if folder.is_dir() else set()
+    with _held(folder, before | shards.keys()), _prepared(folder):
         for name, names in shards.items():
             content = {each: tensors[each] for each in names}
             write_safetensors(folder / f"{name}{_PARTIAL}", content, {"format": "pt", **metadata})
@@ -83,6 +88,45 @@ def _prepared(folder: Path) -> Iterator[None]:
         raise UsageError(f"{folder} is a file; expected a folder, or a path where there is none") from error
     except OSError as error:
         raise translate(error, f"cannot write the checkpoint to {folder}") from error
+
+
+@contextmanager
+def _held(folder: Path, names: Iterable[str]) -> Iterator[None]:
+    """Keep every store from opening the files of ``folder`` that are about to go; UsageError where one has one open."""
+    with ExitStack() as stack:
+        for name in sorted(names):
+            with suppress(OSError):  # such as one that is missing
+                stack.enter_context(
+                    _locked(
+                        folder / name,
+                        "is read in place, as an external file, by a store that is open{}: its committed run could not"
+                        " be opened again without that file; save to another folder",
+                    )
+                )
+        yield
+
+
+@contextmanager
+def _locked(path: Path, refusal: str) -> Iterator[None]:
+    """Lock ``path`` against every other lock; where there is one, raise UsageError with ``refusal``."""
+    flags = os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        fd = os.open(path, os.O_RDWR | flags)  # which NFS wants for a lock
+    except OSError:
+        fd = os.open(path, os.O_RDONLY | flags)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = lock_owner(fd)
+            raise UsageError(f"{path} {refusal.format(f' in process {owner}' if owner else '')}") from error
+        except OSError as error:
+            _log.warning("%s cannot be locked (%s): nothing keeps others from it meanwhile", path, error.strerror)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # also the lock of a child that was forked meanwhile
+        os.close(fd)
 
 
 def _split(tensors: Mapping[str, torch.Tensor], most_nbytes: int) -> dict[str, list[str]]:
@@ -165,13 +209,15 @@ def _publish(folder: Path, shards: Mapping[str, list[str]], before: set[str], *,
 
 
 def _move_others(folder: Path) -> None:
-    """Give the small files their names."""
+    """Give the small files their names. Raises UsageError, before one has it, where a store reads such a file."""
     temporary = folder / _PARTIAL
-    for path in _files(temporary):
-        target = folder / path.relative_to(temporary)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, target)
-        fsync_directory(target.parent)
+    names = [path.relative_to(temporary) for path in _files(temporary)]
+    with _held(folder, map(str, names)):
+        for name in names:
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(temporary / name, target)
+            fsync_directory(target.parent)
 
 
 def _files(folder: Path) -> list[Path]:

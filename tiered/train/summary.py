@@ -222,7 +222,6 @@ class RunSummary:
             },
         }
 
-
     def _device_as_json(self) -> dict[str, object]:
         if self.device is None:
             return {}

@@ -1,12 +1,14 @@
 """ExternalFiles: regular files of the user's that a device reads in place, wherever they lie, and never writes.
 
 They are numbered from 0 in the order given. Nothing is created in their directories, and no mode or owner is asked for.
+Each has a shared lock (flock) while it is open: tiered's own writers of checkpoints replace no file that has one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 import threading
@@ -54,6 +56,7 @@ class ExternalFiles(NumberedFiles):
         self._paths = absolute_paths(paths)
         others = f" and {len(self._paths) - 1} more" if len(self._paths) > 1 else ""
         super().__init__(f"{self._paths[0]}{others}")
+        self._pid = os.getpid()
         self._identities: list[_Identity] = []
         self._status_lock = threading.Lock()  # held over system calls
         self._locks = (self._status_lock,)
@@ -97,6 +100,16 @@ class ExternalFiles(NumberedFiles):
                     return f"{self.path(number)} is not what it was when it was opened: {difference}"
         return None
 
+    def lost(self, file: int) -> str | None:
+        """Return how the path of ``file`` does not lead to the file that was opened; None where it does.
+
+        Asks the kernel, and reads no data; blocks. Raises ClosedError.
+        """
+        self._check_open()  # order: as in ``changed``
+        with CRITICAL_SECTION.lock, self._status_lock:
+            self._check_open()
+            return self._lost(file)
+
     def free_bytes(self) -> int:
         """Return 0: nothing can be written."""
         return 0
@@ -108,6 +121,13 @@ class ExternalFiles(NumberedFiles):
     def flush(self, fdatasync: Callable[[int], None]) -> None:
         """Do nothing: there is nothing to make durable."""
 
+    def close(self) -> None:
+        """Close all descriptors, and unlock the files: a ring that has just ended keeps them for a moment."""
+        for file in self._files.values() if not self._is_closed and self._pid == os.getpid() else ():
+            with contextlib.suppress(OSError):
+                fcntl.flock(file.fd, fcntl.LOCK_UN)
+        super().close()
+
     def _open(self, number: int, path: str, direct: bool | None, pread: ReadInto) -> str | None:
         """Open ``path`` as ``number``, and return why not with direct I/O, where that was tried."""
         fd, probe = (None, None) if direct is False else _open_direct(path, pread)
@@ -116,6 +136,12 @@ class ExternalFiles(NumberedFiles):
         data_file = self._files[number] = DataFile(fd, 0)
         identity = _Identity.of(os.fstat(fd))
         self._identities.append(identity)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(f"{path} is being replaced by a save or an export: open it once that has ended") from error
+        except OSError:
+            pass  # no locks there: a file that is replaced is found by the next commit
         data_file.nbytes = identity.nbytes
         if not identity.nbytes:
             raise UsageError(f"{path} is empty: get it again, or leave it out")
@@ -136,6 +162,10 @@ class ExternalFiles(NumberedFiles):
         if now != before:
             names = [name for name, old, new in zip(_Identity._fields, before, now, strict=True) if old != new]
             return ", ".join(f"{name} was {getattr(before, name)} and is {getattr(now, name)}" for name in names)
+        return self._lost(number)
+
+    def _lost(self, number: int) -> str | None:
+        before = self._identities[number]
         try:
             there = os.stat(self._paths[number])
         except OSError as error:

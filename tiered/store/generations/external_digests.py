@@ -47,10 +47,12 @@ def find_digests(working_set: WorkingSet, external: ExternalSources) -> dict[Ent
 
     Returns the changed rows in external files, with the digests of the files as they were opened, and those of keys
     that have bytes of their own by now. Raises UsageError where a file was changed since then: what was read of it,
-    here, by a lease or by the write of a part, may be another's bytes.
+    here, by a lease or by the write of a part, may be another's bytes; and where a record, an old one too, lies in a
+    file that has lost its name: the next open would not find it.
     """
     if external.device is None:
         return {}
+    _refuse_lost(working_set, external.lost())
     while True:
         with working_set.condition:
             found = _changed(working_set)
@@ -63,6 +65,23 @@ def find_digests(working_set: WorkingSet, external: ExternalSources) -> dict[Ent
         progress = _Progress(sum(row.nbytes for row in missing.values()))
         for entry, row in missing.items():
             _read(working_set, entry, row, progress)
+
+
+def _refuse_lost(working_set: WorkingSet, lost: Mapping[int, str]) -> None:
+    """Raise UsageError for a record in one of the ``lost`` files."""
+    with working_set.condition:
+        entries = working_set.records.entries
+        for entry in map(entries.peek, entries) if lost else ():
+            row = None if entry is None else entry.row
+            what = (
+                next((lost[each.file] for each in row.ranges if each.file in lost), None) if row is not None else None
+            )
+            if row is not None and what is not None:
+                raise UsageError(
+                    f"{row.name!r} lies in an external file that has lost its name, and the store could not be opened"
+                    f" again: {what}. Move that file back and commit again; or copy its bytes to a file, close() the"
+                    " store with commit=False, and open it with that file in external=[...]"
+                )
 
 
 def _read(working_set: WorkingSet, entry: Entry, row: Row, progress: _Progress) -> None:

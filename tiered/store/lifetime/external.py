@@ -131,6 +131,22 @@ class ExternalSources:
         """Return in what way a file has changed since it was opened, or None."""
         return None if self._device is None else self._device.external.changed(ignores_ctime=True)
 
+    def lost(self) -> dict[int, str]:
+        """Return the numbers of the files whose names lead to them no more, with how, and where their bytes still are.
+
+        A file that no name leads to is gone when the store closes; then no store opens the records that lie there.
+        """
+        found: dict[int, str] = {}
+        device = self._device
+        if device is None:
+            return found
+        for number, index in self.indices.items():
+            what = device.external.lost(index)
+            if what is not None:
+                still = f"/proc/{os.getpid()}/fd/{device.descriptor(index)}"
+                found[number] = f"{self._paths[index]}: {what}; its bytes are still in {still}"
+        return found
+
     def close(self) -> None:
         """Close the files. Idempotent."""
         if self._device is not None:

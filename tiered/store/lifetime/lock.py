@@ -8,7 +8,7 @@ import os
 import weakref
 from pathlib import Path
 
-from tiered.bytes.private_file import create_private_file, refuse_trap
+from tiered.bytes.private_file import create_private_file, lock_owner, refuse_trap
 from tiered.errors import UsageError
 
 __all__ = ["LOCK_NAME", "Lock"]
@@ -94,17 +94,7 @@ def _check_place(fd: int, directory: Path) -> None:
 
 def _owner(fd: int) -> str:
     """Return the pid that holds the lock: from the kernel's list, else from the last writer's note in the file."""
-    status = os.fstat(fd)
-    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    try:
-        with open("/proc/locks") as lines:
-            held = [line.split() for line in lines]
-    except OSError:
-        held = []
-    for words in held:
-        if words[1] == "FLOCK" and place in words and words[4].isdigit() and words[4] != "0":
-            return words[4]
-    return os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+    return lock_owner(fd) or os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
 
 
 _all: weakref.WeakSet[Lock] = weakref.WeakSet()

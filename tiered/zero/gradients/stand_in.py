@@ -58,7 +58,6 @@ class Change:
         return change
 
 
-
 class GradientSource(Protocol):
     """The source of one gradient's values.
 
