@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import closing
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tiered
 from tiered.cli import main
 from tiered.errors import UsageError
-from tiered.interop.checkpoint_folder import write_checkpoint
+from tiered.interop.checkpoint_folder import write_checkpoint, write_files
+from tiered.zero.deferred_tensor import DeferredTensor
 
 VALUES = {"a": torch.arange(5000.0), "b": torch.ones(7)}
 
@@ -146,3 +152,91 @@ def test_the_bytes_of_an_external_file_that_was_removed_are_where_the_refusal_sa
         store.close(commit=False)
     with run_beside(base) as store:
         assert store.state == {"step": 1} and torch.equal(store["a"], VALUES["a"])
+
+
+def later(value: torch.Tensor, reached: Event, until: Event) -> torch.Tensor:
+    """Return ``value`` deferred: whoever writes it says so, and waits."""
+
+    def read() -> torch.Tensor:
+        reached.set()
+        assert until.wait(60)
+        return value
+
+    return DeferredTensor.of(torch.empty(value.shape, device="meta"), read)
+
+
+@contextmanager
+def half_written(folder: Path, values: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Have a thread write ``values`` to ``folder``, all but the last: until the block ends, and then that one."""
+    reached, until = Event(), Event()
+    name = list(values)[-1]
+    with ThreadPoolExecutor(1) as threads:
+        tensors = {**values, name: later(values[name], reached, until)}
+        written = threads.submit(write_checkpoint, folder, tensors, max_shard_size="50GB")
+        try:
+            assert reached.wait(60)
+            yield
+        finally:
+            until.set()
+        written.result()
+
+
+NEW = {name: value + 1 for name, value in VALUES.items()}
+
+
+def check_checkpoint(folder: Path, values: dict[str, torch.Tensor]) -> None:
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == values.keys() and all(torch.equal(found[name], values[name]) for name in values)
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_folder_has_one_writer_at_a_time(tmp_path: Path, is_new: bool) -> None:
+    folder = tmp_path / "out"
+    if not is_new:
+        write_checkpoint(folder, VALUES, max_shard_size="50GB")
+    with half_written(folder, NEW):
+        with pytest.raises(UsageError, match=rf"out is being written to .*process {os.getpid()}: wait"):
+            write_checkpoint(folder, VALUES, max_shard_size="50GB")
+        with pytest.raises(UsageError, match="out is being written to"):
+            write_files(folder, lambda temporary: (temporary / "README.md").write_text("x"))
+    check_checkpoint(folder, NEW)
+    write_checkpoint(folder, VALUES, max_shard_size="50GB")
+    check_checkpoint(folder, VALUES)
+
+
+def test_a_second_process_is_refused_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
+    """What the killed one has left is removed by the next writer; nothing of a living one is."""
+    code = (
+        "import sys, torch; from pathlib import Path\n"
+        "from tiered.interop.checkpoint_folder import write_checkpoint\n"
+        "from tiered.zero.deferred_tensor import DeferredTensor\n"
+        "def read(): print('here', flush=True); sys.stdin.read(); return torch.ones(3)\n"
+        "tensor = DeferredTensor.of(torch.empty(3, device='meta'), read)\n"
+        "write_checkpoint(Path(sys.argv[1]), {'a': torch.ones(9), 'z': tensor}, max_shard_size='5GB')\n"
+    )
+    write_checkpoint(tmp_path / "out", VALUES, max_shard_size="50GB")
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"here\n"
+        with pytest.raises(UsageError, match=f"process {process.pid}"):
+            write_checkpoint(tmp_path / "out", NEW, max_shard_size="50GB")
+        process.kill()
+    assert len(list((tmp_path / "out").iterdir())) == 2
+    write_checkpoint(tmp_path / "out", NEW, max_shard_size="50GB")
+    check_checkpoint(tmp_path / "out", NEW)
+
+
+def test_a_child_that_was_forked_meanwhile_keeps_no_folder(tmp_path: Path) -> None:
+    ready, end = os.pipe()
+    with half_written(tmp_path / "out", NEW):
+        child = os.fork()
+        if not child:
+            os.close(end)
+            os.read(ready, 1)  # until the parent has ended with the folder
+            os._exit(0)
+    write_checkpoint(tmp_path / "out", VALUES, max_shard_size="50GB")
+    os.close(end)
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(ready)
+    check_checkpoint(tmp_path / "out", VALUES)

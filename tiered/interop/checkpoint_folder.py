@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -27,7 +28,7 @@ __all__ = ["holds_checkpoint", "write_checkpoint", "write_files"]
 _log = logging.getLogger("tiered")
 
 _PARTIAL = ".tiered-partial"
-"""The end of the name of a file, or the name of a folder, that an export has not finished."""
+"""The start of the name of a folder in the folder, with all that a save or an export has not finished."""
 
 
 def write_checkpoint(
@@ -45,49 +46,55 @@ def write_checkpoint(
 
     The new files take their names when all of them are durable; then the old ones go. A crash leaves the earlier
     checkpoint or none, never parts of two, and temporary files, which the next call removes. Raises ValueError for a
-    size, UsageError for a file that a store reads in place, before anything is written, and what ``write_safetensors``
-    raises, with the earlier checkpoint as it was.
+    size; UsageError, before anything is written, while another call writes to ``folder``, in any process of this
+    machine, and for a file that a store reads in place; what ``write_safetensors`` raises, with the earlier checkpoint
+    as it was.
     """
     shards = _split(tensors, parse_bytes(max_shard_size))
-    before = _weight_files(folder) if folder.is_dir() else set()
-    with _held(folder, before | shards.keys()), _prepared(folder):
+    with _prepared(folder, shards) as temporary:
         for name, names in shards.items():
             content = {each: tensors[each] for each in names}
-            write_safetensors(folder / f"{name}{_PARTIAL}", content, {"format": "pt", **metadata})
+            write_safetensors(temporary / name, content, {"format": "pt", **metadata})
         index = _index(tensors, shards) if len(shards) > 1 else None
-        _write_others(folder, write_others, index)
-        _publish(folder, shards, before, is_sharded=index is not None)
+        _write_others(temporary, write_others, index)
+        _publish(folder, temporary, shards, is_sharded=index is not None)
     return [folder / name for name in shards]
 
 
 def write_files(folder: Path, write: Callable[[Path], object]) -> None:
     """Have ``write(temporary)`` write files to a folder beside, then give each its name in ``folder``; blocks.
 
-    Each file is there whole, the new one or the earlier one, also after a crash.
+    Each file is there whole, the new one or the earlier one, also after a crash. Raises UsageError as above.
     """
-    with _prepared(folder):
-        _write_others(folder, write, None)
-        _move_others(folder)
+    with _prepared(folder, ()) as temporary:
+        _write_others(temporary, write, None)
+        _move_others(folder, temporary)
 
 
 @contextmanager
-def _prepared(folder: Path) -> Iterator[None]:
-    """Lend ``folder`` without temporary files of an earlier call, and of this one where it fails; nor a new folder."""
+def _prepared(folder: Path, shards: Iterable[str]) -> Iterator[Path]:
+    """Lock ``folder``, and the files that ``shards`` are to replace; lend a folder in it for temporary files.
+
+    No temporary file stays, of an earlier call or of this one where it fails; nor a new folder.
+    """
     try:
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_partial(folder)
-        try:
-            yield
-        finally:
+        with ExitStack() as stack:
+            stack.enter_context(_locked(folder, _FOLDER_REFUSAL))
+            stack.enter_context(_held(folder, {*shards, *_weight_files(folder)} if shards else ()))
             _remove_partial(folder)
             if is_new:
-                with suppress(OSError):  # what was written is in it
-                    folder.rmdir()
+                stack.callback(_remove_empty, folder)
+            stack.callback(_remove_partial, folder)
+            yield Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=folder))
     except FileExistsError as error:
         raise UsageError(f"{folder} is a file; expected a folder, or a path where there is none") from error
     except OSError as error:
         raise translate(error, f"cannot write the checkpoint to {folder}") from error
+
+
+_FOLDER_REFUSAL = "is being written to by another save or export{}: wait for its end, or name another folder"
 
 
 @contextmanager
@@ -171,28 +178,30 @@ def _weight_files(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir() if pattern.fullmatch(entry.name)}
 
 
-def _write_others(folder: Path, write_others: Callable[[Path], object], index: dict[str, Any] | None) -> None:
-    """Write the small files to a folder in ``folder``, and make them durable."""
-    temporary = folder / _PARTIAL
-    temporary.mkdir()
-    write_others(temporary)
+def _write_others(temporary: Path, write_others: Callable[[Path], object], index: dict[str, Any] | None) -> None:
+    """Write the small files to a folder in ``temporary``, and make them durable."""
+    others = temporary / _OTHERS
+    others.mkdir()
+    write_others(others)
     if index is not None:
-        (temporary / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    for path in _files(temporary):
+        (others / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for path in _files(others):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
 
 
 _INDEX = "model.safetensors.index.json"
+_OTHERS = "others"  # beside the shards, whose names end otherwise
 
 
-def _publish(folder: Path, shards: Mapping[str, list[str]], before: set[str], *, is_sharded: bool) -> None:
+def _publish(folder: Path, temporary: Path, shards: Mapping[str, list[str]], *, is_sharded: bool) -> None:
     """Give the new files their names, then remove the old ones.
 
     transformers takes model.safetensors before an index. So until the last old file goes, or the new index comes, it
     reads the old checkpoint; where shards have the names of old ones, it finds no index meanwhile, and those that go by
     the names of the shards find too few, until all are new.
     """
+    before = _weight_files(folder)
     if before & shards.keys() and is_sharded:
         (folder / _INDEX).unlink(missing_ok=True)
         fsync_directory(folder)
@@ -200,23 +209,23 @@ def _publish(folder: Path, shards: Mapping[str, list[str]], before: set[str], *,
             (folder / name).unlink()
         fsync_directory(folder)
     for name in shards:
-        os.replace(folder / f"{name}{_PARTIAL}", folder / name)
+        os.replace(temporary / name, folder / name)
     fsync_directory(folder)  # order: the index names files that are there
-    _move_others(folder)
+    _move_others(folder, temporary)
     for name in before - shards.keys() - ({_INDEX} if is_sharded else set()):
         (folder / name).unlink(missing_ok=True)
     fsync_directory(folder)
 
 
-def _move_others(folder: Path) -> None:
+def _move_others(folder: Path, temporary: Path) -> None:
     """Give the small files their names. Raises UsageError, before one has it, where a store reads such a file."""
-    temporary = folder / _PARTIAL
-    names = [path.relative_to(temporary) for path in _files(temporary)]
+    others = temporary / _OTHERS
+    names = [path.relative_to(others) for path in _files(others)]
     with _held(folder, map(str, names)):
         for name in names:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(temporary / name, target)
+            os.replace(others / name, target)
             fsync_directory(target.parent)
 
 
@@ -225,7 +234,11 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _remove_partial(folder: Path) -> None:
-    """Remove the files that an export did not finish."""
-    shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
-    for path in folder.glob(f"*{_PARTIAL}"):
-        path.unlink(missing_ok=True)
+    """Remove what a save or an export did not finish. Order: under the lock of ``folder``, so it is nobody's."""
+    for path in folder.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # what was written is in it
+        folder.rmdir()
