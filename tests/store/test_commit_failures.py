@@ -202,6 +202,33 @@ def test_too_little_space_seals_nothing_and_says_what_a_commit_would_free(disk: 
         assert_holds(store, values)
 
 
+@pytest.mark.parametrize("nbytes", [600 * KiB, 1300 * KiB])
+def test_a_full_store_names_the_largest_keys_to_delete(disk: SimulatedDisk, nbytes: int) -> None:
+    with simulated_store(disk, budget_nbytes=4 * MiB) as store:
+        store.put_many({f"{size}": numbers(size * KiB, size) for size in (100, 250, 300, 150)})
+        store.commit()
+        remedy = r"free 0 B\. Or delete keys, then commit.*largest are '300' \(300.0 KiB\), '250'"
+        with pytest.raises(CapacityError, match=remedy):
+            store["new"] = value = numbers(nbytes)
+            store.commit()
+        store.rollback()
+        del store["300"], store["250"]
+        store.commit()
+        store["new"] = value = numbers(500 * KiB)
+        store.commit()
+        assert torch.equal(store["new"], value)
+
+
+def test_a_full_store_without_commits_names_the_largest_keys_to_delete(disk: SimulatedDisk) -> None:
+    with simulated_store(disk, budget_nbytes=MiB, durable=False) as store:
+        store.put_many({f"{size}": numbers(size * KiB, size) for size in (300, 350, 260)})
+        with pytest.raises(CapacityError, match=r"Or delete keys; the largest are '350'"):
+            store["new"] = numbers(400 * KiB)
+        del store["350"]
+        store["new"] = value = numbers(400 * KiB)
+        assert torch.equal(store["new"], value)
+
+
 def test_each_block_that_lands_gives_a_commit_more_time() -> None:
     disk = SimulatedDisk(capacity_nbytes=64 * MiB, can_lose_power=False)
     with simulated_store(disk, budget_nbytes=128 * MiB, wrap=GatedDevice) as store:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,6 +46,62 @@ def test_data_files_that_may_not_grow_lose_the_open_generation_only(tmp_path: Pa
         store["b"] = numbers(70 * MiB)
         store.commit()
         assert store.verify().is_clean
+
+
+@contextmanager
+def no_more_memory() -> Iterator[None]:
+    """Let this process map 8 MiB more and not a byte beyond."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + 8 * MiB, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+GETS: dict[str, Callable[[Store, str], object]] = {
+    "get": lambda store, key: store[key],
+    "get_many": lambda store, key: store.get_many([key]),
+    "read_part": lambda store, key: store.read_part(key, 0, int(key)),
+}
+
+
+@pytest.mark.parametrize("nbytes", [600 * MiB, 300 * MiB])
+@pytest.mark.parametrize("how", GETS)
+def test_a_get_without_memory_names_the_key_and_reads_in_parts(tmp_path: Path, nbytes: int, how: str) -> None:
+    base = tmp_path / "large.safetensors"
+    header = f'{{"t":{{"dtype":"U8","shape":[{nbytes}],"data_offsets":[0,{nbytes}]}}}}'.encode()
+    with open(base, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + nbytes)
+    with Store(tmp_path / "run", dram=DRAM, external=[base]) as store:
+        store.adopt(str(nbytes), base, "t")
+        store.read_part(str(nbytes), 0, MiB)
+        with no_more_memory(), pytest.raises(CapacityError, match=rf"'{nbytes}': no memory on cpu.*read_part"):
+            GETS[how](store, str(nbytes))
+        assert store.read_part(str(nbytes), 0, MiB).numel() == MiB
+        assert store.working_set.space.used_nbytes == 0
+        store.rollback()
+
+
+def test_a_put_many_of_leases_says_that_they_are_open(tmp_path: Path) -> None:
+    with Store(tmp_path / "run", dram=DRAM) as store, ExitStack() as leases:
+        for number in range(5):
+            store[f"a{number}"] = numbers(3 * MiB, number)
+        views = {f"b{number}": leases.enter_context(store.lease(f"a{number}")) for number in range(5)}
+        with pytest.raises(CapacityError, match=r"put_many, at 'b0': no room for .*'a0'.*leased"):
+            store.put_many(views)
+        del views
+        leases.close()
+
+        def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+            for number in range(5):
+                with store.lease(f"a{number}") as view:
+                    yield f"b{number}", view
+
+        store.put_many(pairs())
+        assert all(torch.equal(store[f"b{number}"], numbers(3 * MiB, number)) for number in range(5))
 
 
 def test_a_catalog_that_may_not_grow_loses_the_open_generation_only(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ Bookkeeping only: every method runs under the store's lock, none does I/O, none 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import logging
+import operator
 from collections.abc import Mapping
 
 from tiered.store.format.committed_rows import CommittedRows
@@ -79,6 +81,13 @@ class Records:
         """Return a record of each key that the mapping shows, in the order of creation."""
         entries = map(self.peek, self.names())
         return [entry.record() for entry in entries if entry is not None]
+
+    def largest(self, number: int) -> list[tuple[str, int]]:
+        """Return names and bytes of the committed keys, or of all without commits, that take most of the files."""
+        entries = filter(None, map(self.peek, self.entries))
+        rows = ((entry.name, entry.committed if self.durable else entry.row) for entry in entries)
+        found = [(name, row.stored_nbytes) for name, row in rows if row is not None and row.has_extents]
+        return heapq.nlargest(number, found, key=operator.itemgetter(1))
 
     def find(self, name: object) -> Entry | None:
         """Return the entry that the mapping shows under ``name``."""

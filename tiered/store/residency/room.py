@@ -176,7 +176,7 @@ class Room:
         if shortage is None:
             return
         try:
-            self.grow(shortage)
+            self._space.grow(shortage.nbytes, scratch=shortage.scratch)
         except CapacityError:  # nothing is lost: the bytes are in DRAM, and a commit or a full budget will report it
             return
         except TieredError as error:
@@ -188,13 +188,17 @@ class Room:
         start_all(transfers)
 
     def grow(self, shortage: Shortage) -> None:
-        """Grow the files; CapacityError names the bytes that a commit would free."""
+        """Grow the files; CapacityError names the bytes that a commit would free, or else the largest keys."""
         try:
             self._space.grow(shortage.nbytes, scratch=shortage.scratch)
         except CapacityError as error:
             with self._condition:
                 freed = sum(self._records.superseded().values())
-            raise CapacityError(f"{error}; a commit would free {format_bytes(freed)}") from error
+                largest = [] if freed else self._records.largest(5)
+            names = ", ".join(f"{name!r} ({format_bytes(nbytes)})" for name, nbytes in largest)
+            then = ", then commit, before new puts: rollback() takes them back" if self._records.durable else ""
+            remedy = f". Or delete keys{then}; the largest are {names}" if names else ""
+            raise CapacityError(f"{error}; a commit would free {format_bytes(freed)}{remedy}") from error
 
     def _reclaim(self, needed: int, deadline: Deadline, *, is_held: bool) -> None:
         """With nothing in flight: ask the reclaimers, wait for other threads' leases, collect garbage, give up."""

@@ -16,6 +16,7 @@ from tiered.store.format.spec import Spec
 from tiered.store.records.entry import EntryState
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.values.batch import Batch, batch_nbytes, is_small
+from tiered.store.values.tensors import new_tensor
 from tiered.store.values.window import Window
 
 __all__ = ["GetBatches"]
@@ -140,8 +141,7 @@ class _GetBatch:
             expected = int.from_bytes(row.digests, "little")
             seed = block_seed(space.store_uuid, row.key_id, 0, row.generation)
             if digest(buffer.memory[start : start + row.nbytes], seed) == expected:
-                spec = Spec.of(row)
-                copy = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+                copy = new_tensor(Spec.of(row), row.name)
                 ctypes.memmove(copy.data_ptr(), buffer.address + start, row.nbytes)
                 self._found[row.name] = copy
             else:

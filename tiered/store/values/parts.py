@@ -11,6 +11,7 @@ from tiered.bytes.device.base import IOClass
 from tiered.bytes.interrupt import uninterrupted
 from tiered.store.format.extent import Extent
 from tiered.store.format.row import Row
+from tiered.store.format.spec import Spec
 from tiered.store.records.entry import EntryState
 from tiered.store.residency.lease_needs import ReadPastError
 from tiered.store.residency.modes import refuse_modes
@@ -19,7 +20,7 @@ from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
 from tiered.store.values.part_rows import part_row
 from tiered.store.values.part_write import PartWrite, check_elements
 from tiered.store.values.streaming import SlabJob
-from tiered.store.values.tensors import flat_of, plain_value
+from tiered.store.values.tensors import flat_of, new_tensor, plain_value
 from tiered.store.values.window import Window
 from tiered.store.waiting.deadline import Deadline
 
@@ -67,7 +68,7 @@ class PartValues:
             return self._read_resident(key, start, stop)
         window = Window(working_set)
         try:
-            result = torch.empty(stop - start, dtype=spec.dtype, device="cpu")
+            result = new_tensor(Spec(spec.dtype, (stop - start,)), key)
             self._read_row(window, row, start * spec.dtype.itemsize, flat_of(result))
         finally:
             window.when_idle(lambda: self._space.end_stream(row))
@@ -80,7 +81,7 @@ class PartValues:
         alias, spec, _ = working_set.grants.obtain(key, "r", deadline, swaps_in=lambda _: False)
         try:
             check_elements(key, spec, start, stop)
-            result = torch.empty(stop - start, dtype=spec.dtype, device="cpu")
+            result = new_tensor(Spec(spec.dtype, (stop - start,)), key)
             begin = start * spec.dtype.itemsize
             memory = alias.residence.buffer.memory[begin : begin + result.nbytes]
             if len(memory):

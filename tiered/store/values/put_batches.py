@@ -10,6 +10,7 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.interrupt import INTERRUPTS
+from tiered.errors import CapacityError
 from tiered.store.format.checksum import DIGEST_NBYTES, block_seed, digest
 from tiered.store.format.extent import Extent, pieces
 from tiered.store.format.row import Row
@@ -82,7 +83,13 @@ class PutBatches:
                     continue
                 # Order: all earlier values are put first, and one that waits for DRAM must not wait for the window's.
                 window.drain()
-                self._put(source.key, source.value)
+                try:
+                    self._put(source.key, source.value)
+                except CapacityError as error:
+                    raise CapacityError(
+                        f"put_many, at {source.key!r}: {error}. Leases that its values come from are open as long as "
+                        "the caller keeps them: give pairs of a generator that leases one key at a time"
+                    ) from error
                 source.advance()
 
         def give_back() -> None:

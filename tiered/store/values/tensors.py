@@ -6,15 +6,15 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from tiered.bytes.host_tensor import empty_aligned
-from tiered.errors import UsageError
+from tiered.errors import CapacityError, UsageError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import MAX_NUM_DIMS
 from tiered.store.format.spec import Spec, is_kept
 from tiered.store.residency.lease import EndedView, ReadOnlyView, plain_of
 from tiered.store.residency.modes import refuse_modes
-from tiered.units import MiB
+from tiered.units import MiB, format_bytes
 
-__all__ = ["check_block", "flat_of", "plain_value", "result_for"]
+__all__ = ["check_block", "flat_of", "new_tensor", "plain_value", "result_for"]
 
 _OWN_PAGES_NBYTES = 32 * MiB  # from here on malloc maps new pages for each tensor too, but small ones: slow to touch
 
@@ -66,10 +66,8 @@ def result_for(spec: Spec, key: str, out: torch.Tensor | None, device: torch.dev
 
     Raises TypeError, ValueError or UsageError for an ``out`` that does not fit.
     """
-    if out is None and device.type == "cpu" and spec.nbytes >= _OWN_PAGES_NBYTES:
-        return empty_aligned(spec.nbytes, 1)[0].view(spec.dtype).view(spec.shape)
     if out is None:
-        return torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        return new_tensor(spec, key, device)
     if not isinstance(out, torch.Tensor) or out.layout is not torch.strided or out.is_meta:
         raise TypeError(f"get({key!r}): out must be a dense tensor")
     if isinstance(out, ReadOnlyView):
@@ -86,6 +84,21 @@ def result_for(spec: Spec, key: str, out: torch.Tensor | None, device: torch.dev
         # Invariant: graphs that saved it know that it is overwritten; torch sees none of the ways bytes come by.
         torch.autograd.graph.increment_version(out)
     return out
+
+
+def new_tensor(spec: Spec, key: str, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return a new tensor of ``spec``, for bytes of ``key``. Raises CapacityError where there is no memory for it."""
+    try:
+        if spec.nbytes >= _OWN_PAGES_NBYTES and torch.device(device).type == "cpu":
+            return empty_aligned(spec.nbytes, 1)[0].view(spec.dtype).view(spec.shape)
+        return torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    except (MemoryError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch has no class for the CPU's
+            raise
+        raise CapacityError(
+            f"get of {key!r}: no memory on {device} for the {format_bytes(spec.nbytes)} of its copy ({error}); free "
+            "some memory, or read the tensor in parts, with read_part"
+        ) from error
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
