@@ -201,6 +201,15 @@ class Tile:
         assert self._layout.master is not None
         self._layout.master.attach(parameter, self.own, rows)
 
+    def clear_moments(self) -> None:
+        """Make the moments those of a fresh parameter; the marks of the master stay."""
+        for index, fields in enumerate(self.moments):
+            for field in fields:
+                if index == self._layout.marks:
+                    field.view(torch.int32).bitwise_and_(-1 << 31)
+                else:
+                    field.zero_()
+
     def clear_master(self) -> None:
         """Make the parameter its own master."""
         assert self._layout.master is not None

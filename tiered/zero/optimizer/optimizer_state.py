@@ -295,6 +295,17 @@ class OptimizerState:
                 tile = value = values = None  # type: ignore[assignment]  # lifetime: as above
 
     @uninterrupted
+    def reset(self, segment: Segment) -> None:
+        """Make the moments and the step count of ``segment`` zero; the master stays."""
+        if segment not in self.steps:
+            return
+        self.steps[segment] = 0
+        self.begun.discard(segment)
+        for tile, _, _ in self._stretches(segment, "rw"):
+            tile.clear_moments()
+            tile = None  # type: ignore[assignment]  # lifetime: as above
+
+    @uninterrupted
     def set_master(self, segment: Segment, source: torch.Tensor | None) -> None:
         """The caller has replaced the values of ``segment``: its master becomes ``source``, or those values."""
         if segment.dtype != torch.bfloat16 or segment not in self.steps:

@@ -6,11 +6,10 @@ optimizer.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer
 
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import UsageError
@@ -34,11 +33,11 @@ from tiered.zero.optimizer.committed_optimizer import (
     update_on_of,
     withhold_steps,
 )
-from tiered.zero.optimizer.loaded_state import StateDictReader
 from tiered.zero.optimizer.masters import taken_over
 from tiered.zero.optimizer.optimizer_state import OptimizerState, StateUnit
 from tiered.zero.optimizer.place_choice import choose_place
 from tiered.zero.optimizer.plain import PlainUnit
+from tiered.zero.optimizer.state_access import StateAccess
 from tiered.zero.optimizer.unit_update import UnitUpdate
 from tiered.zero.optimizer.update import PlainSupply, UpdatePipeline
 from tiered.zero.optimizer.update_thread import UpdateThread
@@ -50,7 +49,7 @@ __all__ = ["StreamingOptimizer"]
 _UPDATES = ("auto", "step", "backward")
 
 
-class StreamingOptimizer(AccelerateGate, Optimizer):
+class StreamingOptimizer(AccelerateGate, StateAccess):
     """The common part of all optimizers of ``tiered``: they stream their state through a store, updated by a ``rule``.
 
     ``params``: parameters or groups as for any torch optimizer, sharded by ``tiered.shard`` or plain; plain ones need
@@ -92,18 +91,14 @@ class StreamingOptimizer(AccelerateGate, Optimizer):
     def __repr__(self) -> str:
         return f"{super().__repr__()} over {len(self._segments)} parameters in {self._store!r}"
 
-    @property
-    def _title(self) -> str:
-        return f"tiered.{self.rule.name}"  # for messages
-
     def _one_of(self, name: str, value: str, known: tuple[str, ...]) -> None:
         if value not in known:
-            raise UsageError(f"{self._title}({name}={value!r}); expected one of {', '.join(map(repr, known))}")
+            raise UsageError(f"{self.title}({name}={value!r}); expected one of {', '.join(map(repr, known))}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's optimizers do; only while the optimizer is being made."""
         if self._is_attached:
-            raise UsageError(f"add_param_group after construction; expected all groups when {self._title} is made")
+            raise UsageError(f"add_param_group after construction; expected all groups when {self.title} is made")
         with without_dispatch():
             super().add_param_group(param_group)
 
@@ -112,21 +107,17 @@ class StreamingOptimizer(AccelerateGate, Optimizer):
         for parameter in [each for each in self._parameters() if isinstance(each, TieredParameter)]:
             engine = parameter.segment.unit.engine if isinstance(parameter.segment.unit, Unit) else None
             if not isinstance(engine, Engine):
-                raise UsageError(f"{self._title} on parameters made by construct; expected tiered.shard(model) first")
+                raise UsageError(f"{self.title} on parameters made by construct; expected tiered.shard(model) first")
             if engine not in self._engines:
                 self._engines.append(engine)
                 stores.append(engine.store)
         if not stores:
-            raise UsageError(f"{self._title} on plain parameters; expected store= to keep the optimizer state in")
+            raise UsageError(f"{self.title} on plain parameters; expected store= to keep the optimizer state in")
         if any(other is not stores[0] for other in stores):
-            raise UsageError(f"{self._title} over several stores; expected one: make one optimizer per store")
+            raise UsageError(f"{self.title} over several stores; expected one: make one optimizer per store")
         if len(self._engines) > 1 or stores[0].registered("tiered.optimizer"):
-            raise UsageError(f"a second {self._title} in one store; expected one optimizer with several param groups")
+            raise UsageError(f"a second {self.title} in one store; expected one optimizer with several param groups")
         return stores[0]
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        for group in self.param_groups:
-            yield from group["params"]
 
     @uninterrupted
     def _attach(self) -> None:
@@ -152,7 +143,7 @@ class StreamingOptimizer(AccelerateGate, Optimizer):
         before = None  # the place where updates were computed
         numel = bucket_numel_for(sum(s.numel for s in unit.segments if s in managed[0]) for unit in units)
         if committed is not None:
-            with taking_apart("tiered.optimizer", by=self._title):
+            with taking_apart("tiered.optimizer", by=self.title):
                 numel = bucket_numel_of(committed)
                 managed = managed_of(committed, self._known)
         self._pipeline = UpdatePipeline(self._store.working_set, tile_numel_for(numel, [s.numel for s in self._known]))
@@ -160,11 +151,11 @@ class StreamingOptimizer(AccelerateGate, Optimizer):
             scratch, layouts = self._pipeline.scratch, Layouts(self.format, self.rule)
             self._state = OptimizerState(self._store, units, managed, layouts, bucket_numel=numel, scratch=scratch)
             encode(self.committed_state(), name="tiered.optimizer.state_dict()")  # order: it may refuse
-            with taken_over(self._engines, self._title) as masters:
+            with taken_over(self._engines, self.title) as masters:
                 if committed is None:
                     self._state.create(masters)
                 else:
-                    with taking_apart("tiered.optimizer", by=self._title):
+                    with taking_apart("tiered.optimizer", by=self.title):
                         compare(committed, self._description())
                         before = update_on_of(committed)
                     self._state.adopt()
@@ -302,7 +293,7 @@ class StreamingOptimizer(AccelerateGate, Optimizer):
 
     def _step_plain(self, unit: PlainUnit) -> None:
         if self._is_behind:
-            raise UsageError(f"{self._title}.step(): the store holds its state; expected store.resume() first")
+            raise UsageError(f"{self.title}.step(): the store holds its state; expected store.resume() first")
         for engine in self._engines:
             engine.updates.finish_all()  # order: the pipeline serves one thread at a time
         self._begin()
@@ -313,55 +304,10 @@ class StreamingOptimizer(AccelerateGate, Optimizer):
         torch.autograd.graph.increment_version([s.parameter for s in sources])  # autograd sees no fused update
         self._pipeline.run(due, PlainSupply(self._store.working_set, sources), lambda _: None)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch's own has it, plus ``master`` for bf16 parameters; the caller's own.
-
-        Streams the buckets. A large one lies in a file, so that whatever saves it streams, too. Raises UsageError
-        between backward and step, CapacityError where neither the store's drives nor memory have room.
-        """
-        self._check_idle("optimizer.state_dict()")
-        result = super().state_dict()
-        segments = {index: self._segments[parameter] for index, parameter in enumerate(self._parameters())}
-        result["state"] |= self._state.gather_all(segments)
-        return result
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a dict that ``state_dict`` (this one's, or torch's own) returned. Streams the buckets.
-
-        Raises UsageError, with nothing changed, between backward and step, for another kind of dict, and for one that
-        does not fit: other groups, shapes, names or values; masters that do not round to the present parameters.
-        """
-        self._check_idle("optimizer.load_state_dict()")
-        state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = state_dict if (replaced := hook(self, state_dict)) is None else replaced
-        with INTERRUPTS, torch.no_grad():
-            with without_dispatch():
-                loaded = self._reader().read(state_dict)
-            for segment, state in loaded.states.items():  # order: all that may refuse first
-                self._state.check_master(segment, state)
-            for segment in [s for s, state in loaded.states.items() if state and s not in self._state.steps]:
-                self._add_state(segment.unit, [segment])
-            states = {segment: state for segment, state in loaded.states.items() if segment in self._state.steps}
-            self.param_groups = loaded.groups
-            for segment, state in states.items():
-                self._state.scatter(segment, state)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
-
-    def _reader(self) -> StateDictReader:
-        return StateDictReader(
-            self._title, self.rule, groups=self.param_groups, defaults=self.defaults, segments=self._segments
-        )
-
-    def _check_idle(self, what: str) -> None:
-        for engine in self._engines:
-            engine.check_idle(what)
-
     def _guard(self, word: str) -> None:
         if word == "close":
             self._pipeline.close()
-            withhold_steps(self._store, self._title, {s.name: n for s, n in self._state.steps.items()})
+            withhold_steps(self._store, self.title, {s.name: n for s, n in self._state.steps.items()})
         if word in {"rollback", "resume"}:
             self._frozen = None
 
