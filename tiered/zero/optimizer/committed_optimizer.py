@@ -6,9 +6,12 @@ UsageError of that.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
+
+import torch
 
 from tiered.errors import UsageError
 from tiered.store.store import Store
@@ -16,9 +19,11 @@ from tiered.zero.layout import CUT_NUMEL
 from tiered.zero.optimizer.loaded_state import StateDictReader
 from tiered.zero.parameters.unit import Segment
 
-__all__ = ["RegisteredOptimizer", "bucket_numel_of", "compare", "groups_of", "managed_of", "steps_of", "update_on_of",
-           "withhold_steps"]  # fmt: skip
+__all__ = ["RegisteredOptimizer", "bucket_numel_of", "compare", "given_of", "groups_of", "managed_of", "options_of",
+           "steps_of", "update_on_of", "warn_of_dropped", "withhold_steps"]  # fmt: skip
 
+
+_log = logging.getLogger("tiered")
 
 _MOST_STEPS = 1 << 53  # that a floating number counts singly
 
@@ -92,6 +97,55 @@ def groups_of(
             raise ValueError("parameters among the hyperparameters")
         reader.check_values(f"'hyperparameters'[{number}]", group)
     return found
+
+
+def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``groups`` without their parameters."""
+    return [{k: v for k, v in group.items() if k not in {"params", "param_names"}} for group in groups]
+
+
+def given_of(committed: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the options of the groups that the committed optimizer was made with."""
+    if "given" in committed:
+        return [dict(group) for group in committed["given"]]
+    hypers = [dict(group) for group in committed["hyperparameters"]]  # an earlier release kept no others
+    return [group | {"lr": group.get("initial_lr", group["lr"])} for group in hypers]
+
+
+def warn_of_dropped(
+    title: str,
+    given: Sequence[Mapping[str, Any]],
+    before: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Log one warning of the options that are ``given`` anew and that ``groups``, the resumed ones, do not have.
+
+    An option that is given as it was ``before`` is not new: a schedule has changed the committed value.
+    """
+    dropped = [
+        (number, name, value, group[name])
+        for number, (mine, old, group) in enumerate(zip(given, before, groups, strict=True))
+        for name, value in mine.items()
+        if name in group and _comparable(value) not in (_comparable(old.get(name)), _comparable(group[name]))
+    ]
+    if dropped:
+        number, name, value, _ = dropped[0]
+        _log.warning(
+            "%s: the resumed run keeps the options of its commit: %s; to change one, set it after store.resume():"
+            " optimizer.param_groups[%d][%r] = %r, and a scheduler's base_lrs with lr",
+            title,
+            ", ".join(f"{what} of group {n} is {_short(has)}, not {_short(new)}" for n, what, new, has in dropped),
+            number, name, value,
+        )  # fmt: skip
+
+
+def _comparable(value: Any) -> str:
+    """Return a text that equal options have in common: a commit need not have the types that were given."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return str([_comparable(each) for each in value])
+    return repr(float(value) if isinstance(value, int | float) else value)
 
 
 def withhold_steps(store: Store, title: str, steps: Mapping[str, int]) -> None:

@@ -27,10 +27,13 @@ from tiered.zero.optimizer.committed_optimizer import (
     RegisteredOptimizer,
     bucket_numel_of,
     compare,
+    given_of,
     groups_of,
     managed_of,
+    options_of,
     steps_of,
     update_on_of,
+    warn_of_dropped,
     withhold_steps,
 )
 from tiered.zero.optimizer.masters import taken_over
@@ -85,6 +88,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         self._updates_on, self._is_attached, self._is_behind = "cpu", False, False
         self._frozen: list[dict[str, Any]] | None = None  # the hyperparameters of the step that has begun
         super().__init__(params, defaults)
+        self._given = options_of(self.param_groups)  # when the run began
         self._store = self._find_store(store)
         self._attach()
 
@@ -323,13 +327,13 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
 
     def committed_state(self) -> dict[str, Any]:
         """Return the state that a commit must keep beside the buckets: step counts and hyperparameters."""
-        hyper = [{k: v for k, v in group.items() if k not in {"params", "param_names"}} for group in self.param_groups]
         return {
             **self._description(),
             "update_on": self._updates_on,
             "steps": {s.name: n for s, n in self._state.steps.items()},
             "without_moments": [s.name for s, n in self._state.steps.items() if n and s not in self._state.begun],
-            "hyperparameters": hyper,
+            "hyperparameters": options_of(self.param_groups),
+            "given": self._given,
         }
 
     def load_committed_state(self, state: dict[str, Any]) -> None:
@@ -338,6 +342,9 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         self._state.lay_out(managed_of(state, self._known))
         steps = steps_of(state, [segment.name for segment in self._state.steps])
         groups = groups_of(state, self.param_groups, self._reader())
+        before = given_of(state)
+        warn_of_dropped(self.title, self._given, before, groups)
+        self._given = before
         bare = set(state.get("without_moments", ()))  # older commits lack it
         self._state.steps = dict(zip(self._state.steps, steps, strict=True))
         self._state.begun = {s for s, n in self._state.steps.items() if n and s.name not in bare}
