@@ -47,12 +47,14 @@ class Store(TensorMapping):
     """
 
     device_memory: int | None  # the compute device's budget in bytes
+    process_group: bool | None = None  # False: this process alone, whatever ranks there are
 
     def __init__(
         self,
         *directories: str | os.PathLike[str],
         dram: int | str | None = None,
         device_memory: int | str | None = None,
+        process_group: bool | None = None,
         durable: bool = True,
         engine: str = "auto",
         mode: str = "a",
@@ -64,12 +66,20 @@ class Store(TensorMapping):
         ``dram`` bounds all that it keeps in DRAM, in bytes or as "8GiB" (default: half of free memory).
         ``device_memory`` bounds its bytes on the accelerator, such as "20GiB" (default: ``tiered.shard`` decides from
         free memory). With 0 it serves none; else ``dram`` is page-locked for the current one: choose that before.
+        ``process_group=False`` says that the store is this process's alone where there are ranks, which
+        ``tiered.shard`` refuses otherwise; groups come with a later release.
         ``durable=False`` makes swap space that vanishes with the process. ``engine`` moves the bytes: "auto", "uring",
         "threads", "aiofiles", "mmap" or "memory". ``mode`` "a" opens or creates, "x" creates, "r" only reads.
         ``external``: safetensors files, or folders of them, in which tensors may lie and are read in place (``adopt``,
         and the ``weights`` of ``tiered.shard`` that no step changes); to be given at each open. Raises UsageError,
         CapacityError, CorruptionError, DeviceError; nothing stays open then.
         """
+        if process_group is not None and process_group is not False:
+            raise UsageError(
+                f"process_group={process_group!r}: ranks come with a later release; expected None, or False for a"
+                " store that is this process's alone"
+            )
+        self.process_group = process_group
         self.device_memory = None if device_memory is None else parse_bytes(device_memory)
         try:
             with INTERRUPTS:

@@ -35,6 +35,7 @@ from tiered.zero.formats.budget import share_out_as_asked
 from tiered.zero.in_place import find_in_place
 from tiered.zero.layout import Shares
 from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, refuse_missing
+from tiered.zero.one_rank import DistributedLater, refuse_ranks
 from tiered.zero.optimizer.masters import Masters, masters_nbytes, offsets_of, write_masters
 from tiered.zero.parameters.eager import eager, stay_eager
 from tiered.zero.parameters.methods import running
@@ -158,6 +159,7 @@ def _check(model: Any, store: Any, *, stage: int, param_dtype: Any) -> None:
         raise TypeError(
             f"tiered.shard({type(model).__name__}, {type(store).__name__}); expected a Module and a tiered.Store"
         )
+    refuse_ranks(store)
     if param_dtype is not None and not isinstance(param_dtype, torch.dtype):
         raise TypeError(f"param_dtype={param_dtype!r}; expected a torch.dtype such as torch.bfloat16, or None")
     if stage not in (1, 2, 3):
@@ -357,6 +359,7 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
     unit_of[model] = by_name["root"]
     vars(model)["_is_accelerate_prepared"] = True  # accelerate's word: its prepare() leaves the model as it is
     for module in model.modules():
+        vars(module)["_ddp_params_and_buffers_to_ignore"] = DistributedLater()  # DistributedDataParallel's word
         if module is not model and not any(True for _ in module.parameters()):
             continue
         unit = unit_of.get(module)

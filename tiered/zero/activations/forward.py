@@ -17,6 +17,7 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.zero.activations.activations import Activations
 from tiered.zero.activations.saved import is_recomputing, with_repeated_arguments
 from tiered.zero.gradients.backward import Backward
+from tiered.zero.one_rank import refuse_distributed
 from tiered.zero.parameters.access import check_forward
 from tiered.zero.parameters.conductor import Conductor
 from tiered.zero.parameters.outputs import any_requires_grad, own
@@ -87,6 +88,8 @@ class Forward:
             return
         self._backward.settle()
         phase = self._phase
+        if phase.updates_in_backward and torch.is_grad_enabled():
+            refuse_distributed(None)
         phase.check(Event.FORWARD if torch.is_grad_enabled() else Event.EVALUATION, f"forward of {name}")
         goes_on = self._calls.goes_on_with(module)
         is_first = not (goes_on or phase.is_between or phase.has_updated or phase.has_gradients())

@@ -22,6 +22,7 @@ from tiered.zero.formats.layout import FORMATS, Layouts
 from tiered.zero.formats.rules import Rule
 from tiered.zero.layout import bucket_numel_for, tile_numel_for, whole_pages
 from tiered.zero.model_state import check_added
+from tiered.zero.one_rank import refuse_distributed
 from tiered.zero.optimizer.accelerate_gate import AccelerateGate
 from tiered.zero.optimizer.committed_optimizer import (
     RegisteredOptimizer,
@@ -128,6 +129,8 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         """Lay the state out, create it or adopt it, and register for the store's commits."""
         pairs = [zip(group["params"], group.get("param_names", ()), strict=False) for group in self.param_groups]
         named = {id(p): name for each in pairs for p, name in each}
+        for engine in self._engines if self.in_backward else ():
+            refuse_distributed(engine.model())
         plain = [p for p in self._parameters() if not isinstance(p, TieredParameter)]
         if plain and self.in_backward:
             raise UsageError(

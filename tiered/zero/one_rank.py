@@ -1,0 +1,56 @@
+"""One rank: the refusals of processes, groups and wrappers that would train apart, or that no rank is there for yet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tiered.errors import UsageError
+from tiered.store.store import Store
+
+__all__ = ["DistributedLater", "refuse_distributed", "refuse_ranks"]
+
+
+def refuse_ranks(store: Store) -> None:
+    """Raise UsageError where this process is one of several ranks, unless ``store`` was told that it is private."""
+    if store.process_group is False:
+        return
+    told = os.environ.get("WORLD_SIZE", "").strip()
+    what, number = f"WORLD_SIZE={told} in the environment", int(told) if told.isdecimal() else 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        size = torch.distributed.get_world_size()
+        what, number = (f"a process group of {size} ranks", size) if size > number else (what, number)
+    if number > 1:
+        raise UsageError(
+            f"tiered.shard with {what}: ranks come with a later release, and each process would train a model of its"
+            " own here; expected one process, or tiered.Store(..., process_group=False) for models that are to differ"
+            " or that DistributedDataParallel, made before tiered.shard, keeps alike"
+        )
+
+
+def refuse_distributed(model: nn.Module | None) -> None:
+    """Raise UsageError for an update in backward where DistributedDataParallel calls ``model`` or is in it.
+
+    It reduces gradients after they are accumulated, and such an update has used them by then.
+    """
+    inner = () if model is None else model.modules()
+    if DistributedDataParallel._active_ddp_module or any(isinstance(m, DistributedDataParallel) for m in inner):
+        raise UsageError(
+            'update="backward" under DistributedDataParallel, which reduces gradients of the ranks after they were'
+            ' used; expected update="step"'
+        )
+
+
+class DistributedLater:
+    """The mark of a sharded module: DistributedDataParallel, which asks a module for names to ignore, is refused."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise UsageError(
+            "DistributedDataParallel around a sharded model: it would send values that lie in the store; expected"
+            " DistributedDataParallel first, and tiered.shard of it after, with"
+            ' tiered.Store(..., process_group=False) and update="step"'
+        )
