@@ -318,3 +318,16 @@ def test_the_sign_of_a_zero_is_no_mark(tmp_path: Path) -> None:
         found = trained.optimizer.state_dict()["state"][2]
     assert torch.equal(found["master"], state["state"][2]["master"])
     assert torch.equal(found["exp_avg_sq"], torch.zeros(3, 4)) and not found["exp_avg_sq"].signbit().any()
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "eps"])
+def test_a_number_that_is_a_tensor_is_used_as_its_number(name: str, tmp_path: Path) -> None:
+    found = []
+    for number in (0.25, torch.tensor(0.25)):
+        with debug_store(tmp_path, durable=False) as store:
+            mine = Trained(store)
+            groups = [group | {name: number} for group in mine.good["param_groups"]]
+            mine.optimizer.load_state_dict(mine.good | {"param_groups": groups})
+            mine.step()
+            found.append(mine.model.state_dict())
+    assert_equal(found[1], found[0])

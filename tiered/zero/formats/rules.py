@@ -194,7 +194,8 @@ class LionRule:
 
 
 def _freeze(group: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: float(group[name]) if name == "lr" else group[name] for name in names}
+    values = {name: group[name] for name in names}
+    return {name: float(v) if name == "lr" or isinstance(v, torch.Tensor) else v for name, v in values.items()}
 
 
 @functools.lru_cache(maxsize=4)  # of a step, every piece needs the same; torch only reads it

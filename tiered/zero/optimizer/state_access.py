@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 __all__ = ["StateAccess"]
 
 
+_TORCH_OPTIONS: dict[str, dict[str, Any]] = {
+    "AdamW": {"amsgrad": False, "foreach": None, "capturable": False, "differentiable": False, "fused": True,
+              "decoupled_weight_decay": True},
+    "SGD": {"foreach": None, "differentiable": False, "fused": True},
+}  # fmt: skip
+"""Options of torch's own that a state dict has: torch replaces the target's by them, and the bits are fused ones."""
+
+
 class StateInStore(MutableMapping[torch.Tensor, dict[str, Any]]):
     """``optimizer.state``: the parameters that have state. The values lie in the store and are refused by name."""
 
@@ -115,14 +123,16 @@ class StateAccess(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch's own has it, plus ``master`` for bf16 parameters; the caller's own.
 
-        Streams the buckets. A large one lies in a file, so that whatever saves it streams, too. Raises UsageError
-        between backward and step, CapacityError where neither the store's drives nor memory have room.
+        Its groups say ``fused=True``, so that an optimizer of torch that loads it goes on with the same bits. Streams
+        the buckets. A large one lies in a file, so that whatever saves it streams, too. Raises UsageError between
+        backward and step, CapacityError where neither the store's drives nor memory have room.
         """
         self._check_idle("optimizer.state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         numbers = itertools.count()
-        groups = [group | {"params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+        options = _TORCH_OPTIONS.get(self.rule.name, {})
+        groups = [group | options | {"params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
         segments = {number: self._segments[parameter] for number, parameter in enumerate(self._parameters())}
         result: dict[str, Any] = {"state": self._state.gather_all(segments), "param_groups": groups}
         for after in self._optimizer_state_dict_post_hooks.values():
