@@ -30,7 +30,7 @@ class WaitStatistics:
 
 @dataclass(frozen=True, slots=True)
 class WorkStatistics:
-    """Time that threads spent on one thing: "forward", "backward", "update" (a unit), "update bucket", "commit" ..."""
+    """Time that threads spent on one thing: "forward", "update" (a unit), "commit" ...: docs/tuning.md has all."""
 
     who: str
     word: str
@@ -150,7 +150,7 @@ class StoreStatistics:
           class of keys; catalog_write_bytes; swapped demand_bytes, prefetch_bytes, swap_out_bytes, and through bounce
           buffers streamed_in_bytes, streamed_out_bytes; device_busy_s with something on its way; stall_s that callers
           waited, and by reason wait_demand_read_s, wait_commit_s, ...; work_forward_s, work_backward_s, work_update_s
-          and so on, of all threads
+          and so on; docs/tuning.md says what each of them is
         - now: generation, num_keys; DRAM: dram_budget_bytes, dram_bytes in use, dram_peak_bytes, resident_bytes of
           keys, dirty_bytes not written yet; files: file_bytes, used_bytes, free_bytes, quarantined_bytes after failed
           writes; lifetime_write_bytes of the directories, left out where no ledger tells

@@ -105,7 +105,8 @@ def test_a_step_is_told_stream_by_stream(update_on: str, sim: ModuleType, tmp_pa
     assert {(COPY_IN, "copy in"), (COPY_OUT, "copy out"), (COMPUTE, "forward"), (COMPUTE, "backward")} <= told
     assert ((UPDATE, "update bucket") in told) == (update_on == "device")
     assert (COMPUTE, f"wait: {Wait.COPY}") in told
-    backwards = {interval.subject for interval in intervals if (interval.who, interval.word) == (COMPUTE, "backward")}
+    of_units = (COMPUTE, "backward unit")
+    backwards = {interval.subject for interval in intervals if (interval.who, interval.word) == of_units}
     assert backwards == set(units)
     device = statistics.device
     assert device is not None and device.name == "sim:0" and device.budget_bytes == budget

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tiered.bytes.interrupt import uninterrupted
+from tiered.store.waiting.recorder import Begun
 from tiered.zero.activations.activations import Activations
 from tiered.zero.activations.saved import is_recomputing, with_repeated_arguments
 from tiered.zero.gradients.backward import Backward
@@ -41,6 +42,7 @@ class Forward:
         self._backward = backward
         self._activations = activations
         self._begin = begin
+        self._begun: Begun | None = None  # the outermost call that runs, where it is no recomputation
 
     @uninterrupted
     def begin_call(self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -66,12 +68,17 @@ class Forward:
             self.leave(call.unit)
         if self._calls.are_in_forward:
             return output
+        if self._begun is not None:
+            self._conductor.working_set.recorder.worked("forward", type(module).__name__, self._begun)
+            self._begun = None
         if torch.is_grad_enabled() and not in_graph_task() and any_requires_grad(output):
             self.ended()
         return own(output, self._open_units.address_of)
 
     def enter(self, module: nn.Module, unit: Unit | None) -> None:
         """A module call begins."""
+        if not self._calls.are_in_forward:
+            self._begun = None if in_graph_task() else self._conductor.working_set.recorder.begin()
         call = self._calls.begin(module, unit)
         if len(self._calls) == 1:
             self.enter_outermost(module)

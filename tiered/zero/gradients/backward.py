@@ -17,7 +17,7 @@ from torch.autograd.graph import _engine_run_backward
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.store.residency.thread_number import be_thread
-from tiered.store.waiting.recorder import Recorder
+from tiered.store.waiting.recorder import Begun, Recorder
 from tiered.units import format_bytes
 from tiered.zero.frames import num_on_stack
 from tiered.zero.gradients.failed_backwards import report_failures_to
@@ -46,6 +46,7 @@ class Backward:
         self._gradients_came = gradients_came
         self._tasks: set[int] = set()
         self._is_running = False
+        self._begun = Begun(0.0)  # where it runs
         self._is_harmful = False  # this backward has accumulated or updated gradients
         self._waiting: dict[Unit, None] = {}  # accumulated, but not known to be final
         self._watched: set[Segment] = set()
@@ -77,6 +78,8 @@ class Backward:
         task = torch._C._current_graph_task_id()
         if task == -1 or task in self._tasks:
             return
+        if not self._is_running:
+            self._begun = self._units[0].working_set.recorder.begin()
         self._tasks.add(task)
         self._is_running = True
         if is_autograds_own():
@@ -196,6 +199,7 @@ class Backward:
         """A graph task of this backward is over."""
         if num_on_stack(_engine_run_backward.__code__) > (0 if is_autograds_own() else 1):
             return  # a reentrant checkpoint's: the outermost reports too
+        self._units[0].working_set.recorder.worked("backward", "", self._begun)
         self._tasks.clear()
         self._is_running = self._is_harmful = False
         if self._calls.are_in_forward or not self._clear_accumulated():

@@ -284,7 +284,7 @@ class Unit:
         buffer = self.buffer
         if self.num_ops or buffer.state is BufferState.NONE:
             return buffer.state is BufferState.NONE
-        self.working_set.recorder.worked(self._word, self.name, self._opened)
+        self.working_set.recorder.worked(f"{self._word} unit", self.name, self._opened)
         written = ""
         if buffer.state is BufferState.SHOWN:
             written = self._hide(check=buffer.mode == "r")
