@@ -8,7 +8,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
+import tiered
 from tiered.bytes.device.profile import LINK_PROFILE_NAME, PROFILE_NAME
 from tiered.bytes.private_file import create_private_file
 from tiered.errors import CorruptionError, DeviceError, UsageError
@@ -378,7 +380,7 @@ def test_what_another_process_does_before_the_lock_is_ours_counts(tmp_path, monk
 def test_a_copy_of_the_descriptor_does_not_keep_the_lock(tmp_path):
     """A child that was forked a moment ago has one, until it comes to close it."""
     directories = Directories.open([tmp_path])
-    copies = [os.dup(lock._fd) for lock in directories._locks]
+    copies = [os.dup(fd) for lock in directories._locks for fd in lock._fds.values()]
     directories.close()
     Directories.open([tmp_path]).close()
     for fd in copies:
@@ -401,6 +403,57 @@ def test_creation_holds_the_lock(tmp_path):
     with closing(Directories.open([tmp_path])):
         refused([tmp_path], match=f"open in process {os.getpid()}")
         refused([tmp_path], "x", match=f"open in process {os.getpid()}")
+
+
+@pytest.mark.parametrize("mode", ["a", "r"])
+def test_a_lock_that_was_removed_lets_no_second_writer_in(two, mode):
+    """The identity is locked as well, in each directory: neither's `rm lock` is enough."""
+    make_store(*two)
+    for path in two:
+        with closing(Directories.open(two, mode)) as directories:
+            directories.check_locks()
+            (path / "lock").unlink()
+            with pytest.raises(UsageError, match=f"open in process {os.getpid()}"):
+                Directories.open(two)
+            with pytest.raises(DeviceError, match="lock was moved, or removed, while the store was open"):
+                directories.check_locks()
+        Directories.open(two).close()
+
+
+@pytest.mark.parametrize("name", ["lock", "identity"])
+def test_a_commit_says_that_a_file_that_kept_others_away_has_lost_its_name(tmp_path, name):
+    with tiered.Store(tmp_path / "run", dram="16MiB") as store:
+        store["a"] = torch.ones(9)
+    kept = (tmp_path / "run" / name).read_bytes()
+    store = tiered.Store(tmp_path / "run", dram="16MiB")
+    store["a"] = torch.zeros(9)
+    (tmp_path / "run" / name).unlink()
+    with pytest.raises(DeviceError, match=f"{name} was moved, or removed,.*end it, and open the store again"):
+        store.commit()
+    store.close(commit=False)
+    os.close(create_private_file(tmp_path / "run" / name))
+    (tmp_path / "run" / name).write_bytes(kept)
+    with tiered.Store(tmp_path / "run", dram="16MiB") as store:
+        assert store.generation == 1 and store["a"].all()
+
+
+def test_of_two_writers_that_no_lock_keeps_apart_one_is_refused(tmp_path):
+    """As on a file system without locks: what one has acknowledged stays."""
+    with tiered.Store(tmp_path / "run", dram="16MiB") as store:
+        store["a"] = torch.ones(9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fcntl.flock", lambda fd, operation: None)
+        first, second = (tiered.Store(tmp_path / "run", dram="16MiB") for _ in range(2))
+        first["a"], second["a"] = torch.full((9,), 2.0), torch.full((9,), 3.0)
+        assert first.commit() == 2
+        with pytest.raises(DeviceError, match="generation 2 of another process, and not generation 1"):
+            second.commit()
+        first["a"] = torch.full((9,), 4.0)
+        assert first.commit() == 3
+        second.close(commit=False)
+        first.close()
+    with tiered.Store(tmp_path / "run", dram="16MiB") as store:
+        assert store.generation == 3 and (store["a"] == 4).all() and store.verify().is_clean
 
 
 def test_a_refused_opener_leaves_no_lock(two, tmp_path):
@@ -452,7 +505,7 @@ def test_a_forked_child_does_not_hold_the_lock(tmp_path):
     if pid == 0:
         os.close(write_end)
         os.read(read_end, 1)  # lives on after the parent has closed the store
-        os._exit(0 if [lock._fd for lock in directories._locks] == [-1] else 1)
+        os._exit(0 if [lock._fds for lock in directories._locks] == [{}] else 1)
     try:
         refused([tmp_path], match=f"open in process {os.getpid()}")
         directories.close()

@@ -100,7 +100,7 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
     streams, producers = StreamedValues(working_set), Producers()
     generations = Generations(working_set, parts.catalog, root, producers, parts.confirmation, parts.external)
     service.refuse_failed = generations.refuse
-    generations.watch_commits(parts.ledgers.note_commit)
+    generations.watch_commits(parts.ledgers.note_commit, parts.check_locks)
     resources = Resources(
         parts, space, residents, records, condition=condition, nested_calls=nested_calls, deadline_s=deadline_s
     )

@@ -75,6 +75,7 @@ class SqliteCatalog(Catalog):
         self._pid = os.getpid()
         self._failed: str | None = None
         self._store_uuid = b""
+        self._newest: GenerationName | None = None  # as this process has loaded or committed it last
         self._is_before = False  # the generation that was loaded is the one before the newest
         self._is_settled = read_only
         # Held as long as the connection: closing any descriptor of the file drops SQLite's locks on it.
@@ -151,6 +152,8 @@ class SqliteCatalog(Catalog):
         for one in self._ones(connection):
             root, header = self._read_root(connection, one)
             self._store_uuid = root.store_uuid
+            if one == _NEWEST:
+                self._newest = GenerationName(header.generation, header.nonce)
             if generation in (None, root.generation):
                 self._is_before = one == _BEFORE
                 raw = read_rows(connection, _ROWS if one == _NEWEST else ROWS_BEFORE, self.name, self._nbytes())
@@ -206,8 +209,11 @@ class SqliteCatalog(Catalog):
                 raise DeviceError(f"catalog {self.name}: {self._failed}; open the store again to see which it was")
             try:
                 connection.execute("BEGIN IMMEDIATE")
+                self._refuse_other_newest(connection)
                 write(connection)
+                newest = self._newest_name(connection)
                 connection.execute("COMMIT")
+                self._newest = newest
             except BaseException as error:
                 self._abandon(connection, error)
                 raise
@@ -355,6 +361,20 @@ class SqliteCatalog(Catalog):
         if header.store_uuid != root.store_uuid:
             raise damaged("it belongs to another store", self.name)
         return header
+
+    def _newest_name(self, connection: sqlite3.Connection) -> GenerationName:
+        row = connection.execute("SELECT substr(body, 1, ?) FROM root WHERE one = 1", (ROOT_HEADER_NBYTES,)).fetchone()
+        header = decode_root_header(row[0] if row else b"", self.name)
+        return GenerationName(header.generation, header.nonce)
+
+    def _refuse_other_newest(self, connection: sqlite3.Connection) -> None:
+        """Raise DeviceError where another process has committed since: its extents would be written over."""
+        if self._newest is not None and (found := self._newest_name(connection)) != self._newest:
+            raise DeviceError(
+                f"catalog {self.name} holds generation {found.number} of another process, and not generation"
+                f" {self._newest.number} as this process left it: two processes write here; end one, and open the store"
+                " again"
+            )
 
     def _abandon(self, connection: sqlite3.Connection, error: BaseException) -> None:
         """Take the transaction back; a failure on the drive leaves the outcome unknown, and nothing may follow."""

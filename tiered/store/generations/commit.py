@@ -58,6 +58,7 @@ class Committer:
         self.num_commits = 0
         self.catalog_write_bytes = 0
         self.on_commit: Callable[[int], None] = lambda catalog_write_bytes: None  # after each, without the lock
+        self.check_locks: Callable[[], None] = lambda: None  # raises DeviceError where another may write by now
         self._working_set = working_set
         self._records = working_set.records
         self._condition = working_set.condition
@@ -203,6 +204,7 @@ class Committer:
             self._write(sealed)
             flush_begun = recorder.begin(on_device=False)
             self._working_set.space.flush()
+            self.check_locks()
             recorder.worked("flush", subject, flush_begun)
             sealed.phase += 1
             root = replace(

@@ -71,13 +71,15 @@ class Generations:
     def catalog_write_bytes(self) -> int:
         return 0 if self._committer is None else self._committer.catalog_write_bytes
 
-    def watch_commits(self, on_commit: Callable[[int], None]) -> None:
+    def watch_commits(self, on_commit: Callable[[int], None], check_locks: Callable[[], None]) -> None:
         """Have ``on_commit`` called after each commit, with the bytes that all have written to the catalog.
 
-        It comes in the commit's thread, without the lock, and must not raise.
+        ``check_locks`` is called before the catalog is written: a DeviceError ends the commit. Both come in the
+        commit's thread, without the lock; ``on_commit`` must not raise.
         """
         if self._committer is not None:
             self._committer.on_commit = on_commit
+            self._committer.check_locks = check_locks
 
     def refuse(self) -> None:
         """Raise when a commit has failed: nothing can be done any more."""

@@ -90,15 +90,22 @@ class Directories:
                 if mode != "r":
                     _refuse_unwritable(found)
                 plan = _survey(found, mode)  # may have changed before the locks were ours
-                if plan is not None:
-                    return cls(plan[0], plan[1], locks, created=False)
-                if mode == "w":
+                if plan is None and mode == "w":
                     return cls(found, b"", locks, created=False)
-                return cls(found, _write_identities(found), locks, created=True)
+                ordered, store_uuid = plan or (found, _write_identities(found))
+                for lock in locks:
+                    lock.hold(_IDENTITY)
+                return cls(ordered, store_uuid, locks, created=plan is None)
             except BaseException:
                 for lock in locks:
                     lock.release()
                 raise
+
+    def check_locks(self) -> None:
+        """Raise DeviceError where a file that is locked has lost its name, and another process may write here."""
+        with _as_device_error():
+            for lock in self._locks:
+                lock.check()
 
     def close(self) -> None:
         """Release the locks; in a forked child only its copies of their descriptors. Idempotent."""

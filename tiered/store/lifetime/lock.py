@@ -9,7 +9,7 @@ import weakref
 from pathlib import Path
 
 from tiered.bytes.private_file import create_private_file, lock_owner, refuse_trap
-from tiered.errors import UsageError
+from tiered.errors import DeviceError, UsageError
 
 __all__ = ["LOCK_NAME", "Lock"]
 
@@ -19,27 +19,55 @@ _NO_FILE = {errno.EROFS, errno.EACCES, errno.EPERM}  # where none can be made
 
 
 class Lock:
-    """The lock of one directory, held from its making until ``release``; a forked child never holds it."""
+    """The lock of one directory, held from its making until ``release``; a forked child never holds it.
+
+    ``hold`` locks the identity, too: whoever removes the file ``lock`` as a stale one lets no second writer in.
+    """
 
     def __init__(self, directory: Path, *, shared: bool) -> None:
         """Take it, ``shared`` with other readers. Raises UsageError that names its holder, OSError."""
         self._pid = os.getpid()
-        self._fd = _open(directory, shared=shared)
+        self._directory, self._shared = directory, shared
+        fd = _open(directory, shared=shared)
+        self._fds = {LOCK_NAME: fd}
         try:
-            _take(self._fd, directory, shared=shared)
-            _check_place(self._fd, directory)
+            _take(fd, directory, shared=shared)
+            if not _is_in_place(fd, directory, LOCK_NAME):
+                raise UsageError(
+                    f"{directory / LOCK_NAME} was replaced while it was being locked: open the store again"
+                )
             if not shared:
                 pid = f"{os.getpid()}\n".encode()
-                os.ftruncate(self._fd, os.pwrite(self._fd, pid, 0))  # in place: a full drive has no room
+                os.ftruncate(fd, os.pwrite(fd, pid, 0))  # in place: a full drive has no room
         except BaseException:
-            os.close(self._fd)
+            os.close(fd)
             raise
         _guard_against_fork(self)
 
+    def hold(self, name: str) -> None:
+        """Lock the file ``name``, which is there, as well. Raises UsageError that names its holder, OSError."""
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(self._directory / name, (os.O_RDONLY if self._shared else os.O_RDWR) | flags)
+        try:
+            _take(fd, self._directory, shared=self._shared)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fds[name] = fd
+
+    def check(self) -> None:
+        """Raise DeviceError where a locked file has lost its name: what is locked keeps nobody away any more."""
+        for name, fd in self._fds.items():
+            if not _is_in_place(fd, self._directory, name):
+                raise DeviceError(
+                    f"{self._directory / name} was moved, or removed, while the store was open, so another process may"
+                    " write to the store by now: end it, and open the store again"
+                )
+
     def release(self) -> None:
         """Give it back; in a forked child only its copy of the descriptor. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
+        while self._fds:
+            fd = self._fds.popitem()[1]
             try:
                 if self._pid == os.getpid():
                     fcntl.flock(fd, fcntl.LOCK_UN)  # also the lock of a child that was only just forked
@@ -82,19 +110,20 @@ def _take(fd: int, directory: Path, *, shared: bool) -> None:
         ) from error
 
 
-def _check_place(fd: int, directory: Path) -> None:
-    name = directory / LOCK_NAME
-    try:
-        is_there = os.path.samestat(os.fstat(fd), os.lstat(name))
-    except FileNotFoundError:
-        is_there = os.path.samestat(os.fstat(fd), os.lstat(directory))
-    if not is_there:
-        raise UsageError(f"{name} was replaced while it was being locked: open the store again")
+def _is_in_place(fd: int, directory: Path, name: str) -> bool:
+    """Whether ``fd`` is the file ``name``, or the directory itself, which readers lock where there is none."""
+    for path in (directory / name, directory):
+        try:
+            return os.path.samestat(os.fstat(fd), os.lstat(path))
+        except FileNotFoundError:
+            continue
+    return False
 
 
 def _owner(fd: int) -> str:
     """Return the pid that holds the lock: from the kernel's list, else from the last writer's note in the file."""
-    return lock_owner(fd) or os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+    noted = os.pread(fd, 32, 0).decode(errors="replace").strip()
+    return lock_owner(fd) or (noted if noted.isdigit() else "unknown")
 
 
 _all: weakref.WeakSet[Lock] = weakref.WeakSet()

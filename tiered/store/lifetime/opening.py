@@ -60,6 +60,11 @@ class Parts:
     ledgers: Ledgers = field(default_factory=Ledgers)
     external: ExternalSources = field(default_factory=lambda: ExternalSources((), "auto"))
 
+    def check_locks(self) -> None:
+        """Raise DeviceError where a file that keeps other writers away has lost its name."""
+        if self.directories is not None:
+            self.directories.check_locks()
+
     def close(self, close_arena: Callable[[], None]) -> None:
         """Close everything; blocks. ``close_arena`` is called when nothing is in flight any more.
 
