@@ -265,3 +265,26 @@ def test_files_and_functions_that_are_too_long_are_found() -> None:
     assert length_complaints({"tiered.a": lines(MOST_LINES + 1)}) == {"tiered.a has more than 400 lines"}
     assert length_complaints({"tiered.b": function + "    pass\n"}) == {"tiered.b: f has more than 60 lines"}
     assert length_complaints({"tiered.zero.engine": lines(251)}) == {"tiered.zero.engine has more than 250 lines"}
+
+
+def thread_complaints(tree: Tree) -> set[str]:
+    """Return the places that make a thread whose start may wait for ever, as Thread.start of the library does."""
+    found: set[str] = set()
+    for module, text in tree.items():
+        if module == "tiered.bytes.critical_section":
+            continue
+        for node in ast.walk(parsed(text)):
+            made = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
+            if any(ast.unparse(name) in ("threading.Thread", "threading.Timer") for name in made):
+                found.add(f"{module}: a thread that is no BoundedThread of tiered.bytes.critical_section")
+            if isinstance(node, ast.Import) and any(alias.name == "_thread" for alias in node.names):
+                found.add(f"{module} imports _thread")
+            if isinstance(node, ast.ImportFrom) and node.module in ("threading", "_thread"):
+                found |= {f"{module} imports {alias.name}" for alias in node.names if alias.name != "get_ident"}
+    return found
+
+
+def test_every_thread_is_started_within_a_deadline() -> None:
+    assert not thread_complaints(house())
+    for text in ("threading.Thread(target=f)", "class T(threading.Thread): ...", "from threading import Thread"):
+        assert thread_complaints({"tiered.store.store": text})

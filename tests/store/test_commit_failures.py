@@ -26,6 +26,7 @@ from tests.store.rig import (
     stored,
 )
 from tests.store.simulated_catalog import changed_catalog
+from tiered.bytes import critical_section
 from tiered.bytes.arena import Arena
 from tiered.errors import (
     CapacityError,
@@ -146,20 +147,25 @@ def test_close_says_so_where_the_commit_itself_meets_the_failure() -> None:
         gated.store.close()
 
 
-def test_a_commit_that_gets_no_thread_is_made_in_the_callers(
-    disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+def _refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
+
+@pytest.mark.parametrize("step, fail", [("start", _refuse), ("_bootstrap", lambda thread: None)])
+def test_a_commit_that_gets_no_thread_is_made_in_the_callers(
+    step: str, fail: Callable[[threading.Thread], None], disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a thread that died of MemoryError before it reported keep the store's lock."""
     with simulated_store(disk) as store:
         values = filled(store)
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+            patch.setattr(critical_section, "_START_DEADLINE_S", 0.01)
+            patch.setattr(threading.Thread, step, fail)
             assert store.commit({"step": 1}) == 1
             store["ordinary"] = values["ordinary"] = numbers(12 * KiB, 5)
             assert store.commit(wait=False) == 2
             assert store.generation == 2
+            threading._limbo.clear()  # type: ignore[attr-defined]  # the library's list keeps a thread that died so
         assert store.commit() == 3
     with simulated_store(disk) as store:
         assert_holds(store, values)

@@ -24,7 +24,7 @@ from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
 from tests.store.rig import await_true, numbers
 from tiered.cli import main
-from tiered.errors import DeviceError, UsageError
+from tiered.errors import CapacityError, DeviceError, UsageError
 from tiered.store.lifetime import ledger, ledgers
 from tiered.store.lifetime.ledger import LEDGER_NAME, Ledger, LedgerFile, read_ledger
 from tiered.store.store import Store
@@ -212,9 +212,9 @@ def test_a_store_that_wrote_nothing_leaves_its_ledger_alone(run: Path, flushed_f
 
 
 def test_without_a_thread_close_writes_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoThread(threading.Thread):
+    class NoThread(ledgers.ServiceThread):
         def start(self) -> None:
-            raise RuntimeError("can't start new thread")
+            raise CapacityError("can't start new thread")
 
     monkeypatch.setattr(ledgers, "ServiceThread", NoThread)
     (data,), catalog = use(run)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -117,3 +119,26 @@ def test_a_catalog_that_may_not_grow_loses_the_open_generation_only(tmp_path: Pa
         assert set(store) == {"a"} and store.state == {"step": 1}
         store["b"] = numbers(100, 1)
         store.commit()
+
+
+SHORT_OF_MEMORY = """
+import faulthandler, re, resource, sys, torch, tiered
+from tiered.bytes import critical_section
+critical_section._START_DEADLINE_S = 0.2
+faulthandler.dump_traceback_later(100, exit=True)
+sys.unraisablehook = lambda event: None  # threads die of MemoryError before they report
+store = tiered.Store(sys.argv[1], dram="8MiB")
+for i in range(600):
+    store["w"] = torch.full((1000,), float(i))
+    nbytes = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (nbytes + (8 << 20) + i * 16384, resource.RLIM_INFINITY))
+    store.commit()
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert store.generation == 600
+store.close()
+"""
+
+
+def test_commits_beside_short_memory_end(tmp_path: Path) -> None:
+    child = subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY, str(tmp_path / "s")], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr

@@ -1,13 +1,20 @@
 """The critical section: code in which other threads wait for the calling thread, so it must not wait for a store.
 
 A signal handler or a finalizer may interrupt such code. A call of a store from there would wait for its own thread.
+All threads of tiered's own are made here; those that other threads wait for live in the critical section.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["CRITICAL_SECTION", "ServiceThread"]
+from tiered.errors import CapacityError
+
+__all__ = ["CRITICAL_SECTION", "BoundedThread", "ServiceThread"]
+
+_START_DEADLINE_S = 10.0  # a thread that begins later than this finds no job and ends
 
 
 class _CriticalSection(threading.local):
@@ -24,7 +31,49 @@ class _CriticalSection(threading.local):
 CRITICAL_SECTION = _CriticalSection()
 
 
-class ServiceThread(threading.Thread):
+class _Started(threading.Event):
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return at once: Thread.start would wait for ever for a thread that died of MemoryError before it reported."""
+        return self.is_set()
+
+
+class BoundedThread(threading.Thread):
+    """A thread of tiered's own: its start ends within a deadline. The interpreter waits for the thread's end."""
+
+    def __init__(self, *, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
+        super().__init__(name=name)
+        self._started = _Started()
+        self._jobs = [(target, args)]  # the thread takes the job, or a start that failed: never both
+        self._has_begun = threading.Lock()  # held until the thread has taken the job
+        self._has_begun.acquire()
+
+    def start(self) -> None:
+        """Start the thread and wait until it has its job. Raises CapacityError: the job will then never run."""
+        cause: Exception | None = None
+        try:
+            super().start()
+            if self._has_begun.acquire(timeout=_START_DEADLINE_S):
+                return
+        except (RuntimeError, MemoryError) as error:  # no more threads for this process, or the interpreter is ending
+            cause = error
+        try:
+            self._jobs.pop()
+        except IndexError:  # the thread was only late
+            return
+        raise CapacityError(
+            f"cannot start thread {self.name}: {cause or f'it did not begin within {_START_DEADLINE_S:g} s'}; free "
+            "memory, or raise the limit on processes (ulimit -u, or the pids limit of the control group), or end some"
+        ) from cause
+
+    def run(self) -> None:
+        """Run the job, unless the start was given up."""
+        for _ in range(len(self._jobs)):
+            target, args = self._jobs.pop()
+            self._has_begun.release()
+            target(*args)
+
+
+class ServiceThread(BoundedThread):
     """A thread of tiered's own that other threads wait for: all of its life is a critical section."""
 
     def run(self) -> None:

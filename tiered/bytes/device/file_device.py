@@ -24,7 +24,7 @@ from tiered.bytes.device.in_flight import InFlight
 from tiered.bytes.device.queue import IOQueue
 from tiered.bytes.device.switch_interval import ShortSwitchInterval
 from tiered.bytes.exit_and_fork import after_fork, at_exit
-from tiered.errors import ClosedError, DeadlineError, DeviceError, UsageError
+from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, UsageError
 
 __all__ = ["FileDevice", "Place"]
 
@@ -351,11 +351,8 @@ class FileDevice(Device):
     def _start(self, thread: threading.Thread) -> None:
         try:
             thread.start()
-        except RuntimeError as error:
-            raise DeviceError(
-                f"cannot start an I/O thread for {self.name}: {error}; raise the limit on processes (ulimit -u, or the "
-                f"pids limit of the control group), or end some"
-            ) from error
+        except CapacityError as error:
+            raise DeviceError(f"{self.name} has no I/O thread: {error}") from error
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():

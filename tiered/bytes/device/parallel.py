@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tiered.bytes.critical_section import ServiceThread
+from tiered.errors import CapacityError
 
 __all__ = ["in_parallel"]
 
@@ -29,7 +30,7 @@ def in_parallel(calls: Sequence[Callable[[], None]]) -> list[Exception]:
             thread = ServiceThread(target=make, args=(index,), name=f"tiered-flush-{index}")
             try:
                 thread.start()
-            except RuntimeError:
+            except CapacityError:
                 make(index)
             else:
                 started.append(thread)

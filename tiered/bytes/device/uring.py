@@ -113,7 +113,8 @@ class UringDevice(FileDevice):
         return [ServiceThread(target=self._run, name="tiered-io-ring")]
 
     def _wait_until_ready(self) -> None:
-        self._is_ready.wait()
+        if not self._is_ready.wait(self.deadline_s):
+            raise DeviceError(f"{self.name}: the I/O thread has not set up its ring within {self.deadline_s:g} s")
         if self._failure is not None:
             raise self._failure
 

@@ -111,7 +111,7 @@ class Committer:
         thread = ServiceThread(target=self._finish_handed, args=(handed,), name="tiered-commit")
         try:
             thread.start()
-        except RuntimeError:  # no more threads for this process, or the interpreter is ending
+        except CapacityError:
             self._thread = None
             return False
         self._thread = thread
@@ -198,9 +198,9 @@ class Committer:
 
     def _finish(self, sealed: Sealed) -> None:
         recorder, subject = self._working_set.recorder, f"generation {sealed.generation}"
-        begun = recorder.begin(on_device=False)
         is_durable = False
         try:
+            begun = recorder.begin(on_device=False)
             self._write(sealed)
             flush_begun = recorder.begin(on_device=False)
             self._working_set.space.flush()

@@ -16,6 +16,7 @@ from pathlib import Path
 from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.exit_and_fork import after_fork, at_exit
+from tiered.errors import CapacityError
 from tiered.store.lifetime import ledger
 from tiered.store.lifetime.ledger import LedgerFile
 
@@ -63,7 +64,7 @@ class Ledgers:
         thread = ServiceThread(target=self._run, name="tiered-ledger")
         try:
             thread.start()
-        except RuntimeError:  # no more threads for this process
+        except CapacityError:
             return
         self._thread = thread
         for device in self._devices:

@@ -15,6 +15,7 @@ from tiered.bytes.condition import Condition
 from tiered.bytes.critical_section import CRITICAL_SECTION, ServiceThread
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.exit_and_fork import at_exit
+from tiered.errors import CapacityError
 
 __all__ = ["WORTHWHILE_NBYTES", "DigestThreads"]
 
@@ -71,7 +72,7 @@ class DigestThreads:
             thread = ServiceThread(target=self._run, name=f"tiered-digest-{len(self._threads)}")
             try:
                 thread.start()
-            except RuntimeError:  # no more threads for this process, or the interpreter is ending
+            except CapacityError:
                 return bool(self._threads)
             self._threads.append(thread)
         return True

@@ -16,9 +16,10 @@ from contextlib import nullcontext
 import torch
 
 from tiered.bytes.condition import Condition
+from tiered.bytes.critical_section import BoundedThread
 from tiered.bytes.exit_and_fork import at_exit
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
-from tiered.errors import DeviceError
+from tiered.errors import CapacityError, DeviceError
 from tiered.store.residency.thread_number import this_thread
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.nested_calls import NestedCalls
@@ -133,10 +134,10 @@ class UpdateThread:
 
     def _start_thread(self, update: UnitUpdate) -> None:
         """Start the thread, under the lock: the thread must not look for work before it is queued."""
-        thread = threading.Thread(target=self._run, name="tiered-update")  # no daemon: the interpreter waits for it
+        thread = BoundedThread(target=self._run, name="tiered-update")  # no daemon: the interpreter waits for it
         try:
             thread.start()
-        except RuntimeError as error:  # no more threads for this process, or the interpreter is ending
+        except CapacityError as error:
             what = f"no thread for the update of unit {update.unit.name!r}: {error}"
             raise DeviceError(f"{what}; expected room for one more (ulimit -u), then store.rollback()") from error
         self._thread = self._last_thread = thread  # order: an interrupt before leaves a thread that ends by itself
