@@ -25,7 +25,7 @@ __all__ = ["RunSummary"]
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The measured part of this process in a run. Medians leave out the first step, which warms everything up."""
+    """The measured part of this process in a run. Medians and means leave out the first step, which warms all up."""
 
     plan: Plan
     records: tuple[StepRecord, ...]
@@ -89,10 +89,15 @@ class RunSummary:
         }
 
     @property
+    def step_s(self) -> float:
+        """The seconds of the mean step, the only ones that the bound of the mean step may stand beside."""
+        return self._mean([record.seconds for record in self.records])
+
+    @property
     def bound(self) -> Bound:
         """The bound of the mean step: over all steps, because writes of one step fall into the next."""
         return Bound.of(
-            self._mean([record.seconds for record in self.records]),
+            self.step_s,
             waits=self.waits,
             update_s=self._mean([record.update_seconds for record in self.records]),
             read_bytes=self._mean([record.read_bytes for record in self.records]),
@@ -120,8 +125,8 @@ class RunSummary:
     @property
     def share_of_peak(self) -> float:
         """The arithmetic of a step over what the device is capable of in that time; 0 on the CPU."""
-        seconds = self._median([record.seconds for record in self.records])
-        return self.plan.step_flop / seconds / self.peak_flop_per_s if self.peak_flop_per_s and seconds else 0.0
+        at_peak_s = self.plan.step_flop / self.peak_flop_per_s if self.peak_flop_per_s else 0.0
+        return at_peak_s / self.step_s if self.step_s else 0.0
 
     @property
     def read_bytes_per_param(self) -> float:
@@ -144,10 +149,9 @@ class RunSummary:
         if not self.records:
             return []
         first, last = self.records[0], self.records[-1]
-        seconds = self._median([record.seconds for record in self.records])
         lines = [
             f"loss    {first.loss:.3f} -> {last.loss:.3f} in {len(self.records)} steps, nats per byte",
-            f"time    {seconds:.2f} s per step, {first.num_tokens / seconds:,.0f} tokens/s, "
+            f"time    {_said(self.step_s)} s per step, {first.num_tokens / self.step_s:,.0f} tokens/s, "
             f"{self.bound.stall:.0%} of it waiting for I/O",
             f"moved   {self.read_bytes_per_param:.1f} bytes read and {self.write_bytes_per_param:.1f} written "
             "per parameter and step",
@@ -180,13 +184,14 @@ class RunSummary:
 
     def _bound_lines(self) -> list[str]:
         bound, waits = self.bound, sorted(self.waits.items(), key=lambda item: -item[1])
-        told = [f"{seconds:.2f} s {reason}" for reason, seconds in waits if seconds >= 0.005]
-        copies = "" if self.device is None else f"PCIe {bound.copy_s:.2f}, "
+        told = [f"{_said(seconds)} s {reason}" for reason, seconds in waits if seconds >= 0.005]
+        copies = "" if self.device is None else f"PCIe {_said(bound.copy_s)}, "
+        ratio = float(_said(bound.step_s)) / float(_said(bound.seconds)) if bound.seconds else bound.step_over_bound
         source = self.bandwidth.source if self.bandwidth else "as seen in this run; measure the drive: tiered bench DIR"
         return [
             f"waited  {', '.join(told) or 'for nothing'} per step",
-            f"bound   {bound.seconds:.2f} s (compute {bound.compute_s:.2f}, NVMe {bound.nvme_s:.2f}, {copies}update "
-            f"{bound.update_s:.2f}), step/bound {bound.step_over_bound:.2f}; bandwidth {source}",
+            f"bound   {_said(bound.seconds)} s (compute {_said(bound.compute_s)}, NVMe {_said(bound.nvme_s)}, {copies}"
+            f"update {_said(bound.update_s)}), step/bound {ratio:.2f}; bandwidth {source}",
             *([f"drawn   {self.timeline}"] if self.timeline else []),
         ]
 
@@ -236,6 +241,11 @@ class RunSummary:
                 "matrix_flop_per_s": self.peak_flop_per_s,
             }
         }
+
+
+def _said(seconds: float) -> str:
+    """Return seconds in three digits or more: enough for the quotient of two figures."""
+    return f"{seconds:.2f}" if seconds >= 1 else f"{seconds:#.3g}"
 
 
 def _peak_rss_bytes() -> int:
