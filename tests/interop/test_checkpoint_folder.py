@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -239,4 +241,24 @@ def test_a_child_that_was_forked_meanwhile_keeps_no_folder(tmp_path: Path) -> No
     os.close(end)
     assert os.waitpid(child, 0)[1] == 0
     os.close(ready)
+    check_checkpoint(tmp_path / "out", VALUES)
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_checkpoint_is_written_where_there_is_no_fallocate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """As on NFS, ZFS, FUSE and vfat; glibc's own way out is a byte in each block, which direct I/O refuses."""
+    real = os.posix_fallocate
+
+    def lacking(fd: int, offset: int, nbytes: int) -> None:
+        if error == errno.EOPNOTSUPP or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(error, os.strerror(error))
+        real(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", lacking)
+    values = {**VALUES, "large": torch.arange(3_000_001.0), "none": torch.empty(0, 3)}
+    write_checkpoint(tmp_path / "out", values, max_shard_size="50GB")
+    check_checkpoint(tmp_path / "out", values)
+    write_checkpoint(tmp_path / "out", VALUES, max_shard_size="50GB")
     check_checkpoint(tmp_path / "out", VALUES)

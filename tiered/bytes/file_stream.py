@@ -15,7 +15,7 @@ from concurrent.futures import wait as wait_for_all
 from types import TracebackType
 from typing import Self
 
-from tiered.bytes.device.files import translate
+from tiered.bytes.device.files import allocate, translate
 from tiered.bytes.host_tensor import empty_aligned
 from tiered.units import MiB, format_bytes, round_up
 
@@ -61,7 +61,7 @@ class FileWriter:
         except OSError as error:
             raise translate(error, f"cannot create {path}") from error
         try:
-            os.posix_fallocate(self._fd, 0, max(nbytes, 1))
+            allocate(self._fd, 0, round_up(max(nbytes, 1), _ALIGNMENT))  # ``finish`` cuts the rest off
             self._memory = empty_aligned(_NUM_PIECES * PIECE_NBYTES, _ALIGNMENT)[1]
         except OSError as error:
             os.close(self._fd)

@@ -30,7 +30,7 @@ from tiered.bytes.device.direct import (
 from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, TieredError, UsageError
 from tiered.units import MiB, format_bytes
 
-__all__ = ["DataFile", "DataFiles", "NumberedFiles", "open_data_files", "translate"]
+__all__ = ["DataFile", "DataFiles", "NumberedFiles", "allocate", "open_data_files", "translate"]
 
 _NAME = re.compile(r"data-(\d{3,})")
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -197,7 +197,7 @@ class DataFiles(NumberedFiles):
                     return
                 # Order: dirty before the size is known, so that a flush which sees the new size covers it.
                 data_file.is_dirty = True
-                _allocate(data_file.fd, old_size, nbytes)
+                allocate(data_file.fd, old_size, nbytes)
                 data_file.nbytes = nbytes
             except OSError as error:
                 raise translate(error, what) from error
@@ -296,7 +296,7 @@ class DataFiles(NumberedFiles):
                 undo.callback(os.unlink, name, dir_fd=self._descriptor)
                 undo.callback(os.close, fd)
                 os.fchmod(fd, 0o600)  # against the umask
-            _allocate(fd, 0, nbytes)
+            allocate(fd, 0, nbytes)
             self._directory_is_dirty |= file != SCRATCH  # order: before the file can be seen, as in ``grow``
             self._files[file] = DataFile(fd, nbytes, is_dirty=True)
             undo.pop_all()
@@ -336,8 +336,11 @@ def _file_name(file: int) -> str:
     return f"data-{file:03d}"
 
 
-def _allocate(fd: int, start: int, end: int) -> None:
-    """Allocate [start, end) of the file, or leave it ``start`` bytes long. Raises OSError."""
+def allocate(fd: int, start: int, end: int) -> None:
+    """Allocate [start, end) of the file, or leave it ``start`` bytes long. Raises OSError.
+
+    Both are aligned where ``fd`` is for direct I/O: a file system without fallocate is given zeros.
+    """
     if start == end:
         return
     try:
