@@ -210,7 +210,9 @@ class GatedCatalog(Catalog):
     def discard(self) -> None:
         self._catalog.discard()
 
-    def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False) -> None:
+    def apply(
+        self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False
+    ) -> None:
         self.reached.set()
         assert self.may_apply.wait(WAIT_S)
         if self.failure is not None:

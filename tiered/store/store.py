@@ -84,7 +84,9 @@ class Store(TensorMapping):
         try:
             with INTERRUPTS:
                 arena = _arena or new_arena(dram_budget(dram), serves_accelerator=self.device_memory != 0)
-                parts = open_parts(directories, arena, durable=durable, engine=engine, mode=mode, external=external)
+                parts = open_parts(
+                    directories, arena, durable=durable, engine=engine, mode=mode, external=external
+                )
                 self._assemble(parts, durable=durable, mode=mode, deadline_s=_DEADLINE_S)
         except KeyboardInterrupt:  # it may have come when all was open, and the caller has no store
             if hasattr(self, "_generations"):

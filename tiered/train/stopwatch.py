@@ -75,7 +75,9 @@ def _copied(before: StoreStatistics, now: StoreStatistics) -> tuple[int, int]:
 
 
 def _copy_seconds(before: StoreStatistics, now: StoreStatistics) -> tuple[float, float]:
-    into, out = (now.recorder.seconds_of(word) - before.recorder.seconds_of(word) for word in ("copy in", "copy out"))
+    into, out = (
+        now.recorder.seconds_of(word) - before.recorder.seconds_of(word) for word in ("copy in", "copy out")
+    )
     return into, out
 
 

@@ -227,6 +227,7 @@ class RunSummary:
             },
         }
 
+
     def _device_as_json(self) -> dict[str, object]:
         if self.device is None:
             return {}

@@ -109,7 +109,11 @@ class _Construction:
     @uninterrupted
     def take(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """Move ``parameter``, which ``module`` registers as ``name``, into the store; same object, same values."""
-        if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.layout is not torch.strided:
+        if (
+            type(parameter) is not nn.Parameter
+            or parameter.is_meta
+            or parameter.layout is not torch.strided
+        ):
             return None  # tied (ours already), on meta, or another subclass
         self._place(f"{type(module).__name__}.{name}", parameter)
         parameter.__class__ = TieredParameter
@@ -212,6 +216,7 @@ class _Construction:
                 constructed.park()
                 return True
         return False
+
 
     def tier_of(self, device: torch.device) -> HostTier | AcceleratorTier:
         """Return the tier of ``device``, whose memory is for a few parameters, or for one that is larger."""

@@ -49,7 +49,9 @@ class Event(enum.Enum):
     BETWEEN_STEPS = "commit, state_dict(), unsharded and what else expects a whole model"
 
 
-_PENDING = "with gradients pending; expected after optimizer.step(), or after optimizer.zero_grad(), which drops them"
+_PENDING = (
+    "with gradients pending; expected after optimizer.step(), or after optimizer.zero_grad(), which drops them"
+)
 
 _REFUSED: dict[Settled, dict[Event, str]] = {
     Settled.CLEAN: {},

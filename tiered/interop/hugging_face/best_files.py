@@ -13,7 +13,6 @@ from tiered.zero.parameters.parameter import TieredParameter
 
 __all__ = ["load_files"]
 
-
 def load_files(model: nn.Module, folder: Path) -> None:
     """Load the safetensors files in ``folder``, by the names of ``model.state_dict()``, a unit at a time.
 

@@ -99,7 +99,9 @@ class Catalog(ABC):
         """Return a page of ``row`` in the generation that was loaded or committed last. Raises CorruptionError."""
 
     @abstractmethod
-    def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False) -> None:
+    def apply(
+        self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False
+    ) -> None:
         """Replace the root, insert or replace ``upserts``, drop the key ids ``deleted``: all or nothing, durable.
 
         With ``keeps_before`` the generation that was the newest stays beside it, until the next call. A key id in

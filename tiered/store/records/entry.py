@@ -90,6 +90,7 @@ class Alias:
         self.memory: Watched | None = None  # lives as long as the lease's last tensor
         self.before: Stored | None = None  # where the device has the bytes that were leased for writing
 
+
     @property
     def is_dead(self) -> bool:
         """Whether the last tensor has died, reported or not: another thread may have the report in hand."""

@@ -397,3 +397,4 @@ def _row(key_id: int, name: str, spec: Spec, *, generation: int, extents: Extent
         inline=None,
         block_nbytes=spec.block_nbytes,
     )
+

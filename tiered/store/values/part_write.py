@@ -65,7 +65,9 @@ class PartWrite:
     looked at is looked at again under the lock that installs the blocks; on a difference everything begins anew.
     """
 
-    def __init__(self, working_set: WorkingSet, writing: set[str], key: str, start: int, value: torch.Tensor) -> None:
+    def __init__(
+        self, working_set: WorkingSet, writing: set[str], key: str, start: int, value: torch.Tensor
+    ) -> None:
         """``value`` is contiguous; ``writing`` are the keys that parts are being written of."""
         self._working_set = working_set
         self._records = working_set.records

@@ -59,7 +59,9 @@ class Values:
     def _put_one_of_many(self, key: str, value: torch.Tensor) -> None:
         self._put(key, value, is_one_of_many=True)
 
-    def _put(self, key: str, value: torch.Tensor, *, is_one_of_many: bool, block_nbytes: int | None = None) -> None:
+    def _put(
+        self, key: str, value: torch.Tensor, *, is_one_of_many: bool, block_nbytes: int | None = None
+    ) -> None:
         self._working_set.check(writing=True)
         plain = plain_value(key, value)
         while not self._put_plain(key, plain, is_one_of_many=is_one_of_many, block_nbytes=block_nbytes):

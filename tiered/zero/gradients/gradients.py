@@ -26,7 +26,6 @@ from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["UnitGradients"]
 
-
 class UnitGradients:
     """The gradients of one unit in one buffer, laid out as the unit's trainable spans are, for good.
 

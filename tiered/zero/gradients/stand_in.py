@@ -58,6 +58,7 @@ class Change:
         return change
 
 
+
 class GradientSource(Protocol):
     """The source of one gradient's values.
 

@@ -182,7 +182,9 @@ def _access(
 
 
 @contextmanager
-def _access_each(segments: Sequence[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+def _access_each(
+    segments: Sequence[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
     """The parameters of several models, or of a model that is being made, meet in one operation."""
     with ExitStack() as stack:
         for segment in segments:
