@@ -210,6 +210,9 @@ class GatedCatalog(Catalog):
     def discard(self) -> None:
         self._catalog.discard()
 
+    def measure(self, root: Root) -> None:
+        self._catalog.measure(root)
+
     def apply(
         self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False
     ) -> None:

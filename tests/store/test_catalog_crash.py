@@ -204,7 +204,31 @@ def test_a_state_too_large_is_refused_before_anything_happens(file, monkeypatch)
     monkeypatch.setattr("tiered.store.catalog.sqlite_catalog._MAX_VALUE_NBYTES", 1000)
     with closing(file.create()) as catalog:
         with pytest.raises(CapacityError, match="keys of their own"):
-            catalog.apply(root_of(1, state="x" * 500), [], [])
+            catalog.measure(root_of(1, state="x" * 900))
+        with pytest.raises(CapacityError, match="is 1200 bytes of JSON"):
+            catalog.measure(root_of(1, state="\u20ac" * 400))
+        catalog.measure(root_of(1, state="x" * 800))
+        catalog._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 700)
+        with pytest.raises(CapacityError, match="keys of their own"):
+            catalog.measure(root_of(1, state="x" * 800))
+
+
+@pytest.mark.parametrize("letter", ["x", "\u20ac"])
+def test_the_largest_state_that_is_let_through_is_written(file, letter):
+    with closing(file.create()) as catalog:
+        catalog._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 3000)
+        sizes = range(2700 // len(letter.encode()), 3000 // len(letter.encode()))
+        fits = [num for num in sizes if not _is_refused(catalog, letter * num)]
+        assert fits and len(fits) < len(sizes)
+        catalog.apply(root_of(1, state=letter * fits[-1]), [], [], keeps_before=True)
+
+
+def _is_refused(catalog, state):
+    try:
+        catalog.measure(root_of(1, state=state))
+    except CapacityError:
+        return True
+    return False
 
 
 @pytest.mark.parametrize("policy", ["drop", "keep", "subset", "torn"])

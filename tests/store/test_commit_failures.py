@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -487,3 +489,84 @@ def test_a_directory_that_is_moved_while_it_is_open_loses_the_open_generation_on
             store.commit({"step": 2})
     with Store(tmp_path / "moved", dram="8MiB") as store:
         assert store.state == {"step": 1} and torch.equal(store["a"], numbers(10_000))
+
+
+# What the catalog refuses without a change
+
+
+@pytest.mark.parametrize("error", [DeadlineError("another process holds it"), CapacityError("the drive is full")])
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_the_catalog_refuses_without_a_change_costs_the_call_alone(error: Exception, wait: bool) -> None:
+    gated = GatedStore()
+    store, content = gated.store, numbers(8 * KiB)
+    store["a"] = content
+    gated.catalog.failure = error
+    with pytest.raises(type(error), match=rf"generation 1 is not committed yet, and none of it is lost: {error}"):
+        store.commit({"step": 1}, wait=wait)
+        store.wait_for_commit()
+    with pytest.raises(type(error), match="commit again"):
+        store.commit({"step": 2})
+    assert torch.equal(store["a"], content) and store.generation == 0
+    gated.catalog.failure = None
+    store["b"] = numbers(8 * KiB, 1)
+    assert store.commit({"step": 2}) == 2 and store.state == {"step": 2}
+    store.close()
+    gated.open()
+    assert torch.equal(gated.store["a"], content) and torch.equal(gated.store["b"], numbers(8 * KiB, 1))
+    gated.close()
+
+
+def test_rollback_after_such_a_refusal_keeps_what_was_sealed() -> None:
+    gated = GatedStore()
+    gated.store["a"] = numbers(8 * KiB)
+    gated.catalog.failure = DeadlineError("another process holds it")
+    with pytest.raises(DeadlineError):
+        gated.store.commit()
+    gated.store["a"] = numbers(8 * KiB, 1)
+    gated.catalog.failure = None
+    gated.store.rollback()
+    assert gated.store.generation == 1 and torch.equal(gated.store["a"], numbers(8 * KiB))
+    gated.close()
+
+
+def test_a_close_beside_such_a_refusal_says_so_and_ends() -> None:
+    gated = GatedStore()
+    gated.store["a"] = numbers(8 * KiB)
+    gated.catalog.failure = CapacityError("the drive is full")
+    with pytest.raises(CapacityError, match="is not committed yet"):
+        gated.store.close()
+    gated.open()
+    assert not gated.store
+    gated.close()
+
+
+def test_a_paused_reader_of_the_catalog_costs_a_call_and_not_the_store(tmp_path: Path) -> None:
+    """As a stopped ``tiered inspect`` is, in the midst of its look."""
+    with Store(tmp_path / "s", dram="8MiB") as store:
+        catalog = tmp_path / "s" / CATALOG_NAME
+        writer = store._generations._committer._catalog  # type: ignore[union-attr]
+        with closing(sqlite3.connect(catalog, isolation_level=None)) as reader:
+            writer._connection.execute("PRAGMA busy_timeout=10")  # type: ignore[attr-defined]
+            reader.execute("BEGIN")
+            reader.execute("SELECT * FROM root").fetchall()
+            store["a"] = numbers(8 * KiB)
+            for _ in range(2):
+                with pytest.raises(DeadlineError, match="another process holds it; commit again"):
+                    store.commit({"step": 1})
+        assert store.commit({"step": 1}) == 2
+    with Store(tmp_path / "s", dram="8MiB") as store:
+        assert torch.equal(store["a"], numbers(8 * KiB)) and store.state == {"step": 1}
+
+
+def test_a_state_too_large_for_the_catalog_costs_the_call_and_not_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered.store.catalog.sqlite_catalog._MAX_VALUE_NBYTES", 1 * MiB)
+    with Store(tmp_path / "s", dram="8MiB") as store:
+        store["a"] = numbers(8 * KiB)
+        for wait in (True, False):
+            with pytest.raises(CapacityError, match=r"is 20000\d\d bytes of JSON, .* nothing was sealed"):
+                store.commit({"text": "x" * 2_000_000}, wait=wait)
+        assert store.commit({"step": 1}) == 1
+    with Store(tmp_path / "s", dram="8MiB") as store:
+        assert store.state == {"step": 1}

@@ -99,6 +99,10 @@ class Catalog(ABC):
         """Return a page of ``row`` in the generation that was loaded or committed last. Raises CorruptionError."""
 
     @abstractmethod
+    def measure(self, root: Root) -> None:
+        """Raise CapacityError where ``root`` is larger than ``apply`` could write; writes nothing."""
+
+    @abstractmethod
     def apply(
         self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False
     ) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,7 +52,8 @@ T = TypeVar("T")
 _NEWEST, _BEFORE = 1, 0  # in the column ``one`` of the root
 _ROWS, _PAGES = "SELECT key_id, body, digest FROM records", "SELECT key_id, page, body, digest FROM pages"
 _NUM_READ_RETRIES = 3
-_MAX_VALUE_NBYTES = 1_000_000_000  # SQLite's own limit on one value; the state text ends there
+_MAX_VALUE_NBYTES = 1_000_000_000  # SQLite's own limit on one value, and on one row; the state text ends there
+_MAX_RECORD_NBYTES = 64  # of the root row beside its body
 
 
 class SqliteCatalog(Catalog):
@@ -177,13 +179,19 @@ class SqliteCatalog(Catalog):
         except (ValueError, struct.error) as error:
             raise corrupt(f"{where} cannot be decoded: {error}", self.name, row.name) from error
 
-    def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False) -> None:
-        if len(root.state) >= _MAX_VALUE_NBYTES // 2:
+    def measure(self, root: Root) -> None:
+        num_others = len(encode_root(replace(root, state=""), 0, 0)[0]) + _MAX_RECORD_NBYTES
+        nbytes = len(root.state) if root.state.isascii() else len(root.state.encode("utf-8", "surrogatepass"))
+        with self._using("measure") as connection:
+            # SQLite has a limit of its own, and a connection one that may be lower.
+            most = min(connection.getlimit(sqlite3.SQLITE_LIMIT_LENGTH), _MAX_VALUE_NBYTES) - num_others
+        if nbytes > most:
             raise CapacityError(
-                f"the state that rides along with the commit is {len(root.state)} characters of JSON, "
-                f"at most {_MAX_VALUE_NBYTES // 2} fit: put its tensors into the store under keys of their own"
+                f"the state that rides along with the commit is {nbytes} bytes of JSON, at most {most} fit into "
+                f"catalog {self.name}; nothing was sealed: put its tensors into the store under keys of their own"
             )
 
+    def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False) -> None:
         def write(connection: sqlite3.Connection) -> None:
             transaction = CatalogTransaction(connection, self._read_header(connection, root), keeps_before=keeps_before)
             transaction.upsert(upserts)

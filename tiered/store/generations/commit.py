@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from tiered.bytes.critical_section import ServiceThread
-from tiered.errors import CapacityError, DeviceError, LeaseError, TieredError
+from tiered.errors import CapacityError, DeadlineError, DeviceError, LeaseError, TieredError
 from tiered.store.catalog.catalog import Catalog, GenerationName
 from tiered.store.format.root import Root
 from tiered.store.generations.external_digests import are_known, find_digests
@@ -40,7 +40,8 @@ class Committer:
     """Takes a store from one generation to the next, one commit at a time.
 
     The flush runs in a thread that ends with it, so a caller may wait or go on. After a failure there nothing can be
-    written any more: ``failure`` has the reason, and reopening the store decides which generation it holds.
+    written any more: ``failure`` has the reason, and reopening the store decides which generation it holds. A catalog
+    that refuses and has changed nothing is no failure: the next ``wait`` applies the sealed generation again.
     """
 
     def __init__(
@@ -66,6 +67,11 @@ class Committer:
         self._confirmation = confirmation
         self._external = external
         self._thread: threading.Thread | None = None
+        self._refused: tuple[Root, TieredError] | None = None  # by the catalog, which has changed nothing
+
+    def measure(self, state: str) -> None:
+        """Raise CapacityError for a ``state`` that the catalog would refuse after the seal."""
+        self._catalog.measure(replace(self.root, state=state, external=self._external.files))
 
     def start(self, state: str, *, is_last: bool = False) -> int:
         """Seal the open generation, with ``state`` riding along, and start to flush it; return its number.
@@ -133,18 +139,34 @@ class Committer:
         return generation if self._working_set.deferred_seal.hand_over(seal) else 0
 
     def wait(self) -> None:
-        """Wait until no commit runs, successful or not. Raises DeadlineError."""
+        """Wait until no commit runs, successful or not. Raises DeadlineError, and what the catalog refuses with."""
+        self._apply_refused()
         deadline = Deadline("completion of the running commit", self._working_set.deadline_s)
         begun = self._working_set.recorder.begin()
         with self._condition:
-            is_waiting = self._records.sealed is not None and self.failure is None
-            while self._records.sealed is not None and self.failure is None:
+            is_waiting = self._is_running()
+            while self._is_running():
                 deadline.wait(self._condition, self._records.commit_progress())
-            thread = self._thread
+            thread, refused = self._thread, self._refused
         if is_waiting:
             self._working_set.recorder.waited(Wait.COMMIT, "", begun)
         if thread is not None:
             thread.join()  # it has nothing left to do
+        if refused is not None:
+            root, error = refused
+            fate = f"generation {root.generation} is not committed yet, and none of it is lost"
+            raise type(error)(f"{fate}: {error}; commit again") from error
+
+    def _apply_refused(self) -> None:
+        """Have the catalog take the generation that it has refused, if any."""
+        with self._condition:
+            refused, self._refused = self._refused, None
+            sealed = self._records.sealed
+        if refused is not None and sealed is not None:
+            self._apply(sealed, refused[0])
+
+    def _is_running(self) -> bool:
+        return self._records.sealed is not None and self.failure is None and self._refused is None
 
     def roll_back(self) -> None:
         """Return to the last sealed generation, without I/O. Raises LeaseError while a key is leased for writing."""
@@ -198,9 +220,7 @@ class Committer:
 
     def _finish(self, sealed: Sealed) -> None:
         recorder, subject = self._working_set.recorder, f"generation {sealed.generation}"
-        is_durable = False
         try:
-            begun = recorder.begin(on_device=False)
             self._write(sealed)
             flush_begun = recorder.begin(on_device=False)
             self._working_set.space.flush()
@@ -216,19 +236,31 @@ class Committer:
                 external=self._external.files,
             )
             self._hand_out_pages(sealed)
+        except BaseException as error:  # of any kind: it must reach the caller
+            self._fail(sealed, error, is_durable=False)
+            return
+        self._apply(sealed, root)
+
+    def _apply(self, sealed: Sealed, root: Root) -> None:
+        recorder, is_durable = self._working_set.recorder, False
+        try:
+            begun = recorder.begin(on_device=False)
             written = _written_nbytes()
-            self._catalog.apply(
-                root,
-                list(sealed.rows.values()),
-                [entry.key_id for entry in sealed.removed],
-                keeps_before=self._confirmation.keeps_before,
-            )
+            rows, removed = list(sealed.rows.values()), [entry.key_id for entry in sealed.removed]
+            try:
+                self._catalog.apply(root, rows, removed, keeps_before=self._confirmation.keeps_before)
+            except (CapacityError, DeadlineError) as error:  # nothing has changed, and the call may be repeated
+                _log.warning("generation %d is not committed yet: %s", sealed.generation, error)
+                with self._condition:
+                    self._refused = root, error
+                    self._condition.notify_all()
+                return
             self.catalog_write_bytes += _written_nbytes() - written
             sealed.phase += 1
             is_durable = True
             # Order: until this returns, the sealed set and the one before stay as they are, and no key takes a third.
             self._confirmation.confirm(GenerationName(root.generation, root.nonce))
-            recorder.worked("commit", subject, begun)
+            recorder.worked("commit", f"generation {sealed.generation}", begun)
         except BaseException as error:  # of any kind: it must reach the caller
             self._fail(sealed, error, is_durable=is_durable)
             return

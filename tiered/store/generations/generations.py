@@ -100,6 +100,7 @@ class Generations:
             self._working_set.deferred_seal.settle()
             user_text = self._user_text if state is None else encode_user_state(state)
             text = self.registry.encode(user_text)
+            committer.measure(text)  # order: before anything is sealed, or announced
 
             def seal() -> int:
                 generation = committer.start(text)
@@ -198,7 +199,9 @@ class Generations:
                 if commit and self.withheld_for:
                     _log.warning("%s", self.withheld_for)
                 elif commit and not self._end_unchanged():
-                    self._committer.start(self.registry.encode(self._user_text), is_last=True)
+                    text = self.registry.encode(self._user_text)
+                    self._committer.measure(text)
+                    self._committer.start(text, is_last=True)
                     self.wait()
         except Exception as error:  # of any kind: the store closes
             failure = failure or error
