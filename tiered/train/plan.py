@@ -17,7 +17,7 @@ from tiered.store.lifetime.opening import CATALOG_NBYTES, dram_budget
 from tiered.train.budget import check_budget
 from tiered.train.config import RunConfig, RunDials
 from tiered.train.data import Corpus
-from tiered.units import divide_up, format_bytes, format_count
+from tiered.units import KiB, divide_up, format_bytes, format_count
 from tiered.zero.accelerator_state import describe_device
 from tiered.zero.formats.layout import Layouts
 from tiered.zero.formats.rules import AdamWRule
@@ -31,6 +31,9 @@ CONSTRUCT_BYTES_PER_PARAM = 4
 
 IN_MEMORY_BYTES_PER_PARAM = 16
 """bf16 parameters and gradients, fp32 master and two moments; or all four in fp32. Activations come on top."""
+
+_KEYS_PER_UNIT, _KEY_PADDING_NBYTES, _CATALOG_PAGES_NBYTES = 12, 5 * KiB, 128 * KiB
+"""The keys of a unit of 4 M elements, a page and a row of the catalog for each, and the catalog's pages of a commit."""
 
 _LONG_STEP_FLOP = 1e11  # a minute of such a loop
 _MANY_BYTES = 10 * 10**12
@@ -80,9 +83,15 @@ class Plan:
 
     @property
     def gradient_nbytes(self) -> int:
-        """Bytes of gradients that pass through the device each step: with the update "step", when over the budget."""
-        nbytes = self.num_params * (2 if self.config.dtype == "bf16" else 4)
-        return nbytes if self.config.update == "step" and 2 * nbytes > self.dials.dram else 0
+        """Bytes of the gradients that wait for the end of a step; each micro-step may write each of them."""
+        waits = self.config.update == "step" or self.config.accumulate > 1
+        return self.num_params * _DTYPES[self.config.dtype].itemsize if waits else 0
+
+    @property
+    def padding_nbytes(self) -> int:
+        """Bytes of one step beside its tensors: the last page of each key, and the catalog's pages in a commit."""
+        num_keys = _KEYS_PER_UNIT * (self.config.layers + 1) + (self.num_params >> 22)
+        return _CATALOG_PAGES_NBYTES + _KEY_PADDING_NBYTES * num_keys
 
     @property
     def space_nbytes(self) -> int:
@@ -96,13 +105,15 @@ class Plan:
     @property
     def step_write_nbytes(self) -> int:
         """Bytes one step writes."""
-        return int(self.state_bytes_per_param * self.num_params) + self.gradient_nbytes
+        state_nbytes = int(self.state_bytes_per_param * self.num_params)
+        return state_nbytes + self.config.accumulate * self.gradient_nbytes + self.padding_nbytes
 
     @property
     def write_nbytes(self) -> int:
         """Bytes this process writes: its steps, and the model's first state when it starts from nothing."""
         constructed = (CONSTRUCT_BYTES_PER_PARAM + self.state_bytes_per_param) * self.num_params
-        return (0 if self.first_step else int(constructed)) + self.num_steps * self.step_write_nbytes
+        first = 0 if self.first_step else int(constructed) + 2 * self.padding_nbytes  # scratch has keys of its own
+        return first + self.num_steps * self.step_write_nbytes
 
     def check_space(self) -> None:
         """Raise CapacityError unless each file system has room for its share, files already there counted in."""
