@@ -108,12 +108,13 @@ def test_a_model_constructed_on_the_cpu_is_sharded_onto_the_device(accelerator: 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("update_on", ["cpu", "device"])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_no_thread_makes_a_call_that_waits_for_the_device(
-    update: str, update_on: str, sim: ModuleType, tmp_path: Path
+    activations: str, update: str, update_on: str, sim: ModuleType, tmp_path: Path
 ) -> None:
     max_norm = 0.5 if update == "step" else None
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
-        options = {"device": DEVICE, "update_on": update_on, "activations": "keep"}
+        options = {"device": DEVICE, "update_on": update_on, "activations": activations}
         session = start(case_on(DEVICE, "gpt"), Recipe(max_norm=max_norm), store, update, **options)
         batches = [session.case.batch(index) for index in range(6)]
         for step, batch in enumerate(batches):
