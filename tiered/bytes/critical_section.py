@@ -40,7 +40,7 @@ class _Started(threading.Event):
 class BoundedThread(threading.Thread):
     """A thread of tiered's own: its start ends within a deadline. The interpreter waits for the thread's end."""
 
-    def __init__(self, *, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
+    def __init__(self, *, target: Callable[..., object], name: str | None = None, args: tuple[Any, ...] = ()) -> None:
         super().__init__(name=name)
         self._started = _Started()
         self._jobs = [(target, args)]  # the thread takes the job, or a start that failed: never both
