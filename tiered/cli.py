@@ -248,7 +248,10 @@ def verify(run: Run, drop: Drop = None, external: External = None, yes: Yes = Fa
 
 @_command
 def gc(run: Run, dry_run: DryRun = False, yes: Yes = False, json: ReportFile = None) -> int:
-    """Remove what crashes left in a run's directories, and give back the space that nothing committed uses."""
+    """Remove what crashes left in a run's directories, and give back the space behind a file's last committed byte.
+
+    The store uses the space of other deleted keys again; the file keeps that space.
+    """
     from tiered.train.cleaning import clean
 
     return clean(run, dry_run=dry_run, yes=yes, json_file=json)
