@@ -54,13 +54,22 @@ class RandomParts:
         for name in self._parts.keys() & states.keys():
             _set_state(self._parts[name], states[name])
 
+    def restart(self, start: dict[str, Any]) -> None:
+        """Set everything but the kept parts to ``start``."""
+        RandomState().load_state_dict(start["process"])
+        self.restore_parts({name: state for name, state in start["parts"].items() if name not in self._kept})
+
+    def restore_kept(self, states: dict[str, Any]) -> None:
+        """Set the process's generators and the kept parts to ``states``."""
+        RandomState().load_state_dict(states["process"])
+        self.restore_parts({name: state for name, state in states["parts"].items() if name in self._kept})
+
     @contextmanager
     def replaying(self, start: dict[str, Any]) -> Iterator[None]:
         """Set everything but the kept parts to ``start``; at the end put the process's generators back."""
         found = RandomState().state_dict()
-        RandomState().load_state_dict(start["process"])
         try:
-            self.restore_parts({name: state for name, state in start["parts"].items() if name not in self._kept})
+            self.restart(start)
             yield
         finally:
             RandomState().load_state_dict(found)

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from tiered.loader.batch_source import BatchSource, length, warn_of_turns
 from tiered.loader.random_parts import DrawWatch, drawn_states, generators, parts_of
 
-__all__ = ["TorchSource"]
+__all__ = ["TorchSource", "WorkerWatch"]
 
 _log = logging.getLogger("tiered")
 
@@ -47,9 +47,9 @@ class TorchSource(BatchSource[Batch]):
         changes: dict[str, Any] = {place: self._sampler, "_iterator": None}
         if loader.num_workers > 0 or not self._loads_again:
             self._watch = None  # the main process loads nothing, or nothing again
-        self._worker_watch: _WorkerWatch | None = None
+        self._worker_watch: WorkerWatch | None = None
         if loader.num_workers > 0 and (self._persists or not self._loads_again):
-            self._worker_watch = _WorkerWatch(loader)
+            self._worker_watch = WorkerWatch(loader)
             changes |= {"collate_fn": self._worker_watch.collate, "worker_init_fn": self._worker_watch.start_worker}
         vars(self._torch_loader).update(changes)  # torch refuses these as attributes of a loader that is made
         self._is_made = False
@@ -175,7 +175,7 @@ class _Indices(Iterator[Any]):
         return next(self._indices) if self._watch is None else self._watch.next(self._indices)
 
 
-class _WorkerWatch:
+class WorkerWatch:
     """Stands in for a DataLoader's ``collate_fn`` and ``worker_init_fn``, and sees whether workers draw.
 
     ``has_drawn``, a bool tensor of one element in shared memory, becomes true when one of them has.

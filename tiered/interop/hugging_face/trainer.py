@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tiered.errors import UsageError
 from tiered.interop.hugging_face.arguments import Arguments
+from tiered.interop.hugging_face.batch_draws import BatchDraws
 from tiered.interop.hugging_face.best_files import load_files
 from tiered.interop.hugging_face.checkpoint import Pointer, folder_to_resume
-from tiered.interop.hugging_face.collation import Collation
 from tiered.interop.hugging_face.optimizer_choice import choose_optimizer
 from tiered.interop.hugging_face.placement import place
 from tiered.interop.hugging_face.refusal import refuse
@@ -61,7 +62,7 @@ class TrainerMixin:
         self.tiered = Arguments.of(tiered)
         self._is_live = False  # whether this process has trained or resumed the run
         self._is_back = False  # whether it has the weights of a run alone
-        self._collation = Collation()
+        self._draws: BatchDraws | None = None
         self._resumed_random: dict[str, Any] | None = None  # until the loop is at its place in the data
         self._resumed_facts: dict[str, Any] = {}  # each until the loop has used it
         super().__init__(*arguments, **options)
@@ -140,7 +141,13 @@ class TrainerMixin:
 
     def _run_epoch(self, *arguments: Any, **options: Any) -> None:
         """Go through the data once; not for a run that was resumed at its end."""
-        self._collation.pending.clear()
+        made = self._resumed_facts.pop("made", None)  # all that tiered 0.2.0 committed: what collators drew
+        committed = self._resumed_facts.pop("batches", None) or (made and BatchDraws.state_of_collator(made))
+        random = self._resumed_random
+        if committed and random and self._draws is not None and not self.args.ignore_data_skip:
+            position = options["steps_trained_in_current_epoch"]
+            is_set_there = self._draws.load_state_dict(committed, position, random)
+            self._resumed_random = None if is_set_there else random
         if "loss" in self._resumed_facts:
             self._tr_loss += self._resumed_facts["loss"]
             self._total_loss_scalar -= self._resumed_facts["loss"]  # it is the mean of the steps of this call
@@ -152,23 +159,17 @@ class TrainerMixin:
             super()._run_epoch(*arguments, **options)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
-        """Return the loader; a collator that runs in this process is watched for the random numbers it draws."""
-        collator = self.data_collator
-        if not self.args.dataloader_num_workers:
-            self._collation.collate, self.data_collator = collator, self._collation
-        try:
-            return super().get_train_dataloader()  # type: ignore[misc]
-        finally:
-            self.data_collator = collator
+        """Return the loader; its draws are watched, and come back in a resumed run."""
+        loader = super().get_train_dataloader()  # type: ignore[misc]
+        base = getattr(loader, "base_dataloader", loader)
+        self._draws = BatchDraws(base) if isinstance(base, DataLoader) else None
+        return loader
 
     def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
-        """Return the batches of one step; those that a resumed run had made are made again."""
-        made = self._resumed_facts.pop("made", ())
-        if made and self._resumed_random is not None:
-            self._collation.replay(made, self._resumed_random)
-            self._resumed_random = None  # the states are set once these batches are made again
+        """Return the batches of one step."""
         batches, num_items = super().get_batch_samples(*arguments, **options)  # type: ignore[misc]
-        self._collation.used(len(batches))
+        if self._draws is not None:
+            self._draws.used(len(batches))
         return batches, num_items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -289,7 +290,7 @@ def _run_of(trainer: Any) -> RunNow:
     """Return the parts of the run of ``trainer``, which may be gone, or have only evaluated."""
     if trainer is None:
         return RunNow(None, None, {})
-    facts: dict[str, Any] = {"made": list(trainer._collation.pending)}
+    facts: dict[str, Any] = {"batches": None if trainer._draws is None else trainer._draws.state_dict()}
     if trainer._tr_loss is not None:
         facts |= {"loss": trainer._tr_loss.item(), "step_logged": trainer._globalstep_last_logged}
     return RunNow(trainer.state if trainer._is_live else None, trainer.lr_scheduler, facts)
