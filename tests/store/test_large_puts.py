@@ -1,8 +1,8 @@
-"""Large puts, of several blocks: as safe as any other put."""
+"""Large puts, whose digests are made of what is copied: as safe as any other put."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from tiered.errors import DeviceError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.records.entry import EntryState
 from tiered.store.store import Store
+from tiered.store.transfers import transfer as transfer_module
 from tiered.store.values import values
 from tiered.units import KiB, MiB
 
@@ -169,22 +170,53 @@ def test_what_is_written_after_a_put_has_digests_of_its_own(rig: Rig) -> None:
     assert store.verify().is_clean
 
 
-@pytest.mark.parametrize("meanwhile", [Store.commit, lambda store: store.pop("a")], ids=["commit", "deletion"])
-def test_what_happens_to_its_key_while_it_is_copied_leaves_the_digests_right(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Store], object]
-) -> None:
+def test_a_put_across_a_seal_has_digests_of_the_generation_it_is_in(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.store["a"] = OLD
-    copy = values.copy_contiguous
+    copy_and_digest = values._copy_and_digest
 
-    def copy_and_then(*args: Any, **options: Any) -> None:
-        copy(*args, **options)
-        monkeypatch.undo()
-        meanwhile(rig.store)
+    def commit_first(*args: Any) -> bytes:
+        digests = copy_and_digest(*args)
+        rig.store.commit()
+        return digests
 
-    monkeypatch.setattr(values, "copy_contiguous", copy_and_then)
+    monkeypatch.setattr(values, "_copy_and_digest", commit_first)
     rig.store["a"] = NEW
     rig.store["b"] = NEW
     rig.store.commit()
     store = rig.reopen()
     assert torch.equal(store["a"], NEW) and torch.equal(store["b"], NEW)
     assert store.verify().is_clean
+
+
+def test_a_key_that_is_deleted_while_it_is_put_again_has_an_id_of_its_own(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.store["a"] = OLD
+    rig.store.commit()
+    old_id = rig.store.working_set.records.entries["a"].key_id
+    copy_and_digest = values._copy_and_digest
+
+    def delete_first(*args: Any) -> bytes:
+        digests = copy_and_digest(*args)
+        del rig.store["a"]
+        return digests
+
+    monkeypatch.setattr(values, "_copy_and_digest", delete_first)
+    rig.store["a"] = NEW
+    assert rig.store.working_set.records.entries["a"].key_id > old_id
+    rig.store.commit()
+    store = rig.reopen()
+    assert torch.equal(store["a"], NEW)
+    assert store.verify().is_clean
+
+
+def test_no_thread_digests_what_a_put_has_digested(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> bytes:
+        raise AssertionError("a block is digested again")
+
+    monkeypatch.setattr(transfer_module, "block_digests", refuse)
+    rig.store["a"] = OLD
+    rig.store.commit()
+    monkeypatch.undo()
+    store = rig.reopen()
+    assert torch.equal(store["a"], OLD)

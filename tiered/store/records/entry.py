@@ -101,6 +101,7 @@ class Stored(NamedTuple):
     """The facts about an entry that end as it is leased for writing, for an entry that the device has."""
 
     row: Row | None
+    digests: tuple[int, bytes] | None
     was_changed: bool  # since the last commit was sealed
 
 
@@ -140,8 +141,8 @@ class Entry:
     """
 
     __slots__ = (
-        "committed", "held", "is_pending", "key_id", "landing", "name", "nbytes", "parts", "residence", "row",
-        "scratch", "spec", "state",
+        "committed", "digests", "held", "is_pending", "key_id", "landing", "name", "nbytes", "parts", "residence",
+        "row", "scratch", "spec", "state",
     )  # fmt: skip
 
     def __init__(self, name: str, key_id: int, spec: Spec, *, scratch: bool) -> None:
@@ -158,6 +159,7 @@ class Entry:
         self.committed: Row | None = None  # of the last committed generation
         self.landing: tuple[Extent, ...] | None = None  # the set that writes of the open generation go to
         self.parts: BlockWrites | None = None  # blocks that were written by themselves in the open generation
+        self.digests: tuple[int, bytes] | None = None  # of the bytes in DRAM, where they are known, for a generation
 
     @property
     def is_inline(self) -> bool:

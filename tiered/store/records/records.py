@@ -144,12 +144,13 @@ class Records:
         if is_read:  # a stream reads the bytes of many blocks: they stay, and are not written over
             self._free_landing(entry)
         if alias is not None and entry.state is EntryState.CLEAN and entry.parts is None and not is_read:
-            alias.before = Stored(entry.row, entry in self.changed)
+            alias.before = Stored(entry.row, entry.digests, entry in self.changed)
         if entry.parts is not None:
             self.paging.free(entry)
         if entry.row is not None and entry.row.ranges and entry in self.changed:
             self.copied[entry] = entry.row
         entry.row = None
+        entry.digests = None
         if not entry.scratch:
             self.changed[entry] = None
         if not (entry.scratch and self.durable):
@@ -157,7 +158,7 @@ class Records:
 
     def untouch(self, entry: Entry, before: Stored) -> None:
         """Note that the bytes are those that the device had ``before``, and nothing was written since."""
-        entry.row = before.row
+        entry.row, entry.digests = before.row, before.digests
         if not before.was_changed:
             self.changed.pop(entry, None)
 
@@ -181,10 +182,13 @@ class Records:
         return entry.landing
 
     def row_for(self, entry: Entry, extents: Extents) -> Row:
-        """Return the row, without digests, for bytes about to be written to ``extents``."""
+        """Return the row for bytes about to be written to ``extents``; it has digests only where they are known."""
         # Order: pending bytes are the sealed generation's, all others the open one's.
         generation = self.generation if entry.is_pending else self.open_generation
-        return _row(entry.key_id, entry.name, entry.spec, generation=generation, extents=extents)
+        row = _row(entry.key_id, entry.name, entry.spec, generation=generation, extents=extents)
+        if entry.digests is not None and entry.digests[0] == generation:
+            row = dataclasses.replace(row, digests=entry.digests[1])
+        return row
 
     def inline_row(self, entry: Entry, content: bytes) -> Row:
         """Return the row of an inline entry."""

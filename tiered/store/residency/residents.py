@@ -302,6 +302,8 @@ class Residents:
         Returns False, and drops nothing, where the device does not have them.
         """
         entry = alias.residence.entry
+        if entry is not None:
+            entry.digests = None
         if entry is not None and entry.state is EntryState.CLEAN:
             self.drop(entry)
             entry.state = EntryState.STORED

@@ -45,9 +45,9 @@ class Transfer:
 
     ``memory`` is one buffer's bytes, a multiple of ``alignment``; it and the extents belong to the transfer until
     ``on_done(transfer)`` is called, once, from any thread or from inside ``start``. A write zeroes the bytes behind
-    the record's end and leaves ``digests``, which it computes; a read checks the row's digests, slab by slab as they
-    arrive or, where ``is_checked_by_owner``, when ``check`` is called. ``error`` is then None or a TieredError.
-    ``start`` reads the pages of a row that has its extents there.
+    the record's end and leaves ``digests``, which it computes unless the row has them; a read checks the row's digests,
+    slab by slab as they arrive or, where ``is_checked_by_owner``, when ``check`` is called. ``error`` is then None or
+    a TieredError. ``start`` reads the pages of a row that has its extents there.
 
     Digests of large slabs are computed in ``threads``, others where they come up: by the caller of ``start`` and in
     the device's thread. ``on_moved(transfer)`` is called before ``on_done``, from any thread, once the devices have
@@ -135,7 +135,7 @@ class Transfer:
             operations = self._operations()
             if not operations:  # a row of no bytes
                 self._on_done(self)
-            elif self.is_write:
+            elif self.is_write and not self.row.digests:
                 for slab, pieces_of_slab in zip(self._slabs, operations, strict=True):
                     self._compute(slab, functools.partial(self._write, slab, pieces_of_slab))
             else:
@@ -195,7 +195,7 @@ class Transfer:
         self._num_pieces_left = sum(map(len, operations))
         self._num_slabs_left = len(operations)
         if self.is_write:
-            self.digests = bytearray(self._digests_end(self._slabs[-1]) if operations else 0)
+            self.digests = bytearray(self.row.digests or self._digests_end(self._slabs[-1]) if operations else 0)
         self._unsubmitted = set(self._slabs)
         return operations
 

@@ -13,13 +13,14 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import copy_contiguous
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
-from tiered.store.format.checksum import MIN_BLOCK_SHIFT
+from tiered.store.format.checksum import MIN_BLOCK_SHIFT, block_digests
 from tiered.store.format.row import INLINE_NBYTES, Row
 from tiered.store.format.spec import Spec
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.residency.lease_needs import ReadPastError
 from tiered.store.residency.modes import refuse_modes
 from tiered.store.residency.working_set import WorkingSet
+from tiered.store.transfers.transfer import SLAB_NBYTES
 from tiered.store.values.get_batches import GetBatches
 from tiered.store.values.parts import PartValues
 from tiered.store.values.put_batches import PutBatches, PutSource
@@ -30,9 +31,13 @@ from tiered.units import MiB
 
 __all__ = ["Values"]
 
-_LARGE_NBYTES = 8 * MiB  # from here on put_many has a tensor written at once
+_LARGE_NBYTES = 8 * MiB  # from here on a put digests while it copies, and put_many has it written at once
 _NUM_AHEAD = 64  # keys that get_many prefetches
 _SMALLEST_BLOCK_NBYTES = 1 << MIN_BLOCK_SHIFT
+
+
+_Digests = tuple[int, int, bytes]
+"""A key id, a generation, and the digests under them."""
 
 
 class Values:
@@ -111,15 +116,33 @@ class Values:
         buffer = self._working_set.room.reserve(spec.nbytes)
         entry: Entry | None = None
         try:
-            copy_contiguous(buffer, plain, to_buffer=True)
-            entry = self._install(key, spec, buffer)
+            if not plain.is_cpu or spec.nbytes < _LARGE_NBYTES:
+                copy_contiguous(buffer, plain, to_buffer=True)
+                entry = self._install(key, spec, buffer)
+            else:
+                with self._condition:
+                    generation, old = self._records.open_generation, self._records.entries.get(key)
+                    is_new = old is None or not self._fits(old, spec)
+                    key_id = self._records.new_key_ids(1) if old is None or is_new else old.key_id
+                store_uuid = self._working_set.space.store_uuid
+                digests = _copy_and_digest(buffer, plain, store_uuid, key_id, generation, spec.block_nbytes)
+                known = (key_id, generation, digests)
+                entry = self._install(key, spec, buffer, new_id=key_id if is_new else None, known=known)
         finally:
             if entry is None:
                 self._working_set.unreserve(buffer)
         return entry
 
-    def _install(self, key: str, spec: Spec, content: Buffer | bytes) -> Entry | None:
-        """Make ``content`` the bytes of ``key``: of its entry, where that fits, or of a new one.
+    def _install(
+        self,
+        key: str,
+        spec: Spec,
+        content: Buffer | bytes,
+        *,
+        new_id: int | None = None,
+        known: _Digests | None = None,
+    ) -> Entry | None:
+        """Make ``content`` the bytes of ``key``: of its entry, where that fits, or of a new one, under ``new_id``.
 
         Returns None, with nothing done, where a commit without them was asked for meanwhile.
         """
@@ -129,7 +152,7 @@ class Values:
             if working_set.deferred_seal.is_closed:
                 return None
             if entry is None or not self._fits(entry, spec):
-                entry = working_set.keys.replace(entry, key, spec, scratch=not self._records.durable)
+                entry = working_set.keys.replace(entry, key, spec, scratch=not self._records.durable, key_id=new_id)
             else:
                 working_set.residents.drop(entry)
             self._records.touch(entry)
@@ -140,6 +163,8 @@ class Values:
             else:
                 working_set.room.take_over(content)
                 working_set.residents.admit(entry, content)
+                if known is not None and known[:2] == (entry.key_id, self._records.open_generation):
+                    entry.digests = known[1:]
                 entry.state = EntryState.DIRTY
                 working_set.residents.offer(entry)
             return entry
@@ -234,3 +259,20 @@ class Values:
     def _swaps_in(self, entry: Entry) -> bool:
         """Whether a get brings the bytes of ``entry``, which only the device has, into DRAM."""
         return entry.row is not None and entry.row.inline is None and not self._streams.must_stream(entry.nbytes)
+
+
+def _copy_and_digest(
+    buffer: Buffer, tensor: torch.Tensor, store_uuid: bytes, key_id: int, generation: int, block_nbytes: int
+) -> bytes:
+    """Copy ``tensor``, contiguous in DRAM, to the start of ``buffer``; return its digests.
+
+    Each block is digested while a cache has it: to fetch it once more later takes a tenth of a put's CPU time.
+    """
+    digests = bytearray()
+    for start in range(0, tensor.nbytes, SLAB_NBYTES):
+        end = min(start + SLAB_NBYTES, tensor.nbytes)
+        # By this thread alone, as in host_tensor.py.
+        ctypes.memmove(buffer.address + start, tensor.data_ptr() + start, end - start)
+        first = start // block_nbytes
+        digests += block_digests(buffer.memory[start:end], store_uuid, key_id, block_nbytes, first, generation)
+    return bytes(digests)
