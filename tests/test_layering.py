@@ -27,6 +27,7 @@ FLOORS = {
     "loader": 5,
     "console": 5,
     "interop": 5,
+    "hf": 5,
     "": 5,  # the package's own __init__
     "doctor": 5,
     "measure": 5,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 
 import pytest
@@ -23,7 +24,7 @@ ARGUMENT = "tiered.hf.Arguments(micro_batches=)"
 def test_an_option_says_what_to_use_instead(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(OPTIONS[option].split()) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert said == f"tiered: {option} was removed after 0.2.0: {REMOVED[option]}; try --help"
+    assert said == f"tiered: {option} was removed after 0.2.0: {REMOVED[option]}"
 
 
 @pytest.mark.parametrize("name", sorted(REMOVED.keys() - OPTIONS.keys() - {ARGUMENT}))
@@ -33,6 +34,12 @@ def test_a_name_says_what_to_use_instead(name: str) -> None:
     assert str(found.value) == f"{name} was removed after 0.2.0: {REMOVED[name]}"
     with pytest.raises(AttributeError):
         tiered.never_was  # noqa: B018
+
+
+def test_the_door_to_hugging_face_is_a_module_that_can_be_imported() -> None:
+    assert importlib.import_module("tiered.hf") is tiered.hf
+    with pytest.raises(UsageError, match=r"tiered\.hf\.Callback was removed"):
+        from tiered.hf import Callback  # noqa: F401
 
 
 def test_an_argument_says_what_to_use_instead() -> None:

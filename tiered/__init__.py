@@ -75,7 +75,7 @@ def __getattr__(name: str) -> Any:
         "save_pretrained": "tiered.interop.saving",
     }
     if name == "hf":
-        found: Any = importlib.import_module("tiered.interop.hugging_face")
+        found: Any = importlib.import_module("tiered.hf")
     else:
         found = getattr(importlib.import_module(homes.get(name, "tiered.zero")), name)
     globals()[name] = found

@@ -338,7 +338,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return status
         except TyperException as error:
-            return _refuse(removed_option(error) or error.format_message().rstrip("."), "try --help")
+            removed = removed_option(error)
+            return _refuse(removed) if removed else _refuse(error.format_message().rstrip("."), "try --help")
         except (TieredError, ValueError) as error:
             return _refuse(str(error), *getattr(error, "__notes__", ()))
         except OSError as error:
