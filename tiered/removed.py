@@ -12,7 +12,10 @@ __all__ = ["REMOVED", "refuse_removed", "removed_option"]
 _LARGER_BATCH = (
     "one larger batch moves the same bytes in less time, with activations='swap' where its activations do not fit"
 )
-_TRAINER = "use tiered.hf.Trainer, or tiered.hf.TrainerMixin before a Trainer of your own"
+_TRAINER = (
+    "use tiered.hf.Trainer, or tiered.hf.TrainerMixin before a Trainer of your own, whose create_optimizer returns the"
+    " optimizer where a run goes on that has other groups than transformers makes"
+)
 
 REMOVED = {
     "tiered.micro_batches": _LARGER_BATCH,

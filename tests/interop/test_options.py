@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 from collections.abc import Callable
@@ -325,6 +326,34 @@ def test_batches_that_a_collator_draws_are_those_of_the_undisturbed_run(
     for callbacks, resume in (([Stop(stop)], None), ([], True)):
         with debug_store(tmp_path / "store") as store:
             ours = trainer_of(tiered.hf.Trainer, tiered={"store": store}, callbacks=callbacks)
+            with contextlib.suppress(StoppedError):
+                ours.train(resume_from_checkpoint=resume)
+            state = state_of(ours.model) if resume else {}
+    assert history(ours) == history(plain) and same_state(state, state_of(plain.model))
+
+
+class OneGroup(transformers.Trainer):
+    """Has an optimizer of its own, of one group, as a run of 0.2.0 with a Callback had."""
+
+    optimizer_class: Any = functools.partial(torch.optim.AdamW, fused=True)
+
+    def create_optimizer(self, *_: Any) -> Any:
+        self.optimizer = self.optimizer_class(self.model.parameters(), lr=1e-2, weight_decay=0.1)
+        return self.optimizer
+
+
+class OneGroupOfOurs(tiered.hf.TrainerMixin, OneGroup):
+    optimizer_class = tiered.AdamW
+
+
+def test_a_trainer_with_an_optimizer_of_its_own_is_resumed(tmp_path: Path) -> None:
+    options = {"train_dataset": Tokens(), "eval_dataset": Tokens(6, 1)}
+    plain = OneGroup(build("gpt2"), training_arguments(tmp_path / "plain", save_strategy="no"), **options)
+    plain.train()
+    for callbacks, resume in (([Stop(4)], None), ([], True)):
+        with debug_store(tmp_path / "store") as store:
+            arguments = training_arguments(tmp_path / "out")
+            ours = OneGroupOfOurs(build("gpt2"), arguments, tiered={"store": store}, callbacks=callbacks, **options)
             with contextlib.suppress(StoppedError):
                 ours.train(resume_from_checkpoint=resume)
             state = state_of(ours.model) if resume else {}
