@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import errno
+import io
 import json
 import os
+import pickle
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -166,6 +169,38 @@ def test_a_broken_rule_is_named_with_the_file(tmp_path: Path, rule: str) -> None
     assert len(str(caught.value)) < 1000
     is_let_pass = is_read(deserialize, content, SafetensorError)
     assert is_let_pass == (rule == "a space first")  # which the format forbids and its library allows
+
+
+def pickled() -> bytes:
+    torch.save({"weight": torch.ones(2)}, file := io.BytesIO())
+    return file.getvalue()
+
+
+def zipped() -> bytes:
+    np.savez(file := io.BytesIO(), weight=np.ones(2))
+    return file.getvalue()
+
+
+KINDS: dict[str, tuple[bytes, str]] = {
+    "a pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"ab" * 32,
+        "Git LFS: run `git lfs pull`",
+    ),
+    "torch.save": (pickled(), "zip archive, .*torch.load"),
+    "numpy.savez": (zipped(), "zip archive, .*torch.from_numpy"),
+    "a pickle": (pickle.dumps({"weight": [1.0] * 99}), "pickle, .*torch.load"),
+    "a page": (b"<!DOCTYPE html>\n<html>", "web page: download"),
+    "GGUF": (b"GGUF\x03\x00\x00\x00\x10", "a GGUF file"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_another_kind_is_named_with_the_way_on(tmp_path: Path, kind: str) -> None:
+    content, message = KINDS[kind]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=f"^{path} is no safetensors file but .*{message}"):
+        read_header(path)
 
 
 def test_the_good_file_of_these_tests_is_good() -> None:

@@ -102,7 +102,9 @@ def safetensors_files(source: str | Path, what: str) -> list[Path]:
     missing = [each for each in found if not each.is_file()]
     if missing or not found:
         lacking = f"it lacks {missing[0].name}" if missing and path.is_dir() else "no safetensors file there"
-        raise UsageError(f"{what}{str(source)!r}: {lacking}; expected files or a folder of them")
+        others = sorted(each.name for each in path.glob("*") if each.suffix in (".bin", ".pt", ".pth", ".ckpt", ".npz"))
+        hint = f", or the tensors of {others[0]}: torch.load(FILE, mmap=True, weights_only=True)" if others else ""
+        raise UsageError(f"{what}{str(source)!r}: {lacking}; expected files or a folder of them{hint}")
     return found
 
 

@@ -28,6 +28,7 @@ _MOST_NBYTES = 100_000_000  # of a header; the format's own bound
 _READ_NBYTES = 64 * KiB  # direct I/O wants such lengths; most headers are read at once
 _MOST_NUMBER = 2**63 - 1  # of a dimension, an offset or a number of bytes
 _MOST_SHOWN = 120  # letters of a name in a message
+_LOADED = "give its tensors: torch.load(FILE, mmap=True, weights_only=True), or of numpy a dict by torch.from_numpy"
 _DTYPES = {  # the format's name: torch's name, bytes of an element
     "BOOL": ("bool", 1),
     "U8": ("uint8", 1),
@@ -49,6 +50,15 @@ _DTYPES = {  # the format's name: torch's name, bytes of an element
     "F64": ("float64", 8),
     "C64": ("complex64", 8),
 }
+
+_OTHER_KINDS = (  # first bytes, what such a file is, the way on
+    (b"version https://git-lfs", "a pointer of Git LFS", "run `git lfs pull` in its repository"),
+    (b"<", "a web page", "download the file itself"),
+    (b"GGUF", "a GGUF file", "get the checkpoint that it was made from"),
+    (b"\x89HDF", "an HDF5 file", "give its tensors, as a dict"),
+    (b"PK\x03\x04", "a zip archive, as torch.save and numpy.savez write", _LOADED),
+    (b"\x80", "a pickle, as old torch.save writes", _LOADED),
+)
 
 DTYPE_NAMES = {torch_name: name for name, (torch_name, _) in _DTYPES.items()}
 """The format's name of a dtype, by torch's."""
@@ -148,6 +158,10 @@ def _header_end(content: bytes, file_nbytes: int, path: str) -> int:
     if len(content) < _LENGTH_NBYTES:
         raise _broken(path, f"it has {len(content)} bytes, too few for the length of a header")
     nbytes = int.from_bytes(content[:_LENGTH_NBYTES], "little")
+    if _LENGTH_NBYTES + nbytes > min(file_nbytes, _MOST_NBYTES):
+        for first_bytes, kind, way in _OTHER_KINDS:
+            if content.startswith(first_bytes):
+                raise UsageError(f"{path} is no safetensors file but {kind}: {way}")
     if nbytes > _MOST_NBYTES:
         raise _broken(path, f"its header would have {nbytes} bytes, and {_MOST_NBYTES} are the most")
     if _LENGTH_NBYTES + nbytes > file_nbytes:
