@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import stat
 import uuid
 from collections.abc import Iterator, Sequence
@@ -194,14 +195,17 @@ def _look_into(path: Path) -> Identity | None:
         raise UsageError(f"{path} is not a directory") from error
     if os.geteuid() not in (0, status.st_uid):
         raise UsageError(f"{path} belongs to user {status.st_uid}: use a directory of your own")
-    ours = [name for name in names if name in _NAMES or _DATA.fullmatch(name)]
-    for name in ours:
-        refuse_trap(path / name, os.lstat(path / name))
+    ours = {name: os.lstat(path / name) for name in names if name in _NAMES or _DATA.fullmatch(name)}
+    loose = [name for name, each in ours.items() if stat.S_ISREG(each.st_mode) and each.st_mode & 0o077]
+    for name in ours.keys() - (loose if _IDENTITY in names else ()):
+        refuse_trap(path / name, ours[name])
     if _IDENTITY in names:
-        if status.st_mode & 0o077:
+        if loose or status.st_mode & 0o077:
             raise UsageError(
-                f"{path} can be reached by others ({stat.filemode(status.st_mode)}); a store's directory is for its "
-                f"owner alone: look whether its files are your own, then chmod 700 it"
+                f"{path} can be reached by others: the directory is {stat.filemode(status.st_mode)}, and of its files "
+                f"{', '.join(loose) or 'none'} can be; a store is for its owner alone, and a copy by cp -r, rsync or "
+                "from a bucket is not: look whether the files are your own, then "
+                f"chmod -R u=rwX,go= {shlex.quote(str(path))}"
             )
         return Identity.read(path / _IDENTITY)
     # A profile, measured before there was a store, is no obstacle; and it is not the store's to remove.
