@@ -4,4 +4,6 @@ import sys
 
 from tiered.interop import hugging_face
 
+__all__ = ["hugging_face"]
+
 sys.modules[__name__] = hugging_face

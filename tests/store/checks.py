@@ -270,7 +270,7 @@ def a_second_opener_is_refused(tmp_path: Path) -> None:
 def a_copy_of_the_descriptor_does_not_keep_the_lock(tmp_path: Path) -> None:
     """A child that was forked a moment ago has one, until it comes to close it."""
     directories = Directories.open([tmp_path])
-    copies = [os.dup(lock._fd) for lock in directories._locks]
+    copies = [os.dup(fd) for lock in directories._locks for fd in lock._fds.values()]
     directories.close()
     try:
         Directories.open([tmp_path]).close()

@@ -343,7 +343,7 @@ def test_one_that_cannot_be_believed_is_begun_anew_with_one_warning(
 def test_a_link_or_a_loose_file_in_its_place_is_refused(run: Path, mode: str, tmp_path: Path) -> None:
     use(run)
     (run / LEDGER_NAME).chmod(0o644)
-    with pytest.raises(UsageError, match="ledger must be a regular file of your own"):
+    with pytest.raises(UsageError, match="of its files ledger can be"):
         Store(run, dram=DRAM, mode=mode)
     (run / LEDGER_NAME).unlink()
     (run / LEDGER_NAME).symlink_to(tmp_path / "victim")
@@ -365,7 +365,7 @@ def test_one_whose_directory_was_moved_is_written_where_it_is_now(run: Path) -> 
     store.working_set.swap_out(["a"])
     run.rename(moved)
     other.rename(run)
-    with pytest.raises(DeviceError, match="it was moved"):
+    with pytest.raises(DeviceError, match="was moved"):
         store.close()
     assert (run / LEDGER_NAME).read_bytes() == content
     assert newest(moved).store_uuid != newest(run).store_uuid and newest(moved).data_bytes >= 50_000

@@ -230,7 +230,7 @@ class _Caller:
     def _goes_on(self, error: TieredError) -> bool:
         """Whether a thread that met ``error`` can go on; notes one that it should not have met."""
         life, text = self._life, str(error)
-        if isinstance(error, CapacityError) and text.startswith("no room for"):  # a lease of more than the budget
+        if isinstance(error, CapacityError) and "no room for" in text:  # a lease of more than the budget
             return True
         if not life.is_over and not life.is_faulty:
             self._history.wrong.append(f"thread {self._number}: {error!r}")

@@ -119,7 +119,8 @@ def test_a_timeline_shows_what_the_threads_did(run: Run, tmp_path: Path, capsys:
     assert {"training thread", "tiered-update", "tiered-commit", "swap out"} <= tracks
     words = {event["cat"] for event in events if event["ph"] == "X"}
     assert {"forward", "backward", "update", "update bucket", "commit", "flush", "swap out"} <= words
-    assert {event["name"] for event in events if event["ph"] == "X"} >= {"forward blocks.1", "backward blocks.0"}
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert names >= {"forward unit blocks.1", "backward unit blocks.0"}
 
 
 def test_smaller_state_learns_and_resumes(run: Run, tmp_path: Path) -> None:

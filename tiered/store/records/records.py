@@ -390,15 +390,7 @@ def _freed_nbytes(committed: Row | None, parts: BlockWrites | None) -> int:
 
 def _row(key_id: int, name: str, spec: Spec, *, generation: int, extents: Extents) -> Row:
     return Row(
-        key_id=key_id,
-        name=name,
-        dtype=spec.dtype_name,
-        shape=spec.shape,
-        nbytes=spec.nbytes,
-        generation=generation,
-        extents=extents,
-        digests=b"",
-        inline=None,
-        block_nbytes=spec.block_nbytes,
-    )
+        key_id=key_id, name=name, dtype=spec.dtype_name, shape=spec.shape, nbytes=spec.nbytes, generation=generation,
+        extents=extents, digests=b"", inline=None, block_nbytes=spec.block_nbytes,
+    )  # fmt: skip
 
