@@ -197,7 +197,7 @@ def test_planted_links_and_loose_files_are_refused(tmp_path, name):
     victim.chmod(0o600)
     (path / name).touch(0o600)  # the ledger is missing by now
     (path / name).chmod(0o644)
-    refused([path], match=f"of its files {name} can be")
+    refused([path], match=f"{name} can be reached by others; .*chmod -R")
     (path / name).unlink()
     (path / name).symlink_to(victim)
     refused([path], match="regular file")
@@ -231,7 +231,7 @@ def test_a_dangling_link_is_refused(tmp_path):
 def test_a_store_that_others_can_reach_is_refused(tmp_path):
     make_store(tmp_path)
     tmp_path.chmod(0o750)
-    refused([tmp_path], match=r"of its files none can be.*chmod -R u=rwX,go= ")
+    refused([tmp_path], match=r"can be reached by others; .*chmod -R u=rwX,go= ")
 
 
 def test_a_store_whose_files_came_back_with_other_permissions_has_one_refusal_and_its_way(tmp_path):
@@ -239,7 +239,7 @@ def test_a_store_whose_files_came_back_with_other_permissions_has_one_refusal_an
     make_store(path)
     for file in (path, *path.iterdir()):
         file.chmod(0o755 if file.is_dir() else 0o644)
-    with pytest.raises(UsageError, match=r"of its files .*identity.*lock.* can be") as caught:
+    with pytest.raises(UsageError, match=r"can be reached by others, and so can .*lock") as caught:
         Directories.open([path])
     subprocess.run(str(caught.value)[str(caught.value).index("chmod ") :], shell=True, check=True)
     Directories.open([path]).close()

@@ -201,10 +201,10 @@ def _look_into(path: Path) -> Identity | None:
         refuse_trap(path / name, ours[name])
     if _IDENTITY in names:
         if loose or status.st_mode & 0o077:
+            first, others = path / loose[0] if loose else path, "".join(f", and so can {name}" for name in loose[1:])
             raise UsageError(
-                f"{path} can be reached by others: the directory is {stat.filemode(status.st_mode)}, and of its files "
-                f"{', '.join(loose) or 'none'} can be; a store is for its owner alone, and a copy by cp -r, rsync or "
-                "from a bucket is not: look whether the files are your own, then "
+                f"{first} can be reached by others{others}; a store is for its owner alone, and a copy by cp -r, "
+                "rsync or from a bucket is not: look whether the files are your own, then "
                 f"chmod -R u=rwX,go= {shlex.quote(str(path))}"
             )
         return Identity.read(path / _IDENTITY)
