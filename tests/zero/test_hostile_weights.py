@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 from torch import nn
 
@@ -54,3 +55,18 @@ def test_a_hostile_file_of_weights_is_refused_by_name(tmp_path: Path) -> None:
             with pytest.raises((CorruptionError, UsageError), match="weights"):
                 tiered.shard(nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)), store, weights=path)
         assert len(store) == 0
+
+
+def test_weights_in_a_pickle_are_refused_and_taken_as_the_message_says(tmp_path: Path) -> None:
+    expected = nn.Linear(4, 4)
+    torch.save(expected.state_dict(), tmp_path / "pytorch_model.bin")
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with tiered.Store(engine="memory", dram="16MiB") as store:
+        for source in (tmp_path, tmp_path / "pytorch_model.bin"):
+            with pytest.raises(tiered.UsageError, match=r"torch\.load\(FILE, mmap=True, weights_only=True\)"):
+                tiered.shard(model, store, weights=source)
+        loaded = torch.load(tmp_path / "pytorch_model.bin", mmap=True, weights_only=True)
+        sharded = tiered.shard(model, store, weights=loaded)
+        with tiered.unsharded(sharded):
+            assert torch.equal(sharded.weight, expected.weight) and torch.equal(sharded.bias, expected.bias)

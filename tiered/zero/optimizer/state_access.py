@@ -6,6 +6,7 @@ The store's own way, at commits and resumes, is in committed_optimizer.py.
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -73,8 +74,9 @@ class StateAccess(Optimizer):
     _state: OptimizerState
     _is_behind: bool
 
+    @abstractmethod
     def _add_state(self, unit: StateUnit, segments: Sequence[Segment]) -> None:
-        raise NotImplementedError
+        """Make the state of ``segments``, which are ``unit``'s."""
 
     @property
     def title(self) -> str:
