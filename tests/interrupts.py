@@ -18,6 +18,7 @@ from typing import Any
 
 import tiered
 from tiered.bytes.interrupt import INTERRUPTS
+from tiered.store.waiting import fork_wait
 
 __all__ = ["ctrl_c_once_it_waits", "interrupt_at"]
 
@@ -27,18 +28,23 @@ _FILES = {module.__file__ for module in _CALLED}
 
 
 class interrupt_at:
-    """``with interrupt_at(3, 8) as places``: send SIGINT at these, counted from 1. ``places.number`` came by."""
+    """``with interrupt_at(3, 8) as places``: send SIGINT at these, counted from 1. ``places.number`` came by.
 
-    def __init__(self, *numbers: int) -> None:
+    With ``error`` that is raised there instead, as another thread's time limit has it, once.
+    """
+
+    def __init__(self, *numbers: int, error: type[BaseException] | None = None) -> None:
         self.number = 0
         self.hits: list[str] = []  # where signals were sent
         self._numbers = numbers
+        self._error = error
         self._is_due = False
         self._before: Any = None
+        self._hook = self._look  # lifetime: the interpreter goes on with one that has raised
 
     def __enter__(self) -> interrupt_at:
         self._before = sys.getprofile()
-        sys.setprofile(self._look)
+        sys.setprofile(self._hook)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,12 +62,15 @@ class interrupt_at:
             self._is_due = False
             after = f", after {getattr(arg, '__name__', arg)}" if event == "c_return" else ""
             self.hits.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_qualname}{after}")
+            if self._error is not None:
+                raise self._error
             signal.raise_signal(signal.SIGINT)
 
 
 def _is_in_finalizer(frame: FrameType | None) -> bool:
-    """Whether a ``weakref.finalize`` runs, anyone's: what is raised there is printed and raised nowhere."""
-    while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__:
+    """Whether a ``weakref.finalize`` or callback runs: what is raised there is printed and raised nowhere."""
+    codes = (weakref.finalize.__call__.__code__, fork_wait._forget.__code__)
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None
 

@@ -84,15 +84,82 @@ def test_wherever_two_interrupts_strike_a_wait_its_lock_is_as_it_was() -> None:
         number += 1
 
 
-def test_an_action_of_the_programs_own_is_left_alone() -> None:
-    seen = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+class TimeLimit(Exception):
+    pass
+
+
+@pytest.fixture(params=[signal.SIGINT, signal.SIGALRM, signal.SIGTERM], ids=str)
+def own_action(request: pytest.FixtureRequest) -> Iterator[tuple[int, list[int]]]:
+    """Give a signal an action of the program's own, which raises: the signal, and what it has come by."""
+    seen: list[int] = []
+
+    def act(number: int, frame: object) -> None:
+        seen.append(number)
+        raise TimeLimit
+
+    before = signal.signal(request.param, act)
+    yield request.param, seen
+    assert signal.getsignal(request.param) is act
+    signal.signal(request.param, before)
+
+
+def test_an_action_of_the_programs_own_waits_for_the_end_of_the_block(own_action: tuple[int, list[int]]) -> None:
+    number, seen = own_action
+    with pytest.raises(TimeLimit), INTERRUPTS:
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+        assert seen == []
+    assert seen == [number]
+    with pytest.raises(TimeLimit):
+        signal.raise_signal(number)
+
+
+def test_an_action_of_the_programs_own_comes_where_a_block_waits(own_action: tuple[int, list[int]]) -> None:
+    number, seen = own_action
+    timer = threading.Timer(0.01, signal.pthread_kill, [threading.main_thread().ident, number])
+    lock = threading.Lock()
+    with INTERRUPTS, lock:
+        timer.start()
+        with pytest.raises(TimeLimit):
+            INTERRUPTS.acquire(lock, 30)
+    timer.join()
+    assert seen == [number]
+
+
+def test_all_actions_run_even_where_the_first_raises() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
     try:
-        with INTERRUPTS:
+        with pytest.raises(KeyboardInterrupt), INTERRUPTS:
             ctrl_c()
-            assert seen == [signal.SIGINT]
+            signal.raise_signal(signal.SIGUSR1)
+        assert seen == [signal.SIGUSR1]
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_wherever_an_exception_strikes_a_block_the_next_ctrl_c_is_heard() -> None:
+    @uninterrupted
+    def call() -> None:
+        pass
+
+    number, kept_open = 1, 0
+    while True:
+        try:
+            with interrupt_at(number, error=TimeLimit) as places:
+                call()
+        except TimeLimit:
+            pass
+        kept_open += INTERRUPTS.num_blocks
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()
+        with INTERRUPTS:
+            pass
+        assert not INTERRUPTS.num_blocks and signal.getsignal(signal.SIGINT) is signal.default_int_handler, number
+        if places.number < number:
+            break
+        number += 1
+    assert number > 10 and kept_open
 
 
 def test_an_action_that_the_program_takes_meanwhile_stays() -> None:

@@ -89,15 +89,15 @@ def few_objects() -> Iterator[None]:
     yield
 
 
-def _stored() -> SimulatedDisk:
+def stored_disk() -> SimulatedDisk:
     disk = SimulatedDisk(capacity_nbytes=8 * MiB, can_lose_power=False)
     with simulated_store(disk, budget_nbytes=BUDGET_NBYTES) as store:
         store.put_many(STORED)
     return disk
 
 
-def _num_places(call: Call) -> int:
-    with simulated_store(_stored(), budget_nbytes=BUDGET_NBYTES) as store:
+def num_places(call: Call) -> int:
+    with simulated_store(stored_disk(), budget_nbytes=BUDGET_NBYTES) as store:
         with interrupt_at() as places:
             call(store)
         return places.number
@@ -107,9 +107,9 @@ def _num_places(call: Call) -> int:
 def test_an_interrupt_anywhere_leaves_a_store_that_goes_on(name: str) -> None:
     """Every other one is followed by another, a few places later."""
     call = CALLS[name]
-    num_places, num_hits = _num_places(call), 0
-    for number in range(1, num_places, max(1, num_places // NUM_TRIED)):
-        disk = _stored()
+    most, num_hits = num_places(call), 0
+    for number in range(1, most, max(1, most // NUM_TRIED)):
+        disk = stored_disk()
         with simulated_store(disk, budget_nbytes=BUDGET_NBYTES, deadline_s=2.0) as store:
             try:
                 with interrupt_at(number, *([number + 7] if number % 2 else [])) as places:
@@ -151,9 +151,9 @@ def test_an_interrupt_anywhere_in_close_leaves_a_store_that_can_be_closed() -> N
         has_changed = True
         store.close()
 
-    num_places = _num_places(change_and_close)
-    for number in range(1, num_places, max(1, num_places // (5 * NUM_TRIED))):
-        disk = _stored()
+    most = num_places(change_and_close)
+    for number in range(1, most, max(1, most // (5 * NUM_TRIED))):
+        disk = stored_disk()
         store = simulated_store(disk, budget_nbytes=BUDGET_NBYTES, deadline_s=2.0)
         try:
             with interrupt_at(number) as places:
@@ -204,7 +204,7 @@ def test_an_interrupt_when_a_file_has_grown_does_not_keep_it_from_growing() -> N
             self.upstream.grow(file, nbytes)
             is_due, Interrupted.is_due = Interrupted.is_due, False
             if is_due:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
 
     with simulated_store(wrap=Interrupted) as store:
         store["a"] = numbers(12 * KiB)

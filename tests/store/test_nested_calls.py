@@ -48,7 +48,7 @@ class Interrupting(LeastRecentlyUsed):
     """A policy, which is asked under the store's lock, in the middle of which a signal comes."""
 
     def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
-        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGVTALRM)
         return super().victim(evictable, incoming)
 
 
@@ -90,13 +90,13 @@ def test_a_signal_handler_inside_a_call_is_refused_and_the_call_goes_on(door: st
     with no_hang(), store:
         store["a"] = numbers(100)
         store.working_set.set_policy(Interrupting())
-        with handled(signal.SIGUSR1, handle):
+        with handled(signal.SIGVTALRM, handle):
             for name, value in values.items():
                 store[name] = value
                 store.commit()
         assert refusals
         for name, value in values.items():
-            with handled(signal.SIGUSR1, lambda number, frame: None):
+            with handled(signal.SIGVTALRM, lambda number, frame: None):
                 assert torch.equal(store[name], value)
         store.working_set.set_policy(LeastRecentlyUsed())
 
@@ -154,11 +154,11 @@ def test_a_signal_handler_inside_a_submission_is_refused(tmp_path: Path, monkeyp
 
         def wake() -> None:
             if threading.current_thread() is threading.main_thread() and not refusals:
-                signal.raise_signal(signal.SIGUSR1)
+                signal.raise_signal(signal.SIGVTALRM)
             type(device)._wake(device)
 
         monkeypatch.setattr(device, "_wake", wake)
-        with handled(signal.SIGUSR1, handle):
+        with handled(signal.SIGVTALRM, handle):
             store["a"] = numbers(12 * KiB)
             store.working_set.swap_out(["a"])
         assert refusals

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import tiered
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.interrupts import interrupt_at
 from tests.store.rig import simulated_store
-from tiered.errors import TieredError
+from tiered.errors import TieredError, UsageError
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
@@ -32,8 +34,11 @@ class Training:
         self.optimizer = tiered.AdamW(self.model.parameters(), lr=1e-2, update=update)
         self.is_clipped = update == "step"
         self.num_micro_steps = num_micro_steps
-        self.step(0)
-        store.wait_for_commit()
+        if store.generation:
+            store.resume()
+        else:
+            self.step(0)
+            store.wait_for_commit()
 
     def step(self, number: int) -> None:
         inputs = torch.randn(128, 64, generator=torch.Generator().manual_seed(number))
@@ -50,8 +55,10 @@ class Training:
 
 
 @contextmanager
-def training(update: str = "step", activations: str = "keep", num_micro_steps: int = 1) -> Iterator[Training]:
-    disk = SimulatedDisk(capacity_nbytes=32 * MiB, can_lose_power=False)
+def training(
+    update: str = "step", activations: str = "keep", num_micro_steps: int = 1, disk: SimulatedDisk | None = None
+) -> Iterator[Training]:
+    disk = disk or SimulatedDisk(capacity_nbytes=32 * MiB, can_lose_power=False)
     with simulated_store(disk, budget_nbytes=768 * KiB, deadline_s=5.0) as store:
         yield Training(store, update, activations, num_micro_steps)
 
@@ -69,21 +76,21 @@ def _look(trained: Training) -> None:
         module[0].weight.add_(1.0)
 
 
-@pytest.mark.parametrize(
-    ("act", "case"),
-    [
-        (_look, {}),
-        (_step, {}),
-        (_step, {"update": "backward"}),
-        (_step, {"activations": "recompute"}),
-        (_step, {"activations": "swap"}),
-        (_step, {"num_micro_steps": 2}),
-    ],
-)
+CASES: list[tuple[Callable[[Training], None], dict[str, Any]]] = [
+    (_look, {}),
+    (_step, {}),
+    (_step, {"update": "backward"}),
+    (_step, {"activations": "recompute"}),
+    (_step, {"activations": "swap"}),
+    (_step, {"num_micro_steps": 2}),
+]
+
+
+@pytest.mark.parametrize(("act", "case"), CASES)
 def test_an_interrupt_anywhere_leaves_a_training_that_goes_on_after_a_rollback(
-    act: Callable[[Training], None], case: dict[str, object]
+    act: Callable[[Training], None], case: dict[str, Any]
 ) -> None:
-    with training(**case) as undisturbed:  # type: ignore[arg-type]
+    with training(**case) as undisturbed:
         with interrupt_at() as places:
             act(undisturbed)
         undisturbed.store.rollback()
@@ -92,7 +99,7 @@ def test_an_interrupt_anywhere_leaves_a_training_that_goes_on_after_a_rollback(
         expected = undisturbed.values()
     stride = places.number // NUM_TRIED
     for number in range(stride // 2, places.number, stride):
-        with training(**case) as trained:  # type: ignore[arg-type]
+        with training(**case) as trained:
             caught: KeyboardInterrupt | None = None
             try:
                 with interrupt_at(number) as places:
@@ -109,6 +116,46 @@ def test_an_interrupt_anywhere_leaves_a_training_that_goes_on_after_a_rollback(
             assert trained.store.verify().is_clean
             if caught is not None:
                 caught.__traceback__ = None
+
+
+class TimeLimit(BaseException):
+    pass
+
+
+def _finish(trained: Training) -> dict[str, torch.Tensor]:
+    for number in range(trained.store.state["step"], 3):
+        trained.step(number)
+    trained.store.wait_for_commit()
+    return trained.values()
+
+
+@pytest.mark.parametrize(("act", "case"), CASES)
+def test_a_time_limit_anywhere_leaves_a_training_that_goes_on_or_a_store_that_resumes(
+    act: Callable[[Training], None], case: dict[str, Any]
+) -> None:
+    with training(**case) as undisturbed:
+        with interrupt_at() as places:
+            act(undisturbed)
+        undisturbed.store.rollback()
+        expected = _finish(undisturbed)
+    stride = places.number // NUM_TRIED
+    for number in range(stride // 3, places.number, stride):
+        disk = SimulatedDisk(capacity_nbytes=32 * MiB, can_lose_power=False)
+        values: dict[str, torch.Tensor] | None = None
+        with training(**case, disk=disk) as trained:
+            with interrupt_at(number, error=TimeLimit) as places:
+                with contextlib.suppress(TimeLimit):
+                    act(trained)
+            try:
+                trained.store.rollback()
+            except UsageError as error:
+                assert "cut short by TimeLimit()" in str(error), places.hits
+            else:
+                values = _finish(trained)
+        if values is None:
+            with training(**case, disk=disk) as trained:
+                values = _finish(trained)
+        assert all(torch.equal(values[name], value) for name, value in expected.items()), places.hits
 
 
 def test_an_interrupted_evaluation_needs_no_rollback() -> None:

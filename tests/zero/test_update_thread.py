@@ -57,24 +57,22 @@ def test_an_interrupt_anywhere_leaves_a_worker_that_goes_on_after_a_rollback(act
 
 
 @every_update
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
 def test_a_thread_that_cannot_be_started_ends_the_step_and_no_more(
-    update: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+    update: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
         if thread.name == "tiered-update":
-            raise error
+            raise RuntimeError("can't start new thread")
         start(thread)
 
     with rig(update) as r:
         r.session.run_step(0)
         r.store.commit({"step": 1})
-        with monkeypatch.context() as patch, pytest.raises((DeviceError, KeyboardInterrupt)) as raised:
+        with monkeypatch.context() as patch, pytest.raises(DeviceError, match="can't start new thread"):
             patch.setattr(threading.Thread, "start", refuse)
             r.session.run_step(1)
-        assert isinstance(raised.value, KeyboardInterrupt) or "can't start new thread" in str(raised.value)
         r.store.rollback()
         del r.session.trained.losses[1:]
         r.session.run_step(1)

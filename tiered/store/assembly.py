@@ -102,7 +102,7 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
     service.refuse_failed = generations.refuse
     generations.watch_commits(parts.ledgers.note_commit, parts.check_locks)
     resources = Resources(
-        parts, space, residents, records, condition=condition, nested_calls=nested_calls, deadline_s=deadline_s
+        parts, space, residents, records, nested_calls, working_set.mark, condition=condition, deadline_s=deadline_s
     )
     # Order: last, for a store that is refused is not written to, and no generation is given up for one that cannot be
     # opened: its catalog or files are damaged, or an external file is missing.

@@ -37,8 +37,10 @@ _DEADLINE_S = 60.0
 class Store(TensorMapping):
     """Tensors on NVMe by name, with commits. All methods are thread-safe; a forked child must not use it.
 
-    A signal handler, ``__del__`` or weakref callback may run within a call that its own thread makes, or in one of
-    tiered's threads: its calls of the store then raise UsageError. Set a flag there, commit in the loop.
+    A ``__del__`` or weakref callback may run within a call that its own thread makes, or in one of tiered's threads:
+    its calls of the store then raise UsageError. Set a flag there, commit in the loop. The action of a signal waits for
+    the end of a call, or for its waits. Where another exception from outside (a time limit that another thread sets)
+    cuts a call short in the middle of its changes, all but close() raises UsageError from then on.
 
     ``with Store(...) as store:`` closes it: a normal exit commits complete work, an exception does not. Training
     steps are complete where their state is: once a state was committed, those that no commit covers are dropped.
@@ -84,11 +86,9 @@ class Store(TensorMapping):
         try:
             with INTERRUPTS:
                 arena = _arena or new_arena(dram_budget(dram), serves_accelerator=self.device_memory != 0)
-                parts = open_parts(
-                    directories, arena, durable=durable, engine=engine, mode=mode, external=external
-                )
+                parts = open_parts(directories, arena, durable=durable, engine=engine, mode=mode, external=external)
                 self._assemble(parts, durable=durable, mode=mode, deadline_s=_DEADLINE_S)
-        except KeyboardInterrupt:  # it may have come when all was open, and the caller has no store
+        except BaseException:  # an interrupt may have come when all was open, and the caller has no store
             if hasattr(self, "_generations"):
                 self._close(commit=False)
             raise
@@ -229,7 +229,8 @@ class Store(TensorMapping):
     def reserve_space(self, nbytes: int, *, scratch: bool = False) -> None:
         """Make sure now that ``nbytes`` more than earlier calls reserved can be written. Raises CapacityError."""
         self.working_set.check(writing=True)
-        self.working_set.space.reserve(nbytes, scratch=scratch or not self.durable)
+        with self.working_set.mark:
+            self.working_set.space.reserve(nbytes, scratch=scratch or not self.durable)
 
     # Below: looking
 

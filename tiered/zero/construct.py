@@ -109,44 +109,43 @@ class _Construction:
     @uninterrupted
     def take(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """Move ``parameter``, which ``module`` registers as ``name``, into the store; same object, same values."""
-        if (
-            type(parameter) is not nn.Parameter
-            or parameter.is_meta
-            or parameter.layout is not torch.strided
-        ):
-            return None  # tied (ours already), on meta, or another subclass
-        self._place(f"{type(module).__name__}.{name}", parameter)
-        parameter.__class__ = TieredParameter
-        return None
+        with self.store.working_set.mark:
+            if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.layout is not torch.strided:
+                return None  # tied (ours already), on meta, or another subclass
+            self._place(f"{type(module).__name__}.{name}", parameter)
+            parameter.__class__ = TieredParameter
+            return None
 
     @uninterrupted
     def assign(self, segment: Segment, value: torch.Tensor) -> None:
         """``parameter.data = value`` in a constructor: another key, of the value's shape, strides and dtype."""
-        old: Any = segment.unit
-        storage = value.untyped_storage().data_ptr()
-        for other in self.shown:
-            if other is not old and other.lies_in(storage):
-                raise UsageError(
-                    f"parameter {segment.name}: .data of {other.segment.name}, to share its memory; expected one"
-                    " parameter that both modules name, as in head.weight = emb.weight, or .data.clone(); where it is"
-                    " somebody else's code that does so (resize_token_embeddings of transformers), call it on a model"
-                    " built outside `with tiered.construct(store):`, before tiered.shard"
-                )
-        gathered, old.gathered = old.gathered, None
-        self.shown.pop(old)
-        segment.parameter.data = value
-        self._place(segment.name, segment.parameter)
-        gathered.release(())
-        self.store.working_set.delete([old.key])
+        with self.store.working_set.mark:
+            old: Any = segment.unit
+            storage = value.untyped_storage().data_ptr()
+            for other in self.shown:
+                if other is not old and other.lies_in(storage):
+                    raise UsageError(
+                        f"parameter {segment.name}: .data of {other.segment.name}, to share its memory; expected one"
+                        " parameter that both modules name, as in head.weight = emb.weight, or .data.clone(); where it"
+                        " is somebody else's code that does so (resize_token_embeddings of transformers), call it on a"
+                        " model built outside `with tiered.construct(store):`, before tiered.shard"
+                    )
+            gathered, old.gathered = old.gathered, None
+            self.shown.pop(old)
+            segment.parameter.data = value
+            self._place(segment.name, segment.parameter)
+            gathered.release(())
+            self.store.working_set.delete([old.key])
 
     @uninterrupted
     def copy(self, segment: Segment) -> nn.Parameter:
         """``copy.deepcopy`` of a parameter in a constructor (TransformerEncoder's): another one, of equal values."""
-        with self.access([segment], "deepcopy", (), {}), without_dispatch():
-            copied = nn.Parameter(segment.parameter.detach().clone(), segment.parameter.requires_grad)
-            self._place(segment.name, copied)
-        copied.__class__ = TieredParameter
-        return copied
+        with self.store.working_set.mark:
+            with self.access([segment], "deepcopy", (), {}), without_dispatch():
+                copied = nn.Parameter(segment.parameter.detach().clone(), segment.parameter.requires_grad)
+                self._place(segment.name, copied)
+            copied.__class__ = TieredParameter
+            return copied
 
     def detached(self, segment: Segment, result: torch.Tensor) -> torch.Tensor:
         """``parameter.detach()``: for ``nn.Parameter(parameter)``, which parametrizations call, another parameter.
@@ -216,7 +215,6 @@ class _Construction:
                 constructed.park()
                 return True
         return False
-
 
     def tier_of(self, device: torch.device) -> HostTier | AcceleratorTier:
         """Return the tier of ``device``, whose memory is for a few parameters, or for one that is larger."""

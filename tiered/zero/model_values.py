@@ -51,13 +51,14 @@ class ModelValues:
 
         They stay as long as the tensor lives, and take room of the budget meanwhile.
         """
-        unit = segment.unit
-        is_first = not unit.is_open
-        span = unit.open("r")[segment.span]
-        if is_first and unit in self._next:
-            unit.working_set.prefetch(self._next[unit].keys)
-        unit.buffer.use()
-        return segment.view(span).detach().cpu()
+        with segment.unit.working_set.mark:
+            unit = segment.unit
+            is_first = not unit.is_open
+            span = unit.open("r")[segment.span]
+            if is_first and unit in self._next:
+                unit.working_set.prefetch(self._next[unit].keys)
+            unit.buffer.use()
+            return segment.view(span).detach().cpu()
 
 
 @contextmanager

@@ -166,7 +166,8 @@ class Committer:
             self._apply(sealed, refused[0])
 
     def _is_running(self) -> bool:
-        return self._records.sealed is not None and self.failure is None and self._refused is None
+        is_ended = self.failure is not None or self._refused is not None or self._working_set.mark.reason
+        return self._records.sealed is not None and not is_ended
 
     def roll_back(self) -> None:
         """Return to the last sealed generation, without I/O. Raises LeaseError while a key is leased for writing."""
@@ -225,6 +226,7 @@ class Committer:
             flush_begun = recorder.begin(on_device=False)
             self._working_set.space.flush()
             self.check_locks()
+            self._working_set.mark.refuse()
             recorder.worked("flush", subject, flush_begun)
             sealed.phase += 1
             root = replace(
@@ -286,6 +288,7 @@ class Committer:
         deadline = Deadline(f"commit of generation {sealed.generation}", self._working_set.deadline_s)
         while True:
             with self._condition:
+                self._working_set.mark.refuse()
                 if write_back.sealed_error is not None:
                     raise write_back.sealed_error
                 if not sealed.num_pending:

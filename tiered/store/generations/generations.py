@@ -82,8 +82,10 @@ class Generations:
             self._committer.check_locks = check_locks
 
     def refuse(self) -> None:
-        """Raise when a commit has failed: nothing can be done any more."""
-        refusal = None if self._committer is None else self._committer.refusal()
+        """Raise when a commit has failed, or a call was cut short: nothing can be done any more."""
+        refusal: TieredError | None = self._working_set.mark.refusal()
+        if refusal is None and self._committer is not None:
+            refusal = self._committer.refusal()
         if refusal is not None:
             self._told.add(this_thread())
             raise refusal
@@ -103,15 +105,17 @@ class Generations:
             committer.measure(text)  # order: before anything is sealed, or announced
 
             def seal() -> int:
-                generation = committer.start(text)
-                self._user_text = user_text
-                return generation
+                with self._working_set.mark:
+                    generation = committer.start(text)
+                    self._user_text = user_text
+                    return generation
 
-            producer = None if wait else self._producers.busy_one()
-            generation = 0 if producer is None else committer.defer(seal, producer)
-            if generation:
-                return generation
-            self._producers.finish_all()
+            with self._working_set.mark:
+                producer = None if wait else self._producers.busy_one()
+                generation = 0 if producer is None else committer.defer(seal, producer)
+                if generation:
+                    return generation
+                self._producers.finish_all()
             return seal()
 
     def refuse_company(self, operation: str) -> None:
@@ -127,15 +131,16 @@ class Generations:
     @uninterrupted
     def commit_as_is(self) -> int:
         """Seal the keys as they are with exactly the text of the last commit, and start to flush."""
-        with self._turn:
+        with self._turn, self._working_set.mark:
             return self._ready("commit").start(self.root.state)
 
     @uninterrupted
     def wait(self) -> None:
         """Wait for the running commit, sealed or about to be, and raise if it failed."""
-        self._working_set.deferred_seal.settle()
-        if self._committer is not None:
-            self._committer.wait()
+        with self._working_set.mark:
+            self._working_set.deferred_seal.settle()
+            if self._committer is not None:
+                self._committer.wait()
         self.refuse()
 
     @uninterrupted
@@ -149,9 +154,7 @@ class Generations:
             if self.registry and not committer.root.generation:
                 raise UsageError("rollback: nothing was committed yet, so what is registered has no state to return to")
             self.registry.check(registered, committer.root.generation)
-            committer.roll_back()
-            self._user_text = encode_user_state(user)
-            self.registry.carry(committer.root.state)
+            self._return(committer, user)
             self._load(registered)
 
     @uninterrupted
@@ -166,11 +169,16 @@ class Generations:
             user, registered = committed_state(committer.root.state)
             self.registry.check(registered, committer.root.generation)
             if self._records.has_changes:
-                committer.roll_back()
-                self._user_text = encode_user_state(user)
-                self.registry.carry(committer.root.state)
+                self._return(committer, user)
             self._load(registered)
             return user
+
+    def _return(self, committer: Committer, user: Mapping[str, Any]) -> None:
+        """Return to the bytes and the states of the last sealed generation."""
+        with self._working_set.mark:
+            committer.roll_back()
+            self._user_text = encode_user_state(user)
+            self.registry.carry(committer.root.state)
 
     def _load(self, registered: Mapping[str, Any]) -> None:
         with ExitStack() as stack:
@@ -191,6 +199,7 @@ class Generations:
         try:
             with self._working_set.condition:
                 self._working_set.room.forget_failure()  # order: before the guards, which use the store
+                self._working_set.condition.notify_all()  # who waits looks whether a mark stays
             failure = self._end_all()
             if self._committer is not None:
                 self._committer.wait()
@@ -213,7 +222,8 @@ class Generations:
                 self._committer.wait()  # order: no other can be sealed by now; one that another thread has sealed ends
         except DeadlineError as error:
             failure = error
-        return failure
+        # Order: last, for what a mark stays for is said once to each thread.
+        return None if self._working_set.mark.reason and this_thread() in self._told else failure
 
     def _end_unchanged(self) -> bool:
         """Take no more changes, unless there are some to commit; return whether that is so."""
@@ -223,7 +233,10 @@ class Generations:
 
     def report_dropped(self) -> bool:
         """Log the changes that are in no commit; return whether there are any."""
-        return self._records.report_dropped()
+        refusal = self._working_set.mark.refusal()
+        if refusal is not None:  # nobody can count them
+            _log.warning("the changes since generation %d are dropped: %s", self._records.generation, refusal)
+        return refusal is None and self._records.report_dropped()
 
     def _ready(self, operation: str) -> Committer:
         self._working_set.check(writing=operation != "resume")
@@ -242,9 +255,11 @@ class Generations:
 
         Returns the first error.
         """
-        failure: Exception | None = None
-        ends: list[Callable[[], None]] = [self._working_set.deferred_seal.settle]
-        if self._committer is not None:
+        failure: Exception | None = self._working_set.mark.refusal()
+        ends: list[Callable[[], None]] = []
+        if failure is None:
+            ends.append(self._working_set.deferred_seal.settle)
+        if failure is None and self._committer is not None:
             ends.append(self._committer.wait)  # order: guards compare with the committed generation
         for end in ends + [functools.partial(guard, "close") for guard in self.guards]:
             try:

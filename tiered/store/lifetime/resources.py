@@ -14,6 +14,7 @@ from tiered.store.lifetime.opening import Parts
 from tiered.store.records.records import Records
 from tiered.store.residency.residents import Residents
 from tiered.store.space.space import Space
+from tiered.store.waiting.mark import CallMark
 from tiered.store.waiting.nested_calls import NestedCalls
 
 __all__ = ["Resources"]
@@ -33,9 +34,10 @@ class Resources:
         space: Space,
         residents: Residents,
         records: Records,
+        nested_calls: NestedCalls,
+        mark: CallMark,
         *,
         condition: Condition,
-        nested_calls: NestedCalls,
         deadline_s: float,
     ) -> None:
         """``deadline_s`` bounds how long a store that is garbage waits for its commit."""
@@ -47,6 +49,7 @@ class Resources:
         self._records = records
         self._condition = condition
         self._nested_calls = nested_calls
+        self._mark = mark
         self._deadline_s = deadline_s
         self._end: weakref.finalize[..., object] | None = None
 
@@ -64,7 +67,11 @@ class Resources:
 
     def _close_arena(self) -> None:
         with self._condition:  # which keeps finalizers, that a collection may run here, from the arena's own lock
-            self._residents.close()
+            try:
+                self._residents.close()
+            except Exception:
+                if not self._mark.reason:
+                    raise  # else what was cut short is half done, and some memory stays with the process
             self._parts.arena.close()
         self._residents.reap()
 

@@ -120,7 +120,7 @@ class LeaseBlock:
             raise LeaseError(f"this lease of {self._key!r} was entered before; call lease() again")
         try:
             return self._begin()
-        except KeyboardInterrupt:
+        except BaseException:
             self._give_back()
             raise
 

@@ -32,6 +32,7 @@ from tiered.store.residency.room import Room
 from tiered.store.residency.swap_in import SwapIn
 from tiered.store.space.space import Space
 from tiered.store.waiting.deadline import Deadline
+from tiered.store.waiting.mark import CallMark
 from tiered.store.waiting.nested_calls import NestedCalls
 from tiered.store.waiting.recorder import Recorder
 
@@ -66,6 +67,7 @@ class WorkingSet:
         self.space = space
         self.deadline_s = deadline_s
         self.recorder = Recorder()
+        self.mark = CallMark()
         self.room = Room(residents, records, space, condition, self.recorder, deadline_s=deadline_s, refuse=refuse)
         self.deferred_seal = DeferredSeal(records, condition, self._progress, deadline_s=deadline_s)
         self.swap_in = SwapIn(residents, records, space, condition, self.room)
@@ -105,10 +107,11 @@ class WorkingSet:
         if len(spec.shape) > MAX_NUM_DIMS:
             raise TypeError(f"create({key!r}): expected at most {MAX_NUM_DIMS} dimensions, got {len(spec.shape)}")
         self.check(writing=True)
-        self.deferred_seal.settle_for(key, is_new=not scratch)
-        with self.condition:
-            scratch = scratch or not self.records.durable
-            self.keys.replace(self.keys.settled(key, "replacement"), key, spec, scratch=scratch)
+        with self.mark:
+            self.deferred_seal.settle_for(key, is_new=not scratch)
+            with self.condition:
+                scratch = scratch or not self.records.durable
+                self.keys.replace(self.keys.settled(key, "replacement"), key, spec, scratch=scratch)
 
     @uninterrupted
     def lease(self, key: str, mode: str) -> Lease:
@@ -122,8 +125,9 @@ class WorkingSet:
             raise ValueError(f'lease of {key!r}: expected mode "r", "w" or "rw", got {mode!r}')
         self.check(writing=mode != "r")
         refuse_modes("lease", key)
-        lease = self._show(key, mode, self.grants.obtain(key, mode, self._lease_deadline(key, mode)))
-        self.room.pump()
+        with self.mark:
+            lease = self._show(key, mode, self.grants.obtain(key, mode, self._lease_deadline(key, mode)))
+            self.room.pump()
         return lease
 
     @uninterrupted
@@ -135,7 +139,13 @@ class WorkingSet:
         """
         self.check(writing=True)
         refuse_modes("lease", keys[0])
-        self.deferred_seal.settle_for(*keys)
+        with self.mark:
+            self.deferred_seal.settle_for(*keys)
+            leases = self._lease_all(keys)
+            self.room.pump()
+        return leases
+
+    def _lease_all(self, keys: Sequence[str]) -> list[Lease]:
         granted = self.grants.obtain_resident(keys)
         leases: list[Lease] = []
         try:
@@ -150,7 +160,6 @@ class WorkingSet:
             for lease in leases:
                 lease.release(is_unchanged=True)
             raise
-        self.room.pump()
         return leases
 
     def end_update(self, leases: Iterable[Lease]) -> None:
@@ -190,19 +199,20 @@ class WorkingSet:
             self._nested_calls.refuse()
         except UsageError:
             return True  # a finalizer inside of a call: the death of the tensor says the same, and is noted soon
-        with self.condition:
-            unchanged = [alias for alias in aliases if is_unchanged and not alias.has_ended]  # order: others may write
-            have_ended = self.residents.end(aliases, is_written=is_written)
-            for alias in unchanged:
-                if alias.has_ended:
-                    self.residents.restore(alias, self.records.untouch)
-        self.room.pump()
+        with self.mark:
+            with self.condition:
+                unchanged = [alias for alias in aliases if is_unchanged and not alias.has_ended]  # order: others write
+                have_ended = self.residents.end(aliases, is_written=is_written)
+                for alias in unchanged:
+                    if alias.has_ended:
+                        self.residents.restore(alias, self.records.untouch)
+            self.room.pump()
         return have_ended
 
     @uninterrupted
     def forget(self, alias: Alias) -> bool:
         """Have later leases read the bytes of a lease for reading again; return False where only DRAM has them."""
-        with self.condition:
+        with self.mark, self.condition:
             return self.residents.forget(alias)
 
     @uninterrupted
@@ -213,7 +223,7 @@ class WorkingSet:
         """
         alias = lease.end()
         self.check(writing=True)
-        with self.condition:
+        with self.mark, self.condition:
             self.residents.end((alias,), is_written=False)
             self.residents.share.give_back(alias.residence)
             if alias.has_ended:
@@ -228,7 +238,9 @@ class WorkingSet:
         Returns how many bytes of them are resident or coming. Unknown keys and failures are passed over.
         """
         self.check(writing=False)
-        return self.swap_in.prefetch(list(keys), beside or {})  # not under the lock: an iterator may ask the store
+        names = list(keys)  # not under the lock: an iterator may ask the store
+        with self.mark:
+            return self.swap_in.prefetch(names, beside or {})
 
     @uninterrupted
     def swap_out(self, keys: Iterable[str]) -> None:
@@ -238,12 +250,13 @@ class WorkingSet:
         """
         self.check(writing=False)
         names = list(keys)
-        with self.condition:
-            self.residents.drain()
-            entries = [entry for key in names if (entry := self.records.entries.get(key)) and not entry.held]
-            for entry in entries:
-                self.residents.demote(entry)
-        self.room.write(entries, sum(entry.nbytes for entry in entries))
+        with self.mark:
+            with self.condition:
+                self.residents.drain()
+                entries = [entry for key in names if (entry := self.records.entries.get(key)) and not entry.held]
+                for entry in entries:
+                    self.residents.demote(entry)
+            self.room.write(entries, sum(entry.nbytes for entry in entries))
 
     def release_hold(self, keys: Iterable[str]) -> None:
         """Make ``keys`` ordinary again. KeyError."""
@@ -253,7 +266,7 @@ class WorkingSet:
     def hold(self, keys: Iterable[str], *, held: bool = True) -> None:
         """Keep ``keys`` resident for good once they are; they are written by commits only. KeyError."""
         names = list(keys)
-        with self.condition:
+        with self.mark, self.condition:
             for key in names:
                 self.keys.set_held(key, held)
 
@@ -262,13 +275,13 @@ class WorkingSet:
 
         Others then wait, or give back, as if the budget were so much smaller; evictable bytes are no hindrance.
         """
-        with self.condition:
+        with self.mark, self.condition:
             self.residents.share.set_aside(nbytes, is_for)
             self.condition.notify_all()
 
     def change_share(self, lease: Lease) -> None:
         """Count the bytes of ``lease``, which another thread has taken, in the bytes set aside."""
-        with self.condition:
+        with self.mark, self.condition:
             self.residents.share.change(lease.residence)
 
     def set_policy(self, policy: EvictionPolicy) -> None:
@@ -289,7 +302,7 @@ class WorkingSet:
 
         Leased, held and arriving keys stay and need no more; unknown keys are yet to be leased.
         """
-        with self.condition:
+        with self.mark, self.condition:
             return self.room.shortage(keys, beside)
 
     def has(self, key: str) -> bool:
@@ -310,17 +323,19 @@ class WorkingSet:
         CapacityError, DeadlineError, DeviceError.
         """
         self.check(writing=False)
-        return self.room.reserve(nbytes, is_lasting=is_lasting)
+        with self.mark:
+            return self.room.reserve(nbytes, is_lasting=is_lasting)
 
     @uninterrupted
     def unreserve(self, buffer: Buffer) -> None:
         """Give back a buffer of ``reserve``; no tensor on it may be alive. Works after close as well."""
-        self.room.unreserve(buffer)
+        with self.mark:
+            self.room.unreserve(buffer)
 
     @uninterrupted
     def statistics(self) -> WorkingSetStatistics:
         """Return a snapshot."""
-        with self.condition:
+        with self.mark, self.condition:
             self.residents.drain()
             residents, write_back = self.residents, self.room.write_back
             return WorkingSetStatistics(
@@ -351,10 +366,11 @@ class WorkingSet:
         """Drop ``keys`` and their bytes; a commit makes it durable. KeyError; LeaseError when leased for writing."""
         self.check(writing=True)
         for key in keys:
-            self.deferred_seal.settle_for(key)
-            with self.condition:
-                if not self.keys.remove(key):
-                    raise KeyError(key)
+            with self.mark:
+                self.deferred_seal.settle_for(key)
+                with self.condition:
+                    if not self.keys.remove(key):
+                        raise KeyError(key)
 
     def _progress(self) -> object:
         return self.grants.num_leases, self.room.write_back.num_landed, self.records.commit_progress()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tiered.bytes.device.base import Device, Operation
-from tiered.errors import DeviceError
+from tiered.errors import DeviceError, TieredError
 
 __all__ = ["NotSubmittedError", "submit_all"]
 
@@ -25,7 +25,7 @@ def submit_all(devices: Sequence[Device], operations: Sequence[tuple[int, Operat
             handed.add(index)
             try:
                 devices[index].submit(group)
-            except Exception as error:  # none of them was started
+            except (TieredError, OSError, ValueError) as error:  # none of them was started
                 _end(group, error)
     except BaseException as error:
         rest = [operation for index, operation in operations if index not in handed]

@@ -30,8 +30,9 @@ def adopt(working_set: WorkingSet, key: str, spec: Spec, ranges: Sequence[Extern
             "put it instead, flattened"
         )
     while True:
-        working_set.deferred_seal.settle()
-        with working_set.condition:
+        with working_set.mark:
+            working_set.deferred_seal.settle()
+        with working_set.mark, working_set.condition:
             old = working_set.keys.settled(key, "adoption")
             if working_set.deferred_seal.is_closed:  # a commit without it was asked for meanwhile
                 continue

@@ -46,13 +46,14 @@ class PartValues:
         Raises KeyError, ValueError for elements that it does not have, CorruptionError, DeviceError.
         """
         refuse_modes("read_part", key)
-        while True:
-            with contextlib.suppress(ReadPastError):  # the bytes have left DRAM: look again
-                return self._read(key, start, stop)
+        self._working_set.check(writing=False)
+        with self._working_set.mark:
+            while True:
+                with contextlib.suppress(ReadPastError):  # the bytes have left DRAM: look again
+                    return self._read(key, start, stop)
 
     def _read(self, key: str, start: int, stop: int) -> torch.Tensor:
         working_set = self._working_set
-        working_set.check(writing=False)
         with self._condition:
             working_set.residents.drain()
             working_set.room.raise_failure()
@@ -124,4 +125,5 @@ class PartValues:
         """Write ``value`` over the elements of the flattened tensor of ``key`` from ``start`` on; see PartWrite."""
         plain = plain_value(key, value)
         self._working_set.check(writing=True)
-        PartWrite(self._working_set, self._writing, key, start, plain).run()
+        with self._working_set.mark:
+            PartWrite(self._working_set, self._writing, key, start, plain).run()

@@ -97,11 +97,12 @@ class PutBatches:
             for row in (row for batch in batches for row in batch.rows):
                 (space.quarantine if window.has_failed else space.give_back)(row.extents)
 
-        try:
-            window.run(jobs())
-        except BaseException:
-            window.when_idle(give_back)
-            raise
+        with self._working_set.mark:
+            try:
+                window.run(jobs())
+            except BaseException:
+                window.when_idle(give_back)
+                raise
         if source.error is not None:
             raise source.error
 

@@ -177,10 +177,11 @@ class StreamedValues:
         with self._condition:
             names = self._records.names() if only is None else only
         window = Window(self._working_set)
-        try:
-            window.run(jobs())
-        finally:
-            window.when_idle(lambda: self._end_streams(reading))
+        with self._working_set.mark:
+            try:
+                window.run(jobs())
+            finally:
+                window.when_idle(lambda: self._end_streams(reading))
         return VerifyReport(counts[0], counts[1], counts[2], tuple(errors))
 
     def _end_streams(self, rows: Iterable[Row]) -> None:

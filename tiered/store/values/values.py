@@ -64,14 +64,13 @@ class Values:
     def _put_one_of_many(self, key: str, value: torch.Tensor) -> None:
         self._put(key, value, is_one_of_many=True)
 
-    def _put(
-        self, key: str, value: torch.Tensor, *, is_one_of_many: bool, block_nbytes: int | None = None
-    ) -> None:
+    def _put(self, key: str, value: torch.Tensor, *, is_one_of_many: bool, block_nbytes: int | None = None) -> None:
         self._working_set.check(writing=True)
         plain = plain_value(key, value)
-        while not self._put_plain(key, plain, is_one_of_many=is_one_of_many, block_nbytes=block_nbytes):
-            pass
-        self._working_set.room.pump()
+        with self._working_set.mark:
+            while not self._put_plain(key, plain, is_one_of_many=is_one_of_many, block_nbytes=block_nbytes):
+                pass
+            self._working_set.room.pump()
 
     def _put_plain(self, key: str, plain: torch.Tensor, *, is_one_of_many: bool, block_nbytes: int | None) -> bool:
         """Put it; False where a commit without it was asked for meanwhile, and all is to be done again."""
@@ -182,9 +181,11 @@ class Values:
         if out is not None and device is not None and torch.device(device) != out.device:
             raise ValueError(f"get({key!r}): out is on {out.device}, device={device!r}; give one of them")
         target = torch.device("cpu" if device is None else device) if out is None else out.device
-        while True:
-            with contextlib.suppress(ReadPastError):  # the key has become another, or has left DRAM: look again
-                return self._get(key, out, target)
+        self._working_set.check(writing=False)
+        with self._working_set.mark:
+            while True:
+                with contextlib.suppress(ReadPastError):  # the key has become another, or has left DRAM: look again
+                    return self._get(key, out, target)
 
     def _get(self, key: str, out: torch.Tensor | None, target: torch.device) -> torch.Tensor:
         row = self._stored_row(key)
@@ -224,7 +225,8 @@ class Values:
             for name in names:
                 if name not in self._records:
                     raise KeyError(name)
-        others = self._get_batches.get(names, found)
+        with self._working_set.mark:
+            others = self._get_batches.get(names, found)
         for i, name in enumerate(others):
             if i % (_NUM_AHEAD // 2) == 0:
                 self._working_set.prefetch(islice(others, i, i + _NUM_AHEAD))
@@ -241,7 +243,6 @@ class Values:
 
     def _stored_row(self, key: str) -> Row | None:
         """Return the row to read past the working set: inline, or to be streamed and then with a stream begun."""
-        self._working_set.check(writing=False)
         with self._condition:
             self._working_set.residents.drain()
             self._working_set.room.raise_failure()

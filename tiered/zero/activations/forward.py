@@ -50,11 +50,12 @@ class Forward:
 
         None for those that it was called with.
         """
-        if self._calls and module is self._conductor.model():
-            self.leave_abandoned(module)
-        changed = with_repeated_arguments(args, kwargs) if graph_task() != -1 and is_recomputing() else None
-        self.enter(module, unit)
-        return changed
+        with self._conductor.working_set.mark:
+            if self._calls and module is self._conductor.model():
+                self.leave_abandoned(module)
+            changed = with_repeated_arguments(args, kwargs) if graph_task() != -1 and is_recomputing() else None
+            self.enter(module, unit)
+            return changed
 
     @uninterrupted
     def end_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -62,18 +63,19 @@ class Forward:
 
         Return the output to hand on, with nothing of it in a unit's buffer.
         """
-        if output is None and (error := sys.exc_info()[1]) is not None:
-            self._conductor.tier.note_dials(error, f"the forward of {type(module).__name__}")
-        for call in self._calls.end(module):
-            self.leave(call.unit)
-        if self._calls.are_in_forward:
-            return output
-        if self._begun is not None:
-            self._conductor.working_set.recorder.worked("forward", type(module).__name__, self._begun)
-            self._begun = None
-        if torch.is_grad_enabled() and not in_graph_task() and any_requires_grad(output):
-            self.ended()
-        return own(output, self._open_units.address_of)
+        with self._conductor.working_set.mark:
+            if output is None and (error := sys.exc_info()[1]) is not None:
+                self._conductor.tier.note_dials(error, f"the forward of {type(module).__name__}")
+            for call in self._calls.end(module):
+                self.leave(call.unit)
+            if self._calls.are_in_forward:
+                return output
+            if self._begun is not None:
+                self._conductor.working_set.recorder.worked("forward", type(module).__name__, self._begun)
+                self._begun = None
+            if torch.is_grad_enabled() and not in_graph_task() and any_requires_grad(output):
+                self.ended()
+            return own(output, self._open_units.address_of)
 
     def enter(self, module: nn.Module, unit: Unit | None) -> None:
         """A module call begins."""

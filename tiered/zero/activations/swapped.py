@@ -123,24 +123,25 @@ class SwappedActivations:
 
         Blocks while room is made. Raises the store's errors, except CapacityError.
         """
-        if not _is_plain(tensor) or tensor.device != self._engine.tier.device:
-            return None
-        storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
-        if nbytes < SMALLEST_NBYTES or nbytes > _MOST_TIMES_LARGER * tensor.numel() * tensor.element_size():
-            return None
-        if storage.data_ptr() % tensor.element_size():
-            return None
-        self.sweep()
-        version = tensor._version
-        digest = 0  # torch counts the versions of all that a compute device saves
-        if storage.device.type == "cpu":
-            readable: Any = bytes_of(storage).numpy()
-            digest = xxhash.xxh3_64_intdigest(readable)
-        found = self._find(storage, version, digest)
-        if found is None:
-            found = self._put(tensor, version, digest)
-        return None if found is None else SwappedTensor(self, found, tensor)
+        with self._engine.working_set.mark:
+            if not _is_plain(tensor) or tensor.device != self._engine.tier.device:
+                return None
+            storage = tensor.untyped_storage()
+            nbytes = storage.nbytes()
+            if nbytes < SMALLEST_NBYTES or nbytes > _MOST_TIMES_LARGER * tensor.numel() * tensor.element_size():
+                return None
+            if storage.data_ptr() % tensor.element_size():
+                return None
+            self.sweep()
+            version = tensor._version
+            digest = 0  # torch counts the versions of all that a compute device saves
+            if storage.device.type == "cpu":
+                readable: Any = bytes_of(storage).numpy()
+                digest = xxhash.xxh3_64_intdigest(readable)
+            found = self._find(storage, version, digest)
+            if found is None:
+                found = self._put(tensor, version, digest)
+            return None if found is None else SwappedTensor(self, found, tensor)
 
     @uninterrupted
     def bytes_of(self, storage: SwappedStorage) -> torch.Tensor:
@@ -148,56 +149,59 @@ class SwappedActivations:
 
         Raises UsageError when they are gone: the store was rolled back.
         """
-        engine = self._engine
-        engine.backward.seen()
-        self.sweep()
-        with self._lock:
-            if not self._has(storage.key, storage.serial):
-                raise UsageError(
-                    "backward through activations from before store.rollback() or resume(); expected a new forward"
+        with self._engine.working_set.mark:
+            engine = self._engine
+            engine.backward.seen()
+            self.sweep()
+            with self._lock:
+                if not self._has(storage.key, storage.serial):
+                    raise UsageError(
+                        "backward through activations from before store.rollback() or resume(); expected a new forward"
+                    )
+            if engine.tier.was_changed(storage.key):
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation,"
+                    " while it was swapped out; clone() the tensor before it"
                 )
-        if engine.tier.was_changed(storage.key):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation, while"
-                " it was swapped out; clone() the tensor before it"
-            )
-        # Keys read ahead must find room beside the held ones: with half of the share some were read twice.
-        engine.schedule.learn(storage.key, storage.nbytes, window_bytes=self.share_bytes // 4)
-        engine.schedule.use(storage.key)
-        try:
-            return engine.tier.get(storage.key)
-        except CapacityError:
-            self._leave(storage.nbytes)
-            copy: torch.Tensor = engine.store[storage.key]
-            return copy.to(engine.tier.device)
+            # Keys read ahead must find room beside the held ones: with half of the share some were read twice.
+            engine.schedule.learn(storage.key, storage.nbytes, window_bytes=self.share_bytes // 4)
+            engine.schedule.use(storage.key)
+            try:
+                return engine.tier.get(storage.key)
+            except CapacityError:
+                self._leave(storage.nbytes)
+                copy: torch.Tensor = engine.store[storage.key]
+                return copy.to(engine.tier.device)
 
     @uninterrupted
     def sweep(self) -> None:
         """Delete the keys that nothing refers to any more, but for those whose write is in flight."""
-        while (ended := self._freed.next_freed()) is not None:
-            self._unswept.put(ended)
-        busy: list[tuple[str, int, int]] = []
-        while not self._unswept.empty():
-            try:
-                ended = self._unswept.get_nowait()
-            except queue.Empty:  # another thread has it
-                break
-            if not self._delete(*ended):
-                busy.append(ended)
-        for item in busy:
-            self._unswept.put(item)
+        with self._engine.working_set.mark:
+            while (ended := self._freed.next_freed()) is not None:
+                self._unswept.put(ended)
+            busy: list[tuple[str, int, int]] = []
+            while not self._unswept.empty():
+                try:
+                    ended = self._unswept.get_nowait()
+                except queue.Empty:  # another thread has it
+                    break
+                if not self._delete(*ended):
+                    busy.append(ended)
+            for item in busy:
+                self._unswept.put(item)
 
     @uninterrupted
     def reset(self) -> None:
         """Forget everything: the store was rolled back, or closes. References raise from now on."""
-        with self._lock:
-            for key in self._keys:
-                with contextlib.suppress(KeyError):
-                    self._engine.tier.delete(key)
-            self._keys.clear()
-            self._held.clear()
-            self._storages.clear()
-            self._num_in_step = 0
+        with self._engine.working_set.mark:
+            with self._lock:
+                for key in self._keys:
+                    with contextlib.suppress(KeyError):
+                        self._engine.tier.delete(key)
+                self._keys.clear()
+                self._held.clear()
+                self._storages.clear()
+                self._num_in_step = 0
 
     def _find(self, storage: torch.UntypedStorage, version: int, digest: int) -> SwappedStorage | None:
         """Return the earlier object for the same storage and content, also where torch counts no version."""
@@ -258,11 +262,12 @@ class SwappedActivations:
     @uninterrupted
     def _reclaim(self, nbytes: int) -> bool:
         """Give the working set a key back: the oldest held one begins to be written. See ``add_reclaimer``."""
-        with self._lock:
-            if not self._held:
-                return False
-            self._let_go_of_oldest()
-            return True
+        with self._engine.working_set.mark:
+            with self._lock:
+                if not self._held:
+                    return False
+                self._let_go_of_oldest()
+                return True
 
     def _delete(self, key: str, serial: int, address: int) -> bool:
         """Delete ``key``; return False while a write of it is in flight, for no caller should wait for that."""

@@ -94,18 +94,19 @@ class Backward:
     @uninterrupted
     def settle(self) -> None:
         """Notice a backward that failed: its end was never reported. A refused backward has harmed nothing."""
-        if not self._is_running or in_graph_task():
-            return
-        self._tasks.clear()
-        self._waiting.clear()
-        is_harmful, self._is_harmful = self._is_harmful and self._is_updating(), False
-        why, self._why = self._why, ""
-        self._is_running = self._has_graphs = False
-        self._phase.is_between = False
-        self._clear_accumulated()
-        if is_harmful:
-            reason = "a backward failed after parameters were updated or gradients accumulated"
-            self._phase.abandon(f"{reason}: {why}" if why else reason)
+        with self._units[0].working_set.mark:
+            if not self._is_running or in_graph_task():
+                return
+            self._tasks.clear()
+            self._waiting.clear()
+            is_harmful, self._is_harmful = self._is_harmful and self._is_updating(), False
+            why, self._why = self._why, ""
+            self._is_running = self._has_graphs = False
+            self._phase.is_between = False
+            self._clear_accumulated()
+            if is_harmful:
+                reason = "a backward failed after parameters were updated or gradients accumulated"
+                self._phase.abandon(f"{reason}: {why}" if why else reason)
 
     def check_used(self) -> None:
         """Raise UsageError, once, for gradients that were put or dropped since the backward has used them.
@@ -151,32 +152,34 @@ class Backward:
     @uninterrupted
     def _accumulating(self, segment: Segment) -> None:
         """Autograd is about to accumulate the gradient of ``segment``."""
-        self.seen()
-        self._phase.check(Event.BACKWARD, f"parameter {segment.name}:")
-        if segment.unit in self._phase.done:
-            raise UsageError(
-                f"parameter {segment.name}: a gradient after its unit was updated in this backward; expected all of it"
-                ' before: use update="step"'
-            )
-        segment.unit.gradients.recall(segment)
-        self._is_harmful = True
+        with self._units[0].working_set.mark:
+            self.seen()
+            self._phase.check(Event.BACKWARD, f"parameter {segment.name}:")
+            if segment.unit in self._phase.done:
+                raise UsageError(
+                    f"parameter {segment.name}: a gradient after its unit was updated in this backward; expected all of"
+                    ' it before: use update="step"'
+                )
+            segment.unit.gradients.recall(segment)
+            self._is_harmful = True
 
     @uninterrupted
     def _accumulated(self, segment: Segment) -> None:
         """Autograd has accumulated the gradient of ``segment``."""
-        unit = segment.unit
-        with without_dispatch():
-            gradient = segment.parameter.grad
-            self._has_graphs = self._has_graphs or (gradient is not None and gradient.requires_grad)
-        del gradient
-        unit.gradients.adopt(segment)
-        segment.accumulated = True
-        if not self._is_updating():
-            return
-        self._waiting[unit] = None
-        for candidate in list(self._waiting):
-            if self._is_final(candidate):
-                self._update(candidate)
+        with self._units[0].working_set.mark:
+            unit = segment.unit
+            with without_dispatch():
+                gradient = segment.parameter.grad
+                self._has_graphs = self._has_graphs or (gradient is not None and gradient.requires_grad)
+            del gradient
+            unit.gradients.adopt(segment)
+            segment.accumulated = True
+            if not self._is_updating():
+                return
+            self._waiting[unit] = None
+            for candidate in list(self._waiting):
+                if self._is_final(candidate):
+                    self._update(candidate)
 
     def _is_final(self, unit: Unit) -> bool:
         """Return whether no more gradient can come for ``unit`` and no saved tensor needs its present bytes any more.
@@ -197,32 +200,33 @@ class Backward:
     @uninterrupted
     def _ended(self) -> None:
         """A graph task of this backward is over."""
-        if num_on_stack(_engine_run_backward.__code__) > (0 if is_autograds_own() else 1):
-            return  # a reentrant checkpoint's: the outermost reports too
-        self._units[0].working_set.recorder.worked("backward", "", self._begun)
-        self._tasks.clear()
-        self._is_running = self._is_harmful = False
-        if self._calls.are_in_forward or not self._clear_accumulated():
-            return  # autograd.grad: nothing was accumulated
-        self._gradients_came()
-        self.micro_steps.ended()
-        self._phase.is_between = False
-        if self._has_graphs:
-            self._refuse_graphs()
-        if self._is_updating():
-            try:
-                for unit in self._units:
-                    if unit.gradients.are_any:
-                        self._update(unit)
-            except BaseException as error:
-                if self._phase.has_begun:
-                    self._phase.abandon(f"the updates at the end of a backward failed: {error!r}")
-                raise
-            self._phase.has_updated = True
-            self._phase.done.clear()
-        self._waiting.clear()
-        self.forget_touches()
-        self._open_units.park_all()
+        with self._units[0].working_set.mark:
+            if num_on_stack(_engine_run_backward.__code__) > (0 if is_autograds_own() else 1):
+                return  # a reentrant checkpoint's: the outermost reports too
+            self._units[0].working_set.recorder.worked("backward", "", self._begun)
+            self._tasks.clear()
+            self._is_running = self._is_harmful = False
+            if self._calls.are_in_forward or not self._clear_accumulated():
+                return  # autograd.grad: nothing was accumulated
+            self._gradients_came()
+            self.micro_steps.ended()
+            self._phase.is_between = False
+            if self._has_graphs:
+                self._refuse_graphs()
+            if self._is_updating():
+                try:
+                    for unit in self._units:
+                        if unit.gradients.are_any:
+                            self._update(unit)
+                except BaseException as error:
+                    if self._phase.has_begun:
+                        self._phase.abandon(f"the updates at the end of a backward failed: {error!r}")
+                    raise
+                self._phase.has_updated = True
+                self._phase.done.clear()
+            self._waiting.clear()
+            self.forget_touches()
+            self._open_units.park_all()
 
     def _refuse_graphs(self) -> None:
         """Raise UsageError, at the end: autograd frees nothing of a backward with graphs that fails in the middle."""

@@ -26,6 +26,7 @@ from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["UnitGradients"]
 
+
 class UnitGradients:
     """The gradients of one unit in one buffer, laid out as the unit's trainable spans are, for good.
 
@@ -71,28 +72,29 @@ class UnitGradients:
     @uninterrupted
     def open(self) -> torch.Tensor:
         """Return the buffer, (nbytes,) uint8, where ``.grad`` shows what was stored, or lay beside it. Blocks."""
-        if self.buffer is not None:
-            self.buffer.use()
-            return self.buffer.tensor
-        self.open_gradients.end_lent()
-        were_own = self.own.are_there
-        if self.own.buffer is not None:
-            self.clipped.note_changes(None, self.own)
-            self.key, buffer = self.own.take_buffer()
-            assert buffer is not None
-        elif self.key:
-            self.open_gradients.make_room(self.nbytes)
-            buffer = self.unit.tier.gradients(self.key, "rw")
-        else:
-            self.open_gradients.make_room(self.nbytes)
-            self.key, buffer = self.open_gradients.new_buffer(self)
-        self.buffer = buffer
-        buffer.use()
-        self.open_gradients.opened(self)
-        with without_dispatch():
-            self._show(buffer.tensor, were_own=were_own)
-        self.clipped.note(buffer, self.own)
-        return buffer.tensor
+        with self.working_set.mark:
+            if self.buffer is not None:
+                self.buffer.use()
+                return self.buffer.tensor
+            self.open_gradients.end_lent()
+            were_own = self.own.are_there
+            if self.own.buffer is not None:
+                self.clipped.note_changes(None, self.own)
+                self.key, buffer = self.own.take_buffer()
+                assert buffer is not None
+            elif self.key:
+                self.open_gradients.make_room(self.nbytes)
+                buffer = self.unit.tier.gradients(self.key, "rw")
+            else:
+                self.open_gradients.make_room(self.nbytes)
+                self.key, buffer = self.open_gradients.new_buffer(self)
+            self.buffer = buffer
+            buffer.use()
+            self.open_gradients.opened(self)
+            with without_dispatch():
+                self._show(buffer.tensor, were_own=were_own)
+            self.clipped.note(buffer, self.own)
+            return buffer.tensor
 
     def _show(self, buffer: torch.Tensor, *, were_own: bool) -> None:
         """Show the gradients in ``buffer``; a tensor that is not theirs is the caller's: reconcile takes note of it."""
@@ -264,12 +266,13 @@ class UnitGradients:
 
         Raises UsageError where gradients were clipped and then written in place.
         """
-        self.clipped.note_changes(self.buffer, self.own)
-        self.clipped.check(self.unit.name)
-        for segment, gradient in self.changed_by_hand():
-            self.factors.pop(segment, None)
-            self._adopt(segment, gradient)
-        self.note_clipped()
+        with self.working_set.mark:
+            self.clipped.note_changes(self.buffer, self.own)
+            self.clipped.check(self.unit.name)
+            for segment, gradient in self.changed_by_hand():
+                self.factors.pop(segment, None)
+                self._adopt(segment, gradient)
+            self.note_clipped()
 
     def note_clipped(self) -> None:
         """The factors are for the gradients as they are now."""

@@ -220,46 +220,48 @@ class OptimizerState:
 
         They lie in ``memory``, or in ordinary memory.
         """
-        dtype = torch.float64 if segment.dtype == torch.float64 else torch.float32
-        layout = self._layouts.of(segment.dtype)
-        has_moments = segment in self.begun or self._layouts.rule.name != "SGD"  # as torch: others begin with zeros
-        moments = self._names if has_moments else []
-        names = moments + (["master"] if layout.master is not None else [])
-        empty = functools.partial(torch.empty_strided, device="cpu") if memory is None else memory.empty
-        flats = {name: empty((segment.numel,), (1,), dtype=dtype) for name in names}
-        with self._readable(segment) as hi:
-            for tile, start, stop in self._stretches(segment, "r"):
-                rows = tile.rows(self._scratch)
-                values = tile.decode_moments(rows)
-                for name, value in zip(moments, values, strict=False):  # all of them, or none
-                    flats[name][start:stop].copy_(value)
-                if layout.marks is not None:  # lifetime: the copy, not the bytes leased for reading, loses its marks
-                    tile.own[-1] = flats[self._names[layout.marks]][start:stop]
-                if layout.master is not None:
-                    master = flats["master"][start:stop].copy_(tile.decode_master(hi[start:stop], rows))
-                    master.masked_fill_(hi[start:stop].isnan(), torch.nan)  # a NaN moment has any sign, mark or not
-                tile = value = values = None  # type: ignore[assignment]  # lifetime: the lease ends before the next
-        shaped = {name: flat.as_strided(segment.shape, segment.strides) for name, flat in flats.items()}
-        step = torch.tensor(float(self.steps[segment]), dtype=torch.float32, device="cpu")
-        return {"step": step, **shaped}
+        with self._store.working_set.mark:
+            dtype = torch.float64 if segment.dtype == torch.float64 else torch.float32
+            layout = self._layouts.of(segment.dtype)
+            has_moments = segment in self.begun or self._layouts.rule.name != "SGD"  # as torch: others begin with zeros
+            moments = self._names if has_moments else []
+            names = moments + (["master"] if layout.master is not None else [])
+            empty = functools.partial(torch.empty_strided, device="cpu") if memory is None else memory.empty
+            flats = {name: empty((segment.numel,), (1,), dtype=dtype) for name in names}
+            with self._readable(segment) as hi:
+                for tile, start, stop in self._stretches(segment, "r"):
+                    rows = tile.rows(self._scratch)
+                    values = tile.decode_moments(rows)
+                    for name, value in zip(moments, values, strict=False):  # all of them, or none
+                        flats[name][start:stop].copy_(value)
+                    if layout.marks is not None:  # lifetime: the copy loses its marks, not the leased bytes
+                        tile.own[-1] = flats[self._names[layout.marks]][start:stop]
+                    if layout.master is not None:
+                        master = flats["master"][start:stop].copy_(tile.decode_master(hi[start:stop], rows))
+                        master.masked_fill_(hi[start:stop].isnan(), torch.nan)  # a NaN moment has any sign, mark or not
+                    tile = value = values = None  # type: ignore[assignment]  # lifetime: the lease ends before the next
+            shaped = {name: flat.as_strided(segment.shape, segment.strides) for name, flat in flats.items()}
+            step = torch.tensor(float(self.steps[segment]), dtype=torch.float32, device="cpu")
+            return {"step": step, **shaped}
 
     @uninterrupted
     def check_master(self, segment: Segment, state: Mapping[str, Any] | None) -> None:
         """Raise UsageError for a master in ``state`` whose rounding is not the parameter as it is now."""
-        if not state or "master" not in state or self._layouts.of(segment.dtype).master is None:
-            return
-        master = _in_memory_order(segment, state["master"])
-        with self._readable(segment) as hi:
-            for start in range(0, segment.numel, _CHECKED_NUMEL):
-                mine, theirs = hi[start : start + _CHECKED_NUMEL], master[start : start + _CHECKED_NUMEL].float()
-                lo = theirs.view(torch.int32) - (mine.view(torch.int16).to(torch.int32) << 16)
-                fits = (lo.abs_() <= 1 << 15).logical_or_(mine.isnan().logical_and_(theirs.isnan()))
-                if not fits.all():
-                    raise UsageError(
-                        f"load_state_dict: the masters given for parameter {segment.name} are not those of its values;"
-                        " nothing was changed. Load the model's state first, then the optimizer's"
-                    )
-                mine = None  # type: ignore[assignment]  # lifetime: nothing may see the leased bytes at the end
+        with self._store.working_set.mark:
+            if not state or "master" not in state or self._layouts.of(segment.dtype).master is None:
+                return
+            master = _in_memory_order(segment, state["master"])
+            with self._readable(segment) as hi:
+                for start in range(0, segment.numel, _CHECKED_NUMEL):
+                    mine, theirs = hi[start : start + _CHECKED_NUMEL], master[start : start + _CHECKED_NUMEL].float()
+                    lo = theirs.view(torch.int32) - (mine.view(torch.int16).to(torch.int32) << 16)
+                    fits = (lo.abs_() <= 1 << 15).logical_or_(mine.isnan().logical_and_(theirs.isnan()))
+                    if not fits.all():
+                        raise UsageError(
+                            f"load_state_dict: the masters given for parameter {segment.name} are not those of its"
+                            " values; nothing was changed. Load the model's state first, then the optimizer's"
+                        )
+                    mine = None  # type: ignore[assignment]  # lifetime: nothing may see the leased bytes at the end
 
     @uninterrupted
     def scatter(self, segment: Segment, state: Mapping[str, Any] | None) -> None:
@@ -267,57 +269,60 @@ class OptimizerState:
 
         A state without step counts, as torch's SGD has it, counts as one update where it has moments.
         """
-        flats = {
-            name: _in_memory_order(segment, state[name])
-            for name in (*self._names, "master")
-            if state and state.get(name) is not None
-        }
-        self.steps[segment] = int(float(state["step"])) if state and "step" in state else int(bool(flats))
-        if self.steps[segment] and all(name in flats for name in self._names):
-            self.begun.add(segment)
-        else:
-            self.begun.discard(segment)
-        layout = self._layouts.of(segment.dtype)
-        self._scratch.dither.aim_at_nearest()
-        with self._readable(segment) as hi:
-            for tile, start, stop in self._stretches(segment, "rw"):
-                rows = tile.rows(self._scratch)
-                values = tile.decode_moments(rows)  # only to be overwritten
-                for name, value in zip(self._names, values, strict=True):
-                    value.copy_(flats[name][start:stop]) if name in flats else value.zero_()
-                for value, moment in zip(values, self._layouts.rule.moments, strict=True):
-                    if moment.is_positive:
-                        value.abs_()  # the sign of a zero or a NaN would be a mark
-                tile.encode_moments(values, rows, self._scratch)
-                if layout.master is not None:
-                    master = flats["master"][start:stop] if "master" in flats else hi[start:stop].float()
-                    self._attach(tile, master, hi[start:stop])
-                tile = value = values = None  # type: ignore[assignment]  # lifetime: as above
+        with self._store.working_set.mark:
+            flats = {
+                name: _in_memory_order(segment, state[name])
+                for name in (*self._names, "master")
+                if state and state.get(name) is not None
+            }
+            self.steps[segment] = int(float(state["step"])) if state and "step" in state else int(bool(flats))
+            if self.steps[segment] and all(name in flats for name in self._names):
+                self.begun.add(segment)
+            else:
+                self.begun.discard(segment)
+            layout = self._layouts.of(segment.dtype)
+            self._scratch.dither.aim_at_nearest()
+            with self._readable(segment) as hi:
+                for tile, start, stop in self._stretches(segment, "rw"):
+                    rows = tile.rows(self._scratch)
+                    values = tile.decode_moments(rows)  # only to be overwritten
+                    for name, value in zip(self._names, values, strict=True):
+                        value.copy_(flats[name][start:stop]) if name in flats else value.zero_()
+                    for value, moment in zip(values, self._layouts.rule.moments, strict=True):
+                        if moment.is_positive:
+                            value.abs_()  # the sign of a zero or a NaN would be a mark
+                    tile.encode_moments(values, rows, self._scratch)
+                    if layout.master is not None:
+                        master = flats["master"][start:stop] if "master" in flats else hi[start:stop].float()
+                        self._attach(tile, master, hi[start:stop])
+                    tile = value = values = None  # type: ignore[assignment]  # lifetime: as above
 
     @uninterrupted
     def reset(self, segment: Segment) -> None:
         """Make the moments and the step count of ``segment`` zero; the master stays."""
-        if segment not in self.steps:
-            return
-        self.steps[segment] = 0
-        self.begun.discard(segment)
-        for tile, _, _ in self._stretches(segment, "rw"):
-            tile.clear_moments()
-            tile = None  # type: ignore[assignment]  # lifetime: as above
+        with self._store.working_set.mark:
+            if segment not in self.steps:
+                return
+            self.steps[segment] = 0
+            self.begun.discard(segment)
+            for tile, _, _ in self._stretches(segment, "rw"):
+                tile.clear_moments()
+                tile = None  # type: ignore[assignment]  # lifetime: as above
 
     @uninterrupted
     def set_master(self, segment: Segment, source: torch.Tensor | None) -> None:
         """The caller has replaced the values of ``segment``: its master becomes ``source``, or those values."""
-        if segment.dtype != torch.bfloat16 or segment not in self.steps:
-            return
-        master = None
-        if source is not None and source.dtype in {torch.float32, torch.float64} and source.shape == segment.shape:
-            master = _in_memory_order(segment, source.float())
-        for tile, start, stop in self._stretches(segment, "rw"):
-            tile.clear_master()
-            if master is not None:
-                self._attach(tile, master[start:stop], None)
-            tile = None  # type: ignore[assignment]  # lifetime: as above
+        with self._store.working_set.mark:
+            if segment.dtype != torch.bfloat16 or segment not in self.steps:
+                return
+            master = None
+            if source is not None and source.dtype in {torch.float32, torch.float64} and source.shape == segment.shape:
+                master = _in_memory_order(segment, source.float())
+            for tile, start, stop in self._stretches(segment, "rw"):
+                tile.clear_master()
+                if master is not None:
+                    self._attach(tile, master[start:stop], None)
+                tile = None  # type: ignore[assignment]  # lifetime: as above
 
     def _stretches(self, segment: Segment, mode: Mode) -> Iterator[tuple[Tile, int, int]]:
         """Yield the tiles of ``segment``'s state and their bounds in elements of it, leased in ``mode`` meanwhile."""

@@ -199,7 +199,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             return None
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        with INTERRUPTS, torch.no_grad():
+        with INTERRUPTS, self._store.working_set.mark, torch.no_grad():
             if self.in_backward:
                 self._check_unchanged()
             if self._plain is not None:
@@ -228,10 +228,11 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
     @uninterrupted
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or zero them; sharded parameters have none after ``step``."""
-        for engine in [] if self.is_held_back else self._engines:
-            engine.zero_grad(set_to_none=set_to_none)
-        if self._plain is not None and not self.is_held_back:
-            self._plain.zero_grad(set_to_none=set_to_none)
+        with self._store.working_set.mark:
+            for engine in [] if self.is_held_back else self._engines:
+                engine.zero_grad(set_to_none=set_to_none)
+            if self._plain is not None and not self.is_held_back:
+                self._plain.zero_grad(set_to_none=set_to_none)
 
     def _begin(self) -> None:
         """Freeze the hyperparameters of the step that begins now."""

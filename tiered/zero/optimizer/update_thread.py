@@ -245,25 +245,26 @@ class UpdateThread:
     @uninterrupted
     def _wait(self, is_over: Callable[[], bool], subject: str, reason: Wait = Wait.UPDATE) -> None:
         self.nested_calls.refuse()
-        with self._condition:
-            has_ended, thread = is_over(), self._last_thread
-        if has_ended:
-            return
-        assert thread is not None
-        me, begun = threading.get_ident(), self._working_set.recorder.begin()
-        deadline = Deadline(f"the update of {subject or 'all units'!r}", self._deadline_s)
-        may_give = this_thread() == self._open_units.thread  # open units are the training thread's
-        try:
-            self._waiting |= {me} if may_give else set()
-            self._notify()
-            with self._working_set.room.waiting_for(thread):
-                while self._wait_once(is_over, deadline, may_give=may_give):
-                    pass
-        finally:
-            if may_give:
-                self._waiting.discard(me)
-                self._answer(has_given=False)  # order: no thread is left to give memory back
-            self._working_set.recorder.waited(reason, subject, begun)
+        with self._working_set.mark:
+            with self._condition:
+                has_ended, thread = is_over(), self._last_thread
+            if has_ended:
+                return
+            assert thread is not None
+            me, begun = threading.get_ident(), self._working_set.recorder.begin()
+            deadline = Deadline(f"the update of {subject or 'all units'!r}", self._deadline_s)
+            may_give = this_thread() == self._open_units.thread  # open units are the training thread's
+            try:
+                self._waiting |= {me} if may_give else set()
+                self._notify()
+                with self._working_set.room.waiting_for(thread):
+                    while self._wait_once(is_over, deadline, may_give=may_give):
+                        pass
+            finally:
+                if may_give:
+                    self._waiting.discard(me)
+                    self._answer(has_given=False)  # order: no thread is left to give memory back
+                self._working_set.recorder.waited(reason, subject, begun)
 
     def _wait_once(self, is_over: Callable[[], bool], deadline: Deadline, *, may_give: bool) -> bool:
         """Wait for a change; give memory back where the update asks for it. Return whether to wait on."""

@@ -250,30 +250,32 @@ class Unit:
 
         ``mode`` "rw" closes a lease for reading first.
         """
-        buffer = self.buffer
-        if mode == "rw" and buffer.mode == "r":
-            self.park()
-        if buffer.state is BufferState.NONE:
-            word = self.engine.before_open(self)
-            with _ordinarily():  # order: later uses of the same lease may be recorded by autograd
-                buffer.gather(mode, self.version)
-            self._word = word
-            if mode == "rw":
-                self._digests = tuple([digest(lease.tensor) for lease in buffer.leases])
-            self.engine.opened(self)
-            # Order: once others are parked, so that a thread has ended its work on one unit before the next begins.
-            self._opened = self.working_set.recorder.begin()
-        return buffer.tensors
+        with self.working_set.mark:
+            buffer = self.buffer
+            if mode == "rw" and buffer.mode == "r":
+                self.park()
+            if buffer.state is BufferState.NONE:
+                word = self.engine.before_open(self)
+                with _ordinarily():  # order: later uses of the same lease may be recorded by autograd
+                    buffer.gather(mode, self.version)
+                self._word = word
+                if mode == "rw":
+                    self._digests = tuple([digest(lease.tensor) for lease in buffer.leases])
+                self.engine.opened(self)
+                # Order: once others are parked, so that a thread has ended its work on one unit before the next begins.
+                self._opened = self.working_set.recorder.begin()
+            return buffer.tensors
 
     @uninterrupted
     def show(self, mode: str = "r") -> None:
         """Make the parameters views of the leased bytes."""
-        self.open(mode)
-        if self.buffer.state is BufferState.SHOWN:
-            return
-        with without_dispatch(), _ordinarily():
-            self.buffer.show(self._parameters)
-            self.versions = tuple([parameter._version for parameter in self._parameters])
+        with self.working_set.mark:
+            self.open(mode)
+            if self.buffer.state is BufferState.SHOWN:
+                return
+            with without_dispatch(), _ordinarily():
+                self.buffer.show(self._parameters)
+                self.versions = tuple([parameter._version for parameter in self._parameters])
 
     @uninterrupted
     def park(self) -> bool:
@@ -281,28 +283,29 @@ class Unit:
 
         Raises UsageError when a parameter was written through a lease for reading.
         """
-        buffer = self.buffer
-        if self.num_ops or buffer.state is BufferState.NONE:
-            return buffer.state is BufferState.NONE
-        self.working_set.recorder.worked(f"{self._word} unit", self.name, self._opened)
-        written = ""
-        if buffer.state is BufferState.SHOWN:
-            written = self._hide(check=buffer.mode == "r")
-        self.engine.parked(self)
-        digests, self._digests = self._digests, ()
-        if digests:
-            buffer.write_back()
-        leases = buffer.leases
-        buffer.release([n for n, before in enumerate(digests) if digest(leases[n].tensor) == before])
-        if written:
-            go_on = self.engine.give_up(f"parameter {written} was written in place outside tiered.unsharded")
-            raise UsageError(
-                f"parameter {written} was written in place during a forward or backward, as nn.Embedding(max_norm=) and"
-                " layers that set themselves up by their first batch do; expected reads only: write between steps,"
-                " inside `with tiered.unsharded(module):`, for the first batch `with tiered.unsharded(model),"
-                f" torch.no_grad(): model(batch)`, without max_norm=; {go_on}"
-            )
-        return True
+        with self.working_set.mark:
+            buffer = self.buffer
+            if self.num_ops or buffer.state is BufferState.NONE:
+                return buffer.state is BufferState.NONE
+            self.working_set.recorder.worked(f"{self._word} unit", self.name, self._opened)
+            written = ""
+            if buffer.state is BufferState.SHOWN:
+                written = self._hide(check=buffer.mode == "r")
+            self.engine.parked(self)
+            digests, self._digests = self._digests, ()
+            if digests:
+                buffer.write_back()
+            leases = buffer.leases
+            buffer.release([n for n, before in enumerate(digests) if digest(leases[n].tensor) == before])
+            if written:
+                go_on = self.engine.give_up(f"parameter {written} was written in place outside tiered.unsharded")
+                raise UsageError(
+                    f"parameter {written} was written in place during a forward or backward, as nn.Embedding(max_norm=)"
+                    " and layers that set themselves up by their first batch do; expected reads only: write between"
+                    " steps, inside `with tiered.unsharded(module):`, for the first batch `with"
+                    f" tiered.unsharded(model), torch.no_grad(): model(batch)`, without max_norm=; {go_on}"
+                )
+            return True
 
     def was_written(self) -> bool:
         """Return whether a parameter was written since it was shown."""
