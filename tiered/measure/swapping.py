@@ -7,13 +7,12 @@ the bytes of tensors do not. These are the rates that a training step can be bou
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tiered.measure.pattern import OPS, Pattern
-from tiered.measure.rounds import Round
+from tiered.measure.rounds import Round, duplex_of
 from tiered.measure.scratch_file import ScratchFile
-from tiered.measure.verdict import Best, duplex_of
 from tiered.units import format_bytes
 
 __all__ = ["SwapRates", "measure_swapping"]
@@ -35,34 +34,19 @@ class SwapRates:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Mixed:
-    read_gb_per_s: float
-    write_gb_per_s: float
-
-
 def measure_swapping(
-    scratch: ScratchFile,
-    best: Best,
-    pattern_of: Callable[[str, int, int], Pattern],
-    *,
-    rounds: int,
-    check: Callable[[], object],
+    scratch: ScratchFile, patterns: Mapping[str, Pattern], *, rounds: int, check: Callable[[], object]
 ) -> SwapRates:
-    """Run ``rounds`` rounds of reads, of writes and of both in turn at the ``best`` settings; blocks.
+    """Run ``rounds`` rounds of reads, of writes and of both in turn, each with its one of ``patterns``; blocks.
 
-    ``pattern_of(op, block_nbytes, depth)`` says how long a round is. ``check`` is called between rounds and may raise.
+    ``check`` is called between rounds and may raise.
     """
-    depths = {"read": best.read_depth, "write": best.write_depth, "mixed": max(2, best.read_depth, best.write_depth)}
     found: dict[str, list[Round]] = {op: [] for op in OPS}
     for _ in range(rounds):
-        for op, depth in depths.items():
+        for op in OPS:
             check()
-            found[op].append(scratch.run(pattern_of(op, best.block_bytes, depth), is_spread=True))
+            found[op].append(scratch.run(patterns[op], is_spread=True))
     read, write = (statistics.median(one.gb_per_s for one in found[op]) for op in ("read", "write"))
-    seconds = sum(one.seconds for one in found["mixed"])
-    mixed = _Mixed(
-        sum(one.read_nbytes for one in found["mixed"]) / seconds / 1e9,
-        sum(one.write_nbytes for one in found["mixed"]) / seconds / 1e9,
-    )
-    return SwapRates(len(scratch.memory), read, write, duplex_of(mixed, read, write))
+    seconds = 1e9 * sum(one.seconds for one in found["mixed"])
+    both = (sum(one.read_nbytes for one in found["mixed"]), sum(one.write_nbytes for one in found["mixed"]))
+    return SwapRates(len(scratch.memory), read, write, duplex_of(both[0] / seconds, both[1] / seconds, read, write))
