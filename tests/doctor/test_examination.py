@@ -143,16 +143,24 @@ def test_closed_streams_are_in_nobodys_way(closed: tuple[int, ...], tmp_path: Pa
     assert "/nowhere/at/all" in (tmp_path / "report.json").read_text()
 
 
-def test_a_command_with_a_check_that_hangs_reports_and_ends(warm_python: WarmPython) -> None:
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_command_with_a_check_that_hangs_ends(is_interrupted: bool, warm_python: WarmPython) -> None:
     program = (
-        "import threading, tiered.cli, tiered.doctor.doctor as doctor, tiered.doctor.directory as directory\n"
-        "directory.check_flush = lambda place: threading.Event().wait()\n"
-        "doctor.examined.__defaults__ = (2.0,)\n"
+        "import os, signal, threading, tiered.cli\n"
+        "from tiered.doctor import directory, doctor\n"
+        "def hang(place):\n"
+        f"    if {is_interrupted}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    threading.Event().wait()\n"
+        "directory.check_flush = hang\n"
+        f"doctor.examined.__defaults__ = ({ANSWER_S if is_interrupted else 2.0},)\n"
         "raise SystemExit(tiered.cli.main(['doctor', '/dev/shm', '--json', '-']))\n"
     )
     done = subprocess.run([warm_python.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "no answer within 2 s" in done.stdout and done.stdout.endswith("}\n")
+    if is_interrupted:
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+    else:
+        assert (done.returncode, done.stderr) == (1, "")
+        assert "no answer within 2 s" in done.stdout and done.stdout.endswith("}\n")
 
 
 def test_a_drive_that_hangs_is_reported(tmp_path: Path, mount: Callable[..., Path]) -> None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tiered.bytes.critical_section import BoundedThread
+from tiered.console.interruption import INTERRUPTED
 from tiered.console.page import fold, page_width
 from tiered.console.report_file import check_writable, write_report
 from tiered.doctor import kernel_file
@@ -46,7 +47,11 @@ def doctor(directories: Sequence[Path], json_file: str | None = None) -> int:
     """
     if json_file not in (None, "-"):
         check_writable(Path(str(json_file)))
-    report = examined(directories)
+    try:
+        report = examined(directories)
+    except KeyboardInterrupt:
+        _leave(INTERRUPTED, "\ninterrupted\n")
+        raise
     text = f"{json.dumps(report.as_json(), indent=1)}\n"
     if json_file == "-":
         print(text, end="")
@@ -54,10 +59,16 @@ def doctor(directories: Sequence[Path], json_file: str | None = None) -> int:
         report.show()
         if json_file is not None:
             write_report(Path(json_file), text)
-    if any(thread.name == _THREAD for thread in threading.enumerate()):
-        sys.stdout.flush()
-        os._exit(report.status)  # the interpreter would wait for the check
+    _leave(report.status)
     return report.status
+
+
+def _leave(status: int, notice: str = "") -> None:
+    """End the process where a check hangs: the interpreter would wait for the check."""
+    if any(thread.name == _THREAD for thread in threading.enumerate()):
+        sys.stderr.write(notice)
+        sys.stdout.flush()
+        os._exit(status)
 
 
 def examined(directories: Sequence[str | os.PathLike[str]], deadline_s: float = _DEADLINE_S) -> DoctorReport:
