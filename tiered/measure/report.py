@@ -15,11 +15,10 @@ from datetime import UTC, datetime
 from tiered.bytes.device.profile import Profile
 from tiered.doctor.description import MachineDescription
 from tiered.measure.copying import CopyRow, LinkRates
-from tiered.measure.demand import DemandLatency
 from tiered.measure.pairs import PointRow
 from tiered.measure.settings import BenchSettings
 from tiered.measure.sustained import Smart, SustainedRate
-from tiered.measure.swapping import SwapRates
+from tiered.measure.swapping import DemandLatency, SwapRates
 from tiered.measure.tensors import TensorRow
 from tiered.measure.three_tiers import TierRow
 from tiered.measure.verdict import Best

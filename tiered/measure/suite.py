@@ -12,7 +12,6 @@ from functools import partial
 
 from tiered.doctor.description import DirectoryDescription
 from tiered.errors import DeviceError
-from tiered.measure.demand import measure_demand
 from tiered.measure.display import BenchDisplay
 from tiered.measure.fio import Fio, FioError
 from tiered.measure.pairs import ROW_TITLE, Pairs, measure_pairs
@@ -22,7 +21,7 @@ from tiered.measure.scratch_file import ScratchFile
 from tiered.measure.scratch_folders import ScratchFolders
 from tiered.measure.settings import BenchSettings, Point
 from tiered.measure.sustained import read_smart, sustain
-from tiered.measure.swapping import measure_swapping
+from tiered.measure.swapping import measure_demand, measure_swapping
 from tiered.measure.tensors import TENSOR_TITLE, TensorRow, measure_tensors
 from tiered.measure.verdict import Best, best_of
 from tiered.units import format_bytes
