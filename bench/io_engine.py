@@ -84,7 +84,8 @@ def engines(args: argparse.Namespace) -> list[Figures]:
                 fio = scratch.find_fio()
                 for op in ("read", "write"):
                     pattern = Pattern(op, block, args.depth, args.file, args.seconds)
-                    found = measure_pairs(scratch, pattern, rounds=args.rounds, fio=fio)
+                    pairs = measure_pairs(scratch, pattern, rounds=args.rounds, fio=fio)
+                    found = pairs.row(engine=name, directory="")
                     row: Figures = {
                         "engine": name, "op": op, "block_bytes": block, "depth": args.depth,
                         "gb_per_s": found.gb_per_s, "fio_gb_per_s": found.fio_gb_per_s, "ratio": found.ratio_to_fio,

@@ -19,13 +19,14 @@ from tiered.doctor.description import machine_description
 from tiered.errors import CapacityError, UsageError
 from tiered.measure.command import BenchRequest, bench
 from tiered.measure.compute_device import ComputeDevice, accelerator_of
-from tiered.measure.compute_device_report import BOUND_TITLE, COPY_TITLE
-from tiered.measure.copying import COPY_OPS, CopyRounds, LinkRates, LinkRounds, measure_copies
+from tiered.measure.copying import COPY_OPS, COPY_TITLE, CopyRow, LinkRates, measure_copies
 from tiered.measure.display import BenchDisplay
 from tiered.measure.report import BenchReport
+from tiered.measure.rounds import median_ratio, spread
+from tiered.measure.scratch_folders import ScratchFolders
 from tiered.measure.settings import NUM_TIER_WARM_UPS
 from tiered.measure.swapping import SwapRates
-from tiered.measure.three_tiers import TierRounds, bound_gb_per_s, measure_three_tiers
+from tiered.measure.three_tiers import BOUND_TITLE, TierRow, bound_gb_per_s, measure_three_tiers
 from tiered.train.bound import profiled_link
 from tiered.units import KiB, MiB
 
@@ -38,6 +39,7 @@ TINY = replace(
     copies_nbytes=2 * MiB,
     copy_memory_nbytes=MiB,
 )
+BOUNDS: dict[str, Any] = dict(directory="", link=LinkRates(1, 1, 0.0), drives=[SwapRates(1, 1.0, 1.0, 0.0)])
 NUM_BUFFERS = 4  # that are filled once, to be copied out in the rounds over three tiers
 
 
@@ -160,14 +162,14 @@ def test_a_device_of_the_type_that_is_not_there_is_refused(sim: ModuleType) -> N
 
 def test_memory_that_cannot_be_page_locked_is_said(sim: ModuleType, tmp_path: Path) -> None:
     sim.fail_registration(1)
-    found = copies_in(tmp_path)
-    assert found.why_pageable is not None
+    rows, why_pageable = copies_in(tmp_path)
+    assert why_pageable is not None and {len(row.torch_gb_per_s) for row in rows} == {1}
     counts = sim.counts()
     assert counts.pageable_host_to_device.nbytes == counts.device_to_pageable_host.nbytes
     assert counts.pageable_host_to_device.nbytes == 2 * 2 * TINY.copies_nbytes  # the store's, not torch's
 
 
-def copies_in(folder: Path) -> LinkRounds:
+def copies_in(folder: Path) -> tuple[list[CopyRow], str | None]:
     """Measure one round of copies."""
     return measure_copies(
         folder,
@@ -196,6 +198,7 @@ def test_copies_that_end_late_are_in_order(sim: ModuleType, tmp_path: Path) -> N
         rounds=1,
         engine="threads",
         check=lambda: None,
+        **BOUNDS,
     )
     assert sim.races() == []
     with tiered.Store(tmp_path, dram="8MiB", mode="r") as store:
@@ -219,7 +222,11 @@ def test_an_end_between_rounds_leaves_nothing_behind(part: str, sim: ModuleType,
 
     with BenchDisplay() as display:
         device = ComputeDevice(
-            BenchReport(machine_description([tmp_path]), TINY, []), torch.device("sim", 0), display, check
+            BenchReport(machine_description([tmp_path]), TINY, []),
+            torch.device("sim", 0),
+            display,
+            check,
+            ScratchFolders(),
         )
         with pytest.raises(Stopped):
             device.measure_link(str(tmp_path)) if part == "link" else three_tiers(tmp_path / "store", check)
@@ -228,7 +235,7 @@ def test_an_end_between_rounds_leaves_nothing_behind(part: str, sim: ModuleType,
     assert torch.accelerator.memory_allocated() <= before
 
 
-def three_tiers(folder: Path, check: Any) -> TierRounds:
+def three_tiers(folder: Path, check: Any) -> TierRow:
     """Measure until ``check`` raises."""
     return measure_three_tiers(
         [folder],
@@ -239,6 +246,7 @@ def three_tiers(folder: Path, check: Any) -> TierRounds:
         rounds=5,
         engine="threads",
         check=check,
+        **BOUNDS,
     )
 
 
@@ -250,17 +258,17 @@ def test_a_device_without_memory_is_refused_before_the_drives_are_measured(sim: 
 
 
 class TestArithmetic:
-    def rounds(self, *gb_per_s: float) -> LinkRounds:
-        moved = {"copy in": (10, 0), "copy out": (0, 10), "in + out": (10, 10)}
-        rates = zip(COPY_OPS, gb_per_s, strict=True)
-        return LinkRounds(tuple(CopyRounds(op, 1, *moved[op], (rate,), (2 * rate,)) for op, rate in rates), None)
-
     @pytest.mark.parametrize(("both", "duplex"), [(20.0, 0.0), (40.0, 1.0), (80 / 3, 0.5)])
     def test_the_link_is_duplex_as_far_as_both_directions_overlap(self, both: float, duplex: float) -> None:
-        found = self.rounds(20.0, 20.0, both)
-        assert (found.rates.in_gb_per_s, found.rates.out_gb_per_s) == (20.0, 20.0)
-        assert found.rates.duplex == pytest.approx(duplex)
-        assert {one.ratio_to_torch for one in found.rounds} == {0.5}
+        moved = {"copy in": (10, 0), "copy out": (0, 10), "in + out": (10, 10)}
+        rates = zip(COPY_OPS, (20.0, 20.0, both), strict=True)
+        found = LinkRates.of([CopyRow(op, 1, *moved[op], *spread([rate]), (1.0,), 1.0) for op, rate in rates])
+        assert (found.in_gb_per_s, found.out_gb_per_s) == (20.0, 20.0)
+        assert found.duplex == pytest.approx(duplex)
+
+    def test_a_ratio_is_the_median_over_the_pairs(self) -> None:
+        assert spread([3.0, 1.0, 2.0]) == (3, 2.0, 1.0, 3.0)
+        assert median_ratio([1.0, 2.0, 3.0], [2.0, 4.0, 1.0]) == 0.5
 
     @pytest.mark.parametrize(
         ("link", "drives", "bound"),
@@ -274,7 +282,6 @@ class TestArithmetic:
         self, link: LinkRates, drives: list[SwapRates], bound: float
     ) -> None:
         nbytes = 10 * 10**9
-        found = TierRounds(1, 1, 1, (1.0,), nbytes, nbytes, nbytes, nbytes)
-        assert bound_gb_per_s(found, link, drives) == pytest.approx(bound)
-        held = replace(found, read_nbytes=0, write_nbytes=0)
-        assert bound_gb_per_s(held, LinkRates(2, 2, 0.0), drives) == pytest.approx(2.0)
+        assert bound_gb_per_s((nbytes, nbytes), (nbytes, nbytes), link, drives) == pytest.approx(bound)
+        held = bound_gb_per_s((nbytes, nbytes), (0, 0), LinkRates(2, 2, 0.0), drives)
+        assert held == pytest.approx(2.0)

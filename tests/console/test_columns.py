@@ -17,8 +17,8 @@ import torch
 import tiered
 from tests.measure.test_bench import TINY as TINY_BENCH
 from tiered.cli import main
+from tiered.doctor.doctor import DoctorReport
 from tiered.doctor.finding import MACHINE, broken, slower
-from tiered.doctor.report import DoctorReport
 from tiered.measure.command import BenchRequest, bench
 
 COMMANDS = ("train", "inspect", "verify", "gc", "doctor", "bench", "import")

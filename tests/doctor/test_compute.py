@@ -11,42 +11,43 @@ import pytest
 import torch
 
 from tests.bytes.registrars import WatchedRegistrar
+from tests.doctor.in_child import found_in_child
 from tiered.bytes.registrar import add_registrar
-from tiered.doctor import compute
-from tiered.doctor.compute import (
+from tiered.doctor import machine
+from tiered.doctor.doctor import examine
+from tiered.doctor.finding import Finding, Outcome
+from tiered.doctor.machine import (
+    check_compact_kernels,
     check_compute_device,
     check_driver,
+    check_process_groups,
     check_unified_memory,
-    compute_checks,
-    group_checks,
-    kernel_checks,
+    machine_checks,
 )
-from tiered.doctor.examination import examine
-from tiered.doctor.finding import MACHINE, Check, Finding, Outcome
 from tiered.zero.formats.kernel_trial import COMPACT_COST, INSTALL_COMPACT
 
 
 def test_a_process_group_is_made_and_nothing_is_left_of_it() -> None:
     for _ in range(2):
-        (finding,) = examine([group_checks()], 120)
+        finding = check_process_groups()
         assert finding.outcome is Outcome.OK and "reduced over gloo" in finding.found
     assert not torch.distributed.is_initialized()
 
 
 def test_a_network_interface_that_is_not_there() -> None:
-    def without_interface() -> Finding:
+    def without_interface() -> list[Finding]:
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
-        return compute.check_process_groups()
+        return [check_process_groups()]
 
-    (finding,) = examine([[Check(MACHINE, "process groups", without_interface)]], 120)
+    (finding,) = found_in_child(without_interface)
     assert finding.outcome is Outcome.BROKEN
     assert finding.found.startswith("gloo failed: ") and "GLOO_SOCKET_IFNAME=lo" in finding.mend
 
 
 def test_without_a_gpu_nothing_is_lacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(compute, "_NVIDIA", tmp_path / "missing")
-    findings = examine([compute_checks()], 120)
+    monkeypatch.setattr(machine, "_NVIDIA", tmp_path / "missing")
+    findings = examine([machine_checks()[1]], 120)
     assert [finding.outcome for finding in findings] == 4 * [Outcome.OK]
     assert all(finding.found.startswith("not there: ") for finding in findings)
 
@@ -54,11 +55,11 @@ def test_without_a_gpu_nothing_is_lacking(tmp_path: Path, monkeypatch: pytest.Mo
 def test_memory_is_page_locked_by_the_registrar_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimpleNamespace(type="sim doctor")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
-    finding = compute.check_pinned_memory()
+    finding = machine.check_pinned_memory()
     assert finding.outcome is Outcome.BROKEN and "no registrar is known" in finding.found
     registrar = WatchedRegistrar()
     add_registrar("sim doctor", registrar)
-    finding = compute.check_pinned_memory()
+    finding = machine.check_pinned_memory()
     assert finding.outcome is Outcome.OK and "page-locked for sim doctor" in finding.found
     assert registrar.num_registered == registrar.num_unregistered == 1
 
@@ -72,7 +73,7 @@ def test_memory_is_page_locked_by_the_registrar_of_the_accelerator(monkeypatch: 
 )
 def test_the_version_of_the_driver(text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "version").write_text(text)
-    monkeypatch.setattr(compute, "_NVIDIA", tmp_path / "version")
+    monkeypatch.setattr(machine, "_NVIDIA", tmp_path / "version")
     assert check_driver().found == says
 
 
@@ -95,7 +96,7 @@ def test_a_gpu_that_torch_does_not_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: str | None, outcome: Outcome, says: str
 ) -> None:
     (tmp_path / "version").touch()
-    monkeypatch.setattr(compute, "_NVIDIA", tmp_path / "version")
+    monkeypatch.setattr(machine, "_NVIDIA", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     finding = check_compute_device()
@@ -103,13 +104,13 @@ def test_a_gpu_that_torch_does_not_use(
 
 
 def test_numba_that_compiles() -> None:
-    (finding,) = examine([kernel_checks()], 120)
+    finding = check_compact_kernels()
     assert finding.outcome is Outcome.OK and finding.found.endswith("compiles them")
 
 
 def test_numba_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    (finding,) = examine([kernel_checks()], 120)
+    finding = check_compact_kernels()
     assert finding.outcome is Outcome.SLOWER and "numba" in finding.found and "not there" in finding.found
     assert (finding.cost, finding.mend) == (COMPACT_COST, INSTALL_COMPACT)
 
@@ -118,6 +119,6 @@ def test_numba_that_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     (tmp_path / "numba.py").write_text("raise ImportError('Numba needs an older NumPy')")
     monkeypatch.delitem(sys.modules, "numba", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    (finding,) = examine([kernel_checks()], 120)
+    finding = check_compact_kernels()
     assert finding.outcome is Outcome.SLOWER and "needs an older NumPy" in finding.found
     assert (finding.cost, finding.mend) == (COMPACT_COST, "pip install --upgrade numba")

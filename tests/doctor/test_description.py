@@ -15,9 +15,8 @@ import torch
 
 import tiered
 from tiered.doctor import kernel_file
-from tiered.doctor.block_device import find_block_device
 from tiered.doctor.description import machine_description
-from tiered.doctor.mount import Mount, find_mount, mounts
+from tiered.doctor.drive import Mount, find_block_device, find_mount, mounts
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:

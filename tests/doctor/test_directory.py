@@ -10,26 +10,27 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.doctor.in_child import found_in_child
 from tests.seccomp import forbid
 from tiered.bytes.device.profile import PROFILE_NAME, Profile, write_profile
 from tiered.doctor import directory as directory_module
 from tiered.doctor.directory import check_drives, check_flush, check_profile, directory_checks, drive_checks
-from tiered.doctor.examination import examine
-from tiered.doctor.finding import Check, Finding, Outcome
+from tiered.doctor.doctor import examine
+from tiered.doctor.finding import Finding, Outcome
 from tiered.units import MiB
 
 Mount = Callable[..., Path]
 
 
 def found_in(directory: Path | str, before: Callable[[], object] | None = None) -> dict[str, Finding]:
-    """Return what all checks find in ``directory``, by their names; ``before`` runs first, in their process."""
+    """Return what all checks find in ``directory``, by their names; in a child where ``before`` runs first."""
     checks = directory_checks(str(directory))
     if before is not None:
-        run = checks[0].run
-        checks[0] = Check(checks[0].subject, checks[0].name, lambda: (before(), run())[1], is_essential=True)
+        return {finding.check: finding for finding in found_in_child(lambda: (before(), examine([checks], 120))[1])}
     return {finding.check: finding for finding in examine([checks], 120)}
 
 
@@ -160,7 +161,8 @@ class TestFlush:
 
         monkeypatch.setattr(os, "fdatasync", flush)
         monkeypatch.setattr(directory_module.time, "perf_counter", lambda: now)
-        monkeypatch.setattr(directory_module, "_write_cache", lambda mount: cache)
+        drive = SimpleNamespace(kind="local", block_device=SimpleNamespace(write_cache=cache))
+        monkeypatch.setattr(directory_module, "directory_description", lambda directory: drive)
         finding = check_flush(str(tmp_path))
         assert finding.outcome is outcome and says in finding.found
 

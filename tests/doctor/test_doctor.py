@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,8 @@ from rich.console import Console
 
 from tiered.cli import main
 from tiered.doctor.description import machine_description
-from tiered.doctor.doctor import examined
+from tiered.doctor.doctor import DoctorReport, examined
 from tiered.doctor.finding import MACHINE, Finding, Outcome, broken, ok, slower
-from tiered.doctor.report import DoctorReport
 
 FINDINGS = (
     ok(MACHINE, "SQLite", "version 3"),
@@ -87,8 +87,13 @@ class TestReport:
         assert (report.status, report.verdict) == (status, verdict)
 
     def test_findings_survive_json(self) -> None:
-        for finding in FINDINGS:
-            assert Finding.of_json(json.loads(json.dumps(finding.as_json()))) == finding
+        report = self.report(*FINDINGS)
+        known = json.loads(json.dumps(report.as_json()))["findings"]
+        assert [{**each, "outcome": Outcome(each["outcome"])} for each in known] == [asdict(f) for f in report.findings]
+
+    def test_within_an_outcome_the_machine_comes_first(self) -> None:
+        report = self.report(FINDINGS[3], FINDINGS[0])
+        assert [finding.subject for finding in report.findings] == [MACHINE, "/c"]
 
 
 class TestCommandLine:

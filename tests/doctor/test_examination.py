@@ -1,36 +1,35 @@
-"""Checks in child processes: whatever one does, there is a finding, in time, and no process is left."""
+"""Checks with a deadline: whatever one does, the doctor answers in time, and its own output is all that is said."""
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import logging
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.bytes.moving import exit_code_of_child
-from tiered.doctor import examination
+from tests.rigs.warm_python import WarmPython
+from tiered.cli import main
+from tiered.doctor import doctor as doctor_module
 from tiered.doctor.directory import directory_checks
-from tiered.doctor.examination import examine
-from tiered.doctor.finding import Check, Finding, Outcome, broken, ok
+from tiered.doctor.doctor import examine
+from tiered.doctor.finding import Check, Finding, broken, ok
 
 ANSWER_S = 60.0  # longer than what does not hang takes anywhere
-DEADLINES_S = (0.2, 2.0, 20.0)  # the next one where the machine is too busy to begin within the last
+DEADLINES_S = (0.5, 2.0, 20.0)  # the next one where the machine is too busy to begin within the last
 
 
 def check(run: Callable[[], object], name: str = "trial", *, is_essential: bool = False) -> Check:
     """Return a check that is fine when ``run`` returns, and says what that was."""
     return Check("here", name, lambda: ok("here", name, str(run())), is_essential=is_essential)
-
-
-def hang() -> None:
-    while True:
-        signal.pause()
 
 
 def refuse() -> Finding:
@@ -41,29 +40,26 @@ def told(findings: list[Finding]) -> list[tuple[str, str]]:
     return [(finding.check, finding.outcome.value) for finding in findings]
 
 
-@pytest.fixture(autouse=True)
-def no_child_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """However long a killed child takes to end on a machine that is busy, it is waited for."""
-    monkeypatch.setattr(examination, "_GRACE_S", ANSWER_S)
-    before = children()
-    yield
-    assert children() <= before
+@pytest.fixture
+def hang() -> Iterator[Callable[[], object]]:
+    """A run that hangs until the test is over."""
+    is_over = threading.Event()
+    yield is_over.wait
+    is_over.set()
+    for thread in threading.enumerate():
+        if thread.name == doctor_module._THREAD:
+            thread.join(ANSWER_S)
 
 
-def children() -> set[int]:
-    """Return the ids of this process's children, those that nobody has waited for included."""
-    return {child.pid for child in psutil.Process().children()}
-
-
-def test_findings_come_in_the_order_of_the_checks_and_from_another_process() -> None:
-    groups = [[check(os.getpid, "a"), check(os.getpid, "b")], [check(os.getpid, "c")], []]
+def test_findings_come_in_the_order_of_the_checks_and_each_group_has_a_thread() -> None:
+    groups = [[check(threading.get_ident, "a"), check(threading.get_ident, "b")], [check(os.getpid, "c")], []]
     found = examine(groups, ANSWER_S)
     assert told(found) == [("a", "ok"), ("b", "ok"), ("c", "ok")]
-    assert found[0].found == found[1].found != found[2].found
-    assert str(os.getpid()) not in {finding.found for finding in found}
+    assert found[0].found == found[1].found != str(threading.get_ident())
+    assert found[2].found == str(os.getpid())
 
 
-def test_a_check_that_hangs_is_broken_and_holds_up_nobody() -> None:
+def test_a_check_that_hangs_is_broken_and_holds_up_nobody(hang: Callable[[], object]) -> None:
     groups = [[check(os.getpid, "a"), check(hang, "b"), check(os.getpid, "c")], [check(os.getpid, "d")]]
     for deadline_s in DEADLINES_S:
         start = time.monotonic()
@@ -85,13 +81,22 @@ def test_a_check_that_raises_is_broken_and_the_next_one_is_tried() -> None:
     assert "Input/output error" in found[0].found
 
 
-def test_a_check_that_crashes_is_broken() -> None:
-    found = examine([[check(lambda: os.kill(os.getpid(), signal.SIGTERM))], [check(lambda: os._exit(3))]], ANSWER_S)
-    assert [finding.found for finding in found] == [
-        "the trial's process was killed by SIGTERM",
-        "the trial's process ended without an answer",
-    ]
-    assert {finding.outcome for finding in found} == {Outcome.BROKEN}
+def test_a_check_that_crashes_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    def run() -> None:
+        faulthandler.disable()  # pytest's own
+        examine([[check(os.abort)]], ANSWER_S)
+
+    assert exit_code_of_child(run) == -signal.SIGABRT
+    assert "in _run_checks" in capfd.readouterr().err
+
+
+def test_a_check_that_hangs_with_the_lock_of_python_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor_module, "_GRACE_S", 0.1)
+    pause = ctypes.PyDLL(None).pause  # a function of PyDLL keeps the lock
+    assert exit_code_of_child(lambda: examine([[check(pause)]], 0.2)[0]) == 1
+    assert "Timeout" in (said := capfd.readouterr().err) and "in _run_checks" in said
 
 
 def test_after_an_essential_check_that_is_broken_the_rest_is_not_tried() -> None:
@@ -101,54 +106,65 @@ def test_after_an_essential_check_that_is_broken_the_rest_is_not_tried() -> None
     assert told(examine([checks], ANSWER_S)) == [("first", "broken"), ("second", "ok")]
 
 
-def test_a_long_answer_arrives_whole() -> None:
-    (finding,) = examine([[check(lambda: "x" * (1 << 20))]], ANSWER_S)
-    assert len(finding.found) == 1 << 20
-
-
-def test_children_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
+def test_checks_are_silent_and_the_doctor_is_not(capfd: pytest.CaptureFixture[str]) -> None:
     def talk() -> None:
+        print("python")
         os.write(1, b"out")
         os.write(2, b"err")
         logging.getLogger("tiered").warning("log")
 
     assert told(examine([[check(talk)]], ANSWER_S)) == [("trial", "ok")]
     assert capfd.readouterr() == ("", "")
+    print("afterwards")
+    os.write(2, b"too")
+    assert capfd.readouterr() == ("afterwards\n", "too")
+    assert logging.getLogger("tiered").isEnabledFor(logging.WARNING)
 
 
-def test_who_ignores_the_ends_of_children_gets_findings_too() -> None:
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        found = examine([[check(os.getpid, "a")], [check(lambda: os._exit(3), "b")]], ANSWER_S)
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-    assert told(found) == [("a", "ok"), ("b", "broken")]
+def test_an_interruption_is_passed_on(hang: Callable[[], object], capfd: pytest.CaptureFixture[str]) -> None:
+    def interrupt() -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        return hang()
+
+    with pytest.raises(KeyboardInterrupt):
+        examine([[check(interrupt)], [check(hang)]], ANSWER_S)
+    print("afterwards")
+    assert capfd.readouterr().out == "afterwards\n"
 
 
 @pytest.mark.parametrize("closed", [(0,), (0, 1), (1,), (0, 1, 2)])
-def test_closed_streams_are_in_nobodys_way(closed: tuple[int, ...]) -> None:
+def test_closed_streams_are_in_nobodys_way(closed: tuple[int, ...], tmp_path: Path) -> None:
     def run() -> None:
         for stream in closed:
             os.close(stream)
-        assert told(examine([[check(os.getpid, "a")], [check(os.getpid, "b")]], ANSWER_S)) == [("a", "ok"), ("b", "ok")]
+        assert main(["doctor", "/nowhere/at/all", "--json", str(tmp_path / "report.json")]) == 1
 
     assert exit_code_of_child(run) == 0
+    assert "/nowhere/at/all" in (tmp_path / "report.json").read_text()
 
 
-def test_an_interruption_ends_the_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_command_with_a_check_that_hangs_ends(is_interrupted: bool, warm_python: WarmPython) -> None:
+    program = (
+        "import os, signal, threading, tiered.cli\n"
+        "from tiered.doctor import directory, doctor\n"
+        "def hang(place):\n"
+        f"    if {is_interrupted}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    threading.Event().wait()\n"
+        "directory.check_flush = hang\n"
+        f"doctor.examined.__defaults__ = ({ANSWER_S if is_interrupted else 2.0},)\n"
+        "raise SystemExit(tiered.cli.main(['doctor', '/dev/shm', '--json', '-']))\n"
+    )
+    done = subprocess.run([warm_python.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    if is_interrupted:
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+    else:
+        assert (done.returncode, done.stderr) == (1, "")
+        assert "no answer within 2 s" in done.stdout and done.stdout.endswith("}\n")
 
-    monkeypatch.setattr("tiered.doctor.examination._listen", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        examine([[check(hang)], [check(hang)]], 60)
 
-
-def test_a_drive_that_hangs_is_reported(
-    tmp_path: Path, mount: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drive_that_hangs_is_reported(tmp_path: Path, mount: Callable[..., Path]) -> None:
     """A frozen file system holds a writer in the kernel, where no signal reaches it, as a dead drive does."""
-    monkeypatch.setattr(examination, "_GRACE_S", 0.5)
     image = tmp_path / "image"
     with image.open("wb") as file:
         file.truncate(16 << 20)
@@ -160,12 +176,13 @@ def test_a_drive_that_hangs_is_reported(
             start = time.monotonic()
             finding = examine([directory_checks(str(place))], deadline_s)[-1]
             took_s = time.monotonic() - start
-            if "process" in finding.found:
+            if "kernel" in finding.found:
                 break
     finally:
         subprocess.run(["fsfreeze", "--unfreeze", place], check=True)
-    said, _, process = finding.found.partition("; process ")
-    os.waitpid(int(process.split()[0]), 0)  # the drive has answered: the child can end
-    assert (finding.check, finding.outcome) == ("writing", Outcome.BROKEN)
-    assert said == f"no answer within {deadline_s:g} s" and "hangs in the kernel" in finding.found
+        for thread in threading.enumerate():
+            if thread.name == doctor_module._THREAD:
+                thread.join(ANSWER_S)  # the drive has answered
+    assert told([finding]) == [("writing", "broken")]
+    assert finding.found.startswith(f"no answer within {deadline_s:g} s; the trial hangs in the kernel")
     assert took_s < deadline_s + ANSWER_S

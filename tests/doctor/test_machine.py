@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.doctor.in_child import found_in_child
 from tests.seccomp import forbid
 from tiered.bytes.device.uring_probe import probe_uring
 from tiered.doctor import machine
-from tiered.doctor.compute import compute_checks, group_checks
-from tiered.doctor.examination import examine
-from tiered.doctor.finding import MACHINE, Check, Finding, Outcome
+from tiered.doctor.doctor import examine
+from tiered.doctor.finding import MACHINE, Finding, Outcome
 from tiered.doctor.machine import check_huge_pages, check_io_uring, check_memlock, check_open_files, machine_checks
 from tiered.units import KiB
 
@@ -26,11 +26,7 @@ _PR_SET_THP_DISABLE = 41
 def found_after(prepare: Callable[[], object], run: Callable[[], Finding]) -> Finding:
     """Return what ``run`` finds in a child of its own, after ``prepare`` has taken something away there."""
 
-    def prepared() -> Finding:
-        prepare()
-        return run()
-
-    (finding,) = examine([[Check(MACHINE, "trial", prepared)]], 120)
+    (finding,) = found_in_child(lambda: [(prepare(), run())[1]])
     return finding
 
 
@@ -50,7 +46,7 @@ class TestThisMachine:
     """Everything is tried for real; what is found agrees with other ways of asking."""
 
     def test_every_check_answers(self) -> None:
-        groups = [machine_checks(), compute_checks(), group_checks()]
+        groups = machine_checks()
         found = {finding.check: finding for finding in examine(groups, 120)}
         assert list(found) == [check.name for checks in groups for check in checks]
         for finding in found.values():

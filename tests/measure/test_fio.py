@@ -56,7 +56,8 @@ class TestRuns:
         pairs = measure_pairs(scratch, pattern(op), rounds=1, fio=fio, warm_up_s=0.01)
         assert len(pairs.ours) == 1
         assert len(pairs.fio) == (1 if has_fio else 0)
-        assert (pairs.ratio_to_fio is not None) == (pairs.fio_gb_per_s is not None) == has_fio
+        row = pairs.row(engine="threads", directory="")
+        assert (row.ratio_to_fio is not None) == (row.fio_gb_per_s is not None) == has_fio
         if op != "mixed":  # which ends when either direction has moved its half
             assert {one.nbytes for one in (*pairs.ours, *pairs.fio)} == {FILE}
         for one in pairs.fio:

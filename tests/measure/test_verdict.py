@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from tiered.measure.copying import LinkRates
+from tiered.measure.rounds import duplex_of
 from tiered.measure.swapping import SwapRates
-from tiered.measure.verdict import Best, best_of, compute_verdict_of, duplex_of, step_seconds, verdict_of
+from tiered.measure.verdict import Best, best_of, compute_verdict_of, step_seconds, verdict_of
 from tiered.units import KiB, MiB
 
 
@@ -70,8 +71,7 @@ class TestBest:
         ],
     )
     def test_duplex(self, read: float, write: float, duplex: float) -> None:
-        mixed = Figured("mixed", MiB, 8, read + write, read_gb_per_s=read, write_gb_per_s=write)
-        assert duplex_of(mixed, 4.0, 4.0) == pytest.approx(duplex)
+        assert duplex_of(read, write, 4.0, 4.0) == pytest.approx(duplex)
 
     def test_duplex_comes_from_the_mixed_point(self) -> None:
         figures = [

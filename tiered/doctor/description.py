@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,8 +18,8 @@ import tiered
 from tiered.bytes.device.direct import DirectProbe, probe_direct
 from tiered.bytes.free_memory import memory_limit
 from tiered.doctor import kernel_file
-from tiered.doctor.block_device import BlockDevice, find_block_device
-from tiered.doctor.mount import Mount, find_mount
+from tiered.doctor.drive import BlockDevice, Mount, find_block_device, find_mount
+from tiered.doctor.kernel_file import said
 from tiered.units import KiB, format_bytes
 
 __all__ = ["DirectoryDescription", "MachineDescription", "directory_description", "machine_description"]
@@ -89,11 +90,11 @@ class MachineDescription:
         cuda = f"CUDA {self.cuda_version}" if self.cuda_version else "without CUDA"
         return [
             f"machine   Linux {self.kernel} {self.architecture}, {self.cpu_model or 'CPU not readable'}, "
-            f"{self.num_cores} cores, NUMA nodes: {_said(self.num_numa_nodes)}",
+            f"{self.num_cores} cores, NUMA nodes: {said(self.num_numa_nodes)}",
             f"memory    {_bytes(self.ram_nbytes)}, {_bytes(self.available_nbytes)} available, "
             f"control group limit {_bytes(self.memory_limit_nbytes)}",
-            f"pages     transparent huge pages {_said(self.transparent_huge_pages)} "
-            f"(defrag {_said(self.transparent_huge_pages_defrag)}), hugetlb: {_said(self.num_hugetlb_pages)} "
+            f"pages     transparent huge pages {said(self.transparent_huge_pages)} "
+            f"(defrag {said(self.transparent_huge_pages_defrag)}), hugetlb: {said(self.num_hugetlb_pages)} "
             f"of {_bytes(self.hugetlb_page_nbytes)}",
             f"limits    memlock {_bytes(self.memlock_nbytes)} (hard {_bytes(self.memlock_hard_nbytes)}), "
             f"open files {self.num_open_files} (hard {self.num_open_files_hard})",
@@ -121,7 +122,7 @@ def machine_description(directories: Sequence[str | os.PathLike[str]] = ()) -> M
         architecture=platform.machine(),
         cpu_model=_cpu_model(Path("/proc/cpuinfo")),
         num_cores=len(os.sched_getaffinity(0)),
-        num_numa_nodes=_num_numa_nodes(Path("/sys/devices/system/node")),
+        num_numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
         ram_nbytes=memory.get("MemTotal"),
         available_nbytes=memory.get("MemAvailable"),
         memory_limit_nbytes=memory_limit(),
@@ -150,7 +151,7 @@ def directory_description(directory: str | os.PathLike[str]) -> DirectoryDescrip
     mount = find_mount(path)
     probe, reason = _probe(path)
     try:
-        space = os.statvfs(path)
+        space = shutil.disk_usage(path)
     except (OSError, ValueError):
         space = None
     return DirectoryDescription(
@@ -158,8 +159,8 @@ def directory_description(directory: str | os.PathLike[str]) -> DirectoryDescrip
         mount=mount,
         kind=mount.kind if mount else None,
         block_device=find_block_device(mount) if mount else None,
-        free_nbytes=space.f_bavail * space.f_frsize if space else None,
-        total_nbytes=space.f_blocks * space.f_frsize if space else None,
+        free_nbytes=space.free if space else None,
+        total_nbytes=space.total if space else None,
         direct_alignment=probe.alignment if probe and probe.refusal is None else None,
         direct_refusal=probe.refusal if probe else reason,
     )
@@ -170,15 +171,13 @@ def _probe(path: str) -> tuple[DirectProbe | None, str | None]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            return probe_direct(descriptor, lambda fd, m, at: os.preadv(fd, [m], at), _write), None
+            return probe_direct(
+                descriptor, lambda fd, m, at: os.preadv(fd, [m], at), lambda fd, m, at: os.pwritev(fd, [m], at)
+            ), None
         finally:
             os.close(descriptor)
     except (OSError, ValueError) as error:
         return None, f"could not be tried: {getattr(error, 'strerror', error)}"
-
-
-def _write(fd: int, memory: memoryview, offset: int) -> int:
-    return os.pwritev(fd, [memory], offset)
 
 
 def _memory_information(path: Path) -> dict[str, int]:
@@ -197,13 +196,6 @@ def _cpu_model(path: Path) -> str | None:
     return ", ".join(f"{name} {value}" for name, value in numbers) or None
 
 
-def _num_numa_nodes(place: Path) -> int | None:
-    try:
-        return len([entry for entry in place.iterdir() if re.fullmatch(r"node\d+", entry.name)]) or None
-    except OSError:
-        return None
-
-
 def _limits(which: int) -> tuple[Limit, Limit]:
     soft, hard = resource.getrlimit(which)
     infinite = resource.RLIM_INFINITY
@@ -211,8 +203,4 @@ def _limits(which: int) -> tuple[Limit, Limit]:
 
 
 def _bytes(nbytes: Limit) -> str:
-    return format_bytes(nbytes) if isinstance(nbytes, int) else _said(nbytes)
-
-
-def _said(value: object) -> str:
-    return "not readable" if value is None else str(value)
+    return format_bytes(nbytes) if isinstance(nbytes, int) else said(nbytes)

@@ -6,18 +6,19 @@ import errno
 import functools
 import os
 import shlex
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
-from tiered.bytes.device.direct import open_unnamed, probe_direct
+from tiered.bytes.device.direct import open_unnamed
 from tiered.bytes.device.engines import choose_engine
 from tiered.bytes.device.profile import Profile, find_profile
-from tiered.doctor.block_device import find_block_device
+from tiered.doctor.description import directory_description
+from tiered.doctor.drive import find_block_device, find_mount
 from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
-from tiered.doctor.mount import Mount, find_mount
 from tiered.units import KiB, MiB, format_bytes, format_count
 
 __all__ = ["directory_checks", "drive_checks"]
@@ -30,6 +31,28 @@ _NUM_FLUSHES = 5
 # drive does not take as long as the second.
 _FAST_FLUSH_S, _SLOW_FLUSH_S = 100e-6, 50e-3
 _OLD_DAYS = 180
+_LACKS = {  # of each kind of file system
+    "memory": (
+        broken, "keeps files in RAM",
+        "tensors that leave the DRAM budget stay in DRAM: nothing is gained, and a power cut takes the store",
+        "use a directory on a drive",
+    ),
+    "network": (
+        broken, "is on another machine",
+        "commits are not supported: a server may lose what was flushed, and locks may not hold",
+        "use a directory on a drive of this machine",
+    ),
+    "overlay": (
+        slower, "is a container's layer",
+        "not measured here; files of a container's layer are copied when first written, and go with it",
+        "put a directory of the host there: docker run -v /nvme/run:/run/store",
+    ),
+    "fuse": (
+        slower, "is served by a program",
+        "not measured here; every operation passes through one more process",
+        "use a directory on a drive",
+    ),
+}  # fmt: skip
 
 
 def directory_checks(directory: str) -> list[Check]:
@@ -64,13 +87,14 @@ def check_writing(directory: str) -> Finding:
             os.pwrite(fd, bytes(_BLOCK_NBYTES), 0)
             os.fdatasync(fd)
     except OSError as error:
-        reason, quoted = error.strerror or str(error), shlex.quote(directory)
+        reason, quoted, mount = error.strerror or str(error), shlex.quote(directory), find_mount(directory)
+        mount_point = mount.mount_point if mount else directory
         mend = {
             errno.ENOENT: f"mkdir -p -m 700 {quoted}",
             errno.ENOTDIR: "name a directory",
             errno.EACCES: f"as root: chown {os.geteuid()} {quoted}",
             errno.EPERM: f"as root: chown {os.geteuid()} {quoted}",
-            errno.EROFS: f"as root: mount -o remount,rw {_mount_point(directory)}; dmesg says why it is read-only",
+            errno.EROFS: f"as root: mount -o remount,rw {mount_point}; dmesg says why it is read-only",
             errno.ENOSPC: "remove files there, or use another directory",
             errno.EDQUOT: "raise the quota, or remove files",
             errno.EMFILE: "ulimit -n 65536",
@@ -86,29 +110,16 @@ def check_file_system(directory: str) -> Finding:
     if mount is None:
         return ok(directory, name, "not readable from /proc/self/mountinfo")
     found = f"{mount.file_system} on {mount.mount_point} ({mount.source})"
-    kind = mount.kind
-    if kind == "memory":
-        cost = "tensors that leave the DRAM budget stay in DRAM: nothing is gained, and a power cut takes the store"
-        return broken(directory, name, f"{found} keeps files in RAM", cost=cost, mend="use a directory on a drive")
-    if kind == "network":
-        cost = "commits are not supported: a server may lose what was flushed, and locks may not hold"
-        mend = "use a directory on a drive of this machine"
-        return broken(directory, name, f"{found} is on another machine", cost=cost, mend=mend)
-    if kind == "overlay":
-        cost = "not measured here; files of a container's layer are copied when first written, and go with it"
-        mend = "put a directory of the host there: docker run -v /nvme/run:/run/store"
-        return slower(directory, name, f"{found} is a container's layer", cost=cost, mend=mend)
-    if kind == "fuse":
-        cost = "not measured here; every operation passes through one more process"
-        return slower(directory, name, f"{found} is served by a program", cost=cost, mend="use a directory on a drive")
-    return ok(directory, name, found)
+    if mount.kind == "local":
+        return ok(directory, name, found)
+    judge, what, cost, mend = _LACKS[mount.kind]
+    return judge(directory, name, f"{found} {what}", cost=cost, mend=mend)
 
 
 def check_free_space(directory: str) -> Finding:
     """Count the bytes that are free for us, and the parameters that they hold."""
     name = "free space"
-    space = os.statvfs(directory)
-    free_nbytes = space.f_bavail * space.f_frsize
+    free_nbytes = shutil.disk_usage(directory).free
     params = format_count(free_nbytes // _PARAM_NBYTES)
     found = f"{format_bytes(free_nbytes)}: trains at least {params} parameters at up to {_PARAM_NBYTES} bytes each"
     if free_nbytes < _LEAST_FREE_NBYTES:
@@ -120,16 +131,12 @@ def check_free_space(directory: str) -> Finding:
 def check_direct(directory: str) -> Finding:
     """Write and read one aligned block with O_DIRECT."""
     name = "direct I/O"
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        probe = probe_direct(descriptor, _read, _write)
-    finally:
-        os.close(descriptor)
-    if probe.refusal is None:
-        return ok(directory, name, f"a block was written and read past the page cache, aligned to {probe.alignment:,}")
+    described = directory_description(directory)
+    if described.direct_refusal is None:
+        found = f"a block was written and read past the page cache, aligned to {described.direct_alignment:,}"
+        return ok(directory, name, found)
     cost = "buffered reads run at 0.6 instead of 3.5 GB/s, and take page cache"
-    mend = "use a directory on ext4 or XFS"
-    return slower(directory, name, probe.refusal, cost=cost, mend=mend)
+    return slower(directory, name, described.direct_refusal, cost=cost, mend="use a directory on ext4 or XFS")
 
 
 def check_engine(directory: str) -> Finding:
@@ -147,7 +154,7 @@ def check_engine(directory: str) -> Finding:
 def check_flush(directory: str) -> Finding:
     """Time fdatasync of an overwritten block, the wait of each commit, several times."""
     name = "flush"
-    mount = find_mount(directory)
+    described = directory_description(directory)
     with _unnamed(directory) as fd:
         os.pwrite(fd, os.urandom(_BLOCK_NBYTES), 0)
         os.fsync(fd)  # order: from here on, only data is flushed
@@ -159,9 +166,9 @@ def check_flush(directory: str) -> Finding:
             took.append(time.perf_counter() - start)
     median_s = statistics.median(took)
     found = f"fdatasync of {format_bytes(_BLOCK_NBYTES)} takes {1e3 * median_s:.3g} ms"
-    if mount is not None and mount.kind == "memory":
+    if described.kind == "memory":
         return ok(directory, name, f"{found}: there is no drive to wait for")
-    cache = _write_cache(mount)
+    cache = described.block_device and described.block_device.write_cache
     if median_s < _FAST_FLUSH_S and cache == "write back":
         found += ": suspiciously fast for a drive that says it has a volatile cache"
         mend = "none from here; unless it is safe against power cuts, so are commits not: ask who runs the virtual disk"
@@ -170,11 +177,6 @@ def check_flush(directory: str) -> Finding:
         cost = "each commit waits for several of them"
         return slower(directory, name, found, cost=cost, mend="look for other work on the drive: iostat -x 1")
     return ok(directory, name, f"{found} (write cache: {cache or 'not readable'})")
-
-
-def _write_cache(mount: Mount | None) -> str | None:
-    drive = find_block_device(mount) if mount else None
-    return drive.write_cache if drive else None
 
 
 def check_profile(directory: str) -> Finding:
@@ -230,11 +232,6 @@ def _drives(directory: str) -> tuple[str, ...]:
     return drive.disks if drive else (f"{mount.file_system} {mount.source} ({mount.device[0]}:{mount.device[1]})",)
 
 
-def _mount_point(directory: str) -> str:
-    mount = find_mount(directory)
-    return mount.mount_point if mount else directory
-
-
 @contextmanager
 def _unnamed(directory: str) -> Iterator[int]:
     """Open an unnamed file in ``directory``; it goes with the block."""
@@ -247,11 +244,3 @@ def _unnamed(directory: str) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _read(fd: int, memory: memoryview, offset: int) -> int:
-    return os.preadv(fd, [memory], offset)
-
-
-def _write(fd: int, memory: memoryview, offset: int) -> int:
-    return os.pwritev(fd, [memory], offset)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 __all__ = ["MACHINE", "Check", "Finding", "Outcome", "broken", "ok", "slower"]
 
@@ -23,7 +22,7 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's report."""
+    """One line of the doctor's report, and one object of its JSON."""
 
     subject: str  # MACHINE or the directory
     check: str
@@ -31,22 +30,6 @@ class Finding:
     found: str  # the attempt and its result
     cost: str = ""  # of the lack; "" where nothing is lacking
     mend: str = ""  # the command, or the next step
-
-    def as_json(self) -> dict[str, str]:
-        """Return the finding for programs."""
-        return {
-            "subject": self.subject,
-            "check": self.check,
-            "outcome": self.outcome.value,
-            "found": self.found,
-            "cost": self.cost,
-            "mend": self.mend,
-        }
-
-    @classmethod
-    def of_json(cls, values: Mapping[str, Any]) -> Finding:
-        """Return the finding that ``as_json`` gave."""
-        return cls(**{**values, "outcome": Outcome(values["outcome"])})
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["choice", "number", "text"]
+__all__ = ["choice", "number", "said", "text"]
 
 _NBYTES = 1 << 20  # /proc/cpuinfo of a large machine; no more is read of any file
 
@@ -32,3 +32,8 @@ def choice(path: Path) -> str | None:
     line = text(path)
     found = re.search(r"\[([^\]]+)\]", line or "")
     return found[1] if found else line
+
+
+def said(value: object) -> str:
+    """Return an answer for people."""
+    return "not readable" if value is None else str(value)

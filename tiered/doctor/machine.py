@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import errno
+import importlib.metadata
+import os
 import platform
 import re
 import resource
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psutil
+import torch
+import torch.distributed
 
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.ring import Ring
+from tiered.bytes.pinned_arena import PinnedArena
+from tiered.bytes.registrar import NoRegistrar, registrar_for
 from tiered.doctor import kernel_file
 from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
 from tiered.errors import DeviceError
 from tiered.units import KiB, MiB, format_bytes
+from tiered.zero.formats.kernel_trial import COMPACT_COST, INSTALL_COMPACT
+from tiered.zero.kernels.compiler import compile_nothing
 
 __all__ = ["machine_checks"]
 
 _IO_URING_SETTING = Path("/proc/sys/kernel/io_uring_disabled")
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_TRIAL_NBYTES = 64 * MiB
+_NVIDIA = Path("/proc/driver/nvidia/version")
+_TRIAL_NBYTES, _PINNED_TRIAL_NBYTES = 64 * MiB, 4 * MiB
 _NUM_ENTRIES, _FEWEST_ENTRIES = 256, 16  # as many as the engine asks for, and contents itself with
 _NUM_RINGS = 4  # of a store in as many directories; from about Linux 6.14 on each counts as locked memory
 _FEWEST_FILES = 128
@@ -34,18 +45,32 @@ _RAISE_MEMLOCK = (
     "LimitMEMLOCK=infinity in a service, --ulimit memlock=-1 for a container"
 )
 _SQLITE = (3, 33)  # the first with sqlite_schema
+_GROUP_DEADLINE_S = 5.0
 
 
-def machine_checks() -> list[Check]:
-    """Return the quick checks of the machine."""
-    named = {
-        "io_uring": check_io_uring,
-        "huge pages": check_huge_pages,
-        "locked memory": check_memlock,
-        "open files": check_open_files,
-        "SQLite": check_sqlite,
-    }
-    return [Check(MACHINE, name, run) for name, run in named.items()]
+def machine_checks() -> list[list[Check]]:
+    """Return the checks of the machine in groups: a check that hangs holds up its group alone."""
+    groups = (
+        {
+            "io_uring": check_io_uring,
+            "huge pages": check_huge_pages,
+            "locked memory": check_memlock,
+            "open files": check_open_files,
+            "SQLite": check_sqlite,
+        },
+        {
+            "compute device": check_compute_device,
+            "driver": check_driver,
+            "pinned memory": check_pinned_memory,
+            "unified memory": check_unified_memory,
+        },
+        {"process groups": check_process_groups},
+        {"compact kernels": check_compact_kernels},
+    )
+    return [
+        [Check(MACHINE, name, run, is_essential=name == "compute device") for name, run in group.items()]
+        for group in groups
+    ]
 
 
 def check_io_uring() -> Finding:
@@ -187,8 +212,112 @@ def check_sqlite() -> Finding:
         mend = f"use a Python that has SQLite {needed} or newer"
         return broken(MACHINE, name, f"{version} is older than {needed}", cost="no store can be opened", mend=mend)
     with closing(sqlite3.connect(":memory:")) as connection:
-        connection.execute("CREATE TABLE trial (one INTEGER PRIMARY KEY, body BLOB NOT NULL)")
-        connection.execute("INSERT OR REPLACE INTO trial VALUES (1, zeroblob(4096))")
-        tables = connection.execute("SELECT name FROM sqlite_schema").fetchall()
-    assert tables == [("trial",)], tables
+        connection.execute("SELECT name FROM sqlite_schema").fetchall()
     return ok(MACHINE, name, f"version {version}")
+
+
+def check_compact_kernels() -> Finding:
+    """Compile a kernel; an optimizer tries in full whether the real ones give torch's bits."""
+    name = "compact kernels"
+    try:
+        compile_nothing()
+    except ModuleNotFoundError:
+        return slower(MACHINE, name, "numba is not there to compile them", cost=COMPACT_COST, mend=INSTALL_COMPACT)
+    except Exception as error:  # numba's, llvmlite's, the loader's
+        reason = (str(error).strip() or repr(error)).partition("\n")[0][:200]
+        found = f"numba does not compile them: {reason}"
+        return slower(MACHINE, name, found, cost=COMPACT_COST, mend="pip install --upgrade numba")
+    return ok(MACHINE, name, f"numba {importlib.metadata.version('numba')} compiles them")
+
+
+def check_compute_device() -> Finding:
+    """Add two numbers on the first CUDA device; each further one would take another second to set up."""
+    name = "compute device"
+    if torch.cuda.is_available():
+        total = float(torch.ones(2, dtype=torch.float32, device="cuda").sum())  # a float waits for the device
+        assert total == 2, total
+        devices = ", ".join(f"{each.name} with {format_bytes(each.total_memory)}" for each in _gpus())
+        return ok(MACHINE, name, f"CUDA {torch.version.cuda}: {devices}")
+    if not _NVIDIA.exists():
+        return ok(MACHINE, name, "not there: training runs on the CPU")
+    built, cost = f"torch {torch.__version__} is built", "training runs on the CPU"
+    if torch.version.cuda is None:
+        mend = "install a build for CUDA: https://pytorch.org/get-started/locally"
+        return slower(MACHINE, name, f"an NVIDIA GPU is there, and {built} without CUDA", cost=cost, mend=mend)
+    mend = "see nvidia-smi: is the driver older than that CUDA, or the GPU hidden (CUDA_VISIBLE_DEVICES)?"
+    found = f"an NVIDIA GPU is there, and CUDA {torch.version.cuda}, for which {built}, does not start"
+    return broken(MACHINE, name, found, cost=cost, mend=mend)
+
+
+def _gpus() -> list[Any]:
+    return [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+
+
+def check_driver() -> Finding:
+    """Read the version of NVIDIA's driver, the one driver that says it in a file."""
+    name = "driver"
+    if not _NVIDIA.exists():
+        return ok(MACHINE, name, "not there: no NVIDIA GPU")
+    text = " ".join(_NVIDIA.read_text(errors="replace").partition("\n")[0].split())
+    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return ok(MACHINE, name, f"NVIDIA {version[0]}" if version else f"NVIDIA, of an unknown version: {text[:80]!r}")
+
+
+def check_unified_memory() -> Finding:
+    """Look whether a GPU computes in the machine's own memory: then bytes that are copied there are in it twice."""
+    name = "unified memory"
+    if not torch.cuda.is_available():
+        return ok(MACHINE, name, "not there: no CUDA device")
+    integrated = [each.name for each in _gpus() if getattr(each, "is_integrated", False)]
+    if not integrated:
+        return ok(MACHINE, name, "not there: each GPU has memory of its own")
+    found = f"{', '.join(integrated)} computes in the machine's own memory"
+    cost = "what is copied to the GPU is in that memory twice, and dram= and device_memory= come out of one"
+    mend = "give both budgets together less than what is free"
+    return slower(MACHINE, name, found, cost=cost, mend=mend)
+
+
+def check_pinned_memory() -> Finding:
+    """Page-lock a small arena for the accelerator, as the store does with its DRAM budget."""
+    name = "pinned memory"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return ok(MACHINE, name, "not there: no accelerator, and nothing else needs it")
+    device_type = accelerator.type
+    with closing(PinnedArena(_PINNED_TRIAL_NBYTES, registrar_for(device_type) or NoRegistrar(device_type))) as arena:
+        reason = arena.why_pageable
+    if reason is None:
+        return ok(MACHINE, name, f"{format_bytes(_PINNED_TRIAL_NBYTES)} of an arena were page-locked for {device_type}")
+    cost = "copies in and out are slower and do not overlap with computing"
+    mend = "raise the limit on locked memory (ulimit -l unlimited), or in a container: --ulimit memlock=-1"
+    return broken(MACHINE, name, f"an arena is not page-locked for {device_type}: {reason}", cost=cost, mend=mend)
+
+
+def check_process_groups() -> Finding:
+    """Make a process group of one rank over gloo and reduce over it."""
+    name = "process groups"
+    cost = "no training on several ranks; one rank needs none"
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        return broken(
+            MACHINE, name, "this torch is built without gloo", cost=cost, mend="pip install --force-reinstall torch"
+        )
+    fd = os.memfd_create("tiered-doctor", os.MFD_CLOEXEC)  # the store's file: nothing is left of it
+    try:
+        torch.distributed.init_process_group(
+            "gloo",
+            store=torch.distributed.FileStore(f"/proc/self/fd/{fd}", 1),  # type: ignore[attr-defined]  # where there is gloo
+            rank=0,
+            world_size=1,
+            timeout=datetime.timedelta(seconds=_GROUP_DEADLINE_S),
+        )
+        numbers = torch.ones(4, dtype=torch.float32, device="cpu")
+        torch.distributed.all_reduce(numbers)
+        torch.distributed.destroy_process_group()
+    except RuntimeError as error:  # torch.distributed raises it, as DistError and its kin
+        reason = str(error).partition("\n")[0][:200]
+        mend = "name a network interface that works: export GLOO_SOCKET_IFNAME=lo"
+        return broken(MACHINE, name, f"gloo failed: {reason}", cost=cost, mend=mend)
+    finally:
+        os.close(fd)
+    nccl = "is there too" if torch.distributed.is_nccl_available() else "is not there (ranks on GPUs would want it)"
+    return ok(MACHINE, name, f"one rank was reduced over gloo; NCCL {nccl}")

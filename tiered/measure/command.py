@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from tiered.bytes.device.engines import DEVICES
 from tiered.bytes.device.profile import write_link_profile, write_profile
@@ -20,13 +19,12 @@ from tiered.console.question import confirm
 from tiered.console.report_file import check_writable, write_report
 from tiered.doctor.description import DirectoryDescription, machine_description
 from tiered.errors import TieredError, UsageError
-from tiered.measure.all_directories import AllDirectories
 from tiered.measure.compute_device import ComputeDevice, accelerator_of, link_profile_of
-from tiered.measure.compute_device_report import ComputeDeviceReport
 from tiered.measure.display import BenchDisplay
-from tiered.measure.report import BenchReport, DirectoryReport
+from tiered.measure.report import BenchReport, ComputeDeviceReport, DirectoryReport
+from tiered.measure.scratch_folders import ScratchFolders
 from tiered.measure.settings import FULL, QUICK, BenchSettings
-from tiered.measure.suite import Suite, profile_of
+from tiered.measure.suite import Suite, measure_together
 from tiered.measure.verdict import compute_verdict_of, verdict_of
 from tiered.units import format_bytes
 
@@ -88,11 +86,10 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
     say(f"about {time}; Ctrl-C ends it in good order")
     confirm_writes(machine.directories, nbytes, settings.file_nbytes, yes=request.yes)
     report = BenchReport(machine, settings, [])
-    parts: list[_Part] = []
+    folders = ScratchFolders()
 
     def farewell() -> str:
-        for part in parts:
-            part.abandon()
+        folders.remove()
         return "ended at once; nothing was left behind"
 
     with (
@@ -106,7 +103,7 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
                 raise _Stopped
 
         try:
-            _measure(report, request, display, check, parts)
+            _measure(report, request, display, check, folders)
         except _Stopped:
             display.line("stopped by Ctrl-C; nothing was left behind, and nothing is reported")
             return INTERRUPTED
@@ -114,35 +111,25 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
     return 0
 
 
-class _Part(Protocol):
-    """A part of the measurement, which a signal may end at any time."""
-
-    def abandon(self) -> None: ...
-
-
 def _measure(
     report: BenchReport,
     request: BenchRequest,
     display: BenchDisplay,
     check: Callable[[], object],
-    parts: list[_Part],
+    folders: ScratchFolders,
 ) -> None:
     """Fill in ``report``: the link to a compute device, each directory, all of them, and all three tiers."""
     settings, directories = report.settings, report.machine.directories
     compute_device: ComputeDevice | None = None
     if request.device is not None:
         device = accelerator_of(request.device)
-        compute_device = ComputeDevice(report, device, display, check, engine=request.engine)
-        parts.append(compute_device)
+        compute_device = ComputeDevice(report, device, display, check, folders, engine=request.engine)
         compute_device.measure_link(directories[0].path)
     for one in directories:
-        suite = Suite(one, settings, display, check, engine=request.engine)
-        parts.append(suite)
+        suite = Suite(one, settings, display, check, folders, engine=request.engine)
         report.directories.append(suite.run())
     if len(directories) > 1:
-        together = AllDirectories(report, settings, display, check, engine=request.engine)
-        parts.append(together)
-        report.together = together.run()
+        report.together = measure_together(report, display, check, folders, engine=request.engine)
     if compute_device is not None:
         compute_device.measure_swap()
 
@@ -187,7 +174,7 @@ def _keep_profile(one: DirectoryReport, report: BenchReport) -> None:
     best = one.best
     assert best is not None
     try:
-        kept = f"kept in {write_profile(one.directory, profile_of(one, report.machine, report.measured_at))}"
+        kept = f"kept in {write_profile(one.directory, report.profile_of(one))}"
     except TieredError as error:
         kept = f"not kept ({error})"
     say(

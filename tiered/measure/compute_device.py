@@ -14,13 +14,12 @@ import torch
 from tiered.bytes.device.profile import LinkProfile
 from tiered.doctor.description import MachineDescription
 from tiered.errors import CapacityError, UsageError
-from tiered.measure.compute_device_report import BOUND_TITLE, COPY_TITLE, ComputeDeviceReport, CopyRow, TierRow
-from tiered.measure.copying import measure_copies
+from tiered.measure.copying import COPY_TITLE, LinkRates, measure_copies
 from tiered.measure.display import BenchDisplay
-from tiered.measure.report import BenchReport
+from tiered.measure.report import BenchReport, ComputeDeviceReport
 from tiered.measure.scratch_folders import ScratchFolders
 from tiered.measure.settings import BenchSettings
-from tiered.measure.three_tiers import measure_three_tiers
+from tiered.measure.three_tiers import BOUND_TITLE, measure_three_tiers
 from tiered.zero.compute_device import named_device
 
 __all__ = ["ComputeDevice", "accelerator_of", "link_profile_of"]
@@ -53,6 +52,7 @@ class ComputeDevice:
         device: torch.device,
         display: BenchDisplay,
         check: Callable[[], object],
+        folders: ScratchFolders,
         *,
         engine: str = "auto",
     ) -> None:
@@ -61,7 +61,7 @@ class ComputeDevice:
         self._display = display
         self._check = check
         self._engine = engine
-        self._folders = ScratchFolders()
+        self._folders = folders
 
     @property
     def _settings(self) -> BenchSettings:
@@ -73,7 +73,7 @@ class ComputeDevice:
         self._display.now(f"copies to and from {self._device}", done=0.0)
         with self._current():
             (folder,) = self._folders.make([directory])
-            found = measure_copies(
+            rows, why_pageable = measure_copies(
                 folder,
                 self._device,
                 block_nbytes=settings.copy_nbytes,
@@ -83,14 +83,14 @@ class ComputeDevice:
                 engine=self._engine,
                 check=self._check,
             )
-        rows = [CopyRow.of(rounds) for rounds in found.rounds]
+        link = LinkRates.of(rows)
         self._report.compute_device = ComputeDeviceReport(
-            str(self._device), self._device.type, found.why_pageable, rows, found.rates
+            str(self._device), self._device.type, why_pageable, rows, link
         )
-        locked = "page-locked DRAM" if found.why_pageable is None else f"pageable DRAM: {found.why_pageable}"
+        locked = "page-locked DRAM" if why_pageable is None else f"pageable DRAM: {why_pageable}"
         self._display.line(f"\n{self._device} through {locked}, beside torch's copies of its own tensors\n{COPY_TITLE}")
         self._display.line("\n".join(map(str, rows)))
-        self._display.line(str(found.rates))
+        self._display.line(str(link))
 
     def measure_swap(self) -> None:
         """Measure swapping over three tiers, by a store over all directories, once these were measured; blocks."""
@@ -98,11 +98,13 @@ class ComputeDevice:
         assert report.compute_device is not None
         self._check()
         self._display.now(f"all three tiers at once, {self._device} at the top", done=0.99)
-        drives = [one.swap for one in report.directories if one.swap is not None]
         with self._current():
-            found = measure_three_tiers(
+            row = report.compute_device.swap = measure_three_tiers(
                 self._folders.make_profiled(report),
                 self._device,
+                directory="+".join(one.directory for one in report.directories),
+                link=report.compute_device.link,
+                drives=[one.swap for one in report.directories if one.swap is not None],
                 tensor_nbytes=settings.tier_tensor_nbytes,
                 total_nbytes=settings.tensors_nbytes,
                 dram_nbytes=settings.tier_dram_nbytes,
@@ -110,14 +112,7 @@ class ComputeDevice:
                 engine=self._engine,
                 check=self._check,
             )
-        directory = "+".join(one.directory for one in report.directories)
-        row = TierRow.of(found, report.compute_device.link, drives, directory=directory)
-        report.compute_device.swap = row
         self._display.line(f"\nall three tiers at once, as a step does; bound: min(PCIe, NVMe)\n{BOUND_TITLE}\n{row}")
-
-    def abandon(self) -> None:
-        """Remove the folders; from a signal handler too."""
-        self._folders.remove()
 
     @contextmanager
     def _current(self) -> Iterator[None]:

@@ -19,12 +19,14 @@ import torch
 
 import tiered
 from tiered.bytes.pinned_arena import PinnedArena
-from tiered.measure.verdict import duplex_of
+from tiered.measure.rounds import duplex_of, median_ratio, row_line, spread
 from tiered.store.lifetime.opening import MIN_DRAM_NBYTES
 from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.device_memory import DeviceBuffer, on_stream
 
-__all__ = ["COPY_OPS", "CopyRounds", "DevicePath", "LinkRates", "LinkRounds", "measure_copies"]
+__all__ = ["COPY_OPS", "COPY_TITLE", "CopyRow", "DevicePath", "LinkRates", "measure_copies"]
+
+COPY_TITLE = "op         block      GB/s          range  torch  ratio"
 
 COPY_OPS = ("copy in", "copy out", "in + out")
 """To the device, from it, and both at once."""
@@ -33,25 +35,24 @@ _NUM_BUFFERS = 4  # on the device, each way
 
 
 @dataclass(frozen=True, slots=True)
-class CopyRounds:
-    """The rounds of one op, the store's and torch's, as many of each; 10^9 bytes a second, both directions together."""
+class CopyRow:
+    """Copies one way or both ways at once: the medians over the rounds, the store's and torch's, as many of each."""
 
     op: str  # of COPY_OPS
-    block_nbytes: int
-    in_nbytes: int  # to the device in a round
-    out_nbytes: int
-    gb_per_s: tuple[float, ...]
-    torch_gb_per_s: tuple[float, ...]
+    block_bytes: int
+    in_bytes: int  # to the device in a round
+    out_bytes: int  # from it
+    rounds: int
+    gb_per_s: float  # both directions together
+    gb_per_s_min: float
+    gb_per_s_max: float
+    torch_gb_per_s: tuple[float, ...]  # of each round
+    ratio_to_torch: float  # the median over the pairs
 
-    @property
-    def median_gb_per_s(self) -> float:
-        """The median of the store's rounds."""
-        return statistics.median(self.gb_per_s)
-
-    @property
-    def ratio_to_torch(self) -> float:
-        """The median over the pairs."""
-        return statistics.median(ours / torchs for ours, torchs in zip(self.gb_per_s, self.torch_gb_per_s, strict=True))
+    def __str__(self) -> str:
+        rates = self.gb_per_s, self.gb_per_s_min, self.gb_per_s_max
+        torchs = statistics.median_high(self.torch_gb_per_s)
+        return row_line(self.op, self.block_bytes, rates, torchs, self.ratio_to_torch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,34 +63,16 @@ class LinkRates:
     out_gb_per_s: float
     duplex: float  # 0: both directions share the link, 1: neither slows the other
 
+    @classmethod
+    def of(cls, rows: Sequence[CopyRow]) -> LinkRates:
+        """Return the rates of ``rows``, one for each of COPY_OPS."""
+        read, write = rows[0].gb_per_s, rows[1].gb_per_s
+        both = rows[2]
+        seconds = (both.in_bytes + both.out_bytes) / both.gb_per_s
+        return cls(read, write, duplex_of(both.in_bytes / seconds, both.out_bytes / seconds, read, write))
+
     def __str__(self) -> str:
         return f"copies in {self.in_gb_per_s:.2f} GB/s, out {self.out_gb_per_s:.2f} GB/s, duplex {self.duplex:.2f}"
-
-
-@dataclass(frozen=True, slots=True)
-class LinkRounds:
-    """All rounds of copies, and whether the store's DRAM was page-locked."""
-
-    rounds: tuple[CopyRounds, ...]  # in the order of COPY_OPS
-    why_pageable: str | None  # None: it was page-locked
-
-    @property
-    def rates(self) -> LinkRates:
-        """The rates of the link as the store uses it."""
-        alone_in, alone_out, both = self.rounds
-        read, write = alone_in.median_gb_per_s, alone_out.median_gb_per_s
-        seconds = (both.in_nbytes + both.out_nbytes) / both.median_gb_per_s
-        return LinkRates(
-            read, write, duplex_of(_Both(both.in_nbytes / seconds, both.out_nbytes / seconds), read, write)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Both:
-    """The rates of both directions at once, in the words of ``duplex_of``."""
-
-    read_gb_per_s: float
-    write_gb_per_s: float
 
 
 class _Side(Protocol):
@@ -212,9 +195,10 @@ def measure_copies(
     rounds: int,
     engine: str,
     check: Callable[[], object],
-) -> LinkRounds:
+) -> tuple[list[CopyRow], str | None]:
     """Copy blocks each way and both ways at once, ``rounds`` times after a warm-up, beside torch's copies; blocks.
 
+    Returns a row for each of COPY_OPS, and why the store's DRAM was pageable: None where it was page-locked.
     ``round_nbytes`` go each way in a round, through ``memory_nbytes`` of DRAM. The store is in ``folder``, and writes
     nothing. ``check`` is called between rounds and may raise. Raises TieredError, torch.OutOfMemoryError.
     """
@@ -230,13 +214,14 @@ def measure_copies(
                     if turn >= 0:
                         found[op][number].append(gb_per_s)
     nbytes = num_copies * block_nbytes
-    return LinkRounds(
-        tuple(
-            CopyRounds(op, block_nbytes, nbytes * (op != "copy out"), nbytes * (op != "copy in"), *map(tuple, rates))
-            for op, rates in found.items()
-        ),
-        why_pageable,
-    )
+    rows = [
+        CopyRow(
+            op, block_nbytes, nbytes * (op != "copy out"), nbytes * (op != "copy in"),
+            *spread(ours), tuple(torchs), median_ratio(ours, torchs),
+        )
+        for op, (ours, torchs) in found.items()
+    ]  # fmt: skip
+    return rows, why_pageable
 
 
 @contextmanager

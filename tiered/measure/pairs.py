@@ -10,10 +10,49 @@ import numpy as np
 
 from tiered.measure.fio import Fio, FioRound
 from tiered.measure.pattern import Pattern
-from tiered.measure.rounds import Latency, Moved, Round
+from tiered.measure.rounds import Latency, Round, median_ratio, spread
 from tiered.measure.scratch_file import ScratchFile
+from tiered.units import format_short
 
-__all__ = ["Pairs", "measure_pairs"]
+__all__ = ["ROW_TITLE", "Pairs", "PointRow", "measure_pairs"]
+
+ROW_TITLE = (
+    f"{'op':<6} {'block':>5} {'depth':>5} {'GB/s':>6} {'range':>11} {'fio':>6} {'ratio':>5} "
+    f"{'p50 ms':>7} {'p99 ms':>7} {'CPU ms/GB':>9}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PointRow:
+    """One point: the medians over its rounds, ours and fio's."""
+
+    op: str
+    block_bytes: int
+    depth: int
+    engine: str
+    directory: str
+    rounds: int
+    gb_per_s: float
+    gb_per_s_min: float
+    gb_per_s_max: float
+    latency: Latency
+    cpu_s_per_gb: float
+    read_gb_per_s: float  # of mixed: each direction
+    write_gb_per_s: float
+    fio_gb_per_s: float | None
+    ratio_to_fio: float | None  # the median over the pairs
+    fio_cpu_s_per_gb: float | None
+    cpu_ratio_to_fio: float | None
+    fio_latency: Latency | None  # of the median round
+
+    def __str__(self) -> str:
+        latency = self.latency
+        between = f"{self.gb_per_s_min:.2f}-{self.gb_per_s_max:.2f}"
+        return (
+            f"{self.op:<6} {format_short(self.block_bytes):>5} {self.depth:>5} {self.gb_per_s:>6.2f} {between:>11} "
+            f"{_said(self.fio_gb_per_s, 6, 2)} {_said(self.ratio_to_fio, 5, 2)} {latency.p50_s * 1e3:>7.2f} "
+            f"{latency.p99_s * 1e3:>7.2f} {self.cpu_s_per_gb * 1e3:>9.1f}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,45 +63,29 @@ class Pairs:
     ours: tuple[Round, ...]
     fio: tuple[FioRound, ...]
 
-    @property
-    def gb_per_s(self) -> float:
-        """The median of ours."""
-        return statistics.median(one.gb_per_s for one in self.ours)
-
-    @property
-    def cpu_s_per_gb(self) -> float:
-        """The median of ours."""
-        return statistics.median(one.cpu_s_per_gb for one in self.ours)
-
-    @property
-    def latency(self) -> Latency:
-        """Percentiles over all blocks of ours."""
-        return Latency.of(np.concatenate([one.latencies_s for one in self.ours]))
-
-    @property
-    def fio_gb_per_s(self) -> float | None:
-        """The median of fio's."""
-        return statistics.median(one.gb_per_s for one in self.fio) if self.fio else None
-
-    @property
-    def fio_cpu_s_per_gb(self) -> float | None:
-        """The median of fio's."""
-        return statistics.median(one.cpu_s_per_gb for one in self.fio) if self.fio else None
-
-    @property
-    def ratio_to_fio(self) -> float | None:
-        """The median over the pairs of ours / fio."""
-        return self._ratio(lambda one: one.gb_per_s)
-
-    @property
-    def cpu_ratio_to_fio(self) -> float | None:
-        """The median over the pairs of ours / fio in CPU-seconds per GB; None as well where fio's is too little."""
-        return self._ratio(lambda one: one.cpu_s_per_gb)
-
-    def _ratio(self, of: Callable[[Moved], float]) -> float | None:
-        if not self.fio or not all(of(one) for one in self.fio):
-            return None
-        return statistics.median(of(ours) / of(fio) for ours, fio in zip(self.ours, self.fio, strict=True))
+    def row(self, *, engine: str, directory: str) -> PointRow:
+        """Return the medians; latencies are over all blocks of ours."""
+        seconds = sum(one.seconds for one in self.ours)
+        rates, fio_rates = ([one.gb_per_s for one in side] for side in (self.ours, self.fio))
+        costs, fio_costs = ([one.cpu_s_per_gb for one in side] for side in (self.ours, self.fio))
+        fio = sorted(self.fio, key=lambda one: one.gb_per_s)
+        return PointRow(
+            self.pattern.op,
+            self.pattern.block_nbytes,
+            self.pattern.depth,
+            engine,
+            directory,
+            *spread(rates),
+            latency=Latency.of(np.concatenate([one.latencies_s for one in self.ours])),
+            cpu_s_per_gb=statistics.median(costs),
+            read_gb_per_s=sum(one.read_nbytes for one in self.ours) / seconds / 1e9,
+            write_gb_per_s=sum(one.write_nbytes for one in self.ours) / seconds / 1e9,
+            fio_gb_per_s=statistics.median(fio_rates) if fio else None,
+            ratio_to_fio=median_ratio(rates, fio_rates) if fio else None,
+            fio_cpu_s_per_gb=statistics.median(fio_costs) if fio else None,
+            cpu_ratio_to_fio=median_ratio(costs, fio_costs) if fio and all(fio_costs) else None,  # 0: too little
+            fio_latency=fio[len(fio) // 2].latency if fio else None,
+        )
 
 
 def measure_pairs(
@@ -92,3 +115,7 @@ def measure_pairs(
             elif fio is not None:
                 theirs.append(fio.run(pattern, scratch.path))
     return Pairs(pattern, tuple(ours), tuple(theirs))
+
+
+def _said(value: float | None, width: int, digits: int) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:>{width}.{digits}f}"

@@ -12,129 +12,33 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
+from tiered.bytes.device.profile import Profile
 from tiered.doctor.description import MachineDescription
-from tiered.measure.compute_device_report import ComputeDeviceReport
-from tiered.measure.demand import DemandLatency
-from tiered.measure.pairs import Pairs
-from tiered.measure.rounds import Latency
+from tiered.measure.copying import CopyRow, LinkRates
+from tiered.measure.pairs import PointRow
 from tiered.measure.settings import BenchSettings
 from tiered.measure.sustained import Smart, SustainedRate
-from tiered.measure.swapping import SwapRates
-from tiered.measure.tensors import TensorRounds
+from tiered.measure.swapping import DemandLatency, SwapRates
+from tiered.measure.tensors import TensorRow
+from tiered.measure.three_tiers import TierRow
 from tiered.measure.verdict import Best
-from tiered.units import format_short
 
-__all__ = ["ROW_TITLE", "SCHEMA", "TENSOR_TITLE", "VERSION", "BenchReport", "DirectoryReport", "PointRow", "TensorRow"]
+__all__ = ["SCHEMA", "VERSION", "BenchReport", "ComputeDeviceReport", "DirectoryReport"]
 
 SCHEMA = "tiered-bench"
 VERSION = 3
 
-ROW_TITLE = (
-    f"{'op':<6} {'block':>5} {'depth':>5} {'GB/s':>6} {'range':>11} {'fio':>6} {'ratio':>5} "
-    f"{'p50 ms':>7} {'p99 ms':>7} {'CPU ms/GB':>9}"
-)
-TENSOR_TITLE = "op        tensor      GB/s          range    raw  ratio"
 
+@dataclass(slots=True)
+class ComputeDeviceReport:
+    """The results of one compute device so far."""
 
-@dataclass(frozen=True, slots=True)
-class PointRow:
-    """One point: the medians over its rounds, ours and fio's."""
-
-    op: str
-    block_bytes: int
-    depth: int
-    engine: str
-    directory: str
-    rounds: int
-    gb_per_s: float
-    gb_per_s_min: float
-    gb_per_s_max: float
-    latency: Latency
-    cpu_s_per_gb: float
-    read_gb_per_s: float  # of mixed: each direction
-    write_gb_per_s: float
-    fio_gb_per_s: float | None
-    ratio_to_fio: float | None  # the median over the pairs
-    fio_cpu_s_per_gb: float | None
-    cpu_ratio_to_fio: float | None
-    fio_latency: Latency | None  # of the median round
-
-    @classmethod
-    def of(cls, pairs: Pairs, *, engine: str, directory: str) -> PointRow:
-        """Return the row of ``pairs``."""
-        rates = sorted(one.gb_per_s for one in pairs.ours)
-        seconds = sum(one.seconds for one in pairs.ours)
-        fio = sorted(pairs.fio, key=lambda one: one.gb_per_s)
-        middle = fio[len(fio) // 2] if fio else None
-        return cls(
-            op=pairs.pattern.op,
-            block_bytes=pairs.pattern.block_nbytes,
-            depth=pairs.pattern.depth,
-            engine=engine,
-            directory=directory,
-            rounds=len(rates),
-            gb_per_s=pairs.gb_per_s,
-            gb_per_s_min=rates[0],
-            gb_per_s_max=rates[-1],
-            latency=pairs.latency,
-            cpu_s_per_gb=pairs.cpu_s_per_gb,
-            read_gb_per_s=sum(one.read_nbytes for one in pairs.ours) / seconds / 1e9,
-            write_gb_per_s=sum(one.write_nbytes for one in pairs.ours) / seconds / 1e9,
-            fio_gb_per_s=pairs.fio_gb_per_s,
-            ratio_to_fio=pairs.ratio_to_fio,
-            fio_cpu_s_per_gb=pairs.fio_cpu_s_per_gb,
-            cpu_ratio_to_fio=pairs.cpu_ratio_to_fio,
-            fio_latency=middle.latency if middle else None,
-        )
-
-    def __str__(self) -> str:
-        latency = self.latency
-        spread = f"{self.gb_per_s_min:.2f}-{self.gb_per_s_max:.2f}"
-        return (
-            f"{self.op:<6} {format_short(self.block_bytes):>5} {self.depth:>5} {self.gb_per_s:>6.2f} {spread:>11} "
-            f"{_said(self.fio_gb_per_s, 6, 2)} {_said(self.ratio_to_fio, 5, 2)} {latency.p50_s * 1e3:>7.2f} "
-            f"{latency.p99_s * 1e3:>7.2f} {self.cpu_s_per_gb * 1e3:>9.1f}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRow:
-    """Puts, gets or leases of tensors of one size."""
-
-    op: str  # "put", "get" or "lease"
-    tensor_bytes: int
-    num_tensors: int
-    directory: str  # several are joined by "+"
-    rounds: int
-    gb_per_s: float
-    gb_per_s_min: float
-    gb_per_s_max: float
-    raw_gb_per_s: tuple[float, ...]  # of several directories: the sum of their own rates
-    ratio_to_raw: float
-
-    @classmethod
-    def of(cls, found: TensorRounds, *, directory: str) -> TensorRow:
-        """Return the row of ``found``."""
-        return cls(
-            op=found.op,
-            tensor_bytes=found.tensor_nbytes,
-            num_tensors=found.num_tensors,
-            directory=directory,
-            rounds=len(found.gb_per_s),
-            gb_per_s=found.median_gb_per_s,
-            gb_per_s_min=min(found.gb_per_s),
-            gb_per_s_max=max(found.gb_per_s),
-            raw_gb_per_s=found.raw_gb_per_s,
-            ratio_to_raw=found.ratio_to_raw,
-        )
-
-    def __str__(self) -> str:
-        spread = f"{self.gb_per_s_min:.2f}-{self.gb_per_s_max:.2f}"
-        raw = sorted(self.raw_gb_per_s)[len(self.raw_gb_per_s) // 2]
-        return (
-            f"{self.op:<8} {format_short(self.tensor_bytes):>7} {self.gb_per_s:>9.2f} {spread:>14} {raw:>6.2f} "
-            f"{self.ratio_to_raw:>6.2f}"
-        )
+    device: str  # with its index
+    device_type: str
+    why_pageable: str | None  # None: the store's DRAM was page-locked
+    copies: list[CopyRow]
+    link: LinkRates
+    swap: TierRow | None = None
 
 
 @dataclass(slots=True)
@@ -166,6 +70,22 @@ class BenchReport:
     compute_device: ComputeDeviceReport | None = None
     verdict: str = ""
     measured_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def profile_of(self, one: DirectoryReport) -> Profile:
+        """Return the profile to keep in a directory. Its best settings and the rates of tensors must be known."""
+        best, swap = one.best, one.swap
+        assert best is not None and swap is not None, one.directory
+        return Profile(
+            engine=one.engine,
+            read_bytes_per_s=swap.read_gb_per_s * 1e9,
+            write_bytes_per_s=swap.write_gb_per_s * 1e9,
+            block_nbytes=best.block_bytes,
+            read_depth=best.read_depth,
+            write_depth=best.write_depth,
+            duplex=swap.duplex,
+            measured_at=self.measured_at,
+            kernel=self.machine.kernel,
+        )
 
     @property
     def rows(self) -> list[PointRow]:
@@ -208,7 +128,3 @@ class BenchReport:
             "compute_device": self.compute_device and asdict(self.compute_device),
             "verdict": self.verdict,
         }
-
-
-def _said(value: float | None, width: int, digits: int) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value:>{width}.{digits}f}"

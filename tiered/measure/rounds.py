@@ -7,6 +7,7 @@ command choose the rounds.
 from __future__ import annotations
 
 import itertools
+import statistics
 import sys
 import threading
 import time
@@ -20,8 +21,12 @@ import numpy.typing as npt
 from tiered.bytes.device.base import Device, IOClass, Operation
 from tiered.errors import TieredError
 from tiered.measure.pattern import Direction, Pattern
+from tiered.units import format_short
 
-__all__ = ["Latency", "Moved", "Round", "run_round", "write_file"]
+__all__ = [
+    "Latency", "Moved", "Round", "duplex_of", "median_ratio", "move_seconds", "row_line", "run_round", "spread",
+    "write_file",
+]  # fmt: skip
 
 _MAX_LATENCIES = 1 << 18  # of one stream; a longer round keeps the last ones
 _MAX_BYTES_PER_S = 64e9  # beyond any drive: the latencies a round may have
@@ -79,6 +84,46 @@ class Round(Moved):
     def latencies_s(self) -> npt.NDArray[np.float64]:
         """Those of both directions, reads first."""
         return np.concatenate((self.read_latencies_s, self.write_latencies_s))
+
+
+def spread(rates: Sequence[float]) -> tuple[int, float, float, float]:
+    """Return the number of ``rates``, their median, the least and the most."""
+    return len(rates), statistics.median(rates), min(rates), max(rates)
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the median over pairs of rounds."""
+    return statistics.median(our / their for our, their in zip(ours, theirs, strict=True))
+
+
+def row_line(op: str, nbytes: int, rates: tuple[float, float, float], reference: float, ratio: float) -> str:
+    """Return a row for people: ``rates`` are the median, the least and the most."""
+    median, least, most = rates
+    return (
+        f"{op:<8} {format_short(nbytes):>7} {median:>9.2f} {f'{least:.2f}-{most:.2f}':>14} {reference:>6.2f} "
+        f"{ratio:>6.2f}"
+    )
+
+
+def duplex_of(mixed_read: float, mixed_write: float, read: float, write: float) -> float:
+    """Return how far reads and writes run beside each other: 0 they share the drive, 1 neither slows the other.
+
+    The rates are of both directions at once, and of each alone. In a second of both the drive did what takes r seconds
+    of reads alone and w of writes alone; with no overlap r + w = 1, with all of it the longer one is 1: d solves
+    1 = max(r, w) + (1 - d) * min(r, w).
+    """
+    r, w = mixed_read / read, mixed_write / write
+    if min(r, w) <= 0:
+        return 0.0
+    return min(1.0, max(0.0, 1 - (1 - max(r, w)) / min(r, w)))
+
+
+def move_seconds(
+    read_nbytes: float, write_nbytes: float, read_gb_per_s: float, write_gb_per_s: float, *, duplex: float
+) -> float:
+    """Return the time to move bytes both ways: max(r, w) + (1 - duplex) * min(r, w), with r and w of each way alone."""
+    r, w = read_nbytes / (read_gb_per_s * 1e9), write_nbytes / (write_gb_per_s * 1e9)
+    return max(r, w) + (1 - duplex) * min(r, w)
 
 
 def run_round(

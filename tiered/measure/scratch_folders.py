@@ -9,9 +9,10 @@ from pathlib import Path
 
 from tiered.bytes.device.profile import write_profile
 from tiered.measure.report import BenchReport
-from tiered.measure.suite import PREFIX, profile_of
 
 __all__ = ["ScratchFolders"]
+
+_PREFIX = ".tiered-bench-"  # which `tiered gc` knows
 
 
 class ScratchFolders:
@@ -24,7 +25,7 @@ class ScratchFolders:
         """Return a new folder in each of ``directories``."""
         made: list[Path] = []
         for directory in directories:
-            made.append(Path(tempfile.mkdtemp(dir=directory, prefix=PREFIX)))
+            made.append(Path(tempfile.mkdtemp(dir=directory, prefix=_PREFIX)))
             self._folders.append(made[-1])  # order: at once, for a signal
         return made
 
@@ -32,7 +33,7 @@ class ScratchFolders:
         """Return a new folder in each measured directory, with its profile, which deals out the bytes of a store."""
         made = self.make(one.directory for one in report.directories)
         for folder, one in zip(made, report.directories, strict=True):
-            write_profile(folder, profile_of(one, report.machine, report.measured_at))
+            write_profile(folder, report.profile_of(one))
         return made
 
     def remove(self) -> None:

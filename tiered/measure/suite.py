@@ -5,35 +5,30 @@ Each part fills in its piece of the DirectoryReport. The pieces' own files know 
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
-from tiered.bytes.device.profile import Profile
-from tiered.doctor.description import DirectoryDescription, MachineDescription
+from tiered.doctor.description import DirectoryDescription
 from tiered.errors import DeviceError
-from tiered.measure.demand import measure_demand
 from tiered.measure.display import BenchDisplay
 from tiered.measure.fio import Fio, FioError
-from tiered.measure.pairs import Pairs, measure_pairs
+from tiered.measure.pairs import ROW_TITLE, Pairs, measure_pairs
 from tiered.measure.pattern import Pattern
-from tiered.measure.report import ROW_TITLE, TENSOR_TITLE, DirectoryReport, PointRow, TensorRow
+from tiered.measure.report import BenchReport, DirectoryReport
 from tiered.measure.scratch_file import ScratchFile
+from tiered.measure.scratch_folders import ScratchFolders
 from tiered.measure.settings import BenchSettings, Point
 from tiered.measure.sustained import read_smart, sustain
-from tiered.measure.swapping import measure_swapping
-from tiered.measure.tensors import measure_tensors
+from tiered.measure.swapping import measure_demand, measure_swapping
+from tiered.measure.tensors import TENSOR_TITLE, TensorRow, measure_tensors
 from tiered.measure.verdict import Best, best_of
 from tiered.units import format_bytes
 
-__all__ = ["PREFIX", "Suite", "profile_of"]
+__all__ = ["Suite", "measure_together"]
 
 _CLEARLY_FASTER = 0.95
-PREFIX = ".tiered-bench-"
-"""Of the names of folders that a bench makes, which `tiered gc` knows."""
 
 
 class Suite:
@@ -45,6 +40,7 @@ class Suite:
         settings: BenchSettings,
         display: BenchDisplay,
         check: Callable[[], object],
+        folders: ScratchFolders,
         *,
         engine: str = "auto",
     ) -> None:
@@ -54,8 +50,8 @@ class Suite:
         self._display = display
         self._check = check
         self._engine = engine
+        self._folders = folders
         self._fio: Fio | None = None
-        self._folder: Path | None = None
 
     def run(self) -> DirectoryReport:
         """Measure everything; blocks for minutes. Raises TieredError and the errors of ``check``; cleans up."""
@@ -77,11 +73,6 @@ class Suite:
             if engine != report.engine:
                 self._try_engine(engine, best)
         return report
-
-    def abandon(self) -> None:
-        """Put back settings that outlive a process that ends at once; from a signal handler."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     @contextmanager
     def _open_scratch(self, engine: str) -> Iterator[ScratchFile]:
@@ -105,7 +96,7 @@ class Suite:
                 self._display.line(f"engine {engine}")
                 for op, depth in (("read", best.read_depth), ("write", best.write_depth)):
                     pairs = self._measure(scratch, Point(op, best.block_bytes, depth))
-                    rows.append(PointRow.of(pairs, engine=engine, directory=report.directory))
+                    rows.append(pairs.row(engine=engine, directory=report.directory))
                     self._display.line(str(rows[-1]))
                 report.other_rows += rows
                 other = best_of(rows)
@@ -134,7 +125,7 @@ class Suite:
                 f"{point.op} {format_bytes(point.block_nbytes)} x {point.depth}", (number + 1) / (len(points) + 2)
             )
             pairs = self._measure(scratch, point)
-            row = PointRow.of(pairs, engine=scratch.engine, directory=self.report.directory)
+            row = pairs.row(engine=scratch.engine, directory=self.report.directory)
             self.report.rows.append(row)
             self._display.line(str(row))
 
@@ -159,13 +150,13 @@ class Suite:
     def _measure_swapping(self, scratch: ScratchFile, best: Best) -> None:
         settings = self._settings
         self._now("through memory larger than the caches", 0.88)
-        self.report.swap = measure_swapping(
-            scratch,
-            best,
-            lambda op, block_nbytes, depth: settings.pattern(Point(op, block_nbytes, depth)),
-            rounds=settings.rounds,
-            check=self._check,
-        )
+        depths = {
+            "read": best.read_depth,
+            "write": best.write_depth,
+            "mixed": max(2, best.read_depth, best.write_depth),
+        }
+        patterns = {op: settings.pattern(Point(op, best.block_bytes, depth)) for op, depth in depths.items()}
+        self.report.swap = measure_swapping(scratch, patterns, rounds=settings.rounds, check=self._check)
         self._display.line(str(self.report.swap))
 
     def _measure_tensors(self, scratch: ScratchFile, best: Best) -> None:
@@ -174,11 +165,11 @@ class Suite:
             self._display.line(TENSOR_TITLE)
         for tensor_nbytes in settings.tensor_nbytes:
             self._now(f"tensors of {format_bytes(tensor_nbytes)}", 0.95)
-            self._folder = Path(tempfile.mkdtemp(dir=self.report.directory, prefix=PREFIX))
             try:
                 found = measure_tensors(
-                    [self._folder],
+                    self._folders.make([self.report.directory]),
                     tensor_nbytes,
+                    directory=self.report.directory,
                     total_nbytes=settings.tensors_nbytes,
                     dram_nbytes=settings.dram_nbytes,
                     rounds=settings.tensor_rounds,
@@ -186,12 +177,9 @@ class Suite:
                     raw={op: self._raw(scratch, self._pattern(op, best)) for op in ("read", "write")},
                 )
             finally:
-                shutil.rmtree(self._folder)
-                self._folder = None
-            for rounds in found:
-                row = TensorRow.of(rounds, directory=self.report.directory)
-                self.report.tensors.append(row)
-                self._display.line(str(row))
+                self._folders.remove()
+            self.report.tensors += found
+            self._display.line("\n".join(map(str, found)))
 
     def _raw(self, scratch: ScratchFile, pattern: Pattern) -> Callable[[], float]:
         def run() -> float:
@@ -234,18 +222,45 @@ class Suite:
         self._display.now(f"{self.report.directory}: {text}", done=done)
 
 
-def profile_of(report: DirectoryReport, machine: MachineDescription, measured_at: str) -> Profile:
-    """Return the profile to keep in the directory. Its best settings and the rates of tensors must be known."""
-    best, swap = report.best, report.swap
-    assert best is not None and swap is not None, report.directory
-    return Profile(
-        engine=report.engine,
-        read_bytes_per_s=swap.read_gb_per_s * 1e9,
-        write_bytes_per_s=swap.write_gb_per_s * 1e9,
-        block_nbytes=best.block_bytes,
-        read_depth=best.read_depth,
-        write_depth=best.write_depth,
-        duplex=swap.duplex,
-        measured_at=measured_at,
-        kernel=machine.kernel,
-    )
+def measure_together(
+    report: BenchReport,
+    display: BenchDisplay,
+    check: Callable[[], object],
+    folders: ScratchFolders,
+    *,
+    engine: str,
+) -> list[TensorRow]:
+    """Put, get and lease tensors in a store over all directories of ``report``, each measured alone before; blocks.
+
+    The raw rate of a row is the sum of the rates of the directories alone, through memory that no cache holds. Each
+    folder is given the profile of its directory, which deals out the bytes. Raises TieredError; cleans up.
+    """
+    settings = report.settings
+    swapping = [one.swap for one in report.directories if one.swap is not None]
+    sums = {
+        "read": sum(rates.read_gb_per_s for rates in swapping),
+        "write": sum(rates.write_gb_per_s for rates in swapping),
+    }
+
+    def checked(gb_per_s: float) -> float:
+        check()
+        return gb_per_s
+
+    check()
+    display.now(f"a store over all {len(report.directories)} directories", done=0.99)
+    display.line(f"\na store over all {len(report.directories)}; raw: the sum of each alone\n{TENSOR_TITLE}")
+    try:
+        rows = measure_tensors(
+            folders.make_profiled(report),
+            settings.together_tensor_nbytes,
+            directory="+".join(one.directory for one in report.directories),
+            total_nbytes=settings.tensors_nbytes,
+            dram_nbytes=settings.dram_nbytes,
+            rounds=settings.tensor_rounds,
+            engine=engine,
+            raw={op: partial(checked, rate) for op, rate in sums.items()},
+        )
+    finally:
+        folders.remove()
+    display.line("\n".join(map(str, rows)))
+    return rows

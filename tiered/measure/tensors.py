@@ -18,11 +18,15 @@ from pathlib import Path
 import torch
 
 import tiered
+from tiered.measure.rounds import median_ratio, row_line, spread
 from tiered.measure.scratch_file import forget
 from tiered.measure.settings import NUM_TENSOR_WARM_UPS
 from tiered.units import MiB, divide_up
 
-__all__ = ["TensorRounds", "measure_tensors", "new_source", "put_tensors"]
+__all__ = ["TENSOR_TITLE", "TensorRow", "measure_tensors", "new_source", "put_tensors"]
+
+TENSOR_TITLE = "op        tensor      GB/s          range    raw  ratio"
+
 
 _SOURCE_NBYTES = 256 * MiB  # of random bytes that puts copy from: more than a processor's cache
 _MIN_DRAM_NBYTES = 64 * MiB
@@ -30,40 +34,40 @@ _MOST_AHEAD = 256  # keys in one prefetch
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRounds:
-    """The rounds of one op at one tensor size, and the raw rounds between them.
+class TensorRow:
+    """Puts, gets or leases of tensors of one size, and the raw rounds between them.
 
     "put" ends with a commit, "get" copies into one tensor of the caller's, "lease" looks at the arena's own bytes.
     """
 
     op: str
-    tensor_nbytes: int
+    tensor_bytes: int
     num_tensors: int
-    gb_per_s: tuple[float, ...]
-    raw_gb_per_s: tuple[float, ...]
+    directory: str  # several are joined by "+"
+    rounds: int
+    gb_per_s: float
+    gb_per_s_min: float
+    gb_per_s_max: float
+    raw_gb_per_s: tuple[float, ...]  # of several directories: the sum of their own rates
+    ratio_to_raw: float  # the median over the pairs
 
-    @property
-    def median_gb_per_s(self) -> float:
-        """The median of the store's rounds."""
-        return statistics.median(self.gb_per_s)
-
-    @property
-    def ratio_to_raw(self) -> float:
-        """The median over the pairs."""
-        return statistics.median(ours / raw for ours, raw in zip(self.gb_per_s, self.raw_gb_per_s, strict=True))
+    def __str__(self) -> str:
+        rates = self.gb_per_s, self.gb_per_s_min, self.gb_per_s_max
+        return row_line(self.op, self.tensor_bytes, rates, statistics.median_high(self.raw_gb_per_s), self.ratio_to_raw)
 
 
 def measure_tensors(
-    directories: Sequence[Path],
+    folders: Sequence[Path],
     tensor_nbytes: int,
     *,
+    directory: str,
     total_nbytes: int,
     dram_nbytes: int,
     rounds: int,
     engine: str,
     raw: dict[str, Callable[[], float]],
-) -> list[TensorRounds]:
-    """Measure puts and gets of tensors of ``tensor_nbytes`` in a new store over ``directories``; blocks.
+) -> list[TensorRow]:
+    """Measure puts and gets of tensors of ``tensor_nbytes`` in a new store over ``folders`` of ``directory``; blocks.
 
     ``raw`` has a "read" and a "write" round to run between, which return 10^9 bytes a second and may raise. The caller
     removes the store.
@@ -78,7 +82,7 @@ def measure_tensors(
         rates[op][0].append(len(keys) * tensor_nbytes / seconds / 1e9)
         rates[op][1].append(raw_gb_per_s)
 
-    with tiered.Store(*directories, dram=dram, engine=engine) as store:
+    with tiered.Store(*folders, dram=dram, engine=engine) as store:
         for turn in range(-NUM_TENSOR_WARM_UPS, rounds):
             raw_gb_per_s = raw["write"]() if turn >= 0 else 0.0
             seconds = put_tensors(store, keys, source, tensor_nbytes)
@@ -86,14 +90,15 @@ def measure_tensors(
                 note("put", seconds, raw_gb_per_s)
     for op in ("get", "lease") * rounds:
         raw_gb_per_s = raw["read"]()
-        for file in (file for directory in directories for file in directory.glob("data-*")):
+        for file in (file for folder in folders for file in folder.glob("data-*")):
             forget(str(file))  # engines that go through the page cache left it there
-        with tiered.Store(*directories, dram=dram, engine=engine, mode="r") as store:
+        with tiered.Store(*folders, dram=dram, engine=engine, mode="r") as store:
             _touch(store, dram)
             seconds = _get(store, keys, target if op == "get" else None, num_ahead=dram // 2 // tensor_nbytes)
         note(op, seconds, raw_gb_per_s)
     return [
-        TensorRounds(op, tensor_nbytes, len(keys), tuple(ours), tuple(theirs)) for op, (ours, theirs) in rates.items()
+        TensorRow(op, tensor_nbytes, len(keys), directory, *spread(ours), tuple(theirs), median_ratio(ours, theirs))
+        for op, (ours, theirs) in rates.items()
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,68 +12,80 @@ import torch
 
 import tiered
 from tiered.measure.copying import DevicePath, LinkRates
+from tiered.measure.rounds import move_seconds, row_line, spread
 from tiered.measure.settings import NUM_TIER_WARM_UPS
 from tiered.measure.swapping import SwapRates
 from tiered.measure.tensors import new_source, put_tensors
-from tiered.measure.verdict import move_seconds
 from tiered.tiers.schedule import Rooms, SharedSchedule
 
-__all__ = ["TierRounds", "bound_gb_per_s", "measure_three_tiers"]
+__all__ = ["BOUND_TITLE", "TierRow", "bound_gb_per_s", "measure_three_tiers"]
+
+BOUND_TITLE = "op        tensor      GB/s          range  bound  ratio"
 
 
 @dataclass(frozen=True, slots=True)
-class TierRounds:
-    """The rounds of a store whose tensors pass all tiers, and the bytes of all rounds at each border."""
+class TierRow:
+    """Swapping over three tiers, in both directions at once, and the bytes of all rounds at each border."""
 
-    tensor_nbytes: int
+    directory: str  # several are joined by "+"
+    tensor_bytes: int
     num_tensors: int  # each way in a round
-    dram_nbytes: int
-    gb_per_s: tuple[float, ...]  # copied in and out together
-    in_nbytes: int  # to the compute device
-    out_nbytes: int  # from it
-    read_nbytes: int  # from NVMe; less than went on from there, where DRAM had some still
-    write_nbytes: int  # to NVMe
+    dram_bytes: int
+    rounds: int
+    gb_per_s: float  # copied in and out together
+    gb_per_s_min: float
+    gb_per_s_max: float
+    in_bytes: int  # to the compute device
+    out_bytes: int  # from it
+    read_bytes: int  # from NVMe; less than went on from there, where DRAM had some still
+    write_bytes: int  # to NVMe
+    bound_gb_per_s: float  # min(PCIe, NVMe), of the rates measured before
+    ratio_to_bound: float
 
-    @property
-    def median_gb_per_s(self) -> float:
-        """The median of the rounds."""
-        return statistics.median(self.gb_per_s)
+    def __str__(self) -> str:
+        rates = self.gb_per_s, self.gb_per_s_min, self.gb_per_s_max
+        return row_line("3 tiers", self.tensor_bytes, rates, self.bound_gb_per_s, self.ratio_to_bound)
 
 
-def bound_gb_per_s(found: TierRounds, link: LinkRates, drives: Sequence[SwapRates]) -> float:
+def bound_gb_per_s(
+    copied: tuple[int, int], swapped: tuple[int, int], link: LinkRates, drives: Sequence[SwapRates]
+) -> float:
     """Return min(PCIe, NVMe): the rate that the same bytes would have at the slower of both borders alone.
 
-    Bytes B = in + out. PCIe = B / t(in, out) with the rates of ``link``, NVMe = B / t(read, written) with those of
-    ``drives`` together, and t(a, b) = max(a / rate_a, b / rate_b) + (1 - duplex) * min(a / rate_a, b / rate_b).
+    Bytes B = in + out, those ``copied``. PCIe = B / t(in, out) with the rates of ``link``, NVMe = B / t(read, written)
+    of the bytes ``swapped`` with those of ``drives`` together, and t(a, b) = max(a / rate_a, b / rate_b) +
+    (1 - duplex) * min(a / rate_a, b / rate_b).
     """
-    pcie_s = move_seconds(found.in_nbytes, found.out_nbytes, link.in_gb_per_s, link.out_gb_per_s, duplex=link.duplex)
+    pcie_s = move_seconds(*copied, link.in_gb_per_s, link.out_gb_per_s, duplex=link.duplex)
     nvme_s = move_seconds(
-        found.read_nbytes,
-        found.write_nbytes,
+        *swapped,
         sum(one.read_gb_per_s for one in drives),
         sum(one.write_gb_per_s for one in drives),
         duplex=min(one.duplex for one in drives),
     )
-    return (found.in_nbytes + found.out_nbytes) / max(pcie_s, nvme_s) / 1e9
+    return sum(copied) / max(pcie_s, nvme_s) / 1e9
 
 
 def measure_three_tiers(
     folders: Sequence[Path],
     device: torch.device,
     *,
+    directory: str,
+    link: LinkRates,
+    drives: Sequence[SwapRates],
     tensor_nbytes: int,
     total_nbytes: int,
     dram_nbytes: int,
     rounds: int,
     engine: str,
     check: Callable[[], object],
-) -> TierRounds:
+) -> TierRow:
     """Have ``total_nbytes`` pass all tiers each way in a round, ``rounds`` times after a warm-up; blocks.
 
     Each tensor read is one that was swapped out, unless DRAM kept it; the schedule of a training step reads ahead and
     chooses what makes way. A round ends with a commit, beside which the first reads of the next begin. ``check`` is
-    called between rounds and may raise. The caller removes the store in ``folders``. Raises TieredError,
-    torch.OutOfMemoryError.
+    called between rounds and may raise. The bound is by ``link`` and ``drives``, of the row's ``directory``. The caller
+    removes the store in ``folders``. Raises TieredError, torch.OutOfMemoryError.
     """
     num_tensors = max(1, total_nbytes // tensor_nbytes)
     keys = _Keys([f"in/{n}" for n in range(num_tensors)], [f"out/{n}" for n in range(num_tensors)])
@@ -92,16 +103,13 @@ def measure_three_tiers(
                 if turn >= 0:
                     seconds.append(taken_s)
             after, copies = store.statistics(), path.tier.copies
-            return TierRounds(
-                tensor_nbytes,
-                num_tensors,
-                dram_nbytes,
-                tuple(2 * num_tensors * tensor_nbytes / one / 1e9 for one in seconds),
-                in_nbytes=copies.in_bytes - copied[0],
-                out_nbytes=copies.out_bytes - copied[1],
-                read_nbytes=after.read_bytes - before.read_bytes,
-                write_nbytes=after.write_bytes - before.write_bytes,
-            )
+            moved = copies.in_bytes - copied[0], copies.out_bytes - copied[1]
+            swapped = after.read_bytes - before.read_bytes, after.write_bytes - before.write_bytes
+    rates = spread([2 * num_tensors * tensor_nbytes / one / 1e9 for one in seconds])
+    bound = bound_gb_per_s(moved, swapped, link, drives)
+    return TierRow(
+        directory, tensor_nbytes, num_tensors, dram_nbytes, *rates, *moved, *swapped, bound, rates[1] / bound
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,88 +8,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from tiered.measure.copying import LinkRates
+from tiered.measure.pairs import PointRow
+from tiered.measure.rounds import duplex_of, move_seconds
+from tiered.measure.swapping import SwapRates
+from tiered.measure.tensors import TensorRow
+from tiered.measure.three_tiers import TierRow
 from tiered.units import format_bytes
 
-__all__ = [
-    "Best",
-    "Figure",
-    "Rates",
-    "Swapping",
-    "best_of",
-    "compute_verdict_of",
-    "duplex_of",
-    "move_seconds",
-    "step_seconds",
-    "verdict_of",
-]
+__all__ = ["Best", "best_of", "compute_verdict_of", "step_seconds", "verdict_of"]
 
 _READ_BYTES_PER_PARAM, _WRITE_BYTES_PER_PARAM = 14, 12  # a step of state="exact" with nothing held: README
 _AS_GOOD_AS = 0.97  # of the best: fewer bytes in flight are worth 3 %, about the difference between rounds
 _THE_SAME = 0.03
-
-
-class Figure(Protocol):
-    """The facts about a measured point that advice needs."""
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def block_bytes(self) -> int: ...
-    @property
-    def depth(self) -> int: ...
-    @property
-    def gb_per_s(self) -> float: ...
-    @property
-    def read_gb_per_s(self) -> float: ...
-    @property
-    def write_gb_per_s(self) -> float: ...
-    @property
-    def ratio_to_fio(self) -> float | None: ...
-
-
-class Measured(Protocol):
-    """The rates of a store over all drives."""
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def gb_per_s(self) -> float: ...
-
-
-class Rates(Protocol):
-    """The rates of a drive in both directions, 10^9 bytes a second."""
-
-    @property
-    def read_gb_per_s(self) -> float: ...
-    @property
-    def write_gb_per_s(self) -> float: ...
-
-
-class Swapping(Rates, Protocol):
-    """The rates for tensors each way alone, and how far both run beside each other."""
-
-    @property
-    def duplex(self) -> float: ...
-
-
-class Link(Protocol):
-    """The rates of copies between DRAM and a compute device, 10^9 bytes a second."""
-
-    @property
-    def in_gb_per_s(self) -> float: ...
-    @property
-    def out_gb_per_s(self) -> float: ...
-
-
-class ThreeTiers(Protocol):
-    """The rate of a swap over three tiers, both directions together, and its share of the bound."""
-
-    @property
-    def gb_per_s(self) -> float: ...
-    @property
-    def ratio_to_bound(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +43,12 @@ class Best:
         return step_seconds(1e9, self.read_gb_per_s, self.write_gb_per_s, duplex=0.0)
 
 
-def best_of(figures: Sequence[Figure]) -> Best:
+def best_of(figures: Sequence[PointRow]) -> Best:
     """Return the best settings: one block size, a depth for each direction, by the I/O time of a training step.
 
     Among those within 3 % of the best, the fewest bytes in flight. Needs a read and a write at one block size at least.
     """
-    choices: list[tuple[float, int, Figure, Figure]] = []
+    choices: list[tuple[float, int, PointRow, PointRow]] = []
     for block_bytes in sorted({figure.block_bytes for figure in figures}):
         reads = [figure for figure in figures if figure.op == "read" and figure.block_bytes == block_bytes]
         writes = [figure for figure in figures if figure.op == "write" and figure.block_bytes == block_bytes]
@@ -127,8 +59,8 @@ def best_of(figures: Sequence[Figure]) -> Best:
     fastest = min(seconds for seconds, *_ in choices)
     _, _, read, write = min((choice for choice in choices if choice[0] * _AS_GOOD_AS <= fastest), key=lambda c: c[1])
     mixed = [figure for figure in figures if figure.op == "mixed"]
-    duplexes = [duplex_of(one, read.gb_per_s, write.gb_per_s) for one in mixed if one.block_bytes == read.block_bytes]
-    duplexes = duplexes or [duplex_of(one, read.gb_per_s, write.gb_per_s) for one in mixed]
+    mixed = [one for one in mixed if one.block_bytes == read.block_bytes] or mixed
+    duplexes = [duplex_of(one.read_gb_per_s, one.write_gb_per_s, read.gb_per_s, write.gb_per_s) for one in mixed]
     return Best(
         block_bytes=read.block_bytes,
         read_depth=read.depth,
@@ -139,18 +71,6 @@ def best_of(figures: Sequence[Figure]) -> Best:
         read_ratio_to_fio=read.ratio_to_fio,
         write_ratio_to_fio=write.ratio_to_fio,
     )
-
-
-def duplex_of(mixed: Rates, read_gb_per_s: float, write_gb_per_s: float) -> float:
-    """Return how far reads and writes run beside each other: 0 they share the drive, 1 neither slows the other.
-
-    In a second of the mixed point the drive did what takes r seconds of reads alone and w of writes alone; with no
-    overlap r + w = 1, with all of it the longer one is 1: d solves 1 = max(r, w) + (1 - d) * min(r, w).
-    """
-    r, w = mixed.read_gb_per_s / read_gb_per_s, mixed.write_gb_per_s / write_gb_per_s
-    if min(r, w) <= 0:
-        return 0.0
-    return min(1.0, max(0.0, 1 - (1 - max(r, w)) / min(r, w)))
 
 
 def step_seconds(num_params: float, read_gb_per_s: float, write_gb_per_s: float, *, duplex: float | None) -> float:
@@ -164,19 +84,11 @@ def step_seconds(num_params: float, read_gb_per_s: float, write_gb_per_s: float,
     )
 
 
-def move_seconds(
-    read_nbytes: float, write_nbytes: float, read_gb_per_s: float, write_gb_per_s: float, *, duplex: float
-) -> float:
-    """Return the time to move bytes both ways: max(r, w) + (1 - duplex) * min(r, w), with r and w of each way alone."""
-    r, w = read_nbytes / (read_gb_per_s * 1e9), write_nbytes / (write_gb_per_s * 1e9)
-    return max(r, w) + (1 - duplex) * min(r, w)
-
-
 def verdict_of(
     bests: Sequence[Best],
-    together: Sequence[Measured] = (),
+    together: Sequence[TensorRow] = (),
     *,
-    swapping: Sequence[Swapping] = (),
+    swapping: Sequence[SwapRates] = (),
     has_fio: bool = False,
 ) -> str:
     """Return one line for people about all drives; ``together`` has a put and a get of a store over all, if measured.
@@ -204,7 +116,7 @@ def verdict_of(
     )
 
 
-def compute_verdict_of(device: str, link: Link, swap: ThreeTiers | None, ratios_to_torch: Sequence[float]) -> str:
+def compute_verdict_of(device: str, link: LinkRates, swap: TierRow | None, ratios_to_torch: Sequence[float]) -> str:
     """Return what the verdict says about a compute device; ``ratios_to_torch``: of each kind of copy."""
     said = (
         f"copies to {device} run at {link.in_gb_per_s:.1f} GB/s and from it at {link.out_gb_per_s:.1f}, "
@@ -216,7 +128,7 @@ def compute_verdict_of(device: str, link: Link, swap: ThreeTiers | None, ratios_
     return f"{said}; all three tiers at once move {swap.gb_per_s:.1f} GB/s, {share}"
 
 
-def _shallowest(figures: Sequence[Figure]) -> Figure:
+def _shallowest(figures: Sequence[PointRow]) -> PointRow:
     fastest = max(figure.gb_per_s for figure in figures)
     good = [figure for figure in figures if figure.gb_per_s >= _AS_GOOD_AS * fastest]
     return min(good, key=lambda figure: figure.depth)

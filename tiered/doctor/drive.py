@@ -1,19 +1,53 @@
-"""The drive under a directory, as /sys knows it: model, queue limits, temperature, and its parts."""
+"""The mount and the drive under a directory, as /proc and /sys know them."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tiered.doctor import kernel_file
-from tiered.doctor.mount import Mount
+from tiered.doctor.kernel_file import said
 
-__all__ = ["BlockDevice", "find_block_device"]
+__all__ = ["BlockDevice", "Kind", "Mount", "find_block_device", "find_mount", "mounts"]
 
-_SYS = Path("/sys")
+Kind = Literal["local", "memory", "overlay", "network", "fuse"]
+
+_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
+_OVERLAY = {"overlay", "overlayfs", "aufs", "unionfs", "fuse.fuse-overlayfs"}
+_NETWORK = {
+    "9p", "afs", "beegfs", "ceph", "cifs", "drvfs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "smb3",
+    "smbfs", "virtiofs", "vboxsf", "wekafs",
+    "fuse.blobfuse2", "fuse.ceph", "fuse.gcsfuse", "fuse.glusterfs", "fuse.goofys", "fuse.juicefs", "fuse.mount-s3",
+    "fuse.rclone", "fuse.s3fs", "fuse.sshfs",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of /proc/self/mountinfo."""
+
+    mount_point: str
+    root: str  # the part of the file system that is mounted there
+    file_system: str  # ext4, xfs, tmpfs, ...
+    source: str  # /dev/nvme0n1p1, server:/export, ...
+    options: str  # of the mount, then of the file system
+    device: tuple[int, int]  # major, minor; an anonymous one (0, n) is no block device
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of place that keeps the bytes, by the name of the file system."""
+        if self.file_system in _MEMORY:
+            return "memory"
+        if self.file_system in _OVERLAY:
+            return "overlay"
+        if self.file_system in _NETWORK:
+            return "network"
+        return "fuse" if self.file_system.startswith("fuse") else "local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +80,53 @@ class BlockDevice:
         parts = f", made of {', '.join(self.disks)}" if self.parts else ""
         temperature = "not readable" if self.temperature_c is None else f"{self.temperature_c:.0f} C"
         return (
-            f"{self.name}: model {_said(self.model)}, {rotational[self.is_rotational]}, "
-            f"scheduler {_said(self.scheduler)}, nr_requests {_said(self.nr_requests)}, "
-            f"max_sectors_kb {_said(self.max_sectors_kb)}, blocks of {_said(self.logical_block_nbytes)} logical and "
-            f"{_said(self.physical_block_nbytes)} physical bytes, write cache {_said(self.write_cache)}, "
-            f"NUMA node {_said(self.numa_node)}, temperature {temperature}{parts}"
+            f"{self.name}: model {said(self.model)}, {rotational[self.is_rotational]}, "
+            f"scheduler {said(self.scheduler)}, nr_requests {said(self.nr_requests)}, "
+            f"max_sectors_kb {said(self.max_sectors_kb)}, blocks of {said(self.logical_block_nbytes)} logical and "
+            f"{said(self.physical_block_nbytes)} physical bytes, write cache {said(self.write_cache)}, "
+            f"NUMA node {said(self.numa_node)}, temperature {temperature}{parts}"
         )
 
 
-def find_block_device(mount: Mount, sys: Path = _SYS) -> BlockDevice | None:
+def find_mount(directory: str | os.PathLike[str], proc: Path = Path("/proc/self")) -> Mount | None:
+    """Return the mount that ``directory`` lies on; None where that cannot be found out."""
+    try:
+        fd = os.open(directory, os.O_PATH | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return None
+    try:
+        information = kernel_file.text(Path("/proc/self/fdinfo") / str(fd)) or ""
+    finally:
+        os.close(fd)
+    found = re.search(r"^mnt_id:\s*(\d+)", information, re.MULTILINE)
+    return mounts(proc).get(int(found[1])) if found else None
+
+
+def mounts(proc: Path = Path("/proc/self")) -> dict[int, Mount]:
+    """Return all mounts of this process by their number; lines that cannot be understood are left out."""
+    found = {}
+    for line in (kernel_file.text(proc / "mountinfo") or "").splitlines():
+        try:
+            fields, _, rest = line.partition(" - ")
+            number, _, device, root, mount_point, options = fields.split(" ")[:6]
+            file_system, source, super_options = rest.split(" ")[:3]
+            major, _, minor = device.partition(":")
+            all_options = dict.fromkeys([*options.split(","), *super_options.split(",")])
+            found[int(number)] = Mount(
+                _plain(mount_point), _plain(root), file_system, _plain(source), ",".join(all_options),
+                (int(major), int(minor)),
+            )  # fmt: skip
+        except ValueError:
+            continue
+    return found
+
+
+def _plain(escaped: str) -> str:
+    r"""Return the path in which the kernel writes a space as \040."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), escaped)
+
+
+def find_block_device(mount: Mount, sys: Path = Path("/sys")) -> BlockDevice | None:
     """Return the block device that ``mount`` lies on; None for file systems that have none, or do not say."""
     for major, minor in _numbers(mount):
         try:
@@ -116,22 +188,15 @@ def _model(disk: Path) -> str | None:
 
 def _temperature(disk: Path) -> float | None:
     """Return the drive's own sensor in degrees Celsius; NVMe has one, SATA with the module drivetemp."""
+    patterns = ("hwmon*/temp1_input", "hwmon/hwmon*/temp1_input", "device/hwmon/hwmon*/temp1_input")
     try:
-        for pattern in ("hwmon*/temp1_input", "hwmon/hwmon*/temp1_input", "device/hwmon/hwmon*/temp1_input"):
-            for file in sorted((disk / "device").glob(pattern)):
-                milli = kernel_file.number(file)
-                if milli is not None:
-                    return milli / 1000
+        files = [file for pattern in patterns for file in sorted((disk / "device").glob(pattern))]
     except OSError:
-        pass
-    return None
+        return None
+    return next((milli / 1000 for file in files if (milli := kernel_file.number(file)) is not None), None)
 
 
 def _numa_node(disk: Path) -> int | None:
     """Return the node of the controller; the kernel says -1 where there is none."""
     numbers = (kernel_file.number(disk / name) for name in ("device/numa_node", "device/device/numa_node"))
     return next((found for found in numbers if found is not None and found >= 0), None)
-
-
-def _said(value: object) -> str:
-    return "not readable" if value is None else str(value)
