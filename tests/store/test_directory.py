@@ -19,6 +19,7 @@ from tiered.store.lifetime import lock as lock_module
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
 from tiered.store.lifetime.identity import Identity
 from tiered.store.lifetime.lock import Lock
+from tiered.store.store import Store
 
 
 def finish(directories):
@@ -163,6 +164,20 @@ def test_the_set_of_directories_must_be_the_stored_one(tmp_path, two):
     refused([two[0], other], match="of store")
     refused([two[0], two[0]], match="given twice")
     assert not (tmp_path / "missing").exists()
+
+
+def test_directories_that_are_too_many_are_left_out_or_a_new_store_has_all(tmp_path, two):
+    third = tmp_path / "third"
+    with Store(*two, dram="16MiB") as old:
+        old["a"] = torch.arange(5000)
+    with pytest.raises(UsageError, match=r"third is empty.*leave this one out, or copy the tensors.*store over all"):
+        Store(*two, third, dram="16MiB")
+    make_store(tmp_path / "foreign")
+    refused([*two, tmp_path / "foreign"], match="leave it out")
+    new_paths = [tmp_path / name for name in ("new 1", "new 2", "new 3")]
+    with Store(*two, dram="16MiB", mode="r") as old, Store(*new_paths, dram="16MiB") as new:
+        new.update(old)
+        assert torch.equal(new["a"], torch.arange(5000))
 
 
 def test_a_copied_directory_is_refused(tmp_path, two):
