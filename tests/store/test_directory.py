@@ -1,6 +1,7 @@
 import itertools
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -178,6 +179,34 @@ def test_directories_that_are_too_many_are_left_out_or_a_new_store_has_all(tmp_p
     with Store(*two, dram="16MiB", mode="r") as old, Store(*new_paths, dram="16MiB") as new:
         new.update(old)
         assert torch.equal(new["a"], torch.arange(5000))
+
+
+COPIED = ("identity", CATALOG_NAME, "data-000")
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(COPIED)), ids="-".join)
+def test_a_copy_beside_a_writer_is_found_to_be_torn_and_gives_no_wrong_byte(tmp_path, order):
+    source, copy = tmp_path / "run", tmp_path / "copy"
+    copy.mkdir(mode=0o700)
+    with Store(source, dram="16MiB") as store:
+        for number, name in enumerate(order):
+            for _ in range(2):  # the second is written over what the first has replaced
+                store.update({key: torch.full((5000,), ord(key) + number) for key in "abc"})
+                store.commit({"number": number})
+            shutil.copy2(source / name, copy / name)
+    with Store(copy, dram="16MiB", mode="r") as torn:
+        for key in torn:
+            with pytest.raises(CorruptionError, match=rf"'{key}'"):
+                assert torch.equal(torn[key], torch.full((5000,), ord(key) + torn.state["number"]))
+
+
+def test_a_copy_after_a_commit_with_no_later_write_is_whole(tmp_path):
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        store["a"] = torch.arange(5000)
+        store.commit({"step": 1})
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with Store(tmp_path / "copy", dram="16MiB") as copy:
+        assert torch.equal(copy["a"], torch.arange(5000)) and copy.state == {"step": 1}
 
 
 def test_a_copied_directory_is_refused(tmp_path, two):
