@@ -125,6 +125,24 @@ class TestRefusals:
         assert error.count("\n") == 1
         assert not store.exists()
 
+    @pytest.mark.parametrize(
+        ("arguments", "way"),
+        [
+            (["--clip", "1", "--update", "backward"], ["--clip", "1", "--update", "step"]),
+            (["--clip", "1", "--update", "backward"], ["--clip", "1"]),
+            (["--json", "/tmp/all.json"], []),
+            (["--params", "10"], ["--layers", "1", "--width", "64", "--heads", "4"]),
+            (["--params", "1M", "--layers", "2"], ["--params", "1M"]),
+            (["--resume", "--no-durable"], ["--no-durable"]),
+            (["--resume", "--no-durable", "--yes"], ["--resume", "--yes"]),
+            (["--resume", "--fresh"], ["--fresh"]),
+        ],
+    )
+    def test_options_that_a_refusal_names_are_taken(self, arguments: list[str], way: list[str], tmp_path: Path) -> None:
+        command = ["train", "--dry-run", "--store", str(tmp_path / "run")]
+        assert main([*command, *arguments]) == 2
+        assert main([*command, *way]) == 0
+
     @pytest.mark.parametrize(("arguments", "says"), [([], "Missing command"), (["steal"], "No such command 'steal'")])
     def test_what_is_missing_or_unknown_is_one_line(
         self, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
@@ -277,6 +295,7 @@ class TestPlan:
         monkeypatch.setattr("tiered.train.plan._free_nbytes", lambda path: needed - 1)
         with pytest.raises(CapacityError, match=rf"one, .*two: it needs {format_bytes(needed)}"):
             short.check_space()
+        Plan(tiny, RunDials(), directories, durable=False, first_step=0).check_space()
         directories[0].mkdir()
         (directories[0] / "data-000").write_bytes(b"x" * 8192)
         short.check_space()

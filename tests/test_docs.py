@@ -5,7 +5,9 @@ README's first loop has tests of its own in test_readme_loop.py, what it says of
 
 from __future__ import annotations
 
+import copy
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import chdir
 from pathlib import Path
@@ -13,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 import tiered
 from tests.store.places import quick_directory, short_files
+from tiered.cli import main
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -63,18 +67,48 @@ def for_a_checkpoint() -> Iterator[Names]:
     yield {"batch": {"input_ids": ids, "labels": ids}}
 
 
+def for_a_plain_checkpoint() -> Iterator[Names]:
+    from transformers import Trainer, TrainingArguments
+
+    (names,) = for_a_trainer()
+    plain = copy.deepcopy(names["model"])
+    Trainer(plain, TrainingArguments("runs/plain", max_steps=4, save_steps=2), train_dataset=names["dataset"]).train()
+    shutil.rmtree("runs/plain/checkpoint-4")
+    yield names | {"tiered": tiered, "TrainingArguments": TrainingArguments}
+    assert main(["export", "runs/plain-store", "runs/files"]) == 0
+    found, expected = load_file("runs/files/model.safetensors"), plain.state_dict()
+    assert found and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def for_a_recipe() -> Iterator[Names]:
+    """What docs/recipes.md takes from the loop of docs/quick_start.md."""
+
+    def new_model() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+    loader = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(3)]
+    with tiered.Store("runs/mine", dram="64MiB") as store:
+        model = tiered.shard(new_model(), store)
+        optimizer = tiered.AdamW(model.parameters(), lr=1e-3)
+        names = {"tiered": tiered, "torch": torch, "mse_loss": nn.functional.mse_loss, "Net": new_model}
+        names |= {"held_out": loader, "larger_batches": loader[:1]}
+        yield names | {"store": store, "model": model, "optimizer": optimizer, "loader": loader}
+
+
 LEFT_OPEN: dict[str, Callable[[], Iterator[Names]]] = {
     'weights="/models/base"': for_a_base_in_place,
     'store["kv/123"] = tensor': for_a_store,
+    'train(resume_from_checkpoint="runs/plain/': for_a_plain_checkpoint,
     "tiered.hf.Trainer(": for_a_trainer,
     "optimizers=(optimizer, None)": for_a_trainer,
     "tiered.hf.from_pretrained(": for_a_checkpoint,
 }
-"""The names that a snippet leaves open, by something that it says. Others define all of theirs."""
+"""The names that a snippet leaves open, by something that it says. Others define all of theirs, but for recipes."""
 
 ELSEWHERE = {
     "MyModel()\n    model = tiered.shard(": "test_readme_loop.py",
     'device="cuda"': "accelerator/test_docs.py",
+    "whole = DistributedDataParallel(": "zero/test_one_rank.py",
     "where = tiered.hf.Arguments(": "interop/test_quick_start.py",
 }
 """Snippets whose tests are elsewhere, by something that they say."""
@@ -122,7 +156,8 @@ def quiet_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quiet_libraries")
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_a_snippet_runs_as_written(snippet: str) -> None:
-    openers = [opener for words, opener in LEFT_OPEN.items() if words in snippet]
+    is_recipe = snippet in blocks(ROOT / "docs/recipes.md", "python")
+    openers = [opener for words, opener in LEFT_OPEN.items() if words in snippet] + [for_a_recipe] * is_recipe
     for place in PLACES:
         Path(place.removeprefix("/")).mkdir(exist_ok=True)
     for names in openers[0]() if openers else iter([{}]):

@@ -331,6 +331,8 @@ class TestLink:
             assert load_link_profile(tmp_path) is None
         (warning,) = warnings(caplog)
         assert str(file) in warning and warning.endswith(f"tiered bench {tmp_path} --device auto")
+        write_link_profile(tmp_path, self.LINK)  # as a bench does
+        assert load_link_profile(tmp_path) == self.LINK
 
 
 def kind(fd: int) -> str:

@@ -12,6 +12,7 @@ import torch
 
 import tiered
 import tiered.measure.command
+from tests.measure.test_bench import FEW
 from tiered.cli import main
 from tiered.doctor.description import directory_description, machine_description
 from tiered.units import GiB
@@ -93,3 +94,5 @@ def test_a_bench_that_writes_more_than_a_tenth_of_what_is_free_is_asked_about(
     error = capsys.readouterr().err
     assert "1.0 GiB free" in error and "there is no terminal to ask on: add --yes" in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(tiered.measure.command, "QUICK", FEW)
+    assert main(["bench", str(tmp_path), "--quick", "--yes"]) == 0

@@ -129,13 +129,19 @@ def test_what_cannot_be_read_in_place_is_refused_by_name(tmp_path: Path) -> None
 def test_a_conversion_that_needs_values_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import modeling_utils
 
-    gpt2().save_pretrained(tmp_path / "saved")
+    saved = gpt2()
+    saved.transformer.wte.weight.data.abs_()
+    saved.save_pretrained(tmp_path / "saved")
     unsteady = [WeightConverter("wte.weight", "wte.weight", operations=[Unsteady()])]
     monkeypatch.setattr(modeling_utils, "get_model_conversion_mapping", lambda *_: unsteady)
     with debug_store(tmp_path / "store", durable=False) as store:
         with pytest.raises(UsageError, match=r"Unsteady.*wte\.weight.*tiered\.construct"):
             tiered.hf.from_pretrained(transformers.GPT2LMHeadModel, tmp_path / "saved", store)
         assert len(store) == 0
+        with tiered.construct(store):
+            model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+        found = tiered.shard(model, store).state_dict()
+        assert torch.equal(found["transformer.wte.weight"], saved.transformer.wte.weight)
 
 
 @pytest.mark.parametrize(

@@ -285,8 +285,10 @@ def test_arguments_are_checked() -> None:
 
 
 def test_a_store_that_was_opened_takes_no_options_of_one(tmp_path: Path) -> None:
-    with tiered.Store(tmp_path, dram=ROOMY_NBYTES) as store, pytest.raises(UsageError, match="dram"):
-        tiered.hf.Arguments(store=store, dram="1GiB")
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES) as store:
+        with pytest.raises(UsageError, match=r"expected dram at tiered\.Store"):
+            tiered.hf.Arguments(store=store, dram="1GiB")
+        assert tiered.hf.Arguments(store=store).store is store
 
 
 class Masking:

@@ -1,6 +1,7 @@
 import itertools
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tiered.store.lifetime import lock as lock_module
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
 from tiered.store.lifetime.identity import Identity
 from tiered.store.lifetime.lock import Lock
+from tiered.store.store import Store
 
 
 def finish(directories):
@@ -163,6 +165,48 @@ def test_the_set_of_directories_must_be_the_stored_one(tmp_path, two):
     refused([two[0], other], match="of store")
     refused([two[0], two[0]], match="given twice")
     assert not (tmp_path / "missing").exists()
+
+
+def test_directories_that_are_too_many_are_left_out_or_a_new_store_has_all(tmp_path, two):
+    third = tmp_path / "third"
+    with Store(*two, dram="16MiB") as old:
+        old["a"] = torch.arange(5000)
+    with pytest.raises(UsageError, match=r"third is empty.*leave this one out, or copy the tensors.*store over all"):
+        Store(*two, third, dram="16MiB")
+    make_store(tmp_path / "foreign")
+    refused([*two, tmp_path / "foreign"], match="leave it out")
+    new_paths = [tmp_path / name for name in ("new 1", "new 2", "new 3")]
+    with Store(*two, dram="16MiB", mode="r") as old, Store(*new_paths, dram="16MiB") as new:
+        new.update(old)
+        assert torch.equal(new["a"], torch.arange(5000))
+
+
+COPIED = ("identity", CATALOG_NAME, "data-000")
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(COPIED)), ids="-".join)
+def test_a_copy_beside_a_writer_is_found_to_be_torn_and_gives_no_wrong_byte(tmp_path, order):
+    source, copy = tmp_path / "run", tmp_path / "copy"
+    copy.mkdir(mode=0o700)
+    with Store(source, dram="16MiB") as store:
+        for number, name in enumerate(order):
+            for _ in range(2):  # the second is written over what the first has replaced
+                store.update({key: torch.full((5000,), ord(key) + number) for key in "abc"})
+                store.commit({"number": number})
+            shutil.copy2(source / name, copy / name)
+    with Store(copy, dram="16MiB", mode="r") as torn:
+        for key in torn:
+            with pytest.raises(CorruptionError, match=rf"'{key}'"):
+                assert torch.equal(torn[key], torch.full((5000,), ord(key) + torn.state["number"]))
+
+
+def test_a_copy_after_a_commit_with_no_later_write_is_whole(tmp_path):
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        store["a"] = torch.arange(5000)
+        store.commit({"step": 1})
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with Store(tmp_path / "copy", dram="16MiB") as copy:
+        assert torch.equal(copy["a"], torch.arange(5000)) and copy.state == {"step": 1}
 
 
 def test_a_copied_directory_is_refused(tmp_path, two):

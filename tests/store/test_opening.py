@@ -38,6 +38,7 @@ def store(any_store: Store) -> Store:
 def test_a_store_needs_directories_a_known_engine_and_a_budget(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs a directory"):
         Store(dram="16MiB")
+    Store(dram="16MiB", engine="memory", durable=False).close()
     with pytest.raises(ValueError, match="size"):
         Store(tmp_path / "run", dram="16MiB", device_memory="some")
     with pytest.raises(UsageError, match="did you mean 'threads'"):

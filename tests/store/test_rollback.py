@@ -110,6 +110,14 @@ def test_resume_loads_and_compares_what_is_registered(disk: SimulatedDisk, caplo
         store.register("sampler", Counter())
         with pytest.raises(UsageError, match=r"missing 'sampler'; committed but not registered: 'loader'"):
             store.resume()
+    with simulated_store(disk) as store:
+        store.register("scheduler", Counter())
+        store.register("loader", Counter())
+        assert store.resume() == {"step": 9}
+        store.register("sampler", Counter(5))
+        store.commit({"step": 10})
+    with simulated_store(disk) as store:
+        assert store.registered_state("sampler") == {"count": 5}
 
 
 def test_what_nobody_registers_stays_in_every_commit_until_it_is_dropped(disk: SimulatedDisk) -> None:

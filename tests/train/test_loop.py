@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tiered
 from tiered.cli import main
@@ -186,6 +187,22 @@ def test_an_existing_run_is_not_touched_without_being_told(
     assert "there is no terminal to ask on: add --yes" in error
     assert "lr 0.001 -> 0.5" in error
     assert content(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("state", [{}, {"config": 3}], ids=["a store", "another's state"])
+def test_a_store_that_is_no_run_is_left_alone_or_begun_anew(
+    state: dict[str, Any], run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tiered.Store(tmp_path / "run", dram="16MiB") as store:
+        store["a"] = torch.ones(3)
+        store.commit(state)
+    before = content(tmp_path / "run")
+    for options in ((), ("--no-durable",)):
+        assert run("--resume" if state and not options else "--quiet", "--steps", "1", *options, sizes=TINY) == 2
+        assert "choose another --store" in capsys.readouterr().err
+        assert content(tmp_path / "run") == before
+    assert run("--steps", "1", "--quiet", "--no-durable", store="other") == 0
+    assert run("--steps", "1", "--quiet", "--fresh", "--yes") == 0
 
 
 def test_a_resumed_run_has_the_losses_of_the_undisturbed_one(run: Run, tmp_path: Path) -> None:

@@ -110,6 +110,10 @@ def test_a_buffer_on_meta_that_nothing_gives_says_what_does(tmp_path: Path) -> N
     with debug_store(tmp_path, durable=False) as store:
         with pytest.raises(UsageError, match=r"buffer frequencies is on the meta device.*tiered\.construct"):
             tiered.shard(model, store, weights=weights)
+        with tiered.construct(store):
+            model = Buffered()
+        found = tiered.shard(model, store, weights=weights).state_dict()
+        assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
 @every_dtype

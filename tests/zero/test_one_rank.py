@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tiered
+from tests.test_docs import ROOT, blocks
 from tests.zero.training import debug_store
 from tiered.errors import UsageError
 
 CHILD = """
-import sys, torch, tiered
+import os, sys, torch, tiered
 from torch.nn.parallel import DistributedDataParallel
 
 path, rank, where = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -44,6 +45,10 @@ def train(through_store):
 
 expected, found = train(False), train(True)
 assert all(torch.equal(found[name], expected[name]) for name in expected)
+if where == "around":
+    os.chdir(path)
+    loader, mse_loss = [(torch.randn(4, 8), torch.randn(4, 8))] * 2, torch.nn.functional.mse_loss
+    exec(sys.argv[4], globals() | {"Net": lambda: torch.nn.Linear(8, 8)})
 torch.distributed.destroy_process_group()
 """
 
@@ -108,8 +113,13 @@ def test_ddp_with_updates_in_backward_is_refused_by_name(where: str, tmp_path: P
 
 @pytest.mark.parametrize("where", ["around", "outside"])
 def test_ddp_made_first_has_its_bits_through_a_store(where: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", CHILD, str(tmp_path)]
+    """And docs/recipes.md's lines run."""
+    (lines,) = [text for text in blocks(ROOT / "docs/recipes.md", "python") if "DistributedDataParallel(" in text]
     ranks = [
-        subprocess.Popen([*command, str(rank), where], env={**os.environ, "OMP_NUM_THREADS": "1"}) for rank in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path), str(rank), where, lines],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
     ]
     assert [rank.wait(240) for rank in ranks] == [0, 0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tiered
@@ -15,7 +16,9 @@ from tests.pairwise import pairwise
 from tests.reference import Recipe, Trained
 from tests.zero.test_invisible import by_decay, cosine
 from tests.zero.training import Session, assert_same, debug_store, reference, smallest_budget, start
+from tiered.cli import main
 from tiered.errors import CorruptionError, LeaseError, StepAbandonedError, StoreLostError, UsageError
+from tiered.zero.formats import layout
 
 NUM_STEPS = 6
 
@@ -541,6 +544,71 @@ def test_another_dtype_is_refused_with_a_diff(run_directory: Path) -> None:
 def test_another_optimizer_is_refused_with_a_diff(groups: Any, run_directory: Path) -> None:
     assert_refused(run_directory, GPT, Recipe(param_groups=groups), "group")
     assert_the_run_is_intact(run_directory)
+
+
+def exported(directory: Path, folder: Path) -> dict[str, Tensor]:
+    """Return the values that `tiered export` writes of the run in ``directory``."""
+    assert main(["export", str(directory), str(folder)]) == 0
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_changed_model_begins_elsewhere_with_the_values_of_the_first(run_directory: Path, tmp_path: Path) -> None:
+    values = exported(run_directory, tmp_path / "files")
+    values["output.weight"] = values["head.weight"]
+    del values["head.weight"]
+    larger = GPT(5).state_dict() | exported(run_directory, tmp_path / "files of the same")
+    for number, (build, wanted) in enumerate([(renamed, values), (lambda: GPT(5), larger)]):
+        assert_refused(run_directory, build, Recipe(), "changed model begins in another directory.*tiered export RUN")
+        with debug_store(tmp_path / f"run{number}") as store:
+            found = tiered.shard(build(), store, weights=wanted).state_dict()
+            assert wanted.keys() <= found.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_another_optimizer_begins_elsewhere(
+    run_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another kind with the weights alone, one of another state= with the moments, too."""
+    monkeypatch.setattr(layout, "tried_compact_kernels", lambda: None)  # nothing is compiled for three steps
+    with pytest.raises(UsageError, match=r"another begins in another directory.*tiered export RUN FOLDER"):
+        with debug_store(run_directory) as store:
+            tiered.Lion(tiered.shard(GPT(), store).parameters())
+    values = exported(run_directory, tmp_path / "files")
+    with debug_store(tmp_path / "lion") as store:
+        model = tiered.shard(GPT(), store, weights=tmp_path / "files")
+        tiered.Lion(model.parameters())
+        assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items() if name in values)
+    recipe = Recipe(param_groups=by_decay)
+    with debug_store(run_directory) as store:
+        first = job(CASES["gpt"], recipe, store).session
+        states = first.model.state_dict(), first.optimizer.state_dict()
+    compact = replace(recipe, adamw={**recipe.adamw, "state": "compact"})
+    assert_refused(run_directory, GPT, compact, r"another state= with optimizer\.load_state_dict\(\)")
+    with debug_store(tmp_path / "compact") as store:
+        second = start(CASES["gpt"], compact, store)
+        second.model.load_state_dict(states[0])
+        second.optimizer.load_state_dict(states[1])
+        second.run_step(2)
+        assert {int(state["step"]) for state in second.optimizer.state_dict()["state"].values()} == {3}
+
+
+def test_a_run_gets_a_second_drive_in_a_new_store(run_directory: Path, tmp_path: Path) -> None:
+    case, recipe, two = CASES["gpt"], Recipe(param_groups=by_decay), (tmp_path / "one", tmp_path / "two")
+    with pytest.raises(UsageError, match=r"two is empty.*or state_dict\(\) of model and optimizer, to a new store"):
+        tiered.Store(run_directory, two[1], dram="32MiB")
+    with debug_store(run_directory) as store:
+        old = job(case, recipe, store)
+        states = old.session.model.state_dict(), old.session.optimizer.state_dict()
+        random = torch.get_rng_state()
+    with tiered.Store(*two, dram="32MiB") as store:
+        new = Job(start(case, recipe, store), Loader(case, old.loader.position), old.step)
+        new.session.model.load_state_dict(states[0])
+        new.session.optimizer.load_state_dict(states[1])
+        torch.set_rng_state(random)
+        new.run(NUM_STEPS)
+        final = new.session.collect()
+    expected = undisturbed(case, recipe)
+    expected.losses = expected.losses[2:]
+    assert_same(final, expected)
 
 
 def test_other_buffers_are_refused_with_a_diff(run_directory: Path) -> None:

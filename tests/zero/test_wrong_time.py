@@ -271,6 +271,9 @@ def test_a_layer_that_writes_its_parameters_is_told_what_to_do(is_durable: bool,
             store.commit() if is_durable else None
             with pytest.raises(UsageError, match=rf"max_norm=.*torch\.no_grad\(\): model\(batch\).*{go_on}"):
                 model(x if number == 0 else torch.arange(4))
+            if is_durable:
+                store.rollback()
+                assert model.state_dict()
 
 
 def test_a_layer_is_set_up_by_its_first_batch_between_steps(tmp_path: Path) -> None:
@@ -312,3 +315,6 @@ def test_an_optimizer_that_is_not_tiereds_is_told_which_are(title: str, tmp_path
             optimizer.step()
         model.zero_grad()
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        ours = tiered.AdamW(model.parameters())
+        model(*CASE.batch(0)).backward()
+        ours.step()

@@ -111,7 +111,8 @@ class ModelState:
             more = f"; and {len(differences) - 6} more" if len(differences) > 6 else ""
             raise UsageError(
                 f"the store holds another model: {'; '.join(differences[:6])}{more}; expected the same model, the same"
-                " unit= and param_dtype=, or another directory"
+                " unit= and param_dtype=; a changed model begins in another directory, with the values of `tiered"
+                " export RUN FOLDER` by its own names as weights="
             )
 
     def _buffers(self) -> dict[str, torch.Tensor]:

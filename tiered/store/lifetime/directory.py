@@ -254,18 +254,24 @@ def _check_set(paths: tuple[Path, ...], identities: dict[Path, Identity]) -> Non
     for path in paths:
         identity = identities.get(path)
         if identity is None:
-            raise UsageError(f"{path} is empty, the other directories hold store {name}: it has {head.number} of them")
+            raise UsageError(
+                f"{path} is empty, the other directories hold store {name}: it has {head.number} of them for good;"
+                " leave this one out, or copy the tensors, or state_dict() of model and optimizer, to a new store over"
+                " all"
+            )
         if identity.store_uuid != head.store_uuid:
             other = uuid.UUID(bytes=identity.store_uuid)
             raise UsageError(
-                f"{path} is directory {identity.index + 1} of {identity.number} of store {other}, not of store {name}"
+                f"{path} is directory {identity.index + 1} of {identity.number} of store {other}, not of store {name}: "
+                "leave it out"
             )
     indexes = sorted(identity.index for identity in identities.values())
     if len(indexes) != head.number or indexes != list(range(len(indexes))):
-        missing = [str(i + 1) for i in range(min(head.number, len(indexes) + 8)) if i not in indexes]
+        lacking = [str(i + 1) for i in range(min(head.number, len(indexes) + 8)) if i not in indexes]
+        missing = ", ".join(lacking) or "none, one is there twice: leave the copy out"
         raise UsageError(
             f"store {name} has {head.number} directories, got {len(paths)} with the numbers "
-            f"{', '.join(str(i + 1) for i in indexes)}; missing: {', '.join(missing) or 'none, one is there twice'}"
+            f"{', '.join(str(i + 1) for i in indexes)}; missing: {missing}"
         )
 
 

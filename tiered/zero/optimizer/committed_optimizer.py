@@ -176,7 +176,8 @@ def compare(committed: Any, mine: dict[str, Any]) -> None:
         raise UsageError(
             "the store holds another optimizer: "
             + "; ".join(differences)
-            + "; expected the same one, or another directory"
+            + "; expected the same one; another begins in another directory, with weights= from `tiered export RUN"
+            " FOLDER`, and for another state= with optimizer.load_state_dict() of the first one's state_dict()"
         )
 
 
