@@ -164,10 +164,7 @@ def _check(model: Any, store: Any, *, stage: int, param_dtype: Any) -> None:
         raise TypeError(f"param_dtype={param_dtype!r}; expected a torch.dtype such as torch.bfloat16, or None")
     if stage not in (1, 2, 3):
         raise ValueError(f"stage={stage}; expected 1, 2 or 3")
-    if any(
-        isinstance(p, TieredParameter) and not isinstance(p.segment.unit, ConstructedParameter)
-        for p in model.parameters()
-    ):
+    if any(isinstance(p, TieredParameter) and not _constructed(p) for p in model.parameters()):
         raise UsageError("tiered.shard on a model that is sharded already; expected each model once")
     strangers = [each for each in map(_constructed, model.parameters()) if each and each.owner.store is not store]
     if strangers:
@@ -245,6 +242,11 @@ def _shared_memory(name: str, other: str) -> UsageError:
 
 def _segment(name: str, parameter: nn.Parameter, param_dtype: torch.dtype | None, device: torch.device) -> Segment:
     is_here = parameter.device.type in {"cpu", "meta"} or parameter.device == device
+    if parameter.is_complex() and parameter.requires_grad:
+        raise TypeError(
+            f"parameter {name}: {parameter.dtype}; expected real numbers: nn.Parameter(torch.view_as_real(values)), and"
+            " torch.view_as_complex(parameter) in the forward, which trains as the complex one does"
+        )
     if parameter.layout is not torch.strided or parameter.is_quantized or not is_here:
         raise TypeError(
             f"parameter {name}: {parameter.layout} on {parameter.device}; expected a dense tensor on the CPU"
