@@ -66,7 +66,7 @@ def shard(
     unit: UnitRule = None,
     stage: int = 3,
     param_dtype: torch.dtype | None = None,
-    weights: Mapping[str, torch.Tensor] | str | Path | Sequence[str | Path] | None = None,
+    weights: Mapping[str, Any] | str | Path | Sequence[str | Path] | None = None,
     device: str | torch.device = "auto",
     activations: ActivationRule = "auto",
     hold: str | int = "auto",
@@ -76,7 +76,7 @@ def shard(
 
     ``unit`` says which modules move together (see ``divide_into_units``). ``param_dtype`` casts floating parameters;
     the values before the cast become the fp32 masters of those that require a gradient now. ``weights``: a state dict,
-    or safetensors file(s) or a folder of them, for a model built on the meta device; read a unit at a time. ``hold``:
+    of numpy too, or safetensors file(s) or a folder of them, for a model on meta; read a unit at a time. ``hold``:
     how much of the budget keeps bytes in DRAM for good: "auto", 0, or a size such as "2GiB". ``activations``: the
     treatment of the tensors that autograd saves in each unit, "keep" (in ordinary memory), "recompute" (torch's
     non-reentrant checkpoint: batch norm's statistics are updated twice), "swap" (through the store) or "auto"; a word

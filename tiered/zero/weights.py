@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -35,12 +37,12 @@ class Weights:
     def __init__(
         self,
         model: nn.Module,
-        source: Mapping[str, torch.Tensor] | str | Path | Sequence[str | Path] | None,
+        source: Mapping[str, Any] | str | Path | Sequence[str | Path] | None,
         *,
         is_committed: bool = False,
     ) -> None:
         self._files: DeferredFiles | None = None
-        self._values: Mapping[str, torch.Tensor] = source if isinstance(source, Mapping) else {}
+        self._values: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
         self._has_source = source is not None
         if self._has_source and not isinstance(source, Mapping):
             sources = [source] if isinstance(source, str | Path) else list(source)  # type: ignore[arg-type]
@@ -112,10 +114,18 @@ class Weights:
                 out.copy_(parameter)
 
     def _dtype(self, segment: Segment) -> torch.dtype:
-        return self._values[segment.name].dtype if self._has_source else segment.parameter.dtype
+        return self._get(segment.name).dtype if self._has_source else segment.parameter.dtype
 
     def _get(self, name: str) -> torch.Tensor:
-        return self._values[name].detach()
+        """Return the tensor ``name`` of the source, or one over the memory of its array. Raises TypeError."""
+        value = self._values[name]
+        try:
+            if isinstance(value, np.ndarray):
+                with warnings.catch_warnings(action="ignore"):  # of an array that is only for reading
+                    value = torch.from_numpy(np.asarray(value, value.dtype.newbyteorder("="), order="C"))
+            return value.detach()  # type: ignore[no-any-return]
+        except (AttributeError, TypeError) as error:
+            raise TypeError(f"weights= has {type(value).__name__} for {name}; expected a tensor of numbers") from error
 
     def _tie(self, model: nn.Module) -> None:
         """Have the model tie its weights where the source lacks one on meta: a model built empty has lost its ties."""
@@ -133,9 +143,9 @@ class Weights:
         problems = [f"missing {name}{_suggest(name, unexpected)}" for name in missing]
         problems += [f"unexpected {name}{_suggest(name, missing)}" for name in unexpected]
         problems += [
-            f"{name} has shape {tuple(self._values[name].shape)}, the model expects {shape}"
+            f"{name} has shape {tuple(self._get(name).shape)}, the model expects {shape}"
             for name, shape in wanted.items()
-            if name in known and tuple(self._values[name].shape) != shape
+            if name in known and tuple(self._get(name).shape) != shape
         ]
         if problems:
             more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
