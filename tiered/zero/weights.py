@@ -5,6 +5,7 @@ They are read one parameter at a time, so that a model larger than memory can be
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import warnings
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tiered.errors import UsageError
 from tiered.zero.deferred_files import DeferredFiles, safetensors_files
@@ -56,6 +58,7 @@ class Weights:
                 self._load_buffers(model)
             finally:
                 self.close()  # until the values are copied
+        _compute_buffers(model)
         if is_committed:
             _leave_buffers_on_meta(model)
         self._leave_meta(model, is_committed=is_committed)
@@ -189,6 +192,25 @@ def _blank(parameter: nn.Parameter) -> torch.Tensor:
     if parameter.numel() > 1 and parameter.is_contiguous():
         return torch.empty((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
+
+
+def _compute_buffers(model: nn.Module) -> None:
+    """Compute non-persistent buffers on meta, such as rotary frequencies, by a second construction of the model.
+
+    Models of transformers can be constructed again. A buffer keeps the dtype of its computation, as in from_pretrained.
+    """
+    for module in model.modules():
+        if not hasattr(type(module), "config_class") or not any(buffer.is_meta for buffer in module.buffers()):
+            continue
+        hook = register_module_parameter_registration_hook(
+            lambda *args: None if args[-1] is None else nn.Parameter(args[-1].to("meta"), False)  # type: ignore[arg-type]
+        )
+        with hook, torch.device("cpu"), torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
+            computed = dict(type(module)(module.config).named_buffers(remove_duplicate=False))
+            for prefix, child in module.named_modules():
+                for name in child._non_persistent_buffers_set:
+                    if (buffer := child._buffers[name]) is not None and buffer.is_meta:
+                        child._buffers[name] = computed.get(_full(prefix, name), buffer)
 
 
 def _leave_buffers_on_meta(model: nn.Module) -> None:
