@@ -39,7 +39,7 @@ from tiered.zero.optimizer.committed_optimizer import (
 )
 from tiered.zero.optimizer.masters import taken_over
 from tiered.zero.optimizer.optimizer_state import OptimizerState, StateUnit
-from tiered.zero.optimizer.place_choice import choose_place
+from tiered.zero.optimizer.place_choice import choose_place, give_place
 from tiered.zero.optimizer.plain import PlainUnit
 from tiered.zero.optimizer.state_access import StateAccess
 from tiered.zero.optimizer.unit_update import UnitUpdate
@@ -283,6 +283,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         """Give parameters that were frozen when the optimizer was made their state, as torch does with a gradient."""
         self._state.add(unit, segments)
         for engine in self._engines:
+            give_place(engine, self._pipeline, self._state.buckets)
             engine.expect_steps()
 
     def submit(self, unit: Unit) -> None:
