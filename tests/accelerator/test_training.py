@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import tiered
 from tests.accelerator.training import DEVICE, ROOMY_NBYTES, case_on, reference_on, smallest_device_memory
@@ -164,6 +166,37 @@ def test_a_run_updated_on_the_device_is_not_resumed_elsewhere_unasked(accelerato
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=0) as store:
         start(case_on("cpu", "gpt"), Recipe(), store, device="cpu", update_on="cpu")
         assert store.resume() == {"step": 1}
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_what_is_unfrozen_later_is_updated_on_the_device(update: str, accelerator: Any, tmp_path: Path) -> None:
+    """Updates of larger units take more of the device's memory than those that the run began with."""
+
+    def losses(model: Any, make: Any) -> list[torch.Tensor]:
+        optimizer, found = make(model[4].parameters(), lr=1e-2), []
+        for step in range(4):
+            if step in {1, 2}:
+                layer = model[4 - 2 * step].requires_grad_(True)
+                optimizer.add_param_group({"params": layer.parameters(), "lr": 1e-3})
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach().cpu())
+        return found
+
+    def build() -> Any:
+        torch.manual_seed(1)
+        layers = nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1)
+        model = nn.Sequential(*layers).requires_grad_(False)
+        model[4].requires_grad_(True)
+        return model
+
+    expected = losses(build().to(DEVICE), functools.partial(torch.optim.AdamW, fused=True))
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES, durable=False) as store:
+        model = tiered.shard(build(), store, unit=nn.Linear, device=DEVICE, update_on="device")
+        assert all(map(torch.equal, losses(model, functools.partial(tiered.AdamW, update=update)), expected))
 
 
 def test_values_written_inside_unsharded_are_kept(accelerator: Any, tmp_path: Path) -> None:

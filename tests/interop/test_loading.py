@@ -29,9 +29,9 @@ AUTO = {
 }
 
 
-def losses(model: Any, optimizer: Any, num_steps: int = 3) -> list[torch.Tensor]:
+def losses(model: Any, optimizer: Any, num_steps: int = 3, first: int = 0) -> list[torch.Tensor]:
     found = []
-    for step in range(num_steps):
+    for step in range(first, first + num_steps):
         ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(step))
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -86,6 +86,37 @@ def test_a_head_that_the_files_lack_is_drawn_as_by_transformers(tmp_path: Path) 
         torch.manual_seed(5)
         model = tiered.hf.from_pretrained(auto, tmp_path / "saved", store, num_labels=3)
         assert_same_tensors(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("num_tokens", [259, 200])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_tokens_are_added_as_the_refusal_of_a_resize_says(name: str, num_tokens: int, tmp_path: Path) -> None:
+    """Where the head is tied to the embedding, and where it is not; a resume takes the same lines."""
+    MODELS[name]().save_pretrained(tmp_path / "saved")
+    plain = AUTO[name].from_pretrained(tmp_path / "saved")
+    torch.manual_seed(7)
+    plain.resize_token_embeddings(num_tokens)
+    theirs = losses(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), 4)
+    with debug_store(tmp_path / "other", durable=False) as store:
+        model = tiered.hf.from_pretrained(AUTO[name], tmp_path / "saved", store)
+        with pytest.raises(UsageError, match=r"from_pretrained\(num_tokens=N\), or resize_token_embeddings"):
+            model.resize_token_embeddings(num_tokens)
+        with pytest.raises(UsageError, match=r"num_tokens=N"), tiered.unsharded(model):
+            model.resize_token_embeddings(num_tokens)
+        assert_same_tensors(model.state_dict(), AUTO[name].from_pretrained(tmp_path / "saved").state_dict())
+    found = []
+    for first, last in ((0, 2), (2, 4)):
+        with debug_store(tmp_path / "store") as store:
+            torch.manual_seed(7)
+            model = tiered.hf.from_pretrained(AUTO[name], tmp_path / "saved", store, num_tokens=num_tokens)
+            assert model.config.vocab_size == num_tokens and model.get_input_embeddings().num_embeddings == num_tokens
+            optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
+            assert store.resume().get("step", 0) == first
+            found += losses(model, optimizer, last - first, first)
+            store.commit({"step": last})
+            if last == 4:
+                assert_same_tensors(model.state_dict(), plain.state_dict())
+    assert all(map(torch.equal, found, theirs))
 
 
 def adapted(model: Any) -> Any:

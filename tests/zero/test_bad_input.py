@@ -52,6 +52,8 @@ BAD_SHARDS: dict[str, tuple[Callable[[tiered.Store], Any], type[Exception], str]
     ),
     "model_that_is_no_model": (lambda s: tiered.shard([1, 2], s), Exception, "Module|list"),
     "store_that_is_no_store": (lambda s: tiered.shard(GPT(), "/tmp"), Exception, "[Ss]tore|str"),
+    "complex": (lambda s: tiered.shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)), s),
+        TypeError, r"parameter 1\.weight: torch\.complex64; expected real numbers.*view_as_real"),
     "sharded_parameter_of_another_kind": (
         lambda s: tiered.shard(nn.ParameterList([torch.zeros(3).to_sparse()]), s), TypeError, "sparse",
     ),
@@ -240,3 +242,39 @@ def test_weights_under_other_names_are_refused_with_what_to_do(store: tiered.Sto
     with pytest.raises(UsageError, match=r"missing weight .*is it base\.weight.*tie what is one, pass a mapping with"):
         tiered.shard(nn.Linear(4, 4), store, weights=weights)
     tiered.shard(nn.Linear(4, 4), store, weights={name.removeprefix("base."): weights[name] for name in weights})
+
+
+class Complex(nn.Module):
+    """A complex product, over a complex parameter or over its real numbers."""
+
+    def __init__(self, is_real: bool) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=False)
+        values = torch.randn(4, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
+        self.weight = nn.Parameter(torch.view_as_real(values) if is_real else values)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.view_as_complex(self.weight) if not self.weight.is_complex() else self.weight
+        return (x * self.frozen @ weight).abs().square().mean()
+
+
+def test_a_complex_parameter_trains_as_the_refusal_says(store: tiered.Store) -> None:
+    def losses(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        found = []
+        for _ in range(3):
+            loss = model(torch.ones(2, 4, dtype=torch.complex64))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return found
+
+    with pytest.raises(TypeError, match="trains as the complex one does"):
+        tiered.shard(Complex(is_real=False), store)
+    plain, model = Complex(is_real=False), tiered.shard(Complex(is_real=True), store)
+    expected = losses(plain, torch.optim.AdamW(plain.parameters(), lr=0.1))
+    optimizer = tiered.AdamW(model.parameters(), lr=0.1)
+    torch.testing.assert_close(losses(model, optimizer), expected)
+    model.get_parameter("frozen").requires_grad_(True)
+    with pytest.raises(TypeError, match="view_as_real"):
+        losses(model, optimizer)

@@ -309,6 +309,117 @@ def test_a_run_that_stops_and_resumes(stop: int, name: str, tmp_path: Path) -> N
         assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
 
 
+def head_only(model: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Return an optimizer of the head; all else is in no group, and only the last block requires gradients."""
+    return make([p for name, p in model.named_parameters() if name.startswith("head")], **ADAMW)
+
+
+def grow(model: nn.Module, optimizer: torch.optim.Optimizer, *prefixes: str) -> None:
+    """Unfreeze, and give to ``optimizer``, in a group of other hyperparameters."""
+    unfreeze(*prefixes)(model)
+    added = [p for name, p in model.named_parameters() if name.startswith(prefixes)]
+    optimizer.add_param_group({"params": added, "lr": 3e-3, "weight_decay": 0.0})
+
+
+GROWN = {1: ("blocks.3",), 3: ("blocks.2.a", "first"), 5: ("blocks.2.b",)}
+"""The parameters that are added before these steps; the first of them never were frozen."""
+
+
+def growing(model: nn.Module, optimizer: Any, first: int, last: int, commit: Callable[[int], object]) -> list[Any]:
+    losses = []
+    for step in range(first, last):
+        if step in GROWN:
+            grow(model, optimizer, *GROWN[step])
+        loss = model(batch(step))
+        loss.backward()
+        losses.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+        commit(step + 1)
+    return losses
+
+
+def in_memory(num_steps: int) -> tuple[Any, ...]:
+    torch.manual_seed(SEED)
+    model = Blocks((*HALF, "blocks.2"))
+    optimizer = head_only(model, lambda *args, **options: torch.optim.AdamW(*args, fused=True, **options))
+    losses = []
+    for step in range(num_steps):  # gradients of parameters in no group would gather until they are in one
+        losses += growing(model, optimizer, step, step + 1, lambda _: model.zero_grad())
+    return losses, dict(model.state_dict()), moments(model, optimizer)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_group_that_is_added_is_trained_from_the_next_step_on(durable: bool, update: str, tmp_path: Path) -> None:
+    expected = in_memory(7)
+    torch.manual_seed(SEED)
+    with debug_store(tmp_path, durable=durable) as store:
+        model = tiered.shard(Blocks((*HALF, "blocks.2")), store, unit=(Block,))
+        optimizer = head_only(model, lambda *args, **options: tiered.AdamW(*args, update=update, **options))
+        found = growing(model, optimizer, 0, 7, lambda step: store.commit({"step": step}) if durable else None)
+        assert_equal((found, model.state_dict(), moments(model, optimizer)), expected)
+        assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 3e-3, 3e-3, 3e-3]
+
+
+@pytest.mark.parametrize("adds", ["at construction", "before the resume"])
+def test_a_run_with_added_groups_is_rolled_back_and_resumed(adds: str, tmp_path: Path) -> None:
+    expected = in_memory(7)
+    torch.manual_seed(SEED)
+    with debug_store(tmp_path) as store:
+        model = tiered.shard(Blocks((*HALF, "blocks.2")), store, unit=(Block,))
+        optimizer = head_only(model, tiered.AdamW)
+        losses = growing(model, optimizer, 0, 3, lambda step: store.commit({"step": step}))
+        growing(model, optimizer, 3, 4, lambda _: None)
+        store.rollback()
+        assert len(optimizer.param_groups) == 2
+        losses += growing(model, optimizer, 3, 4, lambda step: store.commit({"step": step}))
+    with debug_store(tmp_path) as store:
+        model = tiered.shard(Blocks((*HALF, "blocks.2")), store, unit=(Block,))
+        late = [step for step in GROWN if step < store.state["step"]]
+        if adds == "before the resume":
+            optimizer = head_only(model, tiered.AdamW)
+            with pytest.raises(UsageError, match=r"optimizer\.add_param_group before store\.resume\(\)"):
+                store.resume()
+            for step in late:
+                grow(model, optimizer, *GROWN[step])
+        else:
+            groups = [{"params": [p for n, p in model.named_parameters() if n.startswith("head")]}]
+            for step in late:
+                unfreeze(*GROWN[step])(model)
+                groups.append({"params": [p for n, p in model.named_parameters() if n.startswith(GROWN[step])]})
+            optimizer = tiered.AdamW(groups, **ADAMW)
+        assert store.resume() == {"step": 4}
+        losses += growing(model, optimizer, 4, 7, lambda step: store.commit({"step": step}))
+        assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
+
+
+def test_a_group_that_cannot_be_added_changes_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(SEED)
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(Blocks(), store, unit=(Block,))
+        optimizer = tiered.SGD(model.head.parameters(), lr=0.1, update="backward")  # type: ignore[union-attr]
+        weight = model.get_parameter("first.weight")
+        for group, kind, match in (
+            ({"params": [weight, nn.Parameter(torch.ones(3))]}, UsageError, "add_param_group of parameters beside"),
+            ({"params": weight, "momentum": 0.9}, UsageError, "without momentum"),
+            ({"params": weight, "note": object()}, TypeError, "note"),
+            ({"params": model.get_parameter("head.bias")}, ValueError, "more than one parameter group"),
+        ):
+            with pytest.raises(kind, match=match):
+                optimizer.add_param_group(group)
+        model(batch(0)).backward()
+        with pytest.raises(UsageError, match=r"while a step updates; expected after optimizer\.step\(\)"):
+            optimizer.add_param_group({"params": weight})
+        optimizer.step()
+        assert len(optimizer.param_groups) == 1 and weight not in set(optimizer.parameters_with_state())
+        optimizer.add_param_group({"params": weight})
+        before = model.state_dict()["first.weight"]
+        model(batch(0)).backward()
+        optimizer.step()
+        assert not torch.equal(before, model.state_dict()["first.weight"])
+
+
 @pytest.mark.parametrize("freezes_again", [True, False])
 def test_a_rollback_over_an_unfreezing(freezes_again: bool, tmp_path: Path) -> None:
     events = {2: unfreeze("blocks.1")}

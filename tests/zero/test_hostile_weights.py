@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -70,3 +71,22 @@ def test_weights_in_a_pickle_are_refused_and_taken_as_the_message_says(tmp_path:
         sharded = tiered.shard(model, store, weights=loaded)
         with tiered.unsharded(sharded):
             assert torch.equal(sharded.weight, expected.weight) and torch.equal(sharded.bias, expected.bias)
+
+
+def test_arrays_of_numpy_are_taken_as_weights_and_others_refused_by_name() -> None:
+    """In any order and byte order, for reading only, beside tensors; a buffer without dimensions, too."""
+    expected = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    arrays: dict[str, Any] = {name: value.numpy() for name, value in expected.state_dict().items()}
+    arrays["0.weight"] = np.asfortranarray(arrays["0.weight"])
+    arrays["0.bias"] = arrays["0.bias"].astype(">f4")
+    arrays["1.weight"] = arrays["1.weight"][::-1].copy()[::-1]
+    arrays["2.weight"] = torch.from_numpy(arrays["2.weight"])
+    arrays["2.bias"].setflags(write=False)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    with simulated_store(budget_nbytes=1 << 20) as store:
+        for value in ([1.0] * 4, np.array(["a"] * 4)):
+            with pytest.raises(TypeError, match=r"weights= has (list|ndarray) for 0\.bias; expected a tensor"):
+                tiered.shard(model, store, weights=arrays | {"0.bias": value})
+        found = tiered.shard(model, store, weights=arrays).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())

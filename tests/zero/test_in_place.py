@@ -198,25 +198,40 @@ def test_unfreezing_lays_a_unit_out_in_the_store(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in paths] == before
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_peft_adapters_over_a_base_in_place(tmp_path: Path) -> None:
-    """As README has it, against the same in memory: a base in bf16, saved by transformers, adapters by PEFT."""
+def gpt2() -> tuple[Any, Any, str]:
     config = transformers.GPT2Config(
         n_layer=2, n_embd=64, n_head=2, vocab_size=256, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
+    return transformers.GPT2LMHeadModel, config, "c_attn"
+
+
+def llama() -> tuple[Any, Any, str]:
+    """The frequencies of its rotary embedding are buffers that the constructor computes, and no file has."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=256, max_position_embeddings=32,
+        intermediate_size=96, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM, config, "q_proj"
+
+
+@pytest.mark.parametrize("kind", [gpt2, llama])
+@pytest.mark.filterwarnings("ignore")
+def test_peft_adapters_over_a_base_in_place(kind: Any, tmp_path: Path) -> None:
+    """As README has it, against the same in memory: a base in bf16, saved by transformers, adapters by PEFT."""
+    model_class, config, target = kind()
     transformers.utils.logging.disable_progress_bar()  # whose thread outlives it
-    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True)
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=[target], fan_in_fan_out=kind is gpt2)
     base = tmp_path / "base"
-    transformers.GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(base)
+    model_class(config).to(torch.bfloat16).save_pretrained(base)
 
     def adapted(model: Any) -> Any:
         torch.manual_seed(1)
         return peft.get_peft_model(model, lora)
 
-    def losses(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    def losses(model: Any, optimizer: Any, first: int, last: int) -> list[torch.Tensor]:
         found = []
-        for step in range(4):
+        for step in range(first, last):
             ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(step))
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
@@ -225,18 +240,24 @@ def test_peft_adapters_over_a_base_in_place(tmp_path: Path) -> None:
             found.append(loss.detach())
         return found
 
-    plain = adapted(transformers.GPT2LMHeadModel.from_pretrained(base, dtype=torch.bfloat16))
+    plain = adapted(model_class.from_pretrained(base, dtype=torch.bfloat16))
     trained = [p for p in plain.parameters() if p.requires_grad]
-    expected = losses(plain, torch.optim.AdamW(trained, lr=1e-3, fused=True))
-    with tiered.Store(tmp_path / "run", dram="32MiB", external=[base]) as store:
-        with torch.device("meta"):
-            model = transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
-        model = adapted(tiered.shard(model.requires_grad_(False), store, weights=base))
-        optimizer = tiered.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3, store=store)
-        found = losses(model, optimizer)
-        store.commit({"step": 4})
-        numel = sum(p.numel() for p in trained)
-        assert store.working_set.space.used_nbytes <= 3 * 4 * numel + 16 * 4 * KiB  # adapters and moments, padded
+    expected = losses(plain, torch.optim.AdamW(trained, lr=1e-3, fused=True), 0, 5)
+    found = []
+    for first, last in ((0, 4), (4, 5)):
+        with tiered.Store(tmp_path / "run", dram="32MiB", external=[base]) as store:
+            drawn = torch.get_rng_state()
+            with torch.device("meta"):
+                model = model_class(config).to(torch.bfloat16)
+            model = tiered.shard(model.requires_grad_(False), store, weights=base)
+            assert torch.equal(drawn, torch.get_rng_state())
+            model = adapted(model)
+            optimizer = tiered.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3, store=store)
+            assert store.resume().get("step", 0) == first
+            found += losses(model, optimizer, first, last)
+            store.commit({"step": last})
+            numel = sum(p.numel() for p in trained)
+            assert store.working_set.space.used_nbytes <= 3 * 4 * numel + 16 * 4 * KiB  # adapters and moments, padded
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 

@@ -66,7 +66,7 @@ def shard(
     unit: UnitRule = None,
     stage: int = 3,
     param_dtype: torch.dtype | None = None,
-    weights: Mapping[str, torch.Tensor] | str | Path | Sequence[str | Path] | None = None,
+    weights: Mapping[str, Any] | str | Path | Sequence[str | Path] | None = None,
     device: str | torch.device = "auto",
     activations: ActivationRule = "auto",
     hold: str | int = "auto",
@@ -76,7 +76,7 @@ def shard(
 
     ``unit`` says which modules move together (see ``divide_into_units``). ``param_dtype`` casts floating parameters;
     the values before the cast become the fp32 masters of those that require a gradient now. ``weights``: a state dict,
-    or safetensors file(s) or a folder of them, for a model built on the meta device; read a unit at a time. ``hold``:
+    of numpy too, or safetensors file(s) or a folder of them, for a model on meta; read a unit at a time. ``hold``:
     how much of the budget keeps bytes in DRAM for good: "auto", 0, or a size such as "2GiB". ``activations``: the
     treatment of the tensors that autograd saves in each unit, "keep" (in ordinary memory), "recompute" (torch's
     non-reentrant checkpoint: batch norm's statistics are updated twice), "swap" (through the store) or "auto"; a word
@@ -164,10 +164,7 @@ def _check(model: Any, store: Any, *, stage: int, param_dtype: Any) -> None:
         raise TypeError(f"param_dtype={param_dtype!r}; expected a torch.dtype such as torch.bfloat16, or None")
     if stage not in (1, 2, 3):
         raise ValueError(f"stage={stage}; expected 1, 2 or 3")
-    if any(
-        isinstance(p, TieredParameter) and not isinstance(p.segment.unit, ConstructedParameter)
-        for p in model.parameters()
-    ):
+    if any(isinstance(p, TieredParameter) and not _constructed(p) for p in model.parameters()):
         raise UsageError("tiered.shard on a model that is sharded already; expected each model once")
     strangers = [each for each in map(_constructed, model.parameters()) if each and each.owner.store is not store]
     if strangers:
@@ -245,6 +242,11 @@ def _shared_memory(name: str, other: str) -> UsageError:
 
 def _segment(name: str, parameter: nn.Parameter, param_dtype: torch.dtype | None, device: torch.device) -> Segment:
     is_here = parameter.device.type in {"cpu", "meta"} or parameter.device == device
+    if parameter.is_complex() and parameter.requires_grad:
+        raise TypeError(
+            f"parameter {name}: {parameter.dtype}; expected real numbers: nn.Parameter(torch.view_as_real(values)), and"
+            " torch.view_as_complex(parameter) in the forward, which trains as the complex one does"
+        )
     if parameter.layout is not torch.strided or parameter.is_quantized or not is_here:
         raise TypeError(
             f"parameter {name}: {parameter.layout} on {parameter.device}; expected a dense tensor on the CPU"

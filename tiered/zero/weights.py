@@ -5,15 +5,19 @@ They are read one parameter at a time, so that a model larger than memory can be
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tiered.errors import UsageError
 from tiered.zero.deferred_files import DeferredFiles, safetensors_files
@@ -35,12 +39,12 @@ class Weights:
     def __init__(
         self,
         model: nn.Module,
-        source: Mapping[str, torch.Tensor] | str | Path | Sequence[str | Path] | None,
+        source: Mapping[str, Any] | str | Path | Sequence[str | Path] | None,
         *,
         is_committed: bool = False,
     ) -> None:
         self._files: DeferredFiles | None = None
-        self._values: Mapping[str, torch.Tensor] = source if isinstance(source, Mapping) else {}
+        self._values: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
         self._has_source = source is not None
         if self._has_source and not isinstance(source, Mapping):
             sources = [source] if isinstance(source, str | Path) else list(source)  # type: ignore[arg-type]
@@ -54,6 +58,7 @@ class Weights:
                 self._load_buffers(model)
             finally:
                 self.close()  # until the values are copied
+        _compute_buffers(model)
         if is_committed:
             _leave_buffers_on_meta(model)
         self._leave_meta(model, is_committed=is_committed)
@@ -112,10 +117,18 @@ class Weights:
                 out.copy_(parameter)
 
     def _dtype(self, segment: Segment) -> torch.dtype:
-        return self._values[segment.name].dtype if self._has_source else segment.parameter.dtype
+        return self._get(segment.name).dtype if self._has_source else segment.parameter.dtype
 
     def _get(self, name: str) -> torch.Tensor:
-        return self._values[name].detach()
+        """Return the tensor ``name`` of the source, or one over the memory of its array. Raises TypeError."""
+        value = self._values[name]
+        try:
+            if isinstance(value, np.ndarray):
+                with warnings.catch_warnings(action="ignore"):  # of an array that is only for reading
+                    value = torch.from_numpy(np.asarray(value, value.dtype.newbyteorder("="), order="C"))
+            return value.detach()  # type: ignore[no-any-return]
+        except (AttributeError, TypeError) as error:
+            raise TypeError(f"weights= has {type(value).__name__} for {name}; expected a tensor of numbers") from error
 
     def _tie(self, model: nn.Module) -> None:
         """Have the model tie its weights where the source lacks one on meta: a model built empty has lost its ties."""
@@ -133,9 +146,9 @@ class Weights:
         problems = [f"missing {name}{_suggest(name, unexpected)}" for name in missing]
         problems += [f"unexpected {name}{_suggest(name, missing)}" for name in unexpected]
         problems += [
-            f"{name} has shape {tuple(self._values[name].shape)}, the model expects {shape}"
+            f"{name} has shape {tuple(self._get(name).shape)}, the model expects {shape}"
             for name, shape in wanted.items()
-            if name in known and tuple(self._values[name].shape) != shape
+            if name in known and tuple(self._get(name).shape) != shape
         ]
         if problems:
             more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
@@ -179,6 +192,25 @@ def _blank(parameter: nn.Parameter) -> torch.Tensor:
     if parameter.numel() > 1 and parameter.is_contiguous():
         return torch.empty((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
+
+
+def _compute_buffers(model: nn.Module) -> None:
+    """Compute non-persistent buffers on meta, such as rotary frequencies, by a second construction of the model.
+
+    Models of transformers can be constructed again. A buffer keeps the dtype of its computation, as in from_pretrained.
+    """
+    for module in model.modules():
+        if not hasattr(type(module), "config_class") or not any(buffer.is_meta for buffer in module.buffers()):
+            continue
+        hook = register_module_parameter_registration_hook(
+            lambda *args: None if args[-1] is None else nn.Parameter(args[-1].to("meta"), False)  # type: ignore[arg-type]
+        )
+        with hook, torch.device("cpu"), torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
+            computed = dict(type(module)(module.config).named_buffers(remove_duplicate=False))
+            for prefix, child in module.named_modules():
+                for name in child._non_persistent_buffers_set:
+                    if (buffer := child._buffers[name]) is not None and buffer.is_meta:
+                        child._buffers[name] = computed.get(_full(prefix, name), buffer)
 
 
 def _leave_buffers_on_meta(model: nn.Module) -> None:

@@ -27,8 +27,9 @@ _SHARD = frozenset(inspect.signature(shard).parameters) - {"model", "store", "we
 
 
 def from_pretrained(
-    model_class: Any, folder: str | Path, store: Store, *, frozen: bool | str = False, **options: Any
-) -> Any:
+    model_class: Any, folder: str | Path, store: Store, *, frozen: bool | str = False, num_tokens: int | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
     """Load the checkpoint in ``folder`` into ``store`` and return the model, sharded and ready to train; blocks.
 
     ``model_class`` is a class of transformers, such as ``AutoModelForCausalLM`` or ``GPT2LMHeadModel``. Files are read
@@ -40,6 +41,8 @@ def from_pretrained(
     ``frozen``: True for a base that no step changes, such as one under adapters. Its values are copied to the store, or
     read in its files where these are among the store's ``external`` and have them as they are needed. "in place"
     insists on that, so that nothing of the base is written: a parameter that would be copied is refused by name.
+
+    ``num_tokens``: call ``model.resize_token_embeddings(num_tokens)``, with the embeddings in memory, before ``shard``.
 
     A store that holds a commit of this model gives its own values: of the files only names and shapes are read. Raises
     UsageError for a folder without safetensors files, names or shapes that do not fit, and a conversion that cannot be
@@ -55,6 +58,8 @@ def from_pretrained(
     is_committed = store.durable and store.registered_state("tiered.model") is not None
     with DeferredFiles(safetensors_files(folder, "tiered.hf.from_pretrained: ")) as files:
         model = _build(model_class, folder, files.tensors(), options)
+        if num_tokens is not None:
+            _resize(model, num_tokens)
         weights = _take_values(model)
         if frozen:
             model.requires_grad_(False)
@@ -88,6 +93,15 @@ def _build(model_class: Any, folder: Path, tensors: Mapping[str, DeferredTensor]
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def _resize(model: Any, num_tokens: int) -> None:
+    """Have ``model`` resize its embeddings, with their values read; parameters that are tied stay so."""
+    both = torch.nn.ModuleList(filter(None, (model.get_input_embeddings(), model.get_output_embeddings())))
+    read = {p: torch.nn.Parameter(p.values()) for p in both.parameters() if isinstance(p, DeferredTensor)}
+    for module in model.modules():
+        module._parameters |= {name: read[p] for name, p in module._parameters.items() if p in read}
+    model.resize_token_embeddings(num_tokens)
 
 
 def _take_values(model: Any) -> dict[str, torch.Tensor]:

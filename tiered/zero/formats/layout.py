@@ -52,7 +52,7 @@ class Layouts:
         if dtype not in self._layouts:
             if dtype not in {torch.bfloat16, torch.float32, torch.float64}:
                 raise TypeError(
-                    f"expected parameters of bfloat16, float32 or float64, got {dtype}: pass param_dtype= to shard"
+                    f"expected bfloat16, float32 or float64, got {dtype}: shard(param_dtype=), or torch.view_as_real(x)"
                 )
             self._layouts[dtype] = self._make(dtype)
         return self._layouts[dtype]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,29 +28,11 @@ _log = logging.getLogger("tiered")
 _MOST_STEPS = 1 << 53  # that a floating number counts singly
 
 
-class CommittedOptimizer(Protocol):
-    """An optimizer with small state that a commit keeps beside the buckets."""
-
-    def committed_state(self) -> dict[str, Any]:
-        """Return the small state that a commit must keep."""
-
-    def load_committed_state(self, state: dict[str, Any]) -> None:
-        """Take back a state that ``committed_state`` returned."""
-
-
-class RegisteredOptimizer:
+class RegisteredOptimizer(NamedTuple):
     """The optimizer as the store sees it: small state that rides along with a commit."""
 
-    def __init__(self, optimizer: CommittedOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the step counts and hyperparameters."""
-        return self._optimizer.committed_state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them back."""
-        self._optimizer.load_committed_state(state)
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[dict[str, Any]], None]
 
 
 def bucket_numel_of(committed: dict[str, Any]) -> int:
@@ -174,10 +156,10 @@ def compare(committed: Any, mine: dict[str, Any]) -> None:
     ]
     if differences:
         raise UsageError(
-            "the store holds another optimizer: "
-            + "; ".join(differences)
-            + "; expected the same one; another begins in another directory, with weights= from `tiered export RUN"
-            " FOLDER`, and for another state= with optimizer.load_state_dict() of the first one's state_dict()"
+            f"the store holds another optimizer: {'; '.join(differences)}; expected the same one, with the groups that"
+            " its run has added (optimizer.add_param_group before store.resume()); another begins in another directory,"
+            " with weights= from `tiered export RUN FOLDER`, and for another state= with optimizer.load_state_dict() of"
+            " the first one's state_dict()"
         )
 
 

@@ -20,7 +20,7 @@ from tiered.zero.layout import whole_pages
 from tiered.zero.optimizer.update import UpdatePipeline
 from tiered.zero.parameters.unit import Segment
 
-__all__ = ["choose_place"]
+__all__ = ["choose_place", "give_place"]
 
 _log = logging.getLogger("tiered")
 
@@ -44,20 +44,28 @@ def choose_place(
                 " or tiered.shard(..., update_on='cpu'): the bits of later steps are then the CPU's"
             )
         return "cpu"
-    buckets = [bucket for unit in engine.units for bucket in buckets_of[unit]]
-    sizes = [bucket.nbytes for bucket in buckets]
-    largest = max((unit.layout.gradient_nbytes for unit in engine.units), default=0)
-    scratch = pipeline.scratch_nbytes
-    place = DevicePlace(tier, 2 * largest + 3 * whole_pages(max(sizes, default=0)) + scratch)
+    place = DevicePlace(tier, 0)
     if word == "auto":
+        buckets = [bucket for unit in engine.units for bucket in buckets_of[unit]]
         word = before or _shorter(place, pipeline, rule, group, buckets)
     if word == "device":
-        tier.memory.give_up(place.memory.budget_bytes)
         tier.memories.append(place.memory)
         engine.open_gradients.place, tier.keeps_gradients = place, True
+        give_place(engine, pipeline, buckets_of)
         pipeline.move_to(place)
     _log.info("update_on=%r", word)
     return word
+
+
+def give_place(engine: Engine, pipeline: UpdatePipeline, buckets_of: Mapping[Any, Sequence[Bucket[Segment]]]) -> None:
+    """Give updates on a device what the largest of them takes now, of the memory of the model."""
+    tier, place = engine.tier, engine.open_gradients.place
+    if isinstance(tier, AcceleratorTier) and isinstance(place, DevicePlace):
+        bucket = max((bucket.nbytes for unit in engine.units for bucket in buckets_of[unit]), default=0)
+        largest = max((unit.layout.gradient_nbytes for unit in engine.units), default=0)
+        nbytes = 2 * largest + 3 * whole_pages(bucket) + pipeline.scratch_nbytes
+        tier.memory.give_up(max(0, nbytes - place.memory.budget_bytes))
+        place.memory.budget_bytes = max(nbytes, place.memory.budget_bytes)
 
 
 def _shorter(

@@ -39,7 +39,7 @@ from tiered.zero.optimizer.committed_optimizer import (
 )
 from tiered.zero.optimizer.masters import taken_over
 from tiered.zero.optimizer.optimizer_state import OptimizerState, StateUnit
-from tiered.zero.optimizer.place_choice import choose_place
+from tiered.zero.optimizer.place_choice import choose_place, give_place
 from tiered.zero.optimizer.plain import PlainUnit
 from tiered.zero.optimizer.state_access import StateAccess
 from tiered.zero.optimizer.unit_update import UnitUpdate
@@ -100,12 +100,34 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         if value not in known:
             raise UsageError(f"{self.title}({name}={value!r}); expected one of {', '.join(map(repr, known))}")
 
+    @uninterrupted
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch's optimizers do; only while the optimizer is being made."""
-        if self._is_attached:
-            raise UsageError(f"add_param_group after construction; expected all groups when {self.title} is made")
+        """Add a group, as torch's optimizers do; one of sharded parameters also later, which the next step updates.
+
+        A run that resumes adds the groups of its commit before ``store.resume()``; a rollback drops those that were
+        added since. Raises UsageError, with nothing changed, for other parameters, and while a step updates.
+        """
         with without_dispatch():
             super().add_param_group(param_group)
+        if not self._is_attached:
+            return
+        group = self.param_groups[-1]
+        added: dict[torch.Tensor, Segment] = {p: p.segment for p in group["params"] if isinstance(p, TieredParameter)}
+        try:
+            if self._frozen is not None:
+                raise UsageError("add_param_group while a step updates; expected after optimizer.step()")
+            if any(p not in added or getattr(added[p].unit, "engine", 0) not in self._engines for p in group["params"]):
+                raise UsageError(
+                    f"add_param_group of parameters beside the sharded model; expected its own: {self.title} takes"
+                    " others when it is made"
+                )
+            self.rule.freeze(group)
+            encode(options_of([group]), name="add_param_group()")  # order: it may refuse
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._segments |= added
+        self._given += options_of([group])
 
     def _find_store(self, store: Store | None) -> Store:
         stores: list[Store] = [] if store is None else [store]
@@ -142,7 +164,6 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             self._plain = PlainUnit([(named.get(id(p), f"plain.{i}"), p) for i, p in enumerate(plain)])
             self._segments |= {segment.parameter: segment for segment in self._plain.segments}
         self._segments |= {p: p.segment for p in self._parameters() if isinstance(p, TieredParameter)}
-        self._known: set[Segment] = set(self._segments.values())
         committed = self._store.registered_state("tiered.optimizer") if self._store.durable else None
         units: list[StateUnit] = [unit for engine in self._engines for unit in engine.units]
         units += [self._plain] if self._plain is not None else []
@@ -152,8 +173,9 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         if committed is not None:
             with taking_apart("tiered.optimizer", by=self.title):
                 numel = bucket_numel_of(committed)
-                managed = managed_of(committed, self._known)
-        self._pipeline = UpdatePipeline(self._store.working_set, tile_numel_for(numel, [s.numel for s in self._known]))
+                managed = managed_of(committed, (s for unit in units for s in unit.segments))
+        tile_numel = tile_numel_for(numel, [segment.numel for segment in self._segments.values()])
+        self._pipeline = UpdatePipeline(self._store.working_set, tile_numel)
         try:
             scratch, layouts = self._pipeline.scratch, Layouts(self.format, self.rule)
             self._state = OptimizerState(self._store, units, managed, layouts, bucket_numel=numel, scratch=scratch)
@@ -163,7 +185,8 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
                     self._state.create(masters)
                 else:
                     with taking_apart("tiered.optimizer", by=self.title):
-                        compare(committed, self._description())
+                        groups = committed["groups"][: len(self.param_groups)]  # others may be added until the resume
+                        compare(committed | {"groups": groups}, self._description())
                         before = update_on_of(committed)
                     self._state.adopt()
                 for engine in self._engines:
@@ -173,7 +196,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             self._pipeline.close()
             raise
         self._is_behind = committed is not None  # the step counts of the state are still to be loaded
-        self._store.register("tiered.optimizer", RegisteredOptimizer(self))
+        self._store.register("tiered.optimizer", RegisteredOptimizer(self.committed_state, self.load_committed_state))
         self._store.add_guard(self._guard)
         self._is_attached = True
         for engine in self._engines:
@@ -250,15 +273,18 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
                 ' ones; expected changes after step(), or update="step"'
             )
 
-    def _check(self, unit: Unit) -> None:
-        """Give state to each parameter of ``unit`` that has a gradient and none yet. Raises CapacityError."""
-        late = [s for s in unit.segments if s.has_gradient and s in self._known and s not in self._state.steps]
+    def _check(self, unit: Unit) -> list[Segment]:
+        """Return the parameters of ``unit`` with a gradient; each has state from now on. Raises CapacityError."""
+        managed = [s for s in unit.segments if s.has_gradient and s.parameter in self._segments]
+        late = [s for s in managed if s not in self._state.steps]
         self._add_state(unit, late) if late else None
+        return managed
 
     def _add_state(self, unit: StateUnit, segments: Sequence[Segment]) -> None:
         """Give parameters that were frozen when the optimizer was made their state, as torch does with a gradient."""
         self._state.add(unit, segments)
         for engine in self._engines:
+            give_place(engine, self._pipeline, self._state.buckets)
             engine.expect_steps()
 
     def submit(self, unit: Unit) -> None:
@@ -275,8 +301,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         unit.outdate()
 
     def _hand_over(self, engine: Engine, unit: Unit) -> None:
-        gradients, managed = unit.gradients, [s for s in unit.segments if s.has_gradient and s in self._known]
-        self._check(unit)
+        gradients, managed = unit.gradients, self._check(unit)
         if not managed:
             gradients.drop(used=self.in_backward)
             return
@@ -342,8 +367,11 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
 
     def load_committed_state(self, state: dict[str, Any]) -> None:
         """Take back a ``committed_state``; raises UsageError with a diff when the state is another optimizer's."""
+        if not self._is_behind:  # groups that were added since the commit go
+            del self.param_groups[len(state["groups"]) :], self._given[len(state["groups"]) :]
+            self._segments = {parameter: self._segments[parameter] for parameter in self._parameters()}
         compare(state, self._description() | {"managed": state["managed"]})
-        self._state.lay_out(managed_of(state, self._known))
+        self._state.lay_out(managed_of(state, self._segments.values()))
         steps = steps_of(state, [segment.name for segment in self._state.steps])
         groups = groups_of(state, self.param_groups, self._reader())
         before = given_of(state)

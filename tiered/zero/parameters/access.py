@@ -31,6 +31,8 @@ _NOT_NOW = (
     "`with tiered.unsharded(module):` between steps, or model.state_dict() for a copy of everything"
 )
 
+_NEW_SHAPE = "expected before tiered.shard: tiered.hf.from_pretrained(num_tokens=N), or resize_token_embeddings(N)"
+
 
 class Access:
     """The parameters of a sharded model ask this object for the right to each operation, and for their values."""
@@ -52,8 +54,8 @@ class Access:
         """``parameter.data = value`` while it is shown for writing: the values are copied. Raises UsageError."""
         if value.shape != segment.shape or value.dtype != segment.dtype:
             raise UsageError(
-                f"parameter {segment.name}: .data = {tuple(value.shape)} {value.dtype}; expected the {segment.shape}"
-                f" {segment.dtype} that it was sharded with"
+                f"parameter {segment.name}: .data = {tuple(value.shape)} {value.dtype} for {segment.shape}"
+                f" {segment.dtype}; another shape or dtype is {_NEW_SHAPE}"
             )
         with torch.no_grad():
             segment.parameter.copy_(value)
@@ -224,7 +226,9 @@ def _is_in_merge() -> bool:
 
 
 def _refuse_strangers(what: str) -> None:
-    """Raise UsageError where the step of another optimizer than tiered's does ``what``."""
+    """Raise UsageError where the step of another optimizer than tiered's, or a resize of embeddings, does ``what``."""
+    if any(frame.f_code.co_name == "resize_token_embeddings" for frame in stack()):
+        raise UsageError(f"{what}, by resize_token_embeddings, which is {_NEW_SHAPE}")
     step = (frame.f_locals.get("self") for frame in stack() if frame.f_code.co_name == "step")
     optimizer = next((each for each in step if isinstance(each, torch.optim.Optimizer)), None)
     kinds = [] if optimizer is None else [(kind.__module__, kind.__qualname__) for kind in type(optimizer).__mro__]
