@@ -150,3 +150,25 @@ def test_an_update_that_fails_at_the_end_of_a_backward_abandons_the_step(
             optimizer.step()
         store.rollback()
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("activations", ["swap", "auto"])
+def test_a_model_is_made_and_fed_of_leases_for_reading(tmp_path: Path, activations: str) -> None:
+    """Torch refuses writes to such bytes, and with them each pointer that could write."""
+    plain, x = chain(), torch.randn(256, WIDTH)
+    plain(x).square().mean().backward()
+    torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True).step()
+    with debug_store(tmp_path) as store:
+        model = chain()
+        store["x"], store["w"] = x, model[0].weight
+        with store.lease("w") as weight:
+            model[0].weight.data = weight
+            model = tiered.shard(model, store, unit=nn.Linear, hold=0, activations=activations)
+        optimizer = tiered.AdamW(model.parameters(), lr=1e-3)
+        with store.lease("x") as view:
+            batch = torch.empty(0)
+            batch.data = view
+            model(batch).square().mean().backward()
+            del batch
+        optimizer.step()
+        assert torch.equal(model(x), plain(x))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 
 import torch
 
 from tiered.bytes.arena import Buffer
 from tiered.units import MiB, round_up
 
-__all__ = ["copy_contiguous", "empty_aligned"]
+__all__ = ["address_of", "copy_contiguous", "empty_aligned", "storage_address"]
+
+storage_address: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]  # not in the stub
+"""Return the address of the storage of a tensor, to be read; ``data_ptr`` raises where torch may only read."""
 
 _HUGE_PAGE_NBYTES = 2 * MiB
 
@@ -30,12 +34,17 @@ def empty_aligned(nbytes: int, alignment: int) -> tuple[torch.Tensor, memoryview
     return tensor, memoryview(pages)[start : start + size]
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of the first element of ``tensor``, to be read."""
+    return storage_address(tensor) + int(tensor.storage_offset()) * tensor.element_size()
+
+
 def copy_contiguous(buffer: Buffer, tensor: torch.Tensor, *, to_buffer: bool) -> None:
     """Copy the bytes of ``tensor``, contiguous on any compute device, to the start of ``buffer``, or from there."""
     nbytes = tensor.nbytes
     if tensor.is_cpu:
         # By this thread alone, at memory speed: torch would wait for the busiest of all cores, and one is doing I/O.
-        places = (buffer.address, tensor.data_ptr()) if to_buffer else (tensor.data_ptr(), buffer.address)
+        places = (buffer.address, address_of(tensor)) if to_buffer else (tensor.data_ptr(), buffer.address)
         ctypes.memmove(*places, nbytes)
         return
     alias = buffer.alias(nbytes, _ignore)[0].view(tensor.dtype).view(tensor.shape)

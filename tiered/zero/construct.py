@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from tiered.bytes.host_tensor import storage_address
 from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
 from tiered.store.store import Store
@@ -121,7 +122,7 @@ class _Construction:
         """``parameter.data = value`` in a constructor: another key, of the value's shape, strides and dtype."""
         with self.store.working_set.mark:
             old: Any = segment.unit
-            storage = value.untyped_storage().data_ptr()
+            storage = storage_address(value)
             for other in self.shown:
                 if other is not old and other.lies_in(storage):
                     raise UsageError(

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils import swap_tensors
 
+from tiered.bytes.host_tensor import address_of
 from tiered.errors import UsageError
 from tiered.store.generations.registry import taking_apart
 from tiered.store.residency.lease import Lease
@@ -212,7 +213,7 @@ def _refuse_shared_memory(segments: Sequence[Segment]) -> None:
         if isinstance(parameter, TieredParameter) or parameter.is_meta or not parameter.numel():
             continue
         last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-        start = parameter.data_ptr()
+        start = address_of(parameter)
         is_dense = last + 1 == parameter.numel()
         ranges.append((start, start + (last + 1) * parameter.element_size(), is_dense, segment.name))
     ranges.sort()

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from tiered.bytes.host_tensor import address_of
 from tiered.errors import CorruptionError
 
 __all__ = ["decode", "encode"]
@@ -149,7 +150,7 @@ class _Encoder:
         if value.layout != torch.strided or value.is_meta or _UNREADABLE.fullmatch(name):
             raise TypeError(f"{where}: a {value.layout} tensor of {value.dtype} on {value.device} cannot be kept")
         cpu = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        content = ctypes.string_at(cpu.data_ptr(), cpu.nbytes) if cpu.nbytes else b""
+        content = ctypes.string_at(address_of(cpu), cpu.nbytes) if cpu.nbytes else b""
         return {"$tensor": [name, list(cpu.shape), _base64(content)]}
 
     def _array(self, value: np.ndarray[Any, Any], where: str) -> list[object]:

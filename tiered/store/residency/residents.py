@@ -296,19 +296,6 @@ class Residents:
         if self._is_closed:
             self.reap()
 
-    def forget(self, alias: Alias) -> bool:
-        """Drop the bytes that ``alias`` was granted for reading and that were written: those on the device are right.
-
-        Returns False, and drops nothing, where the device does not have them.
-        """
-        entry = alias.residence.entry
-        if entry is not None:
-            entry.digests = None
-        if entry is not None and entry.state is EntryState.CLEAN:
-            self.drop(entry)
-            entry.state = EntryState.STORED
-        return entry is None or entry.state is EntryState.STORED
-
     def drain(self) -> None:
         """Note the leases that have ended since the last call."""
         if self.ended_leases.queue.empty():

@@ -210,12 +210,6 @@ class WorkingSet:
         return have_ended
 
     @uninterrupted
-    def forget(self, alias: Alias) -> bool:
-        """Have later leases read the bytes of a lease for reading again; return False where only DRAM has them."""
-        with self.mark, self.condition:
-            return self.residents.forget(alias)
-
-    @uninterrupted
     def discard(self, lease: Lease) -> bool:
         """Release ``lease`` and delete its key, whose bytes are not written any more; blocks while one is in flight.
 

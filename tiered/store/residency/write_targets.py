@@ -1,4 +1,4 @@
-"""Which tensors a call into torch writes to, told before it is made: from its name, its schema and its arguments."""
+"""Which tensors a call into torch writes to, told before it is made: from its name and its arguments."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _RUNNING = {functional.batch_norm: 1, functional.instance_norm: 1}  # where the 
 
 
 def write_targets(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the tensors that ``func(*args, **kwargs)``, as ``__torch_function__`` is given it, would write to."""
+    """Return the tensors that ``func(*args, **kwargs)``, as ``__torch_function__`` is given it, would write to.
+
+    Those of an ``inplace`` argument, and of operators with names of their own, torch alone knows.
+    """
     name = name_of(func)
-    targets = flat_values((kwargs.get("out"),))
-    targets += _by_schema(func, args, kwargs) + _running_statistics(func, args, kwargs)
-    is_in_place = (name.endswith("_") and not name.endswith("__")) or bool(kwargs.get("inplace"))
+    targets = flat_values((kwargs.get("out"),)) + _running_statistics(func, args, kwargs)
+    is_in_place = name.endswith("_") and not name.endswith("__")
     if func in _SETTERS or name in _ALWAYS_WRITES or (name.startswith("__i") and name not in _NO_WRITES):
         is_in_place = True
-    if is_in_place and name.startswith(("_fused_", "_foreach_")):
-        targets += flat_values(args)
-    elif is_in_place:
+    if is_in_place:
         targets += flat_values(args[:1] or tuple(kwargs.values())[:1])
     if kwargs.get("max_norm") is not None:  # of an embedding, which renormalises rows of its weight
         targets += flat_values((args[1:2], kwargs.get("weight")))
@@ -45,25 +45,12 @@ def flat_values(values: Any) -> list[Any]:
 
 def name_of(func: Callable[..., Any]) -> str:
     """Return the name of ``func`` for messages."""
-    return getattr(func, "__name__", repr(func))
-
-
-def _by_schema(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operator of ``torch.ops`` declares that it writes to."""
-    if isinstance(func, torch._ops.OpOverloadPacket):
-        func = getattr(func, func.overloads()[0])  # type: ignore[no-untyped-call]
-    if not isinstance(func, torch._ops.OpOverload):
-        return []
-    targets: list[Any] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            targets += flat_values((args[i] if i < len(args) else kwargs.get(argument.name),))
-    return targets
+    return getattr(func, "__name__", repr(func)).partition(".")[0]  # of an operator without its overload
 
 
 def _running_statistics(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """Return the mean and variance that a normalisation in training updates; no schema says so."""
-    if not name_of(func).partition(".")[0].endswith(("batch_norm", "instance_norm")):
+    if not name_of(func).endswith(("batch_norm", "instance_norm")):
         return []
     is_training = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
     first = _RUNNING.get(func, 3)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from tiered.bytes.arena import Buffer
+from tiered.bytes.host_tensor import address_of
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import LeaseError
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
@@ -91,7 +92,7 @@ class PartWrite:
         content = b""
         if self._value.nbytes <= INLINE_NBYTES:
             host = self._value.cpu()
-            content = ctypes.string_at(host.data_ptr(), host.nbytes) if host.nbytes else b""
+            content = ctypes.string_at(address_of(host), host.nbytes) if host.nbytes else b""
         while True:
             nbytes = self._await_turn(content)
             if not nbytes:

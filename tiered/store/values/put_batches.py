@@ -9,6 +9,7 @@ import torch
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
+from tiered.bytes.host_tensor import address_of
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import CapacityError
 from tiered.store.format.checksum import DIGEST_NBYTES, block_seed, digest
@@ -171,7 +172,7 @@ class _PutBatch:
             if start + size > self.nbytes or source.key in self.keys:
                 return
             # Lifetime: now, because the next value may be the same tensor with other numbers in it.
-            ctypes.memmove(buffer.address + start, source.value.data_ptr(), nbytes)
+            ctypes.memmove(buffer.address + start, address_of(source.value), nbytes)
             if size > nbytes:
                 ctypes.memset(buffer.address + start + nbytes, 0, size - nbytes)
             self.keys[source.key] = None

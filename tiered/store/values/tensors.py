@@ -10,7 +10,7 @@ from tiered.errors import CapacityError, UsageError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import MAX_NUM_DIMS
 from tiered.store.format.spec import Spec, is_kept
-from tiered.store.residency.lease import EndedView, ReadOnlyView, plain_of
+from tiered.store.residency.lease import EndedView, ReadOnlyView, is_read_only, plain_of
 from tiered.store.residency.modes import refuse_modes
 from tiered.units import MiB, format_bytes
 
@@ -70,7 +70,7 @@ def result_for(spec: Spec, key: str, out: torch.Tensor | None, device: torch.dev
         return new_tensor(spec, key, device)
     if not isinstance(out, torch.Tensor) or out.layout is not torch.strided or out.is_meta:
         raise TypeError(f"get({key!r}): out must be a dense tensor")
-    if isinstance(out, ReadOnlyView):
+    if is_read_only(out):
         raise UsageError(f'get({key!r}): out is a view of a lease for reading; lease it with mode="rw", or clone() it')
     if out.dtype != spec.dtype or tuple(out.shape) != spec.shape:
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tiered.bytes.arena import Buffer
-from tiered.bytes.host_tensor import copy_contiguous
+from tiered.bytes.host_tensor import address_of, copy_contiguous
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.store.format.checksum import MIN_BLOCK_SHIFT, block_digests
 from tiered.store.format.row import INLINE_NBYTES, Row
@@ -78,7 +78,7 @@ class Values:
         spec = self._spec(key, plain, block_nbytes)
         if spec.nbytes <= INLINE_NBYTES:
             host = plain.cpu()
-            content = ctypes.string_at(host.data_ptr(), spec.nbytes) if spec.nbytes else b""
+            content = ctypes.string_at(address_of(host), spec.nbytes) if spec.nbytes else b""
             return self._install(key, spec, content) is not None
         if self._streams.must_stream(spec.nbytes):
             self._streams.put(key, flat_of(plain), spec, scratch=not self._records.durable)
@@ -269,11 +269,11 @@ def _copy_and_digest(
 
     Each block is digested while a cache has it: to fetch it once more later takes a tenth of a put's CPU time.
     """
-    digests = bytearray()
+    digests, source = bytearray(), address_of(tensor)
     for start in range(0, tensor.nbytes, SLAB_NBYTES):
         end = min(start + SLAB_NBYTES, tensor.nbytes)
         # By this thread alone, as in host_tensor.py.
-        ctypes.memmove(buffer.address + start, tensor.data_ptr() + start, end - start)
+        ctypes.memmove(buffer.address + start, source + start, end - start)
         first = start // block_nbytes
         digests += block_digests(buffer.memory[start:end], store_uuid, key_id, block_nbytes, first, generation)
     return bytes(digests)

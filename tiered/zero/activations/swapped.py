@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, UsageError
+from tiered.store.residency.lease import is_read_only
 from tiered.tiers.compute_tier import bytes_of
 from tiered.units import KiB, format_bytes
 from tiered.zero.activations.freed_objects import FreedObjects
@@ -130,7 +131,7 @@ class SwappedActivations:
             nbytes = storage.nbytes()
             if nbytes < SMALLEST_NBYTES or nbytes > _MOST_TIMES_LARGER * tensor.numel() * tensor.element_size():
                 return None
-            if storage.data_ptr() % tensor.element_size():
+            if is_read_only(tensor) or storage.data_ptr() % tensor.element_size():
                 return None
             self.sweep()
             version = tensor._version

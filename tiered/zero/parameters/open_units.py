@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from tiered.bytes.host_tensor import storage_address
 from tiered.errors import UsageError
 from tiered.store.residency.thread_number import this_thread
 from tiered.tiers.compute_tier import Gathered
@@ -108,13 +109,13 @@ class OpenUnits:
         ):
             return None
         try:
-            storage = tensor.untyped_storage()
+            address = storage_address(tensor)
         except NotImplementedError as error:  # a wrapper has none
             raise UsageError(
                 "torch.func (vmap, grad, jvp, ...) over a forward of a sharded model; expected over a model in memory:"
                 " one built afresh with model.state_dict() loaded"
             ) from error
-        found = self._addresses.get(storage.data_ptr())
+        found = self._addresses.get(address)
         if found is None:
             return None
         unit, span, gathered = found
