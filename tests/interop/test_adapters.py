@@ -28,6 +28,7 @@ COPIES: dict[str, Callable[[], peft.PeftConfig]] = {
     "norms": lambda: peft.LNTuningConfig(target_modules=["ln_1"]),
     "norms of weights": lambda: peft.LoraConfig(**LORA, use_dora=True),
     "parts of weights": lambda: peft.LoraConfig(**LORA, init_lora_weights="pissa"),
+    "a prompt": lambda: peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=4),
 }
 
 
@@ -59,7 +60,9 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize(("kind", "adapts_before"), [("a head", True), *((kind, False) for kind in COPIES)])
-def test_a_copied_part_of_the_base_is_trained_and_resumed(kind: str, adapts_before: bool, tmp_path: Path) -> None:
+def test_additions_to_a_sharded_base_are_trained_and_resumed(kind: str, adapts_before: bool, tmp_path: Path) -> None:
+    """Also what it copies from the base, or keeps outside of it."""
+
     def adapted(model: Any) -> Any:
         torch.manual_seed(3)
         return peft.get_peft_model(model, COPIES[kind]())

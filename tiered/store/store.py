@@ -84,9 +84,7 @@ class Store(TensorMapping):
         try:
             with INTERRUPTS:
                 arena = _arena or new_arena(dram_budget(dram), serves_accelerator=self.device_memory != 0)
-                parts = open_parts(
-                    directories, arena, durable=durable, engine=engine, mode=mode, external=external
-                )
+                parts = open_parts(directories, arena, durable=durable, engine=engine, mode=mode, external=external)
                 self._assemble(parts, durable=durable, mode=mode, deadline_s=_DEADLINE_S)
         except KeyboardInterrupt:  # it may have come when all was open, and the caller has no store
             if hasattr(self, "_generations"):
@@ -182,9 +180,9 @@ class Store(TensorMapping):
         self._check()
         self._generations.registry.add(name, item)
 
-    def registered(self, name: str) -> bool:
-        """Whether something is registered under ``name``."""
-        return name in self._generations.registry
+    def registered(self, name: str) -> Any:
+        """Return the object that is registered under ``name``; None where there is none."""
+        return self._generations.registry.get(name)
 
     def registered_state(self, name: str) -> Any | None:
         """Return the state that the last commit has for ``name``; None where it has none."""
