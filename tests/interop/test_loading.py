@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import WeightConverter
 
 import tiered
-from tests.interop.checkpoints import MODELS, assert_same_tensors, bert, gpt2, mixtral
+from tests.interop.checkpoints import MODELS, assert_same_tensors, bert, gpt2, mixtral, tensors_in
 from tests.interop.test_saving import Unsteady
 from tests.zero.training import debug_store
 from tiered.errors import UsageError
+from tiered.interop.importing import import_files
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's own
 
@@ -138,6 +139,83 @@ def test_a_base_in_place_is_never_written(tmp_path: Path) -> None:
             assert base_keys
             in_place = [e for e in store._records.entries.used() if e.row is not None and e.row.ranges]
             assert len(in_place) == (len(base_keys) if external else 0)
+
+
+def with_adapters(base: Path, folder: Path, **options: Any) -> None:
+    """Save the model of ``base`` with adapters of PEFT, which are not at their beginning, to ``folder``."""
+    torch.manual_seed(3)
+    lora = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False, **options)
+    adapted = peft.get_peft_model(transformers.GPT2LMHeadModel.from_pretrained(base), lora)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    adapted.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("place", "size", "options"),
+    [
+        ("beside", "50GB", {}),
+        ("beside", "200KB", {"modules_to_save": ["wpe"]}),  # an index
+        ("alone", "200KB", {}),
+        ("below", "50GB", {"modules_to_save": ["wpe"]}),
+    ],
+)
+def test_adapters_in_a_folder_are_loaded_with_their_base(
+    place: str, size: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    gpt2().save_pretrained(base, max_shard_size=size)
+    adapters = {"beside": base, "alone": tmp_path / "adapters", "below": base / "adapters"}[place]
+    with_adapters(base, adapters, **options)
+    folder, below = (base, {"adapter_kwargs": {"subfolder": "adapters"}}) if place == "below" else (adapters, {})
+    auto = transformers.AutoModelForCausalLM
+    plain = auto.from_pretrained(folder, **below).requires_grad_(False)
+    trained = [parameter.requires_grad_() for name, parameter in plain.named_parameters() if ".default" in name]
+    theirs = torch.optim.AdamW(trained, lr=1e-2, fused=True)
+    for generation in (0, 1):
+        with debug_store(tmp_path / "run", external=[base]) as store:
+            model = tiered.hf.from_pretrained(auto, folder, store, frozen="in place", **below)
+            assert not any(p.requires_grad for name, p in model.named_parameters() if "modules_to_save" not in name)
+            trained = [parameter.requires_grad_() for name, parameter in model.named_parameters() if ".default" in name]
+            ours = tiered.AdamW(trained, lr=1e-2, store=store)
+            assert store.resume() == ({"job": "tuned"} if generation else {})
+            assert_same_tensors(model.state_dict(), plain.state_dict())
+            assert all(map(torch.equal, losses(model, ours, 2), losses(plain, theirs, 2)))
+            store.commit({"job": "tuned"})
+
+
+def test_adapters_whose_base_is_not_here_are_refused_with_the_way(tmp_path: Path) -> None:
+    base, folder, auto = tmp_path / "base", tmp_path / "adapters", transformers.AutoModelForCausalLM
+    gpt2().save_pretrained(base)
+    with_adapters(base, folder)
+    plain = auto.from_pretrained(folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "someone/base"}))
+    with debug_store(tmp_path / "run", durable=False) as store:
+        with pytest.raises(
+            UsageError, match=r"base is 'someone/base'.*BASE_FOLDER.*model\.load_adapter\('/.*adapters'"
+        ):
+            tiered.hf.from_pretrained(auto, folder, store)
+        (base / "config.json").rename(folder / "config.json")
+        with pytest.raises(UsageError, match=r"no safetensors file there"):  # a base drawn at random, else
+            tiered.hf.from_pretrained(auto, folder, store)
+        (folder / "config.json").rename(base / "config.json")
+        model = tiered.hf.from_pretrained(auto, base, store)
+        model.load_adapter(str(folder))
+        assert_same_tensors(model.state_dict(), plain.state_dict())
+
+
+def test_adapters_that_an_index_leaves_out_are_not_left_out(tmp_path: Path) -> None:
+    """Of those who take names as they are: ``shard`` lacks them in the model, and an import has them."""
+    gpt2().save_pretrained(tmp_path / "base", max_shard_size="200KB")
+    with_adapters(tmp_path / "base", tmp_path / "base")
+    with debug_store(tmp_path / "run", durable=False) as store:
+        with pytest.raises(UsageError, match=r"unexpected base_model.*lora_A.*tiered\.hf\.from_pretrained"):
+            tiered.shard(gpt2(), store, weights=tmp_path / "base")
+    import_files(tmp_path / "base", tmp_path / "imported")
+    with tiered.Store(tmp_path / "imported", dram="64MiB", mode="r") as store:
+        assert {*tensors_in(tmp_path / "base")} == {*store}
 
 
 def test_what_cannot_be_read_in_place_is_refused_by_name(tmp_path: Path) -> None:

@@ -182,9 +182,9 @@ class Store(TensorMapping):
         self._check()
         self._generations.registry.add(name, item)
 
-    def registered(self, name: str) -> bool:
-        """Whether something is registered under ``name``."""
-        return name in self._generations.registry
+    def registered(self, name: str) -> Any:
+        """Return the object that is registered under ``name``; None where there is none."""
+        return self._generations.registry.get(name)
 
     def registered_state(self, name: str) -> Any | None:
         """Return the state that the last commit has for ``name``; None where it has none."""

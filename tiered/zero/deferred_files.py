@@ -92,6 +92,7 @@ def safetensors_files(source: str | Path, what: str) -> list[Path]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{what}: {index} is no index of safetensors files ({error!r}); get it again") from error
         found = [path / Path(name).name for name in names]
+        found += sorted({*path.glob("adapter_model*.safetensors")} - {*found})  # an index does not name them
     elif path.is_dir():
         found = sorted(path.glob("*.safetensors"))
         if is_whole:  # shards beside it are another checkpoint's: transformers leaves them out, too

@@ -41,7 +41,7 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], laid_out: Callable[[], None] = lambda: None) -> None:
-        self._model = model
+        self.model = model
         self._units = units
         self._laid_out = laid_out
         self._description = {unit.name: [segment.descriptor() for segment in unit.segments] for unit in units}
@@ -61,10 +61,10 @@ class ModelState:
         check_added(tensor for tensor in added.values() if isinstance(tensor, nn.Parameter))
         return {
             "units": self._description,
-            "class": type(self._model).__name__,
+            "class": type(self.model).__name__,
             "tied": self._tied,
             "persistent": self._persistent,
-            "files": _small_files(self._model),
+            "files": _small_files(self.model),
             "trained": {unit.name: [s.name for s in unit.segments if s.trainable] for unit in self._units},
             "trained_first": {unit.name: [s.name for s in unit.segments if s.was_trainable] for unit in self._units},
             "buffers": _copies(self._buffers()),
@@ -123,10 +123,10 @@ class ModelState:
         known = {id(buffer) for buffer in self._buffers().values()}
         added: dict[str, torch.Tensor] = {
             name: parameter
-            for name, parameter in self._model.named_parameters()
+            for name, parameter in self.model.named_parameters()
             if not isinstance(parameter, TieredParameter)
         }
-        return added | {name: buffer for name, buffer in self._model.named_buffers() if id(buffer) not in known}
+        return added | {name: buffer for name, buffer in self.model.named_buffers() if id(buffer) not in known}
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

@@ -39,7 +39,7 @@ from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, r
 from tiered.zero.one_rank import DistributedLater, refuse_ranks
 from tiered.zero.optimizer.masters import Masters, masters_nbytes, offsets_of, write_masters
 from tiered.zero.parameters.eager import eager, stay_eager
-from tiered.zero.parameters.methods import running
+from tiered.zero.parameters.methods import copied, running
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.placeholder import placeholder
 from tiered.zero.parameters.unit import Segment, Unit
@@ -363,6 +363,7 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
     vars(model)["_is_accelerate_prepared"] = True  # accelerate's word: its prepare() leaves the model as it is
     for module in model.modules():
         vars(module)["_ddp_params_and_buffers_to_ignore"] = DistributedLater()  # DistributedDataParallel's word
+        vars(module)["__deepcopy__"] = functools.partial(copied, module)
         if module is not model and not any(True for _ in module.parameters()):
             continue
         unit = unit_of.get(module)

@@ -7,12 +7,14 @@ deferred; the bytes are read when ``shard`` wants them.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, GenerationConfig
+from transformers.utils import find_adapter_config_file
 
 from tiered.errors import UsageError
 from tiered.interop.hugging_face.conversion import refusing_by_name
@@ -36,7 +38,8 @@ def from_pretrained(
     a parameter at a time, so neither they nor the model need fit memory. ``options``: those of ``tiered.shard``
     (``param_dtype``, ``unit``, ``hold``, ...), and any other for the class's own ``from_pretrained`` (``dtype``,
     ``attn_implementation``, ``num_labels``, ...), which decides names, dtypes, ties and conversions; a head that the
-    files lack is drawn as there. In evaluation mode, as there: call ``model.train()``.
+    files lack is drawn as there, and adapters of PEFT in ``folder``, beside a base or over one elsewhere, are added as
+    there. In evaluation mode, as there: call ``model.train()``.
 
     ``frozen``: True for a base that no step changes, such as one under adapters. Its values are copied to the store, or
     read in its files where these are among the store's ``external`` and have them as they are needed. "in place"
@@ -54,10 +57,14 @@ def from_pretrained(
     for name in ("device_map", "quantization_config", "state_dict", "config"):
         if options.get(name) is not None:
             raise UsageError(f"tiered.hf.from_pretrained({name}=); expected without it: {_REASONS[name]}")
-    folder = Path(folder)
+    adapters = {name: options.pop(name) for name in ("adapter_name", "adapter_kwargs") if name in options}
+    where = Path(folder).is_dir() and find_adapter_config_file(str(folder), **(adapters.get("adapter_kwargs") or {}))
+    adapted, folder = folder, _base_of(Path(folder), Path(where)) if where else Path(folder)
     is_committed = store.durable and store.registered_state("tiered.model") is not None
-    with DeferredFiles(safetensors_files(folder, "tiered.hf.from_pretrained: ")) as files:
-        model = _build(model_class, folder, files.tensors(), options)
+    found = safetensors_files(folder, "tiered.hf.from_pretrained: ")
+    paths = [path for path in found if not path.match("adapter_model*")]
+    with DeferredFiles(paths or safetensors_files(folder / "model.safetensors", "the base of adapters: ")) as files:
+        model: Any = _build(model_class, folder, files.tensors(), options)
         if num_tokens is not None:
             _resize(model, num_tokens)
         weights = _take_values(model)
@@ -65,7 +72,12 @@ def from_pretrained(
             model.requires_grad_(False)
         if frozen == "in place" and not is_committed:
             _check_in_place(store, model, weights, given.get("param_dtype"))
-        return shard(model, store, weights=None if is_committed else weights, **given)
+        shard(model, store, weights=None if is_committed else weights, **given)
+    if where:
+        model.state_dict = lambda: {**dict(model.named_parameters()), **dict(model.named_buffers())}  # reads no value
+        model.load_adapter(str(adapted), **adapters)
+        del model.state_dict
+    return model
 
 
 _INSTEAD = "load it by its own from_pretrained inside `with tiered.construct(store):`"
@@ -102,6 +114,19 @@ def _resize(model: Any, num_tokens: int) -> None:
     for module in model.modules():
         module._parameters |= {name: read[p] for name, p in module._parameters.items() if p in read}
     model.resize_token_embeddings(num_tokens)
+
+
+def _base_of(folder: Path, adapter_config: Path) -> Path:
+    """Return the folder of the base that the adapters in ``folder`` are for. Raises UsageError where none is here."""
+    if (folder / "config.json").is_file():
+        return folder
+    base = json.loads(adapter_config.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if base and Path(base).is_dir():
+        return Path(base)
+    raise UsageError(
+        f"{folder} has adapters alone, and their base is {base!r}, which is no folder here; expected"
+        f" model = tiered.hf.from_pretrained(CLASS, BASE_FOLDER, store), then model.load_adapter({str(folder)!r})"
+    )
 
 
 def _take_values(model: Any) -> dict[str, torch.Tensor]:

@@ -82,8 +82,8 @@ class Registry:
             )
         del self._carried[name]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._objects
+    def get(self, name: str) -> Stateful | None:
+        return self._objects.get(name)
 
     def __bool__(self) -> bool:
         return bool(self._objects)

@@ -86,6 +86,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         self._engines: list[Engine] = []
         self._threads: dict[Engine, UpdateThread] = {}
         self._plain: PlainUnit | None = None
+        self._beside: dict[str, torch.Tensor] = {}  # plain parameters outside of the sharded model, by name
         self._updates_on, self._is_attached, self._is_behind = "cpu", False, False
         self._frozen: list[dict[str, Any]] | None = None  # the hyperparameters of the step that has begun
         super().__init__(params, defaults)
@@ -158,11 +159,14 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             raise UsageError(
                 'update="backward" on plain parameters; expected sharded ones: call tiered.shard, or update="step"'
             )
-        if plain and self._engines and self._store.durable:
+        model = self._store.registered("tiered.model")
+        if plain and model:
             check_added(plain)
         if plain:
             self._plain = PlainUnit([(named.get(id(p), f"plain.{i}"), p) for i, p in enumerate(plain)])
             self._segments |= {segment.parameter: segment for segment in self._plain.segments}
+            ours = {id(p) for p in model.model.parameters()} if model else ()
+            self._beside = {s.name: s.parameter for s in self._plain.segments if ours and id(s.parameter) not in ours}
         self._segments |= {p: p.segment for p in self._parameters() if isinstance(p, TieredParameter)}
         committed = self._store.registered_state("tiered.optimizer") if self._store.durable else None
         units: list[StateUnit] = [unit for engine in self._engines for unit in engine.units]
@@ -363,6 +367,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             "without_moments": [s.name for s, n in self._state.steps.items() if n and s not in self._state.begun],
             "hyperparameters": options_of(self.param_groups),
             "given": self._given,
+            "beside": {name: parameter.detach().clone() for name, parameter in self._beside.items()},
         }
 
     def load_committed_state(self, state: dict[str, Any]) -> None:
@@ -382,4 +387,6 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         self._state.begun = {s for s, n in self._state.steps.items() if n and s.name not in bare}
         for mine, group in zip(self.param_groups, groups, strict=True):
             mine.update(group)
+        for name, parameter in self._beside.items():
+            parameter.data.copy_(state.get("beside", {}).get(name, parameter))  # older commits lack it
         self._is_behind = False

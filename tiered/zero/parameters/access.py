@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -23,8 +23,9 @@ from tiered.zero.step import Event, in_graph_task
 
 __all__ = ["Access", "check_forward", "end_interrupted"]
 
-_MERGES = {"merge", "unmerge", "update_layer", "_unload_and_optionally_merge"}
-"""Functions of PEFT that read and write the base between steps."""
+_MAKERS = {"update", "update_layer"}
+_MERGES = {"merge", "unmerge", "_unload_and_optionally_merge", *_MAKERS}
+"""Functions of PEFT that read, copy and write the base between steps; ``_MAKERS`` make adapters."""
 
 _NOT_NOW = (
     "expected inside a forward or backward of the model, or between the two, as for a term of the loss: use "
@@ -70,7 +71,10 @@ class Access:
         segment.parameter._refuse()  # type: ignore[attr-defined]
 
     def copy(self, segment: Segment) -> nn.Parameter:
-        """``copy.deepcopy`` of a parameter: raises UsageError."""
+        """``copy.deepcopy`` of a parameter: PEFT, which trains the copy, gets an ordinary one. Raises UsageError."""
+        if _is_in_merge():
+            with torch.no_grad():
+                return nn.Parameter(segment.parameter.clone(), requires_grad=segment.parameter.requires_grad)
         raise UsageError(
             f"parameter {segment.name}: refused deepcopy of a sharded parameter; copy model.state_dict() into a model"
             " built afresh"
@@ -92,6 +96,8 @@ class Access:
                 f"{what} in a forked process; expected in the process that opened the store: pass the worker plain"
                 " tensors"
             )
+        if phase.must_resume and _is_in_merge(_MAKERS):
+            return True  # resume() gives the adapter its values, and the base those of the commit
         in_task = in_graph_task()
         phase.check(_event(conductor.calls, in_task=in_task), what)
         end_interrupted(conductor)
@@ -216,12 +222,12 @@ def end_interrupted(conductor: Conductor) -> None:
         conductor.open_units.park_all()  # it had leased one for writing
 
 
-def _is_in_merge() -> bool:
+def _is_in_merge(names: Collection[str] = frozenset(_MERGES)) -> bool:
     """Return whether an adapter of PEFT is being made, is merging itself into its base, or goes out of it again."""
     if "peft" not in sys.modules:
         return False
     return any(
-        frame.f_code.co_name in _MERGES and frame.f_globals.get("__name__", "").startswith("peft.") for frame in stack()
+        frame.f_code.co_name in names and frame.f_globals.get("__name__", "").startswith("peft.") for frame in stack()
     )
 
 

@@ -5,6 +5,7 @@ But methods may touch parameters as a forward may: a method becomes a call with 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from tiered.zero.parameters.outputs import any_was_computed, own
 from tiered.zero.parameters.unit import Unit
 from tiered.zero.step import in_graph_task
 
-__all__ = ["running", "touched_by_method"]
+__all__ = ["copied", "running", "touched_by_method"]
 
 
 @uninterrupted_block
@@ -64,3 +65,23 @@ def _hand_out(conductor: Conductor, method: Method, output: Any) -> Any:
     if method.call in conductor.calls.under_way and torch.is_grad_enabled() and any_was_computed(output):
         conductor.forward.ended()
     return own(output, conductor.open_units.address_of)
+
+
+def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return ``copy.deepcopy`` of ``module`` as it was before ``shard``; its parameters may refuse the copy."""
+    made: Any = type(module).__new__(type(module))
+    memo[id(module)], state = made, {}
+    for name, value in vars(module).items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            value = type(value)((key, hook) for key, hook in value.items() if not _is_own(hook))
+        if name != "_compiled_call_impl" and not _is_own(value):
+            state[name] = copy.deepcopy(value, memo)
+    made.__setstate__(state)
+    return made  # type: ignore[no-any-return]
+
+
+def _is_own(value: Any) -> bool:
+    """Return whether ``value`` is a hook, a method or a mark of tiered's, as it stands or wrapped by torch."""
+    for name in ("_torchdynamo_orig_callable", "hook", "func", "__func__"):
+        value = getattr(value, name, value)
+    return str(getattr(value, "__globals__", {}).get("__name__") or type(value).__module__).startswith("tiered.")

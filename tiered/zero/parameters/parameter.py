@@ -7,6 +7,7 @@ them leases the owning unit first. Metadata (shape, dtype, grad, hooks) passes t
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -34,6 +35,11 @@ _AS_STRIDED = {  # to the position of its storage_offset
     torch.Tensor.as_strided: 3, torch.as_strided: 3, torch.as_strided_copy: 3,
     torch.Tensor.as_strided_scatter: 4, torch.as_strided_scatter: 4,
 }  # fmt: skip
+_GET_GRAD: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_TO_PRUNE = (
+    "to update_and_allocate() of PEFT's AdaLora or AdaMSS; expected adapters that were added after tiered.shard, by"
+    " peft.get_peft_model(tiered.shard(base, store), config), whose gradients stay until optimizer.zero_grad()"
+)
 _REQUIRES_GRAD = {_SET_REQUIRES_GRAD, torch.Tensor.requires_grad_}
 _FORBIDDEN: dict[Any, str] = {
     torch.Tensor.__reduce_ex__: "pickling of a sharded parameter; save model.state_dict(), or commit the store",
@@ -67,6 +73,8 @@ class TieredParameter(nn.Parameter):
                 result = func(*args, **kwargs)
             if func in _REQUIRES_GRAD:
                 args[0].segment.unit.owner.require_gradient(args[0])
+            elif func == _GET_GRAD and sys._getframe(1).f_globals.get("__name__", "").startswith("peft.tuners.ada"):
+                raise UsageError(f"parameter {args[0].segment.name}: refused .grad {_TO_PRUNE}")
             return result
         parameters = _find(args)
         if kwargs:
@@ -182,9 +190,7 @@ def _access(
 
 
 @contextmanager
-def _access_each(
-    segments: Sequence[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[None]:
+def _access_each(segments: Sequence[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     """The parameters of several models, or of a model that is being made, meet in one operation."""
     with ExitStack() as stack:
         for segment in segments:
