@@ -367,17 +367,15 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
         if module is not model and not any(True for _ in module.parameters()):
             continue
         unit = unit_of.get(module)
-        module.register_forward_pre_hook(
-            functools.partial(engine.forward.begin_call, unit), prepend=True, with_kwargs=True
-        )
+        begin_call = functools.partial(engine.forward.begin_call, unit)
+        module.register_forward_pre_hook(begin_call, prepend=True, with_kwargs=True)
         module.register_forward_hook(engine.forward.end_call, with_kwargs=True, always_call=True)
         stay_eager(module)
         _wrap_methods(module, engine, unit)
         if unit is not None and module is not model and engine.activations.may_recompute(unit):
             engine.activations.wrap(unit, module)
-    for unit in units:
-        for segment in unit.segments:
-            engine.backward.watch(segment.parameter)
+    for segment in (segment for unit in units for segment in unit.segments):
+        engine.backward.watch(segment.parameter)
 
 
 def _wrap_methods(module: nn.Module, engine: Engine, unit: Unit | None) -> None:
