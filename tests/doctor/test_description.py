@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import tiered
-from tiered.doctor import kernel_file
+from tiered.bytes import kernel_file
+from tiered.bytes.device.mount import Mount, find_mount, mounts
 from tiered.doctor.block_device import find_block_device
 from tiered.doctor.description import machine_description
-from tiered.doctor.mount import Mount, find_mount, mounts
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.seccomp import forbid
+from tiered.bytes.device.mount import RAM_COST, RAM_MEND
 from tiered.bytes.device.profile import PROFILE_NAME, Profile, write_profile
 from tiered.doctor import directory as directory_module
 from tiered.doctor.directory import check_drives, check_flush, check_profile, directory_checks, drive_checks
@@ -106,6 +107,9 @@ class TestPlaces:
         found = found_in("/dev/shm")
         assert found["file system"].outcome is Outcome.BROKEN and "tmpfs on /dev/shm" in found["file system"].found
         assert "no drive to wait for" in found["flush"].found
+        cost = found["file system"].cost
+        tuning = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
+        assert cost == RAM_COST and cost in " ".join(tuning.split()) and RAM_MEND in tuning.lower()
 
     def test_a_container_s_layer(self, tmp_path: Path, mount: Mount) -> None:
         for name in ("lower", "upper", "work"):

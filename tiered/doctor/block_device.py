@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiered.doctor import kernel_file
-from tiered.doctor.mount import Mount
+from tiered.bytes import kernel_file
+from tiered.bytes.device.mount import Mount
 
 __all__ = ["BlockDevice", "find_block_device"]
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 import tiered
+from tiered.bytes import kernel_file
 from tiered.bytes.device.direct import DirectProbe, probe_direct
+from tiered.bytes.device.mount import Mount, find_mount
 from tiered.bytes.free_memory import memory_limit
-from tiered.doctor import kernel_file
 from tiered.doctor.block_device import BlockDevice, find_block_device
-from tiered.doctor.mount import Mount, find_mount
 from tiered.units import KiB, format_bytes
 
 __all__ = ["DirectoryDescription", "MachineDescription", "directory_description", "machine_description"]

@@ -14,10 +14,10 @@ from datetime import UTC, datetime
 
 from tiered.bytes.device.direct import open_unnamed, probe_direct
 from tiered.bytes.device.engines import choose_engine
+from tiered.bytes.device.mount import RAM_COST, RAM_MEND, Mount, find_mount
 from tiered.bytes.device.profile import Profile, find_profile
 from tiered.doctor.block_device import find_block_device
 from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
-from tiered.doctor.mount import Mount, find_mount
 from tiered.units import KiB, MiB, format_bytes, format_count
 
 __all__ = ["directory_checks", "drive_checks"]
@@ -85,11 +85,9 @@ def check_file_system(directory: str) -> Finding:
     mount = find_mount(directory)
     if mount is None:
         return ok(directory, name, "not readable from /proc/self/mountinfo")
-    found = f"{mount.file_system} on {mount.mount_point} ({mount.source})"
-    kind = mount.kind
+    found, kind = str(mount), mount.kind
     if kind == "memory":
-        cost = "tensors that leave the DRAM budget stay in DRAM: nothing is gained, and a power cut takes the store"
-        return broken(directory, name, f"{found} keeps files in RAM", cost=cost, mend="use a directory on a drive")
+        return broken(directory, name, found, cost=RAM_COST, mend=RAM_MEND)
     if kind == "network":
         cost = "commits are not supported: a server may lose what was flushed, and locks may not hold"
         mend = "use a directory on a drive of this machine"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
+from tiered.bytes import kernel_file
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.ring import Ring
-from tiered.doctor import kernel_file
 from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
 from tiered.errors import DeviceError
 from tiered.units import KiB, MiB, format_bytes

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tiered.doctor import kernel_file
+from tiered.bytes import kernel_file
 
-__all__ = ["Kind", "Mount", "find_mount", "mounts"]
+__all__ = ["RAM_COST", "RAM_MEND", "Kind", "Mount", "find_mount", "mounts"]
+
+RAM_COST = "tensors that leave the DRAM budget stay in DRAM: nothing is gained, and a power cut takes the store"
+RAM_MEND = "use a directory on a drive"
+"""The cost of a directory of the kind "memory", and the way on."""
 
 Kind = Literal["local", "memory", "overlay", "network", "fuse"]
 
@@ -45,6 +49,10 @@ class Mount:
         if self.file_system in _NETWORK:
             return "network"
         return "fuse" if self.file_system.startswith("fuse") else "local"
+
+    def __str__(self) -> str:
+        keeps = " keeps files in RAM" if self.kind == "memory" else ""
+        return f"{self.file_system} on {self.mount_point} ({self.source}){keeps}"
 
 
 def find_mount(directory: str | os.PathLike[str], proc: Path = Path("/proc/self")) -> Mount | None:
