@@ -16,7 +16,9 @@ import pytest
 from tests.seccomp import forbid
 from tiered.bytes.device.mount import RAM_COST, RAM_MEND
 from tiered.bytes.device.profile import PROFILE_NAME, Profile, write_profile
+from tiered.doctor import block_device
 from tiered.doctor import directory as directory_module
+from tiered.doctor.block_device import by_drive
 from tiered.doctor.directory import check_drives, check_flush, check_profile, directory_checks, drive_checks
 from tiered.doctor.examination import examine
 from tiered.doctor.finding import Check, Finding, Outcome
@@ -232,6 +234,13 @@ class TestDrives:
     def test_directories_of_several_drives(self, tmp_path: Path) -> None:
         finding = check_drives([str(tmp_path), "/dev/shm", "/nowhere/at/all"])
         assert finding.outcome is Outcome.OK and finding.found.startswith("3 directories on 2 drives")
+
+    def test_directories_that_share_a_disk_are_of_one_drive(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        disks = {"a": ("sda",), "b": ("sdb",), "c": ("sdc",), "raid": ("sda", "sdb"), "d": (), "e": ()}
+        monkeypatch.setattr(block_device, "_disks", disks.__getitem__)
+        assert by_drive(disks) == {"sdc": ["c"], "sda, sdb": ["a", "b", "raid"], "": ["d", "e"]}
+        assert check_drives(["raid", "c", "d"]).found == "3 directories on 2 drives: sda, sdb, sdc"
+        assert check_drives(["c", "b", "raid"]).found == "b, raid lie on one drive, sdb, sda"
 
     def test_two_files_as_drives(self, tmp_path: Path, mount: Mount) -> None:
         places = []

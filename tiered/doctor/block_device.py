@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from tiered.bytes import kernel_file
-from tiered.bytes.device.mount import Mount
+from tiered.bytes.device.mount import Mount, find_mount
 
-__all__ = ["BlockDevice", "find_block_device"]
+__all__ = ["BlockDevice", "by_drive", "find_block_device"]
 
 _SYS = Path("/sys")
 
@@ -63,6 +64,29 @@ def find_block_device(mount: Mount, sys: Path = _SYS) -> BlockDevice | None:
             continue
         return _describe(place, depth=0)
     return None
+
+
+def by_drive(directories: Iterable[str]) -> dict[str, list[str]]:
+    """Return the directories of each drive, by the names of its disks; of "" those whose drive is not known.
+
+    Directories that share a disk are of one drive: its bandwidth is theirs together.
+    """
+    found: dict[tuple[str, ...], list[str]] = {}
+    for directory in directories:
+        disks = _disks(directory)
+        shared = [others for others in found if others == disks or set(others) & set(disks)]
+        members = [member for others in shared for member in found.pop(others)]
+        found[tuple(dict.fromkeys(chain(*shared, disks)))] = [*members, directory]
+    return {", ".join(disks): members for disks, members in found.items()}
+
+
+def _disks(directory: str) -> tuple[str, ...]:
+    """Return the disks under ``directory``; the file system where it has none, nothing where that is not known."""
+    mount = find_mount(directory)
+    if mount is None:
+        return ()
+    drive = find_block_device(mount)
+    return drive.disks if drive else (f"{mount.file_system} {mount.source} ({mount.device[0]}:{mount.device[1]})",)
 
 
 def _numbers(mount: Mount) -> Iterator[tuple[int, int]]:

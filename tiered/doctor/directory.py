@@ -16,7 +16,7 @@ from tiered.bytes.device.direct import open_unnamed, probe_direct
 from tiered.bytes.device.engines import choose_engine
 from tiered.bytes.device.mount import RAM_COST, RAM_MEND, Mount, find_mount
 from tiered.bytes.device.profile import Profile, find_profile
-from tiered.doctor.block_device import find_block_device
+from tiered.doctor.block_device import by_drive, find_block_device
 from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
 from tiered.units import KiB, MiB, format_bytes, format_count
 
@@ -206,26 +206,14 @@ def _described(profile: Profile) -> tuple[str, bool]:
 
 def check_drives(directories: Sequence[str]) -> Finding:
     """Look whether the directories lie on different drives."""
-    name = "drives"
-    on: dict[str, list[str]] = {}
-    for directory in directories:
-        for drive in _drives(directory):
-            on.setdefault(drive, []).append(directory)
-    shared = {drive: which for drive, which in on.items() if len(which) > 1}
+    name, drives = "drives", by_drive(directories)
+    shared = [f"{', '.join(which)} lie on one drive, {drive}" for drive, which in drives.items() if drive and which[1:]]
     if not shared:
-        return ok(MACHINE, name, f"{len(directories)} directories on {len(on)} drives: {', '.join(on) or 'not known'}")
-    found = "; ".join(f"{', '.join(which)} lie on one drive, {drive}" for drive, which in shared.items())
+        known = [drive for drive in drives if drive]
+        where = f"{len(directories)} directories on {len(known)} drives: {', '.join(known) or 'not known'}"
+        return ok(MACHINE, name, where)
     cost = "striping over them gains nothing: they share its bandwidth"
-    return slower(MACHINE, name, found, cost=cost, mend="give one directory of each drive")
-
-
-def _drives(directory: str) -> tuple[str, ...]:
-    """Return the disks under ``directory``; the file system where it has none, nothing where that is not known."""
-    mount = find_mount(directory)
-    if mount is None:
-        return ()
-    drive = find_block_device(mount)
-    return drive.disks if drive else (f"{mount.file_system} {mount.source} ({mount.device[0]}:{mount.device[1]})",)
+    return slower(MACHINE, name, "; ".join(shared), cost=cost, mend="give one directory of each drive")
 
 
 def _mount_point(directory: str) -> str:

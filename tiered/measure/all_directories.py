@@ -1,4 +1,4 @@
-"""Several directories at once: a store over all of them, as a user has it, beside the sum of their own rates."""
+"""Several directories at once: a store over all of them, as a user has it, beside the sum of their drives' rates."""
 
 from __future__ import annotations
 
@@ -39,17 +39,14 @@ class AllDirectories:
     def run(self) -> list[TensorRow]:
         """Put, get and lease tensors; return a row for each. Blocks; raises TieredError; cleans up.
 
-        The raw rate of a row is the sum of the rates of the directories alone, through memory that no cache holds.
+        The raw rate of a row is the sum of the rates of the drives alone, through memory that no cache holds.
         """
         report, settings = self._report, self._settings
-        swapping = [one.swap for one in report.directories if one.swap is not None]
-        sums = {
-            "read": sum(rates.read_gb_per_s for rates in swapping),
-            "write": sum(rates.write_gb_per_s for rates in swapping),
-        }
+        sums = {op: sum(getattr(one, f"{op}_gb_per_s") for one in report.swapping) for op in ("read", "write")}
         self._check()
         self._display.now(f"a store over all {len(report.directories)} directories", done=0.99)
-        self._display.line(f"\na store over all {len(report.directories)}; raw: the sum of each alone\n{TENSOR_TITLE}")
+        where = f"a store over all {len(report.directories)}; raw: the sum of each drive alone"
+        self._display.line(f"\n{where}\n{TENSOR_TITLE}")
         try:
             found = measure_tensors(
                 self._folders.make_profiled(report),

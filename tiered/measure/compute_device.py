@@ -98,7 +98,6 @@ class ComputeDevice:
         assert report.compute_device is not None
         self._check()
         self._display.now(f"all three tiers at once, {self._device} at the top", done=0.99)
-        drives = [one.swap for one in report.directories if one.swap is not None]
         with self._current():
             found = measure_three_tiers(
                 self._folders.make_profiled(report),
@@ -111,7 +110,7 @@ class ComputeDevice:
                 check=self._check,
             )
         directory = "+".join(one.directory for one in report.directories)
-        row = TierRow.of(found, report.compute_device.link, drives, directory=directory)
+        row = TierRow.of(found, report.compute_device.link, report.swapping, directory=directory)
         report.compute_device.swap = row
         self._display.line(f"\nall three tiers at once, as a step does; bound: min(PCIe, NVMe)\n{BOUND_TITLE}\n{row}")
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
+from tiered.doctor.block_device import by_drive
 from tiered.doctor.description import MachineDescription
 from tiered.measure.compute_device_report import ComputeDeviceReport
 from tiered.measure.demand import DemandLatency
@@ -109,7 +110,7 @@ class TensorRow:
     gb_per_s: float
     gb_per_s_min: float
     gb_per_s_max: float
-    raw_gb_per_s: tuple[float, ...]  # of several directories: the sum of their own rates
+    raw_gb_per_s: tuple[float, ...]  # of several directories: the sum of their drives' own rates
     ratio_to_raw: float
 
     @classmethod
@@ -176,6 +177,12 @@ class BenchReport:
     def tensors(self) -> list[TensorRow]:
         """The rows of a store in each directory, and of one over all."""
         return [row for one in self.directories for row in one.tensors] + self.together
+
+    @property
+    def swapping(self) -> list[SwapRates]:
+        """The rates for tensors of each drive, measured in the first of its directories, which share them."""
+        firsts = [which[0] for which in by_drive(one.directory for one in self.directories).values()]
+        return [one.swap for one in self.directories if one.swap is not None and one.directory in firsts]
 
     @property
     def ratios_to_sum(self) -> dict[str, float]:
