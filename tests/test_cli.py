@@ -225,7 +225,7 @@ class TestPlan:
         assert [round(plan(state=state).state_bytes_per_param) for state in ("exact", "compact")] == [12, 5]
 
     def test_gradients_that_wait_for_the_end_of_a_step_count_in_each_micro_step(self) -> None:
-        """At any budget: state that is held for good takes the room that they would have."""
+        """At any budget, as an upper bound: bytes that are held for good may take the room that they would have."""
         given: list[dict[str, object]] = [
             {"clip": 1.0}, {"accumulate": 3}, {"accumulate": 3, "update": "backward"}, {"clip": 1.0, "dram": 1 << 32}
         ]  # fmt: skip

@@ -108,7 +108,7 @@ def shard(
     move_buffers(model, tier.device)
     engine = Engine(store, model, units, shares=shares, masters=masters)
     engine.phase.must_resume = engine.layouts.is_stale = engine.layouts.drops_frozen = committed is not None
-    engine.layouts.update_on = update_on
+    engine.layouts.update_on, engine.layouts.hold_is_auto = update_on, hold == "auto"
     engine.activations.take(words, shares.activations)
     _hook(model, modules, units, engine)
     _register(store, model, engine, masters)
