@@ -215,7 +215,7 @@ class TestPlan:
         assert main(["train", "--dry-run", *options, "--store", str(store)]) == 0
         *lines, last = capsys.readouterr().out.splitlines()
         titles = [line.split()[0] for line in lines if not line.startswith(" ")]
-        assert titles == ["model", "data", "job", "memory", "space", "writes"]
+        assert titles == ["model", "data", "job", "memory", "device", "space", "writes"]
         begin = last.partition("nothing was begun or written; begin: ")[2]
         assert all(word in begin for word in ("--no-durable", "--layers 2", "--dram 32MiB", f"--store {store}"))
         assert "--dry-run" not in begin

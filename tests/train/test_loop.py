@@ -86,8 +86,8 @@ def test_a_run_says_what_it_will_do_and_what_it_did(
     out, err = capsys.readouterr()
     assert not err
     for word in (
-        "model", "data", "job", "memory", "space", "writes", "loss", "time", "moved", "waited", "bound", "wrote", "run",
-        "go on",
+        "model", "data", "job", "memory", "device", "space", "writes", "loss", "time", "moved", "waited", "bound",
+        "wrote", "run", "go on",
     ):  # fmt: skip
         assert re.search(rf"^{word}( |$)", out, re.MULTILINE), word  # a long path has a line to itself
     assert "bound" in out[out.index("\nverdict ") :]
