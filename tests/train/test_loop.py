@@ -13,6 +13,7 @@ import pytest
 
 import tiered
 from tiered.cli import main
+from tiered.errors import CapacityError
 from tiered.train.data import Loader
 from tiered.train.loop import TrainingLoop
 
@@ -65,6 +66,33 @@ def figures(tmp_path: Path, store: str = "run") -> dict[str, Any]:
 def content(directory: Path) -> dict[str, bytes]:
     """Return what the files in ``directory`` hold; the lock's says only who had it last."""
     return {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "lock"}
+
+
+@pytest.mark.parametrize("options", [(), ("--no-durable",), ("--store", "other/deep")])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_new_run_that_is_refused_for_space_leaves_nothing_behind(
+    options: tuple[str, ...], is_there: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where less is free than the plan counted on: data files of the model under construction stayed."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise CapacityError("no space")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tiered.Store, "reserve_space", refuse)
+    if is_there:
+        (tmp_path / "run").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert run("--steps", "2", *options) == 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_is_refused_for_space_later_stays(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("--steps", "2") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "_build", lambda *_: (_ for _ in ()).throw(CapacityError("no space")))
+        assert run("--resume", "--steps", "4") == 2
+    assert run("--resume", "--steps", "4") == 0 and figures(tmp_path)["steps"] == [3, 4]
 
 
 def interrupt_at_batch(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
