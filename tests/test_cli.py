@@ -233,7 +233,7 @@ class TestPlan:
         assert main(["train", "--dry-run", *options, "--store", str(store)]) == 0
         *lines, last = capsys.readouterr().out.splitlines()
         titles = [line.split()[0] for line in lines if not line.startswith(" ")]
-        assert titles == ["model", "data", "job", "memory", "space", "writes"]
+        assert titles == ["model", "data", "job", "memory", "device", "space", "writes"]
         begin = last.partition("nothing was begun or written; begin: ")[2]
         assert all(word in begin for word in ("--no-durable", "--layers 2", "--dram 32MiB", f"--store {store}"))
         assert "--dry-run" not in begin
@@ -243,7 +243,7 @@ class TestPlan:
         assert [round(plan(state=state).state_bytes_per_param) for state in ("exact", "compact")] == [12, 5]
 
     def test_gradients_that_wait_for_the_end_of_a_step_count_in_each_micro_step(self) -> None:
-        """At any budget: state that is held for good takes the room that they would have."""
+        """At any budget, as an upper bound: bytes that are held for good may take the room that they would have."""
         given: list[dict[str, object]] = [
             {"clip": 1.0}, {"accumulate": 3}, {"accumulate": 3, "update": "backward"}, {"clip": 1.0, "dram": 1 << 32}
         ]  # fmt: skip

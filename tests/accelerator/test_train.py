@@ -11,6 +11,7 @@ import pytest
 
 from tests.accelerator.training import DEVICE
 from tiered.cli import main
+from tiered.zero.compute_device import named_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -62,6 +63,23 @@ def test_a_run_goes_on_there_and_comes_back(run: Run, accelerator: Any, tmp_path
     assert found["steps"] == [3, 4] and found["losses"][-1] < losses[0]
     assert run("--resume", "--steps", "5", "--device", "cpu") == 0
     assert "device" not in json.loads((tmp_path / "run.json").read_text())
+
+
+def test_auto_says_in_the_log_what_it_took_and_why(accelerator: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "tiered"):
+        assert (named_device("auto").type, named_device("auto", 0).type) == (DEVICE, "cpu")
+    assert [record.getMessage() for record in caplog.records] == [
+        f'device="auto" is {DEVICE}: the accelerator of this process', 'device="auto" is cpu: device_memory is 0'
+    ]  # fmt: skip
+
+
+def test_auto_without_an_accelerator_says_so(
+    run: Run, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "tiered"):
+        assert run("--steps", "1") == 0
+    assert 'device="auto" is cpu: this process has no accelerator' in caplog.text
+    assert "\ndevice  the CPU: this process has no accelerator\n" in capsys.readouterr().out
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_is_written(

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.bytes import places
 from tests.bytes.faulty import ENGINES, Call, Errors, Gate, faulty
 from tests.bytes.moving import WAIT_S, Batch, exit_code_of_child, fill, move
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.device.base import Device, IOClass, Operation
+from tiered.bytes.device.mount import RAM_COST, RAM_MEND
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, UsageError
 from tiered.units import KiB, MiB
@@ -223,6 +225,17 @@ def test_without_direct_io_one_warning_says_why(tmp_path: Path, caplog: pytest.L
         device.close()
     assert not device.is_direct and "buffered" in repr(device)
     assert len(caplog.records) == 1 and "scripted refusal" in caplog.text and str(tmp_path) in caplog.text
+
+
+def test_a_directory_in_ram_has_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With direct I/O, as newer kernels have it there, and without."""
+    with places.tmpfs(tmp_path) as directory, caplog.at_level(logging.WARNING, "tiered"):
+        for engine in (ThreadsDevice, RefusesDirect):
+            caplog.clear()
+            engine(directory, num_threads=1).close()
+            (record,) = caplog.records
+            said = record.getMessage()
+            assert f"{directory}: tmpfs on /dev/shm" in said and f"keeps files in RAM: {RAM_COST}; {RAM_MEND}" in said
 
 
 def test_direct_io_can_be_insisted_on_and_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import tiered
-from tiered.doctor import kernel_file
+from tiered.bytes import kernel_file
+from tiered.bytes.device.mount import Mount, find_mount, mounts
 from tiered.doctor.description import machine_description
-from tiered.doctor.drive import Mount, find_block_device, find_mount, mounts
+from tiered.doctor.drive import find_block_device
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:

@@ -16,10 +16,13 @@ import pytest
 
 from tests.doctor.in_child import found_in_child
 from tests.seccomp import forbid
+from tiered.bytes.device.mount import RAM_COST, RAM_MEND
 from tiered.bytes.device.profile import PROFILE_NAME, Profile, write_profile
+from tiered.doctor import block_device
 from tiered.doctor import directory as directory_module
 from tiered.doctor.directory import check_drives, check_flush, check_profile, directory_checks, drive_checks
 from tiered.doctor.doctor import examine
+from tiered.doctor.drive import by_drive
 from tiered.doctor.finding import Finding, Outcome
 from tiered.units import MiB
 
@@ -107,6 +110,9 @@ class TestPlaces:
         found = found_in("/dev/shm")
         assert found["file system"].outcome is Outcome.BROKEN and "tmpfs on /dev/shm" in found["file system"].found
         assert "no drive to wait for" in found["flush"].found
+        cost = found["file system"].cost
+        tuning = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
+        assert cost == RAM_COST and cost in " ".join(tuning.split()) and RAM_MEND in tuning.lower()
 
     def test_a_container_s_layer(self, tmp_path: Path, mount: Mount) -> None:
         for name in ("lower", "upper", "work"):
@@ -230,6 +236,13 @@ class TestDrives:
     def test_directories_of_several_drives(self, tmp_path: Path) -> None:
         finding = check_drives([str(tmp_path), "/dev/shm", "/nowhere/at/all"])
         assert finding.outcome is Outcome.OK and finding.found.startswith("3 directories on 2 drives")
+
+    def test_directories_that_share_a_disk_are_of_one_drive(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        disks = {"a": ("sda",), "b": ("sdb",), "c": ("sdc",), "raid": ("sda", "sdb"), "d": (), "e": ()}
+        monkeypatch.setattr(block_device, "_disks", disks.__getitem__)
+        assert by_drive(disks) == {"sdc": ["c"], "sda, sdb": ["a", "b", "raid"], "": ["d", "e"]}
+        assert check_drives(["raid", "c", "d"]).found == "3 directories on 2 drives: sda, sdb, sdc"
+        assert check_drives(["c", "b", "raid"]).found == "b, raid lie on one drive, sdb, sda"
 
     def test_two_files_as_drives(self, tmp_path: Path, mount: Mount) -> None:
         places = []

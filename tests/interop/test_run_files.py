@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 import tiered
@@ -112,6 +113,34 @@ def test_files_are_imported_under_their_names_and_exported_again(
     assert_same_tensors(tensors_in(tmp_path / "again"), expected)
     assert_same_tensors(mixtral().from_pretrained(tmp_path / "again").state_dict(), mixtral().state_dict())
     assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "files" / "config.json").read_text()
+
+
+def test_packed_4_bit_tensors_come_in_lie_in_place_and_go_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As MXFP4 models have them, beside their scales. A tensor of no dimension has no place in the format."""
+
+    def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        assert tensors["w"].dtype == torch.float4_e2m1fn_x2
+        return {name: value.view(torch.uint8) for name, value in tensors.items()}
+
+    packed = torch.arange(64, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    expected = {"w": packed.view(2, 4, 8), "scale": torch.tensor([0.5, 2.0]).to(torch.float8_e8m0fnu)}
+    save_file(expected, tmp_path / "base")
+    assert main(["import", str(tmp_path / "base"), str(tmp_path / "run")]) == 0
+    with tiered.Store(tmp_path / "run", dram="16MiB", external=[tmp_path / "base"]) as store:
+        assert_same_tensors(as_bytes(dict(store)), as_bytes(expected))
+        store.adopt("in place", tmp_path / "base", "w")
+        store["strided"] = packed.view(8, 8).t()
+        store.commit()
+        values = dict(store)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--external", str(tmp_path / "base")]) == 0
+    assert_same_tensors(as_bytes(tensors_in(tmp_path / "out")), as_bytes(values))
+    with tiered.Store(tmp_path / "run", dram="16MiB", external=[tmp_path / "base"]) as store:
+        store["scalar"] = packed[0]
+        store.commit()
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "two"), "--external", str(tmp_path / "base")]) == 2
+    assert "scalar is torch.float4_e2m1fn_x2 [], which safetensors lacks" in capsys.readouterr().err
 
 
 def test_an_import_that_fails_leaves_nothing_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,8 +127,9 @@ class TestReport:
         )
 
     def test_directories_are_measured_alone_and_then_together(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
+        """Those of one drive are said to be, and its rate is not added to itself."""
         monkeypatch.setenv("PATH", "")  # as where fio is not installed
         directories = (tmp_path / "a", tmp_path / "b")
         for directory in directories:
@@ -144,9 +145,10 @@ class TestReport:
             (op, "+".join(names)) for op in ("put", "get", "lease")
         ]
         assert {row["tensor_bytes"] * row["num_tensors"] for row in together} == {FEW.tensors_nbytes}
-        alone = [rates["write_gb_per_s"] for rates in found["swap"].values()]
-        assert found["ratios_to_sum"]["put"] == pytest.approx(together[0]["gb_per_s"] / sum(alone))
-        assert f"read {together[1]['gb_per_s']:.1f} GB/s" in found["verdict"]
+        alone = found["swap"][names[0]]["write_gb_per_s"]
+        assert found["ratios_to_sum"]["put"] == pytest.approx(together[0]["gb_per_s"] / alone)
+        assert f"read {together[1]['gb_per_s']:.1f} GB/s" in found["verdict"] and "this drive" in found["verdict"]
+        assert f"{names[0]}, {names[1]} lie on one drive" in " ".join(capsys.readouterr().out.split())
         assert {row["ratio_to_fio"] for row in rows} == {None}
         for directory in directories:
             assert [file.name for file in directory.iterdir()] == [PROFILE_NAME]

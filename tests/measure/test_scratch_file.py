@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tiered.doctor.drive import find_mount
+from tiered.bytes.device.mount import find_mount
 from tiered.measure.scratch_file import forget
 
 

@@ -225,6 +225,13 @@ def test_a_directory_with_something_else_in_it_is_refused(tmp_path):
     refused([tmp_path], match=CATALOG_NAME)
 
 
+@pytest.mark.parametrize("names", [("a", "a/b"), ("a/b/c", "d", "a"), ("d/../a", "a/b")])
+def test_directories_within_each_other_are_refused_and_none_is_made(tmp_path, names):
+    with pytest.raises(UsageError, match=r"a/b(/c)? lies in .*/a, another directory of the store"):
+        tiered.Store(*(tmp_path / name for name in names), dram="8MiB")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_is_not_a_directory(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="not a directory"):

@@ -6,6 +6,7 @@ import copy
 import errno
 import io
 import json
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -82,7 +83,7 @@ def test_dtypes_are_those_of_torch_and_of_the_library() -> None:
         assert dtype.itemsize == itemsize and _TYPES.get(name, dtype) == dtype
     assert set(_TYPES) <= set(_DTYPES)
     for torch_name, _ in _DTYPES.values():
-        tensor = torch.zeros(2, dtype=torch.uint8).to(getattr(torch, torch_name))
+        tensor = torch.zeros(16, dtype=torch.uint8).view(getattr(torch, torch_name))
         assert parsed(save({"x": tensor})).entry("x").dtype == torch_name
 
 
@@ -90,20 +91,33 @@ def test_an_unknown_dtype_is_kept_and_refused_when_it_is_used() -> None:
     header = parsed(
         packed(
             {
-                "packed": {"dtype": "F4", "shape": [3, 4], "data_offsets": [0, 6]},
+                "packed": {"dtype": "F6_E2M3", "shape": [2, 4], "data_offsets": [0, 6]},
                 "weight": {"dtype": "F32", "shape": [1], "data_offsets": [6, 10]},
             },
             bytes(10),
         )
     )
     assert header.entry("weight").nbytes == 4
-    assert header.entries["packed"].dtype == "F4" and not header.entries["packed"].is_known
-    with pytest.raises(UsageError, match=r"/models/file: 'packed' has the dtype 'F4', which torch lacks: convert it"):
+    assert header.entries["packed"].dtype == "F6_E2M3" and not header.entries["packed"].is_known
+    with pytest.raises(UsageError, match=r"/models/file: 'packed' has the dtype 'F6_E2M3', which torch lacks: convert"):
         header.entry("packed")
     with pytest.raises(UsageError, match=r"/models/file has no tensor 'weigth'; did you mean 'weight'\?"):
         header.entry("weigth")
     with pytest.raises(UsageError, match=r"has no tensor 'zzz'; it has 2 tensors"):
         header.entry("zzz")
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (3,), (2, 0, 5), (0,)])
+def test_halves_of_bytes_are_read_as_the_library_reads_them(shape: tuple[int, ...], tmp_path: Path) -> None:
+    tensors = {"packed": torch.arange(math.prod(shape)).to(torch.uint8).view(shape).view(torch.float4_e2m1fn_x2)}
+    save_file(tensors, tmp_path / "file")
+    assert_is_read(tmp_path / "file", tensors, read_header(tmp_path / "file"))
+
+
+def test_halves_of_bytes_that_torch_has_no_shape_for_are_refused() -> None:
+    header = parsed(packed({"x": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}, bytes(3)))
+    with pytest.raises(UsageError, match=r"'x' has the dtype 'F4 of an odd last dimension', which torch lacks"):
+        header.entry("x")
 
 
 def test_metadata_is_passed_over() -> None:

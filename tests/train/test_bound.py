@@ -13,6 +13,11 @@ import tiered
 from tiered.bytes.device.profile import LinkProfile, Profile, write_link_profile, write_profile
 from tiered.train.bound import Bandwidth, Bound, profiled_bandwidth, profiled_link
 
+PROFILE = Profile(
+    engine="threads", read_bytes_per_s=3e9, write_bytes_per_s=2e9, block_nbytes=4 << 20, read_depth=8,
+    write_depth=8, duplex=0.1, measured_at="2026-11-21T03:50:00+00:00", kernel="6.18",
+)  # fmt: skip
+
 
 def bound(step_s: float = 10.0, **given: Any) -> Bound:
     values: dict[str, Any] = {
@@ -82,11 +87,7 @@ def test_a_step_that_took_no_time_has_no_verdict() -> None:
 
 def test_the_bandwidth_is_the_profiles(tmp_path: Path) -> None:
     assert profiled_bandwidth([tmp_path]) is None
-    profile = Profile(
-        engine="threads", read_bytes_per_s=3e9, write_bytes_per_s=2e9, block_nbytes=4 << 20, read_depth=8,
-        write_depth=8, duplex=0.1, measured_at="2026-11-21T03:50:00+00:00", kernel="6.18",
-    )  # fmt: skip
-    write_profile(tmp_path, profile)
+    write_profile(tmp_path, PROFILE)
     (tmp_path / "other").mkdir()
     for directories in ([tmp_path], [tmp_path / "run", tmp_path / "other"]):
         assert profiled_bandwidth(directories) == Bandwidth(3e9, 2e9, 0.1, "measured by tiered bench")
@@ -94,9 +95,21 @@ def test_the_bandwidth_is_the_profiles(tmp_path: Path) -> None:
     with tiered.Store(tmp_path / "run", dram="8MiB") as store:  # the profile of the directory above
         assert [device.engine for device in store.working_set.space.devices] == ["threads"]
         assert threading.active_count() >= num_before + 8
-    write_profile(tmp_path / "run", replace(profile, read_bytes_per_s=1e9))
+    write_profile(tmp_path / "run", replace(PROFILE, read_bytes_per_s=1e9))
     nearest = profiled_bandwidth([tmp_path / "run" / "inner"])
     assert nearest is not None and nearest.read_bytes_per_s == 1e9
+
+
+def test_the_bandwidth_of_directories_is_that_of_each_drive_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two file systems of one disk share it."""
+    disks = {tmp_path / "a": ("sda",), tmp_path / "b": ("sda",), tmp_path / "c": ("sdb",)}
+    monkeypatch.setattr("tiered.doctor.drive._disks", lambda directory: disks[Path(directory)])
+    for directory in disks:
+        directory.mkdir()
+        write_profile(directory, PROFILE)
+    assert profiled_bandwidth(list(disks)) == Bandwidth(6e9, 4e9, 0.1, "measured by tiered bench")
 
 
 def test_the_bandwidth_of_a_link_is_that_of_a_device_of_the_type(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 
 import tiered
 from tiered.cli import main
+from tiered.errors import CapacityError
 from tiered.train.data import Loader
 from tiered.train.loop import TrainingLoop
 
@@ -68,6 +69,33 @@ def content(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "lock"}
 
 
+@pytest.mark.parametrize("options", [(), ("--no-durable",), ("--store", "other/deep")])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_new_run_that_is_refused_for_space_leaves_nothing_behind(
+    options: tuple[str, ...], is_there: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where less is free than the plan counted on: data files of the model under construction stayed."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise CapacityError("no space")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tiered.Store, "reserve_space", refuse)
+    if is_there:
+        (tmp_path / "run").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert run("--steps", "2", *options) == 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_is_refused_for_space_later_stays(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("--steps", "2") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "_build", lambda *_: (_ for _ in ()).throw(CapacityError("no space")))
+        assert run("--resume", "--steps", "4") == 2
+    assert run("--resume", "--steps", "4") == 0 and figures(tmp_path)["steps"] == [3, 4]
+
+
 def interrupt_at_batch(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Press Ctrl-C just as the batch ``number`` is drawn."""
     draw = Loader.__next__
@@ -87,8 +115,8 @@ def test_a_run_says_what_it_will_do_and_what_it_did(
     out, err = capsys.readouterr()
     assert not err
     for word in (
-        "model", "data", "job", "memory", "space", "writes", "loss", "time", "moved", "waited", "bound", "wrote", "run",
-        "go on",
+        "model", "data", "job", "memory", "device", "space", "writes", "loss", "time", "moved", "waited", "bound",
+        "wrote", "run", "go on",
     ):  # fmt: skip
         assert re.search(rf"^{word}( |$)", out, re.MULTILINE), word  # a long path has a line to itself
     assert "bound" in out[out.index("\nverdict ") :]

@@ -14,23 +14,26 @@ from tests.store.rig import simulated_store
 from tests.zero.training import counted_swaps
 from tiered.store.store import Store
 from tiered.units import KiB
+from tiered.zero.formats.budget import share_out_as_asked
 from tiered.zero.gradients.stand_in import StandIn
+from tiered.zero.layout import Shares
 
 TWO_THREADS = True  # how long the layers compute beside I/O is left as users have it
 
 NUM_UNITS = 8
 WIDTH = 128
-BUDGET_NBYTES = 800 * KiB  # 528 is the smallest; gradients alone take 520
+SMALLEST_NBYTES = 528 * KiB
+BUDGET_NBYTES = 800 * KiB  # gradients alone take 520
 
 
 class Trainer:
     """A chain of equal layers on a device that completes at once: what was asked for ahead is there."""
 
-    def __init__(self, store: Store, **options: Any) -> None:
+    def __init__(self, store: Store, *, hold: str | int = 0, **options: Any) -> None:
         torch.manual_seed(1)
         self.store = store
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(NUM_UNITS)]
-        self.model = tiered.shard(nn.Sequential(*layers), store, unit=nn.Linear, hold=0)
+        self.model = tiered.shard(nn.Sequential(*layers), store, unit=nn.Linear, hold=hold)
         self.optimizer = tiered.AdamW(self.model.parameters(), lr=1e-3, store=store, **options)
 
     def backward(self, seed: int) -> None:
@@ -53,13 +56,18 @@ class Trainer:
         self.model[0].weight.segment.unit.engine.updates.finish_all()  # type: ignore[union-attr]
 
     @property
+    def shares(self) -> Shares:
+        shares: Shares = self.model[0].weight.segment.unit.engine.layouts.shares  # type: ignore[union-attr]
+        return shares
+
+    @property
     def num_demands(self) -> int:
         return self.store.statistics().working_set.swaps.num_demands
 
 
 @contextmanager
-def trainer(**options: Any) -> Iterator[Trainer]:
-    with simulated_store(SimulatedDisk(), budget_nbytes=BUDGET_NBYTES, durable=False) as store:
+def trainer(budget_nbytes: int = BUDGET_NBYTES, **options: Any) -> Iterator[Trainer]:
+    with simulated_store(SimulatedDisk(), budget_nbytes=budget_nbytes, durable=False) as store:
         yield Trainer(store, **options)
 
 
@@ -80,6 +88,28 @@ def test_micro_steps_whose_gradients_do_not_fit_wait_for_nothing() -> None:
         t.step()
         t.finish()
         assert t.num_demands - before <= 4
+
+
+@pytest.mark.parametrize("state_kib", [300, 450])
+def test_gradients_that_wait_find_room_before_optimizer_state_is_held(state_kib: int) -> None:
+    """The state took their room, and each step wrote gradients that it read again."""
+    with trainer(SMALLEST_NBYTES + (2 * 520 + state_kib) * KiB, hold="auto", update="step") as t:
+        for _ in range(3):
+            t.backward(0)
+            t.backward(1)
+            assert not any(t.stored_gradients())
+            t.optimizer.step()
+            t.optimizer.zero_grad()
+        assert t.shares.held >= 520 * KiB, "the parameters, and what of the state fits"
+
+
+@pytest.mark.parametrize(("beyond_kib", "update"), [(300, "step"), (1000, "backward")])
+def test_what_no_gradient_waits_for_is_held_as_before(beyond_kib: int, update: str) -> None:
+    """A byte of a parameter saves as many as one of a gradient."""
+    with trainer(SMALLEST_NBYTES + beyond_kib * KiB, hold="auto", update=update) as t:
+        engine = t.model[0].weight.segment.unit.engine  # type: ignore[union-attr]
+        asked = share_out_as_asked([unit.layout for unit in engine.units], SMALLEST_NBYTES + beyond_kib * KiB, "auto")
+        assert t.shares == asked and asked.held > 0
 
 
 def test_gradients_that_are_used_last_make_way() -> None:

@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 
 import tiered
+from tiered.bytes import kernel_file
 from tiered.bytes.device.direct import DirectProbe, probe_direct
+from tiered.bytes.device.mount import Mount, find_mount
 from tiered.bytes.free_memory import memory_limit
-from tiered.doctor import kernel_file
-from tiered.doctor.drive import BlockDevice, Mount, find_block_device, find_mount
-from tiered.doctor.kernel_file import said
+from tiered.bytes.kernel_file import said
+from tiered.doctor.drive import BlockDevice, find_block_device
 from tiered.units import KiB, format_bytes
 
 __all__ = ["DirectoryDescription", "MachineDescription", "directory_description", "machine_description"]

@@ -15,9 +15,10 @@ from datetime import UTC, datetime
 
 from tiered.bytes.device.direct import open_unnamed
 from tiered.bytes.device.engines import choose_engine
+from tiered.bytes.device.mount import RAM_COST, RAM_MEND, find_mount
 from tiered.bytes.device.profile import Profile, find_profile
 from tiered.doctor.description import directory_description
-from tiered.doctor.drive import find_block_device, find_mount
+from tiered.doctor.drive import by_drive
 from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
 from tiered.units import KiB, MiB, format_bytes, format_count
 
@@ -32,23 +33,19 @@ _NUM_FLUSHES = 5
 _FAST_FLUSH_S, _SLOW_FLUSH_S = 100e-6, 50e-3
 _OLD_DAYS = 180
 _LACKS = {  # of each kind of file system
-    "memory": (
-        broken, "keeps files in RAM",
-        "tensors that leave the DRAM budget stay in DRAM: nothing is gained, and a power cut takes the store",
-        "use a directory on a drive",
-    ),
+    "memory": (broken, "", RAM_COST, RAM_MEND),
     "network": (
-        broken, "is on another machine",
+        broken, " is on another machine",
         "commits are not supported: a server may lose what was flushed, and locks may not hold",
         "use a directory on a drive of this machine",
     ),
     "overlay": (
-        slower, "is a container's layer",
+        slower, " is a container's layer",
         "not measured here; files of a container's layer are copied when first written, and go with it",
         "put a directory of the host there: docker run -v /nvme/run:/run/store",
     ),
     "fuse": (
-        slower, "is served by a program",
+        slower, " is served by a program",
         "not measured here; every operation passes through one more process",
         "use a directory on a drive",
     ),
@@ -109,11 +106,10 @@ def check_file_system(directory: str) -> Finding:
     mount = find_mount(directory)
     if mount is None:
         return ok(directory, name, "not readable from /proc/self/mountinfo")
-    found = f"{mount.file_system} on {mount.mount_point} ({mount.source})"
     if mount.kind == "local":
-        return ok(directory, name, found)
+        return ok(directory, name, str(mount))
     judge, what, cost, mend = _LACKS[mount.kind]
-    return judge(directory, name, f"{found} {what}", cost=cost, mend=mend)
+    return judge(directory, name, f"{mount}{what}", cost=cost, mend=mend)
 
 
 def check_free_space(directory: str) -> Finding:
@@ -210,26 +206,14 @@ def _described(profile: Profile) -> tuple[str, bool]:
 
 def check_drives(directories: Sequence[str]) -> Finding:
     """Look whether the directories lie on different drives."""
-    name = "drives"
-    on: dict[str, list[str]] = {}
-    for directory in directories:
-        for drive in _drives(directory):
-            on.setdefault(drive, []).append(directory)
-    shared = {drive: which for drive, which in on.items() if len(which) > 1}
+    name, drives = "drives", by_drive(directories)
+    shared = [f"{', '.join(which)} lie on one drive, {drive}" for drive, which in drives.items() if drive and which[1:]]
     if not shared:
-        return ok(MACHINE, name, f"{len(directories)} directories on {len(on)} drives: {', '.join(on) or 'not known'}")
-    found = "; ".join(f"{', '.join(which)} lie on one drive, {drive}" for drive, which in shared.items())
+        known = [drive for drive in drives if drive]
+        where = f"{len(directories)} directories on {len(known)} drives: {', '.join(known) or 'not known'}"
+        return ok(MACHINE, name, where)
     cost = "striping over them gains nothing: they share its bandwidth"
-    return slower(MACHINE, name, found, cost=cost, mend="give one directory of each drive")
-
-
-def _drives(directory: str) -> tuple[str, ...]:
-    """Return the disks under ``directory``; the file system where it has none, nothing where that is not known."""
-    mount = find_mount(directory)
-    if mount is None:
-        return ()
-    drive = find_block_device(mount)
-    return drive.disks if drive else (f"{mount.file_system} {mount.source} ({mount.device[0]}:{mount.device[1]})",)
+    return slower(MACHINE, name, "; ".join(shared), cost=cost, mend="give one directory of each drive")
 
 
 @contextmanager

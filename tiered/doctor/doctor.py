@@ -17,11 +17,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from tiered.bytes import kernel_file
 from tiered.bytes.critical_section import BoundedThread
 from tiered.console.interruption import INTERRUPTED
 from tiered.console.page import fold, page_width
 from tiered.console.report_file import check_writable, write_report
-from tiered.doctor import kernel_file
 from tiered.doctor.description import MachineDescription, machine_description
 from tiered.doctor.directory import directory_checks, drive_checks
 from tiered.doctor.finding import MACHINE, Check, Finding, Outcome, broken

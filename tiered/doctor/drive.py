@@ -1,53 +1,19 @@
-"""The mount and the drive under a directory, as /proc and /sys know them."""
+"""The drive under a directory, as /sys knows it."""
 
 from __future__ import annotations
 
 import os
-import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Literal
 
-from tiered.doctor import kernel_file
-from tiered.doctor.kernel_file import said
+from tiered.bytes import kernel_file
+from tiered.bytes.device.mount import Mount, find_mount
+from tiered.bytes.kernel_file import said
 
-__all__ = ["BlockDevice", "Kind", "Mount", "find_block_device", "find_mount", "mounts"]
-
-Kind = Literal["local", "memory", "overlay", "network", "fuse"]
-
-_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
-_OVERLAY = {"overlay", "overlayfs", "aufs", "unionfs", "fuse.fuse-overlayfs"}
-_NETWORK = {
-    "9p", "afs", "beegfs", "ceph", "cifs", "drvfs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "smb3",
-    "smbfs", "virtiofs", "vboxsf", "wekafs",
-    "fuse.blobfuse2", "fuse.ceph", "fuse.gcsfuse", "fuse.glusterfs", "fuse.goofys", "fuse.juicefs", "fuse.mount-s3",
-    "fuse.rclone", "fuse.s3fs", "fuse.sshfs",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """One line of /proc/self/mountinfo."""
-
-    mount_point: str
-    root: str  # the part of the file system that is mounted there
-    file_system: str  # ext4, xfs, tmpfs, ...
-    source: str  # /dev/nvme0n1p1, server:/export, ...
-    options: str  # of the mount, then of the file system
-    device: tuple[int, int]  # major, minor; an anonymous one (0, n) is no block device
-
-    @property
-    def kind(self) -> Kind:
-        """The kind of place that keeps the bytes, by the name of the file system."""
-        if self.file_system in _MEMORY:
-            return "memory"
-        if self.file_system in _OVERLAY:
-            return "overlay"
-        if self.file_system in _NETWORK:
-            return "network"
-        return "fuse" if self.file_system.startswith("fuse") else "local"
+__all__ = ["BlockDevice", "by_drive", "find_block_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,44 +54,6 @@ class BlockDevice:
         )
 
 
-def find_mount(directory: str | os.PathLike[str], proc: Path = Path("/proc/self")) -> Mount | None:
-    """Return the mount that ``directory`` lies on; None where that cannot be found out."""
-    try:
-        fd = os.open(directory, os.O_PATH | os.O_CLOEXEC)
-    except (OSError, ValueError):
-        return None
-    try:
-        information = kernel_file.text(Path("/proc/self/fdinfo") / str(fd)) or ""
-    finally:
-        os.close(fd)
-    found = re.search(r"^mnt_id:\s*(\d+)", information, re.MULTILINE)
-    return mounts(proc).get(int(found[1])) if found else None
-
-
-def mounts(proc: Path = Path("/proc/self")) -> dict[int, Mount]:
-    """Return all mounts of this process by their number; lines that cannot be understood are left out."""
-    found = {}
-    for line in (kernel_file.text(proc / "mountinfo") or "").splitlines():
-        try:
-            fields, _, rest = line.partition(" - ")
-            number, _, device, root, mount_point, options = fields.split(" ")[:6]
-            file_system, source, super_options = rest.split(" ")[:3]
-            major, _, minor = device.partition(":")
-            all_options = dict.fromkeys([*options.split(","), *super_options.split(",")])
-            found[int(number)] = Mount(
-                _plain(mount_point), _plain(root), file_system, _plain(source), ",".join(all_options),
-                (int(major), int(minor)),
-            )  # fmt: skip
-        except ValueError:
-            continue
-    return found
-
-
-def _plain(escaped: str) -> str:
-    r"""Return the path in which the kernel writes a space as \040."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), escaped)
-
-
 def find_block_device(mount: Mount, sys: Path = Path("/sys")) -> BlockDevice | None:
     """Return the block device that ``mount`` lies on; None for file systems that have none, or do not say."""
     for major, minor in _numbers(mount):
@@ -135,6 +63,29 @@ def find_block_device(mount: Mount, sys: Path = Path("/sys")) -> BlockDevice | N
             continue
         return _describe(place, depth=0)
     return None
+
+
+def by_drive(directories: Iterable[str]) -> dict[str, list[str]]:
+    """Return the directories of each drive, by the names of its disks; of "" those whose drive is not known.
+
+    Directories that share a disk are of one drive: its bandwidth is theirs together.
+    """
+    found: dict[tuple[str, ...], list[str]] = {}
+    for directory in directories:
+        disks = _disks(directory)
+        shared = [others for others in found if others == disks or set(others) & set(disks)]
+        members = [member for others in shared for member in found.pop(others)]
+        found[tuple(dict.fromkeys(chain(*shared, disks)))] = [*members, directory]
+    return {", ".join(disks): members for disks, members in found.items()}
+
+
+def _disks(directory: str) -> tuple[str, ...]:
+    """Return the disks under ``directory``; the file system where it has none, nothing where that is not known."""
+    mount = find_mount(directory)
+    if mount is None:
+        return ()
+    drive = find_block_device(mount)
+    return drive.disks if drive else (f"{mount.file_system} {mount.source} ({mount.device[0]}:{mount.device[1]})",)
 
 
 def _numbers(mount: Mount) -> Iterator[tuple[int, int]]:

@@ -20,11 +20,11 @@ import psutil
 import torch
 import torch.distributed
 
+from tiered.bytes import kernel_file
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.ring import Ring
 from tiered.bytes.pinned_arena import PinnedArena
 from tiered.bytes.registrar import NoRegistrar, registrar_for
-from tiered.doctor import kernel_file
 from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
 from tiered.errors import DeviceError
 from tiered.units import KiB, MiB, format_bytes

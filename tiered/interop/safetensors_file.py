@@ -52,10 +52,14 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
     place = 0
     for name, tensor in tensors.items():
         dtype = DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch."))
-        if dtype is None:
-            raise UsageError(f"{name} is {tensor.dtype}, which safetensors files lack; expected one of {DTYPE_NAMES}")
-        end = place + tensor.numel() * tensor.dtype.itemsize
-        fields[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [place, end]}
+        shape, end = list(tensor.shape), place + tensor.numel() * tensor.dtype.itemsize
+        if dtype is None or (dtype == "F4" and not shape):
+            raise UsageError(
+                f"{name} is {tensor.dtype} {shape}, which safetensors lacks; expected one of {DTYPE_NAMES}"
+            )
+        if dtype == "F4":
+            shape[-1] *= 2  # torch has two in an element
+        fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, end]}
         place = end
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     nbytes = round_up(_LENGTH_NBYTES + len(text), _ALIGNMENT) - _LENGTH_NBYTES

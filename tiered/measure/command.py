@@ -18,6 +18,7 @@ from tiered.console.page import say
 from tiered.console.question import confirm
 from tiered.console.report_file import check_writable, write_report
 from tiered.doctor.description import DirectoryDescription, machine_description
+from tiered.doctor.directory import drive_checks
 from tiered.errors import TieredError, UsageError
 from tiered.measure.compute_device import ComputeDevice, accelerator_of, link_profile_of
 from tiered.measure.display import BenchDisplay
@@ -79,7 +80,8 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
     nbytes = settings.write_nbytes(has_fio=has_fio, num_directories=len(machine.directories), has_device=has_device)
     each = "each of the directories" if len(machine.directories) > 1 else machine.directories[0].path
     say(f"this writes at most {format_bytes(nbytes)} to {each}", indent=2)
-    say(*machine.lines(), indent=10)
+    drives = [check.run().found for check in drive_checks([one.path for one in machine.directories])]
+    say(*machine.lines(), *(f"drives    {found}" for found in drives), indent=10)
     seconds = settings.estimate_s(has_fio=has_fio) * len(machine.directories)
     seconds += settings.device_estimate_s() if has_device else 0.0
     time = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
@@ -153,8 +155,8 @@ def confirm_writes(directories: Sequence[DirectoryDescription], nbytes: int, fil
 
 def _finish(report: BenchReport, request: BenchRequest) -> None:
     bests = [one.best for one in report.directories if one.best is not None]
-    swapping = [one.swap for one in report.directories if one.swap is not None]
-    report.verdict = verdict_of(bests, report.together, swapping=swapping, has_fio=shutil.which("fio") is not None)
+    has_fio = shutil.which("fio") is not None
+    report.verdict = verdict_of(bests, report.together, swapping=report.swapping, has_fio=has_fio)
     found = report.compute_device
     if found is not None:
         ratios = [row.ratio_to_torch for row in found.copies]

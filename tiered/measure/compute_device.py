@@ -104,7 +104,7 @@ class ComputeDevice:
                 self._device,
                 directory="+".join(one.directory for one in report.directories),
                 link=report.compute_device.link,
-                drives=[one.swap for one in report.directories if one.swap is not None],
+                drives=report.swapping,
                 tensor_nbytes=settings.tier_tensor_nbytes,
                 total_nbytes=settings.tensors_nbytes,
                 dram_nbytes=settings.tier_dram_nbytes,

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 
 from tiered.bytes.device.profile import Profile
 from tiered.doctor.description import MachineDescription
+from tiered.doctor.drive import by_drive
 from tiered.measure.copying import CopyRow, LinkRates
 from tiered.measure.pairs import PointRow
 from tiered.measure.settings import BenchSettings
@@ -96,6 +97,12 @@ class BenchReport:
     def tensors(self) -> list[TensorRow]:
         """The rows of a store in each directory, and of one over all."""
         return [row for one in self.directories for row in one.tensors] + self.together
+
+    @property
+    def swapping(self) -> list[SwapRates]:
+        """The rates for tensors of each drive, measured in the first of its directories, which share them."""
+        firsts = [which[0] for which in by_drive(one.directory for one in self.directories).values()]
+        return [one.swap for one in self.directories if one.swap is not None and one.directory in firsts]
 
     @property
     def ratios_to_sum(self) -> dict[str, float]:

@@ -232,15 +232,11 @@ def measure_together(
 ) -> list[TensorRow]:
     """Put, get and lease tensors in a store over all directories of ``report``, each measured alone before; blocks.
 
-    The raw rate of a row is the sum of the rates of the directories alone, through memory that no cache holds. Each
+    The raw rate of a row is the sum of the rates of the drives alone, through memory that no cache holds. Each
     folder is given the profile of its directory, which deals out the bytes. Raises TieredError; cleans up.
     """
     settings = report.settings
-    swapping = [one.swap for one in report.directories if one.swap is not None]
-    sums = {
-        "read": sum(rates.read_gb_per_s for rates in swapping),
-        "write": sum(rates.write_gb_per_s for rates in swapping),
-    }
+    sums = {op: sum(getattr(one, f"{op}_gb_per_s") for one in report.swapping) for op in ("read", "write")}
 
     def checked(gb_per_s: float) -> float:
         check()
@@ -248,7 +244,7 @@ def measure_together(
 
     check()
     display.now(f"a store over all {len(report.directories)} directories", done=0.99)
-    display.line(f"\na store over all {len(report.directories)}; raw: the sum of each alone\n{TENSOR_TITLE}")
+    display.line(f"\na store over all {len(report.directories)}; raw: the sum of each drive alone\n{TENSOR_TITLE}")
     try:
         rows = measure_tensors(
             folders.make_profiled(report),

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tiered.doctor.drive import BlockDevice, Mount, find_block_device
+from tiered.bytes.device.mount import Mount
+from tiered.doctor.drive import BlockDevice, find_block_device
 from tiered.measure.pattern import Pattern
 from tiered.measure.rounds import run_round
 from tiered.measure.scratch_file import ScratchFile

@@ -107,7 +107,7 @@ def verdict_of(
         tensors = f" (tensors, which no cache holds, {one.read_gb_per_s:.1f} and {one.write_gb_per_s:.1f})"
     if together:
         tensors = " (a store over all of them)"
-    drives = "this drive" if len(bests) == 1 else f"these {len(bests)} drives"
+    drives = "this drive" if len(swapping or bests) == 1 else f"these {len(swapping or bests)} drives"
     return (
         f"read {read:.1f} GB/s, write {write:.1f} GB/s with {_settings(bests)}{tensors}: "
         f"swapping 1 B parameters in and out of {drives} takes {seconds:.1f} s a step "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiered.bytes.device.profile import load_link_profile, load_profile
+from tiered.doctor.drive import by_drive
 
 __all__ = ["Bandwidth", "Bound", "profiled_bandwidth", "profiled_link"]
 
@@ -37,15 +38,15 @@ class Bandwidth:
 def profiled_bandwidth(directories: Sequence[Path]) -> Bandwidth | None:
     """Return the bandwidth of ``directories`` together, by ``tiered bench``; None unless all have a profile. Blocks.
 
-    Directories on one file system are one drive. Where no duplex factor was measured it is 0.
+    Directories of one drive share its bandwidth: the first has it. Where no duplex factor was measured it is 0.
     """
-    drives = {}
+    profiles = {}
     for directory in directories:
         profile = load_profile(directory)
         if profile is None:
             return None
-        drives[next(path for path in (directory, *directory.parents) if path.exists()).stat().st_dev] = profile
-    found = list(drives.values())
+        profiles[str(next(path for path in (directory, *directory.parents) if path.exists()))] = profile
+    found = [profiles[which[0]] for which in by_drive(profiles).values()]
     return Bandwidth(
         sum(profile.read_bytes_per_s for profile in found),
         sum(profile.write_bytes_per_s for profile in found),

@@ -22,6 +22,7 @@ from tiered.store.format.row import Row
 from tiered.store.generations.registry import committed_state
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, owned_files
 from tiered.store.lifetime.ledger import LEDGER_NAME
+from tiered.store.lifetime.lock import LOCK_NAME
 from tiered.units import MiB, format_bytes
 
 __all__ = [
@@ -150,6 +151,8 @@ def remove_store(directories: Sequence[Path]) -> None:
                     if entry.name.startswith(prefix):
                         entry.unlink()
                 fsync_directory(path)
+        for path in locked.paths:  # order: until here nobody else begins a store there
+            (path / LOCK_NAME).unlink()
     finally:
         locked.close()
 

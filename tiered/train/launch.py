@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 import tiered
 from tiered.console.interruption import Interruption
 from tiered.console.page import fold, say
@@ -193,15 +191,8 @@ def _plan(request: Request, found: ExistingRun | None) -> Plan:
         request.directories,
         durable=request.durable,
         first_step=committed_step(state),
-        device=_device(dials),
+        device=named_device(dials.device, dials.device_memory),
     )
-
-
-def _device(dials: RunDials) -> torch.device:
-    """Return where the model computes. Raises UsageError for a device that is not there."""
-    if dials.device == "auto" and dials.device_memory == 0:
-        return torch.device("cpu")
-    return named_device(dials.device)
 
 
 def _confirm_removal(request: Request) -> None:

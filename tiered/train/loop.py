@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,8 +16,9 @@ import torch
 
 import tiered
 from tiered.console.interruption import Interruption
-from tiered.errors import TieredError, UsageError
+from tiered.errors import CapacityError, TieredError, UsageError
 from tiered.train.data import Loader
+from tiered.train.existing_run import find_run, holds_any_file, remove_store
 from tiered.train.model import GPT
 from tiered.train.peak import matrix_flop_per_s
 from tiered.train.plan import Plan
@@ -86,9 +87,10 @@ class TrainingLoop:
     def run(self, *, quiet: bool) -> RunSummary | None:
         """Train to the plan's last step or to Ctrl-C; return the summary, None when no step was begun.
 
-        Once the model stands, an error names the command to go on with. Before, the same command would fail again.
+        Once the model stands, an error names the command to go on with. Before, a new store that lacks room is removed.
         """
-        plan = self._plan
+        plan, is_new = self._plan, not holds_any_file(self._plan.directories)
+        made = {path for each in plan.directories for path in (each, *each.parents) if not path.exists()}
         try:
             with tiered.Store(
                 *plan.directories, dram=plan.dials.dram, device_memory=_device_memory(plan), durable=plan.durable
@@ -100,6 +102,12 @@ class TrainingLoop:
         except TieredError as error:
             if self._is_built:
                 error.add_note(str(self._hint))
+            elif is_new and isinstance(error, CapacityError):
+                with suppress(OSError, TieredError):
+                    if find_run(plan.directories) is None:  # nobody else has committed there since
+                        remove_store(plan.directories)
+                    for path in sorted(made, reverse=True):  # inner ones first; none that is not empty
+                        path.rmdir()
             raise
 
     def _train(self, store: tiered.Store, display: Display) -> RunSummary:

@@ -169,13 +169,15 @@ class Plan:
         ]
 
     def _device_lines(self) -> list[str]:
+        is_auto = self.dials.device == "auto"
         if self.device.type == "cpu":
-            return []
+            why = "this process has no accelerator" if self.dials.device_memory != 0 else "--device-memory is 0"
+            return [f"device  the CPU: {why}"] if is_auto else []
         asked = self.dials.device_memory
         budget = "half of what is free or less" if asked is None else format_bytes(asked)
         return [
-            f"device  {describe_device(self.device)}: {budget} of its memory for tiered, activations on top; "
-            f"updates on {_PLACES[self.dials.update_on]}"
+            f"device  {describe_device(self.device)}{', the accelerator here' if is_auto else ''}: {budget} of "
+            f"its memory for tiered, activations on top; updates on {_PLACES[self.dials.update_on]}"
         ]
 
     def warnings(self) -> list[str]:

@@ -15,7 +15,7 @@ from tiered.units import MiB, format_bytes
 from tiered.zero.formats.budget import work_sizes
 from tiered.zero.layout import UnitLayout
 
-__all__ = ["check_update_on", "choose_device", "give_memory", "give_room", "move_buffers", "named_device", "tier_of"]
+__all__ = ["check_update_on", "give_memory", "give_room", "move_buffers", "named_device", "tier_of"]
 
 _log = logging.getLogger("tiered")
 
@@ -23,29 +23,16 @@ _CONSTRUCTION_NBYTES = 256 * MiB
 _PART = 2  # of the free memory, its inverse, where the user names no budget: activations need the rest
 
 
-def choose_device(word: str | torch.device, store: Store) -> torch.device:
-    """Return the device that ``shard(device=word)`` means, with its index.
+def named_device(word: str | torch.device, device_memory: int | None = None) -> torch.device:
+    """Return the device that ``word`` names, with its index. UsageError.
 
-    "auto" is the accelerator of this process, the CPU where there is none or ``store`` serves none. UsageError.
-    """
-    if word == "auto" and store.device_memory == 0:
-        return torch.device("cpu")
-    device = named_device(word)
-    if device.type != "cpu" and store.device_memory == 0:
-        raise UsageError(
-            f"device={str(word)!r} with a store of device_memory=0; expected a budget such as device_memory='20GiB'"
-        )
-    return device
-
-
-def named_device(word: str | torch.device) -> torch.device:
-    """Return the device that ``word`` names, with its index; "auto" is the accelerator of this process, or the CPU.
-
-    UsageError.
+    "auto" is the accelerator of this process, or the CPU: without one, or with a ``device_memory`` of 0. It is logged.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if word == "auto":
-        word = accelerator or "cpu"
+        word = accelerator if accelerator and device_memory != 0 else "cpu"
+        why = "device_memory is 0" if accelerator else "this process has no accelerator"
+        _log.info('device="auto" is %s: %s', word, "the accelerator of this process" if word == accelerator else why)
     try:
         device = torch.device(word)
     except (RuntimeError, TypeError) as error:
@@ -55,6 +42,10 @@ def named_device(word: str | torch.device) -> torch.device:
     if accelerator is None or accelerator.type != device.type:
         there = "there is none" if accelerator is None else f"it is {accelerator.type!r}"
         raise UsageError(f"device={str(word)!r}; expected 'auto', 'cpu' or the accelerator of this process: {there}")
+    if device_memory == 0:
+        raise UsageError(
+            f"device={str(word)!r} with a store of device_memory=0; expected a budget such as device_memory='20GiB'"
+        )
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     return torch.device(device.type, index)
 

@@ -24,7 +24,7 @@ from tiered.store.store import Store
 from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.compute_tier import Gathered
 from tiered.tiers.device_tier import HostTier
-from tiered.zero.compute_device import choose_device, give_room, tier_of
+from tiered.zero.compute_device import give_room, named_device, tier_of
 from tiered.zero.frames import num_on_stack
 from tiered.zero.parameters.functorch import guard_functorch
 from tiered.zero.parameters.parameter import TieredParameter, name_of, without_dispatch
@@ -244,7 +244,7 @@ def construct(store: Store, device: str | torch.device | None = None) -> Iterato
     """
     guard_functorch()
     construction = _Construction(store)
-    here = nullcontext() if device is None else choose_device(device, store)
+    here = nullcontext() if device is None else named_device(device, store.device_memory)
     hook = register_module_parameter_registration_hook(construction.take)  # type: ignore[arg-type]
     try:
         with here:

@@ -28,7 +28,7 @@ from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.compute_tier import ComputeTier
 from tiered.units import format_bytes
 from tiered.zero.activations.activations import ActivationRule, words_of
-from tiered.zero.compute_device import check_update_on, choose_device, give_memory, move_buffers, tier_of
+from tiered.zero.compute_device import check_update_on, give_memory, move_buffers, named_device, tier_of
 from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
@@ -94,7 +94,7 @@ def shard(
     UsageError for a store that holds another model (with the differences), TypeError for parameters it cannot keep.
     """
     _check(model, store, stage=stage, param_dtype=param_dtype)
-    tier = tier_of(choose_device(device, store), store)
+    tier = tier_of(named_device(device, store.device_memory), store)
     check_update_on(update_on, tier)
     committed = store.registered_state("tiered.model") if store.durable else None
     source = Weights(model, weights, is_committed=committed is not None)
@@ -109,7 +109,7 @@ def shard(
     move_buffers(model, tier.device)
     engine = Engine(store, model, units, shares=shares, masters=masters)
     engine.phase.must_resume = engine.layouts.is_stale = engine.layouts.drops_frozen = committed is not None
-    engine.layouts.update_on = update_on
+    engine.layouts.update_on, engine.layouts.hold_is_auto = update_on, hold == "auto"
     engine.activations.take(words, shares.activations)
     _hook(model, modules, units, engine)
     _register(store, model, engine, masters)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import re
@@ -27,11 +28,13 @@ from tiered.bytes.device.direct import (
     open_unnamed,
     probe_direct,
 )
+from tiered.bytes.device.mount import RAM_COST, RAM_MEND, find_mount
 from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, TieredError, UsageError
 from tiered.units import MiB, format_bytes
 
 __all__ = ["DataFile", "DataFiles", "NumberedFiles", "allocate", "open_data_files", "translate"]
 
+_log = logging.getLogger("tiered")
 _NAME = re.compile(r"data-(\d{3,})")
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_WRITING = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -316,7 +319,11 @@ def open_data_files(directory: str, direct: bool | None, pread: ReadInto, pwrite
     except OSError as error:
         raise translate(error, f"cannot open the directory {directory}") from error
     try:
-        answer = choose_direct(directory, direct, probe)
+        mount = find_mount(directory)
+        in_ram = mount is not None and mount.kind == "memory"
+        if in_ram:
+            _log.warning("%s: %s: %s; %s", directory, mount, RAM_COST, RAM_MEND)
+        answer = probe() if in_ram and direct is None else choose_direct(directory, direct, probe)
     except BaseException:
         os.close(descriptor)
         raise

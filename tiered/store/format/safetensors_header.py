@@ -49,6 +49,7 @@ _DTYPES = {  # the format's name: torch's name, bytes of an element
     "U64": ("uint64", 8),
     "F64": ("float64", 8),
     "C64": ("complex64", 8),
+    "F4": ("float4_e2m1fn_x2", 1),  # the format counts halves of such an element; see ``_entry``
 }
 
 _OTHER_KINDS = (  # first bytes, what such a file is, the way on
@@ -68,7 +69,7 @@ DTYPE_NAMES = {torch_name: name for name, (torch_name, _) in _DTYPES.items()}
 class HeaderEntry:
     """One tensor of a file: its looks, and the place of its bytes."""
 
-    dtype: str  # torch's name, such as "bfloat16"; the file's own where ``is_known`` is False, such as "F4"
+    dtype: str  # torch's name, such as "bfloat16"; the file's own where ``is_known`` is False, such as "F6_E2M3"
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file; not aligned
     nbytes: int
@@ -208,6 +209,10 @@ def _entry(name: str, value: Any, data_start: int, path: str) -> HeaderEntry:
     if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
         raise _broken(path, f"{_shown(name)} must have a shape of counts and data_offsets from a start to an end")
     start, end = offsets
+    if dtype == "F4" and shape and shape[-1] % 2 == 0:
+        shape = [*shape[:-1], shape[-1] // 2]  # torch has two in an element
+    elif dtype == "F4":
+        dtype = "F4 of an odd last dimension"
     torch_name, itemsize = _DTYPES.get(dtype, (dtype, None))
     if itemsize is not None and _product(shape, itemsize) != end - start:
         raise _broken(path, f"{_shown(name)} has {end - start} bytes, which are not those of {dtype} and its shape")

@@ -9,6 +9,7 @@ files come only after it.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import shlex
@@ -170,6 +171,9 @@ def _survey(paths: tuple[Path, ...], mode: Mode) -> tuple[tuple[Path, ...], byte
     if not identities or _is_unfinished(identities):
         if mode == "r" or (mode == "w" and not identities):
             raise UsageError(f'{", ".join(map(str, paths))}: no store is here; mode "{mode}" opens one that exists')
+        for inner, outer in itertools.permutations(paths, 2):
+            if inner.is_relative_to(outer):
+                raise UsageError(f"{inner} lies in {outer}, another directory of the store: give one beside it")
         return None
     _check_set(paths, identities)
     if mode == "x":

@@ -57,14 +57,19 @@ def share_out_as_asked(units: Sequence[UnitLayout], budget_bytes: int, hold: str
     return share_out(units, sizes, budget_bytes, held=held)
 
 
-def share_out_again(units: Sequence[UnitLayout], budget_bytes: int, before: Shares) -> Shares:
-    """Return the shares for ``units`` after one was laid out anew; raises CapacityError as ``share_out_as_asked``.
+def share_out_again(units: Sequence[UnitLayout], budget_bytes: int, before: Shares, *, gradients_wait: bool) -> Shares:
+    """Return the shares for other ``units``, or another step; raises CapacityError as ``share_out_as_asked``.
 
-    No more is held than was ``before``.
+    No more is held than was ``before``; with ``gradients_wait``, optimizer state beside all gradients alone: a byte of
+    these saves a read and a write, one of state that each step commits a read.
     """
     sizes = work_sizes(units)
     most = _share_out(units, sizes, budget_bytes)
-    return share_out(units, sizes, budget_bytes, held=min(before.held, budget_bytes - most.smallest))
+    held = min(before.held, budget_bytes - most.smallest)
+    if gradients_wait:
+        waiting = sum(unit.gradient_nbytes for unit in units) - most.gradients
+        held = min(held, max(most.held - waiting, sum(unit.nbytes for unit in units)))
+    return share_out(units, sizes, budget_bytes, held=held)
 
 
 def _share_out(units: Sequence[UnitLayout], sizes: WorkSizes, budget_bytes: int) -> Shares:

@@ -187,6 +187,7 @@ class UnitLayouts:
         moves: Moves,
     ) -> None:
         self.shares = shares
+        self.hold_is_auto = False  # shard(hold="auto"): gradients that wait for a step come before optimizer state
         self.update_on = "auto"  # where updates compute: "cpu", "device", or what is measured to be shorter
         self.nbytes: dict[str, int] = {}
         self.rooms_nbytes: dict[str, int] = {}
@@ -207,6 +208,12 @@ class UnitLayouts:
         """Take note of the optimizer's keys, and of when it updates."""
         self._buckets = buckets
         self._updates_in_backward = updates_in_backward
+        self.shares = self._shares([unit.layout for unit in self._units])
+
+    def _shares(self, layouts: Sequence[UnitLayout]) -> Shares:
+        """Return the shares of the budget for ``layouts``."""
+        wait = self.hold_is_auto and self._buckets is not None and not self._updates_in_backward
+        return share_out_again(layouts, self._store.working_set.budget_bytes, self.shares, gradients_wait=wait)
 
     def hold(self) -> None:
         """Hold the keys that placement chooses for the present layouts, and no others."""
@@ -273,8 +280,7 @@ class UnitLayouts:
         layout = layout_for_now(unit, drops_frozen=self.drops_frozen)
         if layout is unit.layout:
             return
-        layouts = [layout if each is unit else each.layout for each in self._units]
-        shares = share_out_again(layouts, self._store.working_set.budget_bytes, self.shares)
+        shares = self._shares([layout if each is unit else each.layout for each in self._units])
         self._moves.before(unit)
         if not unit.park():
             raise UsageError(
