@@ -18,8 +18,8 @@ from tests.doctor.in_child import found_in_child
 from tests.seccomp import forbid
 from tiered.bytes.device.mount import RAM_COST, RAM_MEND
 from tiered.bytes.device.profile import PROFILE_NAME, Profile, write_profile
-from tiered.doctor import block_device
 from tiered.doctor import directory as directory_module
+from tiered.doctor import drive as drives
 from tiered.doctor.directory import check_drives, check_flush, check_profile, directory_checks, drive_checks
 from tiered.doctor.doctor import examine
 from tiered.doctor.drive import by_drive
@@ -239,7 +239,7 @@ class TestDrives:
 
     def test_directories_that_share_a_disk_are_of_one_drive(self, monkeypatch: pytest.MonkeyPatch) -> None:
         disks = {"a": ("sda",), "b": ("sdb",), "c": ("sdc",), "raid": ("sda", "sdb"), "d": (), "e": ()}
-        monkeypatch.setattr(block_device, "_disks", disks.__getitem__)
+        monkeypatch.setattr(drives, "_disks", disks.__getitem__)
         assert by_drive(disks) == {"sdc": ["c"], "sda, sdb": ["a", "b", "raid"], "": ["d", "e"]}
         assert check_drives(["raid", "c", "d"]).found == "3 directories on 2 drives: sda, sdb, sdc"
         assert check_drives(["c", "b", "raid"]).found == "b, raid lie on one drive, sdb, sda"
