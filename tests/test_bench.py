@@ -83,7 +83,8 @@ def test_frozen_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
 
 def test_budget_sweep_follows_the_formula_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     options = ("--budgets", "smallest,24MiB", "--layers", "6", "--width", "256", "--no-durable")
-    result, _ = run("budget_sweep", tmp_path, *options, environment=warm_python.environment)
+    python, environment = warm_python.executable, warm_python.environment
+    result, _ = run("budget_sweep", tmp_path, *options, python=python, environment=environment)
     assert result["follows"]
     small, large = result["rows"]
     assert small["read"] > large["read"]
@@ -98,11 +99,11 @@ def test_scale_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     assert all(row["ns_per_param"] > 0 for row in result["rows"])
 
 
-def test_memory_is_drawn_from_the_reports_of_runs(tmp_path: Path) -> None:
+def test_memory_is_drawn_from_the_reports_of_runs(tmp_path: Path, warm_python: WarmPython) -> None:
     for number, params in enumerate((400_000_000, 7_000_000_000)):
         (tmp_path / f"{number}.json").write_text(json.dumps({"params": params, "peak_rss_bytes": 5 << 30}))
     reports = [str(tmp_path / f"{number}.json") for number in (1, 0)]
-    command = [sys.executable, "bench/memory.py", *reports, "--plot", str(tmp_path / "memory.png")]
+    command = [warm_python.executable, "bench/memory.py", *reports, "--plot", str(tmp_path / "memory.png")]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
     assert [row["in_memory_bytes"] for row in json.loads(output)["rows"]] == [6_400_000_000, 112_000_000_000]
     assert (tmp_path / "memory.png").stat().st_size > 10_000
@@ -138,7 +139,7 @@ def test_quality_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
 def test_small_tensors_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--keys", "3000", "--dram", "16MiB", "--turns", "1", "--slice", "1000", "--store", str(tmp_path)]
     tiny += ["--against", f"tree={ROOT}"]
-    command = [sys.executable, "bench/small_tensors.py", *tiny]
+    command = [warm_python.executable, "bench/small_tensors.py", *tiny]
     output = subprocess.run(
         command, cwd=ROOT, env=warm_python.environment, check=True, capture_output=True, text=True, timeout=300
     ).stdout

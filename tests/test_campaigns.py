@@ -47,8 +47,9 @@ def test_a_campaign_of_independent_seeds_runs_in_processes(tmp_path: Path, warm_
     assert not entry["wrong"] and entry["cases"] > entry["inside_commit"] > 0
 
 
-def test_a_campaign_of_batches_counts_the_cases_of_each(tmp_path: Path) -> None:
-    done = soak(tmp_path / "soak.json", "--minutes", "0.001", "--campaign", "writes")
+def test_a_campaign_of_batches_counts_the_cases_of_each(tmp_path: Path, warm_python: WarmPython) -> None:
+    arguments = ("--minutes", "0.001", "--campaign", "writes")
+    done = soak(tmp_path / "soak.json", *arguments, python=warm_python.executable)
     assert done.returncode == 0, done.stderr + done.stdout
     (entry,) = json.loads((tmp_path / "soak.json").read_text())
     assert not entry["wrong"] and (entry["end"], entry["cases"]) == (1, 50)

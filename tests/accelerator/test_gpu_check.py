@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 from bench.gpu_sizes import BUDGETS, DISK, IN_MEMORY, STATE, Machine, sizes_for
+from tests.rigs.warm_python import WarmPython
 from tiered.train.bound import Bandwidth
 from tiered.units import GiB
 
@@ -22,9 +23,11 @@ H100 = Machine(60 * GiB, 120 * GiB, 78 * GiB, Bandwidth(3e9, 2e9), 6e14)
 SMALL_CARD = Machine(200 * GiB, 60 * GiB, 15 * GiB, Bandwidth(6e9, 5e9), 4e13)
 
 
-def test_the_whole_check_runs_on_the_simulated_device(sim: ModuleType, drive_path: Path) -> None:
-    environment = os.environ | {
-        "PYTHON": sys.executable, "TIERED_TEST_DEVICE": "sim",
+def test_the_whole_check_runs_on_the_simulated_device(
+    sim: ModuleType, drive_path: Path, warm_python: WarmPython
+) -> None:
+    environment = warm_python.environment | {
+        "PYTHON": warm_python.executable, "TIERED_TEST_DEVICE": "sim",
         "GPU_CHECK_TESTS": "tests/accelerator/test_training.py -k gpt-torch.bfloat16-step",
         "GPU_CHECK_BENCH": f"--tiny --store {drive_path / 'store'} --results {drive_path}",
     }  # fmt: skip
