@@ -7,8 +7,8 @@ import pytest
 
 from bench.kills import Campaign, Verdict
 
-NUM_KILLS = 12  # bench/soak.py goes on with them
-NUM_MAKING = 6
+NUM_KILLS = 8  # bench/soak.py goes on with them
+NUM_MAKING = 4
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def test_nothing_durable_is_lost_and_resumed_runs_end_with_the_same_bits(verdict
 def test_kills_are_spread_as_they_should_be(verdict: Verdict) -> None:
     assert verdict.count("training") >= NUM_KILLS
     assert verdict.count("making") >= NUM_MAKING
-    assert verdict.count("resuming") >= 3
+    assert verdict.count("resuming") >= 2
     assert 3 * verdict.num_inside_commit >= NUM_KILLS
     assert len({kill.durable for kill in verdict.kills if kill.phase == "training"}) >= 3
 
