@@ -31,8 +31,9 @@ def run(
     return result, output
 
 
-def test_train_step_runs_tiny(tmp_path: Path) -> None:
-    result, output = run("train_step", tmp_path, "--pairs", "1", "--hold", "0", "--clip", "0.5", "--update", "step")
+def test_train_step_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
+    options = ("--pairs", "1", "--hold", "0", "--clip", "0.5", "--update", "step")
+    result, output = run("train_step", tmp_path, *options, environment=warm_python.environment)
     assert result["ratio"] > 0
     assert result["write_bytes_per_param"] > 12
     assert result["peak_rss_bytes"] > result["resident_bytes"] > 0
@@ -110,8 +111,9 @@ def test_memory_is_drawn_from_the_reports_of_runs(tmp_path: Path, warm_python: W
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/sys/fs/cgroup/memory").is_dir(), reason="needs a cgroup of its own")
-def test_scale_runs_in_a_memory_limit(tmp_path: Path) -> None:
-    result, _ = run("scale", tmp_path, "--sizes", "100K", "--memory-limit", "1GiB")
+def test_scale_runs_in_a_memory_limit(tmp_path: Path, warm_python: WarmPython) -> None:
+    options = ("--sizes", "100K", "--memory-limit", "1GiB")
+    result, _ = run("scale", tmp_path, *options, python=warm_python.executable)
     assert 0 < result["rows"][0]["group_peak_bytes"] <= 1 << 30
 
 
@@ -163,7 +165,7 @@ def test_io_engine_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
 
 
 def test_tensor_level_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
-    tiny = ["--rounds", "1", "--tensor", "8MiB", "--total", "64MiB", "--dram", "64MiB", "--block", "1MiB"]
+    tiny = ["--rounds", "1", "--tensor", "4MiB", "--total", "16MiB", "--dram", "32MiB", "--block", "1MiB"]
     command = [warm_python.executable, "bench/tensor_level.py", str(tmp_path), *tiny]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
     result = json.loads(output.splitlines()[-1])

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -71,11 +70,13 @@ def test_a_fast_card_gets_as_many_tokens_as_hide_its_io() -> None:
     assert sizes_for(H100, 300).is_compute_bound
 
 
-def test_a_state_beyond_card_and_memory_trains_tiny(sim: ModuleType, drive_path: Path) -> None:
+def test_a_state_beyond_card_and_memory_trains_tiny(sim: ModuleType, drive_path: Path, warm_python: WarmPython) -> None:
     tiny = "--layers 3 --width 64 --heads 4 --context 16 --dram 16MiB --device-memory 2MiB --card 4MiB"
     limit = "--memory-limit 1GiB" if os.geteuid() == 0 and Path("/sys/fs/cgroup/memory").is_dir() else ""
-    command = [sys.executable, "bench/beyond_memory.py", *tiny.split(), *limit.split(), "--store", str(drive_path)]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
+    command = [warm_python.executable, "bench/beyond_memory.py", *tiny.split(), *limit.split()]
+    output = subprocess.run(
+        [*command, "--store", str(drive_path)], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
+    ).stdout
     result = json.loads(output.splitlines()[-1])
     assert result["bench"] == "beyond_memory" and result["same_losses"] and result["within"], output
     assert 0 < result["device"]["peak_bytes"] < result["device"]["allocator_peak_bytes"] <= 4 << 20
