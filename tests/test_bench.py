@@ -167,14 +167,17 @@ def test_io_engine_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
 def test_tensor_level_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--rounds", "1", "--tensor", "4MiB", "--total", "16MiB", "--dram", "32MiB", "--block", "1MiB"]
     command = [warm_python.executable, "bench/tensor_level.py", str(tmp_path), *tiny]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
+    environment = warm_python.environment
+    output = subprocess.run(
+        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=300
+    ).stdout
     result = json.loads(output.splitlines()[-1])
     assert result["bench"] == "tensor_level"
     assert [row["op"] for row in result["rows"]] == ["put", "get", "lease"]
     assert all(row[f"{name}_gb_per_s"] > 0 for row in result["rows"] for name in ("raw", "ceiling", "store"))
     command += ["--against", f"tree={ROOT}"]
     output = subprocess.run(
-        command, cwd=ROOT, env=warm_python.environment, check=True, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=300
     ).stdout
     assert all(row["wall_s_ratio"] > 0 < row["cpu_s_ratio"] for row in json.loads(output.splitlines()[-1])["rows"])
     assert not list(tmp_path.iterdir())
