@@ -84,6 +84,13 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not leaks, f"left behind: {'; '.join(leaks)}"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def old_objects() -> None:
+    """Keep what the files before have left for the whole run, such as the trees of all sources, out of collections."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def ended_workers() -> Iterator[None]:
     """Wait for the threads that feed the queues of a DataLoader's workers, which torch leaves to end by themselves."""
@@ -109,8 +116,14 @@ def warm_python() -> Iterator[WarmPython]:
         python.close()
 
 
-def pytest_configure() -> None:
-    """Let Ctrl-C interrupt also where a shell started the run in its background, which it has without."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Let Ctrl-C interrupt also where a shell started the run in its background, which it has without.
+
+    And hand files out in the order of their names: by the number of tests, the long files with one test came last, and
+    a process without work waited for them.
+    """
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

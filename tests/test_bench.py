@@ -31,8 +31,9 @@ def run(
     return result, output
 
 
-def test_train_step_runs_tiny(tmp_path: Path) -> None:
-    result, output = run("train_step", tmp_path, "--pairs", "1", "--hold", "0", "--clip", "0.5", "--update", "step")
+def test_train_step_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
+    options = ("--pairs", "1", "--hold", "0", "--clip", "0.5", "--update", "step")
+    result, output = run("train_step", tmp_path, *options, environment=warm_python.environment)
     assert result["ratio"] > 0
     assert result["write_bytes_per_param"] > 12
     assert result["peak_rss_bytes"] > result["resident_bytes"] > 0
@@ -83,7 +84,8 @@ def test_frozen_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
 
 def test_budget_sweep_follows_the_formula_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     options = ("--budgets", "smallest,24MiB", "--layers", "6", "--width", "256", "--no-durable")
-    result, _ = run("budget_sweep", tmp_path, *options, environment=warm_python.environment)
+    python, environment = warm_python.executable, warm_python.environment
+    result, _ = run("budget_sweep", tmp_path, *options, python=python, environment=environment)
     assert result["follows"]
     small, large = result["rows"]
     assert small["read"] > large["read"]
@@ -98,19 +100,20 @@ def test_scale_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     assert all(row["ns_per_param"] > 0 for row in result["rows"])
 
 
-def test_memory_is_drawn_from_the_reports_of_runs(tmp_path: Path) -> None:
+def test_memory_is_drawn_from_the_reports_of_runs(tmp_path: Path, warm_python: WarmPython) -> None:
     for number, params in enumerate((400_000_000, 7_000_000_000)):
         (tmp_path / f"{number}.json").write_text(json.dumps({"params": params, "peak_rss_bytes": 5 << 30}))
     reports = [str(tmp_path / f"{number}.json") for number in (1, 0)]
-    command = [sys.executable, "bench/memory.py", *reports, "--plot", str(tmp_path / "memory.png")]
+    command = [warm_python.executable, "bench/memory.py", *reports, "--plot", str(tmp_path / "memory.png")]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
     assert [row["in_memory_bytes"] for row in json.loads(output)["rows"]] == [6_400_000_000, 112_000_000_000]
     assert (tmp_path / "memory.png").stat().st_size > 10_000
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/sys/fs/cgroup/memory").is_dir(), reason="needs a cgroup of its own")
-def test_scale_runs_in_a_memory_limit(tmp_path: Path) -> None:
-    result, _ = run("scale", tmp_path, "--sizes", "100K", "--memory-limit", "1GiB")
+def test_scale_runs_in_a_memory_limit(tmp_path: Path, warm_python: WarmPython) -> None:
+    options = ("--sizes", "100K", "--memory-limit", "1GiB")
+    result, _ = run("scale", tmp_path, *options, python=warm_python.executable)
     assert 0 < result["rows"][0]["group_peak_bytes"] <= 1 << 30
 
 
@@ -138,7 +141,7 @@ def test_quality_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
 def test_small_tensors_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--keys", "3000", "--dram", "16MiB", "--turns", "1", "--slice", "1000", "--store", str(tmp_path)]
     tiny += ["--against", f"tree={ROOT}"]
-    command = [sys.executable, "bench/small_tensors.py", *tiny]
+    command = [warm_python.executable, "bench/small_tensors.py", *tiny]
     output = subprocess.run(
         command, cwd=ROOT, env=warm_python.environment, check=True, capture_output=True, text=True, timeout=300
     ).stdout
@@ -162,16 +165,19 @@ def test_io_engine_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
 
 
 def test_tensor_level_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
-    tiny = ["--rounds", "1", "--tensor", "8MiB", "--total", "64MiB", "--dram", "64MiB", "--block", "1MiB"]
+    tiny = ["--rounds", "1", "--tensor", "4MiB", "--total", "16MiB", "--dram", "32MiB", "--block", "1MiB"]
     command = [warm_python.executable, "bench/tensor_level.py", str(tmp_path), *tiny]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
+    environment = warm_python.environment
+    output = subprocess.run(
+        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=300
+    ).stdout
     result = json.loads(output.splitlines()[-1])
     assert result["bench"] == "tensor_level"
     assert [row["op"] for row in result["rows"]] == ["put", "get", "lease"]
     assert all(row[f"{name}_gb_per_s"] > 0 for row in result["rows"] for name in ("raw", "ceiling", "store"))
     command += ["--against", f"tree={ROOT}"]
     output = subprocess.run(
-        command, cwd=ROOT, env=warm_python.environment, check=True, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=300
     ).stdout
     assert all(row["wall_s_ratio"] > 0 < row["cpu_s_ratio"] for row in json.loads(output.splitlines()[-1])["rows"])
     assert not list(tmp_path.iterdir())

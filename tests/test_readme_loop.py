@@ -114,14 +114,14 @@ def stop_at(step: int, losses: list[Tensor]) -> Callable[[], None]:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in_order", "shuffled"])
 def test_the_loop_has_plain_bits_and_keeps_them_stopped_after_each_step(shuffle: bool, num_workers: int) -> None:
-    """With workers, whose start takes the time, after some: in each epoch, at the end of one, and before the last."""
+    """With workers, whose start takes the time, after some: at the end of an epoch, in one, and before the last."""
     options = {"shuffle": shuffle, "num_workers": num_workers}
     expected: list[Tensor] = []
     final = plain(expected, **options)
     losses: list[Tensor] = []
-    for step in (1, 3, 5, 8) if num_workers else range(1, len(expected)):
+    for step in (3, 5, 8) if num_workers else range(1, len(expected)):
         with pytest.raises(StoppedError):
-            run(losses, stop_at(step, losses), seed=0 if step == 1 else 99, **options)
+            run(losses, stop_at(step, losses), seed=0 if not losses else 99, **options)
         assert len(losses) == step
     assert same(run(losses, lambda: None, seed=99, **options), final)
     assert len(losses) == len(expected) == 9 and all(map(torch.equal, losses, expected))

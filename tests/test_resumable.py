@@ -304,10 +304,10 @@ def no_warning(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def check(
     make: Callable[[], Iterable[Tensor]], *, num_epochs: int = 3, has_workers: bool = False, **options: Any
 ) -> None:
-    """The plain loop, the undisturbed one, and it resumed after each step in turn, have the same bits.
+    """The plain loop, the undisturbed one, and it resumed after each step of the first epoch, have the same bits.
 
-    Where it ``has_workers``, whose start takes most of the time: after the first step, the last one of the first
-    epoch, the one in the middle of the last, and the last.
+    And after the second step of the next epoch, the first of the last, and the last. Where it ``has_workers``, whose
+    start takes most of the time: after the first step, the last one of the first epoch, and one within the last.
     """
     seed(7)
     plain = Run(make()).train(range(num_epochs))
@@ -316,9 +316,10 @@ def check(
     undisturbed = Run(wrapped).train(range(wrapped.epoch, num_epochs))
     assert same(undisturbed, plain)
     assert len(undisturbed.commits) == len(plain.losses)
-    num = len(undisturbed.commits)
-    stops = (1, num // num_epochs, num - num // num_epochs // 2, num) if has_workers else range(1, num + 1)
-    for number in stops:
+    num, per_epoch = len(undisturbed.commits), len(undisturbed.commits) // num_epochs
+    later = [per_epoch + 2, num - per_epoch + 1, num]
+    stops = [1, per_epoch, num - per_epoch // 2] if has_workers else [*range(1, per_epoch + 1), *later]
+    for number in (stop for stop in stops if stop <= num):
         commit = undisturbed.commits[number - 1]
         seed(100 + number)  # a new process's
         wrapped = tiered.resumable(make(), **options)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from bench.gpu_sizes import BUDGETS, DISK, IN_MEMORY, STATE, Machine, sizes_for
+from tests.rigs.warm_python import WarmPython
 from tiered.train.bound import Bandwidth
 from tiered.units import GiB
 
@@ -22,9 +22,11 @@ H100 = Machine(60 * GiB, 120 * GiB, 78 * GiB, Bandwidth(3e9, 2e9), 6e14)
 SMALL_CARD = Machine(200 * GiB, 60 * GiB, 15 * GiB, Bandwidth(6e9, 5e9), 4e13)
 
 
-def test_the_whole_check_runs_on_the_simulated_device(sim: ModuleType, drive_path: Path) -> None:
-    environment = os.environ | {
-        "PYTHON": sys.executable, "TIERED_TEST_DEVICE": "sim",
+def test_the_whole_check_runs_on_the_simulated_device(
+    sim: ModuleType, drive_path: Path, warm_python: WarmPython
+) -> None:
+    environment = warm_python.environment | {
+        "PYTHON": warm_python.executable, "TIERED_TEST_DEVICE": "sim",
         "GPU_CHECK_TESTS": "tests/accelerator/test_training.py -k gpt-torch.bfloat16-step",
         "GPU_CHECK_BENCH": f"--tiny --store {drive_path / 'store'} --results {drive_path}",
     }  # fmt: skip
@@ -68,11 +70,13 @@ def test_a_fast_card_gets_as_many_tokens_as_hide_its_io() -> None:
     assert sizes_for(H100, 300).is_compute_bound
 
 
-def test_a_state_beyond_card_and_memory_trains_tiny(sim: ModuleType, drive_path: Path) -> None:
+def test_a_state_beyond_card_and_memory_trains_tiny(sim: ModuleType, drive_path: Path, warm_python: WarmPython) -> None:
     tiny = "--layers 3 --width 64 --heads 4 --context 16 --dram 16MiB --device-memory 2MiB --card 4MiB"
     limit = "--memory-limit 1GiB" if os.geteuid() == 0 and Path("/sys/fs/cgroup/memory").is_dir() else ""
-    command = [sys.executable, "bench/beyond_memory.py", *tiny.split(), *limit.split(), "--store", str(drive_path)]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
+    command = [warm_python.executable, "bench/beyond_memory.py", *tiny.split(), *limit.split()]
+    output = subprocess.run(
+        [*command, "--store", str(drive_path)], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
+    ).stdout
     result = json.loads(output.splitlines()[-1])
     assert result["bench"] == "beyond_memory" and result["same_losses"] and result["within"], output
     assert 0 < result["device"]["peak_bytes"] < result["device"]["allocator_peak_bytes"] <= 4 << 20

@@ -6,7 +6,6 @@ import copy
 import io
 import mmap
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from tests.rigs.warm_python import WarmPython
 
 N = 1024
 PAGE = mmap.PAGESIZE
@@ -289,13 +290,13 @@ def test_nothing_is_there_until_it_is_enabled(sim: ModuleType) -> None:
     assert torch.accelerator.current_accelerator(check_available=True) == torch.device("sim")
 
 
-def test_a_backward_before_the_device_was_loaded_does_no_harm(sim: ModuleType) -> None:
+def test_a_backward_before_the_device_was_loaded_does_no_harm(sim: ModuleType, warm_python: WarmPython) -> None:
     program = (
         "import torch; torch.ones(2, requires_grad=True).sum().backward();"
         "from tests.accelerator import simulated; simulated.enable();"
         "x = torch.ones(2, device='sim', requires_grad=True); (x * 3).sum().backward(); print(x.grad.sum().item())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([warm_python.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "6.0\n", done.stderr
 
 

@@ -70,7 +70,7 @@ def small_ones_swap(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
 def test_bits(row: Any, accelerator: Any, tmp_path: Path) -> None:
     name, dtype, update, update_on, activations, is_tight, num_micro_steps, max_norm = row
-    recipe = Recipe(param_dtype=dtype, num_micro_steps=num_micro_steps, max_norm=max_norm)
+    recipe = Recipe(param_dtype=dtype, num_steps=3, num_micro_steps=num_micro_steps, max_norm=max_norm)
     expected = reference_on(DEVICE, name, recipe, update_on)
     options = {"device": DEVICE, "update_on": update_on, "activations": activations}
     budget = ROOMY_NBYTES
@@ -336,7 +336,7 @@ def small_store(directory: Path, nbytes: int, device_memory: int, **options: Any
 def test_bits_with_the_smallest_budgets_of_both_tiers(
     name: str, dtype: Any, update: str, update_on: str, accelerator: Any, tmp_path: Path
 ) -> None:
-    recipe = Recipe(param_dtype=dtype, num_micro_steps=2 if update == "step" else 1)
+    recipe = Recipe(param_dtype=dtype, num_steps=3, num_micro_steps=2 if update == "step" else 1)
     expected = reference_on(DEVICE, name, recipe, update_on)
     options: dict[str, Any] = {"device": DEVICE, "update_on": update_on, "activations": "keep", "hold": 0}
     device_memory = smallest_device_memory(name, recipe, tmp_path / "refused", **options)

@@ -52,15 +52,24 @@ def reference_on(
     each unit.
     """
     updates_on = "cpu" if update_on == "cpu" and device != "sim" else ""
-    made = recipe.param_dtype, recipe.max_norm, recipe.num_micro_steps
+    made = recipe.param_dtype, recipe.max_norm, recipe.num_micro_steps, recipe.num_steps
     return _reference_on(device, name, *made, updates_on, recomputes=recomputes)
 
 
 @cache
 def _reference_on(
-    device: str, name: str, dtype: torch.dtype | None, max_norm: float | None, num: int, where: str, *, recomputes: bool
+    device: str,
+    name: str,
+    dtype: torch.dtype | None,
+    max_norm: float | None,
+    num_micro_steps: int,
+    num_steps: int,
+    where: str,
+    *,
+    recomputes: bool,
 ) -> Trained:
-    recipe = Recipe(param_dtype=dtype, max_norm=max_norm, num_micro_steps=num, updates_on=where)
+    sizes = {"num_micro_steps": num_micro_steps, "num_steps": num_steps}
+    recipe = Recipe(param_dtype=dtype, max_norm=max_norm, updates_on=where, **sizes)
     case = case_on(device, name)
     return reference(checkpointed(case) if recomputes else case, recipe)
 

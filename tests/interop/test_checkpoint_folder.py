@@ -7,7 +7,6 @@ import fcntl
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -23,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tiered
+from tests.rigs.warm_python import WarmPython
 from tiered.cli import main
 from tiered.errors import UsageError
 from tiered.interop.checkpoint_folder import write_checkpoint, write_files
@@ -207,23 +207,24 @@ def test_a_folder_has_one_writer_at_a_time(tmp_path: Path, is_new: bool) -> None
     check_checkpoint(folder, VALUES)
 
 
-def test_a_second_process_is_refused_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_and_a_killed_one_holds_nothing(tmp_path: Path, warm_python: WarmPython) -> None:
     """What the killed one has left is removed by the next writer; nothing of a living one is."""
     code = (
-        "import sys, torch; from pathlib import Path\n"
+        "import os, sys, torch; from pathlib import Path\n"
         "from tiered.interop.checkpoint_folder import write_checkpoint\n"
         "from tiered.zero.deferred_tensor import DeferredTensor\n"
-        "def read(): print('here', flush=True); sys.stdin.read(); return torch.ones(3)\n"
+        "def read(): print(os.getpid(), flush=True); sys.stdin.read(); return torch.ones(3)\n"
         "tensor = DeferredTensor.of(torch.empty(3, device='meta'), read)\n"
         "write_checkpoint(Path(sys.argv[1]), {'a': torch.ones(9), 'z': tensor}, max_shard_size='5GB')\n"
     )
     write_checkpoint(tmp_path / "out", VALUES, max_shard_size="50GB")
-    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    command = [warm_python.executable, "-c", code, str(tmp_path / "out")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"here\n"
-        with pytest.raises(UsageError, match=f"process {process.pid}"):
+        assert process.stdout is not None
+        with pytest.raises(UsageError, match=f"process {int(process.stdout.readline())}:"):
             write_checkpoint(tmp_path / "out", NEW, max_shard_size="50GB")
         process.kill()
+        assert not process.stdout.read()  # the end comes once the program is gone
     assert len(list((tmp_path / "out").iterdir())) == 2
     write_checkpoint(tmp_path / "out", NEW, max_shard_size="50GB")
     check_checkpoint(tmp_path / "out", NEW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -18,7 +19,6 @@ from transformers import TrainerCallback
 
 import tiered
 from tests.interop.small_models import Tokens, build, history, same_state, state_of, training_arguments
-from tests.pairwise import pairwise
 from tests.rigs.warm_python import WarmPython
 from tests.store.places import quick_directory
 from tests.zero.training import ROOMY_NBYTES, budget_named_in, debug_store
@@ -88,11 +88,18 @@ def smallest_budget(name: str, path: Path) -> int:
     return budget_named_in(refusal.value)
 
 
-@pairwise(
-    name=("gpt2", "llama", "bert", "mixtral"),
-    stop={"in_the_first_pass": 3, "between_two": 6, "in_the_second": 8},
-    is_tight={"tight": True, "roomy": False},
-)
+STOPS = {"in_the_first_pass": 3, "between_two": 6, "in_the_second": 8}
+ROWS = [  # each model in both budgets, and both budgets with each stop
+    pytest.param(name, STOPS[stop], budget == "tight", id=f"{name}-{stop}-{budget}")
+    for (name, budget), stop in zip(
+        itertools.product(("gpt2", "llama", "bert", "mixtral"), ("tight", "roomy")),
+        itertools.cycle(STOPS),
+        strict=False,
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "stop", "is_tight"), ROWS)
 def test_a_run_stopped_and_resumed_has_plain_bits(name: str, stop: int, is_tight: bool, tmp_path: Path) -> None:
     nbytes = smallest_budget(name, tmp_path) if is_tight else ROOMY_NBYTES
     watch = Stop(stop)

@@ -12,7 +12,7 @@ from tests.store.flips import CLASSES, Killed, Subject, draw, try_flip
 from tests.store.places import quick_directory
 from tiered.store.transfers.transfer import Transfer
 
-NUM_FLIPS = 500
+NUM_FLIPS = 250  # the campaign has thousands
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,9 @@ def test_every_flipped_bit_is_found_or_harms_nothing(subject: Subject) -> None:
     assert sum(counts.values()) == sum(found.values()) + sum(harmless.values()) == NUM_FLIPS
     # What is read is checked; what nobody reads, or only takes advice from, refuses nothing.
     assert harmless["identity"] == 0 < found["identity"]
-    assert min(found["data in use"], found["catalog"], found["catalog of two generations"], found["journal"]) > 10
+    assert min(found["data in use"], found["catalog"], found["catalog of two generations"], found["journal"]) > 5
     assert not any(found[kind] for kind in ("data not in use", "lock", "profile", "ledger"))
-    assert min(harmless[kind] for kind in ("data not in use", "lock", "profile", "ledger")) > 10
+    assert min(harmless[kind] for kind in ("data not in use", "lock", "profile", "ledger")) > 5
 
 
 @pytest.mark.parametrize("killed", ["", "early", "torn", "late"])

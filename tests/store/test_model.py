@@ -2,5 +2,5 @@
 
 from tests.store.model import StoreAgainstDict, machine_settings
 
-StoreAgainstDict.TestCase.settings = machine_settings(100, 50, derandomize=True)
+StoreAgainstDict.TestCase.settings = machine_settings(50, 50, derandomize=True)
 TestStoreAgainstDict = StoreAgainstDict.TestCase

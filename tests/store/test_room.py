@@ -70,7 +70,7 @@ def reserve(working_set: WorkingSet) -> None:
 
 @pytest.mark.parametrize("ask", [lease, reserve])
 def test_who_asks_for_most_of_the_budget_is_served_before_the_deadline(ask: Callable[[WorkingSet], None]) -> None:
-    deadline_s = 6.0
+    deadline_s = 4.0
     with crowded(deadline_s=deadline_s) as store:
         thread = threading.Thread(target=ask, args=(store.working_set,))
         begun_s = time.monotonic()
@@ -118,7 +118,7 @@ class Waiting:
 
 def test_who_has_a_lease_goes_on_beside_a_starved_caller_and_others_stand_back_for_a_while() -> None:
     """Whoever has the memory may wait, outside of the store, for a thread that stands back."""
-    deadline_s = 8.0
+    deadline_s = 5.0
     with simulated_store(deadline_s=deadline_s) as store:
         waiting = Waiting(store)
         waiting.until_it_is_starved()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import tiered
+from tests.rigs.warm_python import WarmPython
 from tests.store.rig import numbers, simulated_store
 from tests.store.test_nested_calls import no_hang
 from tests.store.together import Together
@@ -111,7 +111,7 @@ def test_tensors_of_a_lease_outlive_a_store_that_nobody_has(tmp_path: Path) -> N
     assert arena.leased_nbytes == 0
 
 
-def test_the_end_of_the_process_says_what_is_dropped(tmp_path: Path) -> None:
+def test_the_end_of_the_process_says_what_is_dropped(tmp_path: Path, warm_python: WarmPython) -> None:
     code = (
         "import sys, torch, tiered\n"
         "store = tiered.Store(sys.argv[1], dram='8MiB')\n"
@@ -119,7 +119,7 @@ def test_the_end_of_the_process_says_what_is_dropped(tmp_path: Path) -> None:
         "store.commit()\n"
         "store['y'] = torch.ones(500_000)\n"
     )
-    command = [sys.executable, "-c", code, os.fspath(tmp_path / "run")]
+    command = [warm_python.executable, "-c", code, os.fspath(tmp_path / "run")]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stdout, found.stderr.count("\n")) == (0, "", 1)
     assert "changes to 1 keys" in found.stderr and "since generation 1 are dropped" in found.stderr

@@ -180,7 +180,7 @@ def test_what_is_held_and_kept_changes_no_loss(run: Run, tmp_path: Path) -> None
     ],
 )
 def test_the_budget_changes_no_loss(run: Run, tmp_path: Path, options: tuple[str, ...]) -> None:
-    sizes = ("--layers", "8", "--width", "128", "--heads", "4", "--context", "32", "--steps", "2", "--quiet")
+    sizes = ("--layers", "4", "--width", "192", "--heads", "4", "--context", "32", "--steps", "2", "--quiet")
     assert run("--dram", "16MiB", *options, store="small", sizes=sizes) == 0
     assert run("--dram", "512MiB", "--no-durable", *options, store="large", sizes=sizes) == 0
     small, large = figures(tmp_path, "small"), figures(tmp_path, "large")

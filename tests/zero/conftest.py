@@ -60,6 +60,16 @@ def step_session(tmp_path: Path) -> Iterator[Session]:
         yield start(CASES["gpt"], Recipe(), store)
 
 
+@pytest.fixture(scope="module")
+def between_steps() -> Iterator[tuple[Session, Session]]:
+    """Two sessions for tests of a module that leave them as they are: before the first step, and after one."""
+    with quick_directory() as path, short_files():
+        with debug_store(path / "new", durable=False) as new, debug_store(path / "trained", durable=False) as store:
+            trained = start(CASES["gpt"], Recipe(), store)
+            trained.run_step(0)
+            yield start(CASES["gpt"], Recipe(), new), trained
+
+
 @pytest.fixture
 def swap_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the small tensors of small models go through the store as large ones do."""

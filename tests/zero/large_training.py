@@ -1,4 +1,4 @@
-"""A process of its own that trains a model with more than 4 GB of state under a small budget; prints one line of JSON.
+"""A process of its own that trains a model with far more state than its budget holds; prints one line of JSON.
 
 usage: python -m tests.zero.large_training DIRECTORY DRAM_BYTES NUM_UNITS WIDTH
 

@@ -30,7 +30,7 @@ from tests.zero.training import (
 )
 from tiered.bytes.arena import Arena
 from tiered.errors import CapacityError
-from tiered.units import GiB, KiB, MiB, round_up
+from tiered.units import KiB, MiB, round_up
 from tiered.zero.gradients.stand_in import StandIn
 
 PAGE = 4096
@@ -211,16 +211,16 @@ def test_torchs_own_clipping_reads_gradients_on_nvme_at_the_smallest_budget(tmp_
 
 # -- a process of its own ------------------------------------------------------------------------------------------
 
-NUM_UNITS, WIDTH = 22, 4096
-DRAM = 512 * MiB
+NUM_UNITS, WIDTH = 11, 4096  # bench/scale.py has larger ones
+DRAM = 256 * MiB
 LARGEST_GRADIENT = 2 * WIDTH**2
 ALLOWANCE = 32 * MiB
-PATIENCE_S = 800  # 29 GB go to the drive and from it, which may be a slow one that others use, too
+PATIENCE_S = 800  # 14 GB go to the drive and from it, which may be a slow one that others use, too
 
 
 @pytest.fixture(scope="module")
 def large_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Train more than 4 GB of state in a process of its own, inside a memory cgroup of the allowed size.
+    """Train a state of more than eight budgets in a process of its own, inside a memory cgroup of the allowed size.
 
     A shell stands between: ``ru_maxrss`` starts with what the parent of an exec had in memory.
     """
@@ -254,13 +254,13 @@ def large_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, An
         yield result
 
 
-def test_four_gigabytes_of_state_stay_in_the_budget(large_run: dict[str, Any]) -> None:
+def test_a_state_of_eight_budgets_stays_in_the_budget(large_run: dict[str, Any]) -> None:
     """Own memory <= after a step of PyTorch + budget + what the reference saves + 2 x the largest gradient + 32 MiB.
 
     And what plain PyTorch takes for a moment to train one layer, which is nothing where the processor computes in bf16.
     Own memory at its peak is ru_maxrss without the most pages of libraries that the process had.
     """
-    assert 12 * large_run["params"] > 4 * GiB
+    assert 12 * large_run["params"] > 8 * DRAM
     assert large_run["arena_peak_bytes"] <= DRAM
     bound = DRAM + large_run["saved_bytes"] + 2 * LARGEST_GRADIENT + ALLOWANCE
     bound += large_run["own_bytes"] + large_run["plain_bytes"]
@@ -270,7 +270,7 @@ def test_four_gigabytes_of_state_stay_in_the_budget(large_run: dict[str, Any]) -
     assert all(0 < loss < 1 for loss in large_run["losses"])
 
 
-def test_four_gigabytes_of_state_run_in_a_cgroup_of_that_size(large_run: dict[str, Any]) -> None:
+def test_a_state_of_eight_budgets_runs_in_a_cgroup_of_that_size(large_run: dict[str, Any]) -> None:
     if "no_group" in large_run:
         pytest.skip(off("memory cgroup", large_run["no_group"]))
     assert large_run["group_limit_bytes"] <= large_run["bound"] < large_run["group_limit_bytes"] + 4 * KiB

@@ -23,7 +23,8 @@ from tests.pairwise import pairwise
 from tests.reference import Recipe, train
 from tests.zero.training import SEED, assert_same, debug_store, reference, smallest_budget, start
 
-NUM_BLOCKS = 8
+NUM_BLOCKS = 4
+REGION = 2
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 KINDS = {"non_reentrant": False, "reentrant": True}
@@ -58,7 +59,7 @@ def assert_trains_as_in_memory(case: Case, recipe: Recipe, update: str, director
 
 
 @pairwise(
-    region={str(num): num for num in (1, 2, 4, NUM_BLOCKS)}, use_reentrant=KINDS, param_dtype=DTYPES, update=UPDATES
+    region={str(num): num for num in (1, REGION, NUM_BLOCKS)}, use_reentrant=KINDS, param_dtype=DTYPES, update=UPDATES
 )
 def test_regions_of_several_units(
     region: int, use_reentrant: bool, param_dtype: torch.dtype | None, update: str, quick_path: Path
@@ -81,11 +82,11 @@ def parts_of_a_loop(model: Any, batch: tuple[Tensor, Tensor], *, use_reentrant: 
     x = model.emb(tokens)
 
     def part(first: int, x: Tensor) -> Tensor:
-        for block in model.blocks[first : first + 4]:
+        for block in model.blocks[first : first + REGION]:
             x = block(x) + model.pos.weight[: x.shape[1]]
         return x @ model.head.weight.t() @ model.head.weight
 
-    for first in range(0, NUM_BLOCKS, 4):
+    for first in range(0, NUM_BLOCKS, REGION):
         x = checkpoint(partial(part, first), x, use_reentrant=use_reentrant)
     return F.cross_entropy(F.linear(x, model.emb.weight).flatten(0, -2).float(), targets.flatten())
 
@@ -128,7 +129,7 @@ class FrozenParts(GPT):
 @every_update
 @every_kind
 def test_a_region_with_frozen_units(use_reentrant: bool, update: str, quick_path: Path) -> None:
-    case = Case(partial(FrozenParts, around=use_reentrant, region=4), batch_of_tokens)
+    case = Case(partial(FrozenParts, around=use_reentrant, region=REGION), batch_of_tokens)
     assert_trains_as_in_memory(case, Recipe(num_steps=2), update, quick_path)
 
 
@@ -136,7 +137,7 @@ def test_a_region_with_frozen_units(use_reentrant: bool, update: str, quick_path
 @pytest.mark.parametrize("word", ["recompute", "swap"])
 def test_a_region_under_other_words(word: str, use_reentrant: bool, quick_path: Path, swap_all: None) -> None:
     """A unit does not recompute on its own inside a region: it would run three times."""
-    case = Case(partial(GPT, NUM_BLOCKS, around=use_reentrant, region=4), batch_of_tokens)
+    case = Case(partial(GPT, NUM_BLOCKS, around=use_reentrant, region=REGION), batch_of_tokens)
     assert_trains_as_in_memory(case, Recipe(num_steps=2), "step", quick_path, activations=word)
 
 
@@ -220,7 +221,7 @@ class Paired(GPT):
     """A caller's pair inside each region (``is_inside``), or around all of them."""
 
     def __init__(self, pair: Callable[[], Any], *, is_inside: bool) -> None:
-        super().__init__(NUM_BLOCKS, around=False, region=4)
+        super().__init__(NUM_BLOCKS, around=False, region=REGION)
         self.pair, self.is_inside = pair, is_inside
 
     def run(self, first: int, x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """torch's default dtype and default device are the user's: whatever they are, every bit is the same."""
 
 import contextlib
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tiered
+from tests.store.places import quick_directory
 from tests.zero.training import debug_store
 from tiered.zero.formats import layout
 from tiered.zero.formats.kernel_trial import COMPACT_BITS, agree, compact_trial
@@ -115,6 +117,12 @@ def trained(directory: Path, way: str, weights: Path | None = None) -> list[Tens
     return [*losses, *seen]
 
 
+@functools.cache
+def trained_by_default(way: str) -> list[Tensor]:
+    with quick_directory() as path:
+        return trained(path, way)
+
+
 def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
     assert [each.dtype for each in found] == [each.dtype for each in expected]
     assert all(each.is_cpu for each in found)
@@ -126,7 +134,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.parametrize("word", WAYS)
 @pytest.mark.usefixtures("swap_all", "kernels_of_word")
 def test_training_is_the_same_under_every_default_dtype(tmp_path: Path, word: str, dtype: torch.dtype) -> None:
-    expected = trained(tmp_path / "a", word)
+    expected = trained_by_default(word)
     with default_dtype(dtype):
         found = trained(tmp_path / "b", word)
     assert_equal(found, expected)
@@ -135,7 +143,7 @@ def test_training_is_the_same_under_every_default_dtype(tmp_path: Path, word: st
 @pytest.mark.parametrize("word", WAYS)
 @pytest.mark.usefixtures("swap_all", "kernels_of_word")
 def test_training_is_the_same_under_a_default_device(tmp_path: Path, word: str) -> None:
-    expected = trained(tmp_path / "a", word)
+    expected = trained_by_default(word)
     with torch.device("meta"):
         found = trained(tmp_path / "b", word)
     assert_equal(found, expected)

@@ -43,7 +43,8 @@ def test_bits_with_the_smallest_budget(
     name: str, param_dtype: torch.dtype | None, update: str, quick_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything is driven out after each forward and step; counters prove that each unit was swapped in again."""
-    case, recipe, expected = CASES[name], Recipe(param_dtype=param_dtype), reference_of(name, param_dtype)
+    case, recipe = CASES[name], Recipe(param_dtype=param_dtype, num_steps=3)
+    expected = reference_of(name, param_dtype, num_steps=3)
     nbytes = smallest_budget(case, recipe, update, quick_path / "probe")
     with counted_swaps(monkeypatch) as swaps, debug_store(quick_path / "store", nbytes, durable=False) as store:
         session = start(case, recipe, store, update)
@@ -126,14 +127,14 @@ FEATURES: dict[str, tuple[str, Recipe]] = {
 def reference_with(feature: str, param_dtype: torch.dtype | None) -> Trained:
     """Return what both updates are compared with."""
     name, recipe = FEATURES[feature]
-    return reference(CASES[name], replace(recipe, param_dtype=param_dtype))
+    return reference(CASES[name], replace(recipe, param_dtype=param_dtype, num_steps=3))
 
 
 @pairwise(feature=FEATURES.keys(), param_dtype=DTYPES, update=UPDATES)
 def test_bits_with(feature: str, param_dtype: torch.dtype | None, update: str, quick_path: Path) -> None:
     """Each with the smallest budget."""
     name, recipe = FEATURES[feature]
-    recipe = replace(recipe, param_dtype=param_dtype)
+    recipe = replace(recipe, param_dtype=param_dtype, num_steps=3)
     if update == "backward" and recipe.max_norm is not None:
         with debug_store(quick_path, durable=False) as store, pytest.raises(tiered.UsageError, match='update="step"'):
             start(CASES[name], recipe, store, update).run()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.bytes.moving import exit_code_of_child
+from tests.rigs.warm_python import WarmPython
 from tests.zero.digests import digests_of_training
 from tiered.zero.formats import kernel_trial, layout
 from tiered.zero.formats.kernel_trial import (
@@ -58,13 +59,17 @@ def test_numba_that_cannot_compile_is_said_once(
     assert "needs an older NumPy" in warning and "--upgrade numba" in warning and warning.endswith(COMPACT_COST)
 
 
-def test_without_numba_all_trains_to_the_same_bits_and_compact_alone_warns_once(tmp_path: Path) -> None:
+def test_without_numba_all_trains_to_the_same_bits_and_compact_alone_warns_once(
+    tmp_path: Path, warm_python: WarmPython
+) -> None:
     program = (
-        "import sys; sys.modules['numba'] = sys.modules['llvmlite'] = None  # as if they were not installed\n"
+        "import sys, warnings; warnings.simplefilter('error')\n"
+        "assert 'numba' not in sys.modules\n"
+        "sys.modules['numba'] = sys.modules['llvmlite'] = None  # as if they were not installed\n"
         "from tests.zero.digests import digests_of_training\n"
         f"print(digests_of_training({str(tmp_path / 'without')!r}))\n"
     )
-    command = [sys.executable, "-W", "error", "-c", program]
+    command = [warm_python.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert tried_compact_kernels() is not None, compact_trial().reason

@@ -1,8 +1,6 @@
 """Several ranks never train apart in silence: shard refuses them, and DistributedDataParallel works or is named."""
 
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tiered
+from tests.rigs.warm_python import WarmPython
 from tests.test_docs import ROOT, blocks
 from tests.zero.training import debug_store
 from tiered.errors import UsageError
@@ -24,6 +23,7 @@ import os, sys, torch, tiered
 from torch.nn.parallel import DistributedDataParallel
 
 path, rank, where = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+torch.set_num_threads(1)
 torch.distributed.init_process_group("gloo", init_method=f"file://{path}/group", rank=rank, world_size=2)
 
 def train(through_store):
@@ -112,14 +112,9 @@ def test_ddp_with_updates_in_backward_is_refused_by_name(where: str, tmp_path: P
 
 
 @pytest.mark.parametrize("where", ["around", "outside"])
-def test_ddp_made_first_has_its_bits_through_a_store(where: str, tmp_path: Path) -> None:
+def test_ddp_made_first_has_its_bits_through_a_store(where: str, tmp_path: Path, warm_python: WarmPython) -> None:
     """And docs/recipes.md's lines run."""
     (lines,) = [text for text in blocks(ROOT / "docs/recipes.md", "python") if "DistributedDataParallel(" in text]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path), str(rank), where, lines],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
+    command = [warm_python.executable, "-c", CHILD, str(tmp_path)]
+    ranks = [subprocess.Popen([*command, str(rank), where, lines]) for rank in range(2)]
     assert [rank.wait(240) for rank in ranks] == [0, 0]

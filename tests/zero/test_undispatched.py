@@ -157,22 +157,21 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("call", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_between_steps_by_name(call: Callable[[nn.Parameter], Any], step_session: Session) -> None:
-    parameter = step_session.model.get_parameter(NAME)
-    with pytest.raises(UsageError, match=NAME):
-        call(parameter)
-    step_session.run_step(0)
-    with pytest.raises(UsageError, match=NAME):
-        call(parameter)
-    step_session.run_step(1)
+def test_between_steps_by_name(call: Callable[[nn.Parameter], Any], between_steps: tuple[Session, Session]) -> None:
+    for session in between_steps:
+        with pytest.raises(UsageError, match=NAME):
+            call(session.model.get_parameter(NAME))
+    between_steps[1].run_step(1)
 
 
 @pytest.mark.parametrize("call", PAST_ALL.values(), ids=PAST_ALL)
-def test_between_steps_by_the_storage(call: Callable[[nn.Parameter], Any], step_session: Session) -> None:
-    for step in range(2):
+def test_between_steps_by_the_storage(
+    call: Callable[[nn.Parameter], Any], between_steps: tuple[Session, Session]
+) -> None:
+    for session in between_steps:
         with pytest.raises((UsageError, RuntimeError)):
-            call(step_session.model.get_parameter(NAME))
-        step_session.run_step(step)
+            call(session.model.get_parameter(NAME))
+    between_steps[1].run_step(1)
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
