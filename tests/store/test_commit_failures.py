@@ -173,26 +173,6 @@ def test_a_commit_that_gets_no_thread_is_made_in_the_callers(
         assert_holds(store, values)
 
 
-def test_a_commit_interrupted_while_it_gets_its_thread_seals_nothing(
-    disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = threading.Thread.start
-
-    def interrupt(thread: threading.Thread) -> None:
-        start(thread)
-        if thread.name == "tiered-commit":
-            raise KeyboardInterrupt
-
-    with simulated_store(disk) as store:
-        values = filled(store)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(threading.Thread, "start", interrupt)
-            store.commit()
-        assert store.generation == 0
-        assert store.commit() == 1
-        assert_holds(store, values)
-
-
 def test_too_little_space_seals_nothing_and_says_what_a_commit_would_free(disk: SimulatedDisk) -> None:
     with simulated_store(disk, budget_nbytes=2 * MiB) as store:
         values = {name: numbers(200 * KiB, seed) for seed, name in enumerate("abc")}
@@ -344,10 +324,10 @@ def test_a_write_of_sealed_bytes_that_was_interrupted_is_begun_again_by_the_comm
         monkeypatch.undo()
         device.open()
         await_true(lambda: not sealed.to_write)
-        raise KeyboardInterrupt
+        raise MemoryError
 
     monkeypatch.setattr(Transfer, "_operations", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(MemoryError):
         store.working_set.swap_out([last.name])
     store.wait_for_commit()
     store.close()

@@ -127,9 +127,9 @@ def test_an_interrupted_write_is_begun_again_and_is_no_error_of_the_drive(
     write_key(working_set, "a", PAGE, 1)
 
     def interrupted(transfer: Transfer) -> None:
-        raise KeyboardInterrupt
+        raise MemoryError
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(Transfer, "_operations", interrupted)
         working_set.swap_out(["a"])
     assert "write" not in gated.device.events and working_set.statistics().dirty_bytes == PAGE

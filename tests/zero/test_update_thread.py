@@ -79,30 +79,6 @@ def test_a_thread_that_cannot_be_started_ends_the_step_and_no_more(
         assert_same(r.session.collect(), expected(2))
 
 
-def test_a_thread_whose_start_was_interrupted_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[threading.Thread] = []
-    start = threading.Thread.start
-
-    def interrupted(thread: threading.Thread) -> None:
-        start(thread)
-        if thread.name == "tiered-update" and not started:
-            started.append(thread)
-            raise KeyboardInterrupt
-
-    with rig("step") as r:
-        r.session.run_step(0)
-        r.store.commit({"step": 1})
-        monkeypatch.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            r.session.run_step(1)
-        r.store.rollback()
-        del r.session.trained.losses[1:]
-        r.session.run_step(1)
-        assert_same(r.session.collect(), expected(2))
-        started[0].join(30)
-        assert not started[0].is_alive()
-
-
 def test_a_signal_handler_that_comes_while_its_thread_has_the_workers_lock_is_refused() -> None:
     with no_hang(), rig("step") as r:
         r.session.run_step(0)

@@ -19,8 +19,8 @@ class CallMark:
     """``with mark:`` from before the first change of a call to after its last. Nests, in any thread.
 
     A call puts everything right before it raises an error of its own. Any other exception (a time limit that another
-    thread sets, a signal's that is not among ``INTERRUPTS``, MemoryError) may come between two lines, and half of a
-    change is done. Then the mark stays: the store refuses all but ``close``, and no generation is committed any more.
+    thread sets, a signal's that is not among ``INTERRUPTS``) may come between two lines, and half of a change is done.
+    Then the mark stays: the store refuses all but ``close``, and no generation is committed any more.
     """
 
     __slots__ = ("reason",)
@@ -70,15 +70,18 @@ def _stranger(error: BaseException | None) -> BaseException | None:
             return None
         if not isinstance(error, TieredError) and not _is_meant(error, frames):
             return error
-        if error.__cause__ is not None:  # handled on purpose
-            return None if _is_known(error.__cause__) else error.__cause__
+        cause = error.__cause__
+        if cause is not None:  # handled on purpose
+            return None if isinstance(cause, TieredError) or _is_known(cause) else cause
         error, before = error.__context__, frames
     return None
 
 
 def _is_meant(error: BaseException, frames: list[FrameType]) -> bool:
     """Whether code of our calls, such as torch's, has raised it, and no handler or finalizer."""
-    is_of_the_system = isinstance(error, MemoryError | RecursionError | OSError) or type(error) is Exception
+    if isinstance(error, MemoryError):  # where that comes, calls give back what they have, as for errors of their own
+        return True
+    is_of_the_system = isinstance(error, RecursionError | OSError) or type(error) is Exception
     where = frames[-1].f_globals.get("__name__", "") if frames else "tiered"
     return _is_known(error) and not is_of_the_system and _is_own(where)
 
