@@ -58,6 +58,7 @@ def _goes_on(store: Store, call: Call) -> bool:
     return True
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what strikes a finalizer goes nowhere
 @pytest.mark.parametrize("name", CALLS)
 def test_wherever_it_strikes_no_committed_key_is_lost_and_no_byte_is_wrong(name: str) -> None:
     call, most, num_refused = CALLS[name], num_places(CALLS[name]), 0

@@ -129,6 +129,7 @@ def _finish(trained: Training) -> dict[str, torch.Tensor]:
     return trained.values()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what strikes a finalizer goes nowhere
 @pytest.mark.parametrize(("act", "case"), CASES)
 def test_a_time_limit_anywhere_leaves_a_training_that_goes_on_or_a_store_that_resumes(
     act: Callable[[Training], None], case: dict[str, Any]
