@@ -88,5 +88,7 @@ def test_arrays_of_numpy_are_taken_as_weights_and_others_refused_by_name() -> No
         for value in ([1.0] * 4, np.array(["a"] * 4)):
             with pytest.raises(TypeError, match=r"weights= has (list|ndarray) for 0\.bias; expected a tensor"):
                 tiered.shard(model, store, weights=arrays | {"0.bias": value})
+        with pytest.raises(UsageError, match=r"0\.bias is complex, and real in the model"):
+            tiered.shard(model, store, weights=arrays | {"0.bias": arrays["0.bias"].astype("c8")})
         found = tiered.shard(model, store, weights=arrays).state_dict()
     assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())

@@ -139,8 +139,8 @@ class Weights:
 
     def _check(self, model: nn.Module) -> None:
         known = set(self._values)
-        wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        wanted |= {name: tuple(b.shape) for name, b in _persistent_buffers(model).items()}
+        tensors = {**dict(model.named_parameters()), **_persistent_buffers(model)}
+        wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         every = set(wanted) | {name for name, _ in model.named_parameters(remove_duplicate=False)}
         missing, unexpected = sorted(set(wanted) - known), sorted(known - every)
         problems = [f"missing {name}{_suggest(name, unexpected)}" for name in missing]
@@ -150,6 +150,8 @@ class Weights:
             for name, shape in wanted.items()
             if name in known and tuple(self._get(name).shape) != shape
         ]
+        real = sorted(name for name, tensor in tensors.items() if name in known and not tensor.dtype.is_complex)
+        problems += [f"{name} is complex, and real in the model" for name in real if self._get(name).is_complex()]
         if problems:
             more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise UsageError(
