@@ -314,7 +314,7 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     folder = Path(tempfile.mkdtemp(dir=args.directory, prefix=".tiered-bench-"))
-    limits, counts = Limits(random.Random(args.seed)), Counter({"lost": 0, "wrong": 0})
+    limits, counts = Limits(random.Random(args.seed)), Counter[str]()
     end = time.monotonic() + 60 * args.minutes
     losses = _train(folder / "undisturbed", None, Counter())
     number = 0
@@ -332,7 +332,8 @@ def main() -> int:
         for name in (f"store{number}", f"training{number}"):
             shutil.rmtree(folder / name)
     shutil.rmtree(folder)
-    print(json.dumps({"bench": "storm", "minutes": args.minutes, "seed": args.seed, **counts}))
+    result = {"bench": "storm", "minutes": args.minutes, "seed": args.seed, "lost": 0, "wrong": 0, **counts}
+    print(json.dumps(result))
     return 1 if counts["lost"] or counts["wrong"] else 0
 
 

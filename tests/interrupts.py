@@ -20,7 +20,7 @@ import tiered
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.store.waiting import fork_wait
 
-__all__ = ["ctrl_c_once_it_waits", "interrupt_at"]
+__all__ = ["ctrl_c_once_it_waits", "end_blocks", "interrupt_at"]
 
 _PACKAGE = os.path.dirname(tiered.__file__) + os.sep
 _CALLED: tuple[ModuleType, ...] = (contextlib, threading, weakref)  # whose code does tiered's work in between
@@ -73,6 +73,13 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None
+
+
+def end_blocks() -> None:
+    """End the blocks that a strike has kept from their end, as the next signal does."""
+    if INTERRUPTS.num_blocks:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager

@@ -324,10 +324,10 @@ def test_a_write_of_sealed_bytes_that_was_interrupted_is_begun_again_by_the_comm
         monkeypatch.undo()
         device.open()
         await_true(lambda: not sealed.to_write)
-        raise MemoryError
+        raise CapacityError
 
     monkeypatch.setattr(Transfer, "_operations", interrupted)
-    with pytest.raises(MemoryError):
+    with pytest.raises(CapacityError):
         store.working_set.swap_out([last.name])
     store.wait_for_commit()
     store.close()

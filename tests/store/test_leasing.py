@@ -10,6 +10,7 @@ import torch
 
 from tests.store.rig import WAIT_S, read_key, simulated_store, stored, write_key
 from tiered.errors import (
+    CapacityError,
     ClosedError,
     LeaseError,
     UsageError,
@@ -146,12 +147,12 @@ def test_a_lease_that_fails_at_its_last_step_ends_once(
     store: Store, working_set: WorkingSet, monkeypatch: pytest.MonkeyPatch, mode: str, is_kept: bool
 ) -> None:
     def fail(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
-        raise MemoryError
+        raise CapacityError
 
     write_key(working_set, "a", 8 * KiB, 1)
     with monkeypatch.context() as patch:
         patch.setattr("tiered.store.residency.working_set.tensor_over", fail)
-        with pytest.raises(MemoryError) as caught:
+        with pytest.raises(CapacityError) as caught:
             working_set.lease("a", mode)
     if is_kept:  # as a debugger keeps it: its frames have a tensor on the bytes
         write_key(working_set, "a", 8 * KiB, 2)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import signal
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from tests.interrupts import interrupt_at
+from tests.interrupts import end_blocks, interrupt_at
 from tests.store.rig import numbers, simulated_store
 from tests.store.test_interrupts import BUDGET_NBYTES, CALLS, NUM_TRIED, STORED, Call, num_places, stored_disk
+from tiered.bytes import interrupt as interrupts
 from tiered.errors import CapacityError, DeviceError, UsageError
 from tiered.store.store import Store
 from tiered.store.waiting.mark import CallMark
@@ -27,6 +30,7 @@ def few_objects() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
+    end_blocks()
 
 
 def _strike(store: Store, call: Call, number: int) -> str:
@@ -105,7 +109,6 @@ def test_a_close_by_who_has_not_heard_of_it_says_it_and_closes() -> None:
 
 
 MEANT: dict[str, Callable[[], BaseException]] = {
-    "no memory": MemoryError,
     "its own": lambda: DeviceError("the drive"),
     "a missing key": lambda: KeyError("a"),
     "a wrong argument": lambda: TypeError("a"),
@@ -128,3 +131,85 @@ def test_an_error_of_its_own_that_follows_one_from_outside_does_not_hide_it() ->
     with pytest.raises(TimeLimit):
         exec(source, namespace)
     assert mark.reason == "TimeLimit()"
+
+
+def raised_by_a_thread(mark: CallMark, error: type[BaseException]) -> None:
+    """Go on with ``mark`` set until another thread has ``error`` raised here, which no line of ours does."""
+    me = threading.get_ident()
+    namespace: dict[str, object] = {"__name__": "tiered.imagined", "mark": mark}
+    thread = threading.Thread(
+        target=lambda: ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(me), ctypes.py_object(error))
+    )
+    namespace["start"] = thread.start
+    exec("with mark:\n    start()\n    while True:\n        len('')", namespace)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, IndexError, TimeoutError, MemoryError, SystemExit, TimeLimit])
+def test_what_another_thread_raises_leaves_the_mark_whatever_its_type(error: type[BaseException]) -> None:
+    mark = CallMark()
+    with pytest.raises(error):
+        raised_by_a_thread(mark, error)
+    assert mark.reason.startswith(error.__name__)
+
+
+def test_an_error_that_was_handled_before_the_call_is_none_of_it() -> None:
+    store = simulated_store(stored_disk(), budget_nbytes=BUDGET_NBYTES)
+    try:
+        raise TimeLimit
+    except TimeLimit as error:
+        error.with_traceback(None)
+        assert store.get("absent", "default") == "default"
+    assert "a" in store
+    store.close()
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError, TimeLimit])
+def test_errors_of_the_callers_own_code_leave_a_store_that_goes_on(error: type[BaseException]) -> None:
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "new", numbers(4 * KiB)
+        raise error
+
+    class Failing:
+        def state_dict(self) -> dict[str, int]:
+            if is_failing:
+                raise error
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise error
+
+    is_failing = False
+    with simulated_store(stored_disk(), budget_nbytes=BUDGET_NBYTES) as store:
+        with pytest.raises(error):
+            store.put_many(values())
+        assert torch.equal(store["new"], numbers(4 * KiB))
+        store.register("failing", Failing())
+        store.commit()
+        is_failing = True
+        with pytest.raises(error):
+            store.commit()
+        with pytest.raises((error, UsageError)) as raised:
+            store.rollback()
+        assert isinstance(raised.value, error) or "cannot load the state" in str(raised.value)
+        is_failing = False
+        store.commit()
+
+
+def test_a_signal_acts_at_once_in_the_callers_own_code() -> None:
+    seen: list[int] = []
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        signal.raise_signal(signal.SIGUSR1)
+        assert seen == [signal.SIGUSR1]
+        with interrupts.INTERRUPTS:
+            signal.raise_signal(signal.SIGUSR1)
+            assert len(seen) == 1
+        assert len(seen) == 2
+        yield "new", numbers(4 * KiB)
+
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        with simulated_store(stored_disk(), budget_nbytes=BUDGET_NBYTES) as store:
+            store.put_many(values())
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -10,6 +10,7 @@ import pytest
 from tests.store.rig import WAIT_S, GatedStore, read_key, simulated_store, stored, write_key
 from tiered.bytes.device.base import IOClass
 from tiered.errors import (
+    CapacityError,
     DeadlineError,
     DeviceError,
 )
@@ -127,9 +128,9 @@ def test_an_interrupted_write_is_begun_again_and_is_no_error_of_the_drive(
     write_key(working_set, "a", PAGE, 1)
 
     def interrupted(transfer: Transfer) -> None:
-        raise MemoryError
+        raise CapacityError
 
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+    with monkeypatch.context() as patch, pytest.raises(CapacityError):
         patch.setattr(Transfer, "_operations", interrupted)
         working_set.swap_out(["a"])
     assert "write" not in gated.device.events and working_set.statistics().dirty_bytes == PAGE

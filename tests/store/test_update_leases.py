@@ -10,7 +10,7 @@ import torch
 
 from tests.store.rig import WAIT_S, await_true, read_key, stored, write_key
 from tiered.bytes.arena import Buffer
-from tiered.errors import LeaseError
+from tiered.errors import CapacityError, LeaseError
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store
 from tiered.store.waiting.recorder import Wait
@@ -117,10 +117,10 @@ def test_a_tensor_that_cannot_be_made_ends_all(
         nonlocal num_made
         num_made += 1
         if num_made == number:
-            raise MemoryError("no more")
+            raise CapacityError("no more")
         return alias(self, *args)  # type: ignore[arg-type]
 
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+    with monkeypatch.context() as patch, pytest.raises(CapacityError):
         patch.setattr(Buffer, "alias", failing)
         working_set.lease_for_update(keys)
     for key in keys:

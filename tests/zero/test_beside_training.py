@@ -139,12 +139,12 @@ def test_an_update_that_fails_at_the_end_of_a_backward_abandons_the_step(
             nonlocal num_submitted
             num_submitted += 1
             if num_submitted == 3:
-                raise MemoryError
+                raise CapacityError
             submit(self, update, **options)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
             patch.setattr(UpdateThread, "submit", failing)
-            with pytest.raises(MemoryError):
+            with pytest.raises(CapacityError):
                 model(torch.randn(4, WIDTH)).sum().backward(retain_graph=True)
         with pytest.raises(StepAbandonedError):
             optimizer.step()

@@ -477,12 +477,12 @@ def test_a_relayout_that_fails_in_the_middle_abandons_the_step_and_a_rollback_go
         def refuse(key: str, *args: Any, scratch: bool = False, **kwargs: Any) -> None:
             made.extend([key] if not scratch else [])
             if len(made) == number:
-                raise MemoryError
+                raise CapacityError
             create(key, *args, scratch=scratch, **kwargs)
 
         unfreeze("blocks.1.a")(model)
         working_set.create = refuse  # type: ignore[method-assign]
-        with pytest.raises(MemoryError):
+        with pytest.raises(CapacityError):
             model(batch(2))
         working_set.create = create  # type: ignore[method-assign]
         with pytest.raises(tiered.StepAbandonedError, match=r"blocks\.1"):

@@ -17,7 +17,7 @@ import tiered
 from tests.models import Case
 from tests.reference import Recipe
 from tests.zero.training import SEED, debug_store, start
-from tiered.errors import UsageError
+from tiered.errors import CapacityError, UsageError
 
 WIDTH = 16
 
@@ -289,10 +289,10 @@ def test_no_room_for_gradients_leaves_no_key_behind(tmp_path: Path) -> None:
         num_entries, lease = len(store.working_set.records.entries), store.working_set.lease
 
         def refuse(*_: object) -> None:
-            raise MemoryError
+            raise CapacityError
 
         gradients.working_set.lease = refuse  # type: ignore[method-assign]
-        with pytest.raises(MemoryError):
+        with pytest.raises(CapacityError):
             gradients.open()
         gradients.working_set.lease = lease  # type: ignore[method-assign]
         assert len(store.working_set.records.entries) == num_entries

@@ -17,7 +17,7 @@ from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-__all__ = ["INTERRUPTS", "Acquirable", "Interrupts", "uninterrupted", "uninterrupted_block"]
+__all__ = ["INTERRUPTS", "Acquirable", "Interrupts", "Lifted", "uninterrupted", "uninterrupted_block"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -39,10 +39,11 @@ class Interrupts:
     which Python runs no such action, it does nothing.
     """
 
-    __slots__ = ("_actions", "_is_waiting", "_note_it", "_noted", "_outermost", "num_blocks", "thread")
+    __slots__ = ("_actions", "_is_waiting", "_note_it", "_noted", "_outermost", "lifted_at", "num_blocks", "thread")
 
     def __init__(self) -> None:
         self.num_blocks = 0  # that are open; the main thread's, as all of this
+        self.lifted_at = 0  # how many are open around code of the caller, in which actions run at once
         self._actions: dict[int, Callable[[int, FrameType | None], Any]] = {}  # by number, where ours is in its place
         self._noted: dict[int, None] = {}  # in the order in which they came
         self._is_waiting = False  # inside of ``acquire``
@@ -55,6 +56,7 @@ class Interrupts:
             return
         if not self.num_blocks:
             self._noted.clear()
+            self.lifted_at = 0
             self._outermost = sys._getframe(1)
             try:
                 for number in _NUMBERS:
@@ -64,6 +66,7 @@ class Interrupts:
                         _signal.signal(number, self._note_it)  # order: from here on nothing of it is raised
             except BaseException:  # an action that came before
                 self._outermost = None
+                self._restore()
                 raise
         self.num_blocks += 1
 
@@ -74,15 +77,23 @@ class Interrupts:
             return
         self.num_blocks -= 1
         if self.num_blocks:
+            if self._noted and self.num_blocks == self.lifted_at:
+                self._act()
             return
         try:
-            for number, action in self._actions.items():
-                if _signal.getsignal(number) is self._note_it:  # or the program has given it another one meanwhile
-                    _signal.signal(number, action)  # order: one that comes from here on runs by itself
+            self._restore()
+        except BaseException:  # an action that came once it was restored
+            self._restore()
+            raise
         finally:
             self._outermost = None
             if self._noted:
                 self._act()
+
+    def _restore(self) -> None:
+        for number, action in self._actions.items():
+            if _signal.getsignal(number) is self._note_it:  # or the program has given it another one meanwhile
+                _signal.signal(number, action)  # order: one that comes from here on runs by itself
 
     def look(self) -> None:
         """Run the actions that were noted, which may raise: for blocks that take long, where they can be left."""
@@ -114,8 +125,8 @@ class Interrupts:
     def _note(self, number: int, frame: FrameType | None) -> None:
         is_inside = self._is_inside(frame)
         if not is_inside:  # an exception of another kind may have kept a block from its end
-            self.num_blocks = 0
-        if is_inside and not self._is_waiting:
+            self.num_blocks = self.lifted_at = 0
+        if is_inside and not self._is_waiting and self.num_blocks != (self.lifted_at or -1):
             self._noted[number] = None  # lifetime: not the frame, which keeps whatever it calls
             return
         waiting, self._is_waiting = self._is_waiting, False
@@ -132,12 +143,28 @@ class Interrupts:
 INTERRUPTS = Interrupts()
 
 
+class Lifted:
+    """``with Lifted():`` around code of the caller's within a block: there actions run at once, and may raise."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = INTERRUPTS.lifted_at
+        if INTERRUPTS.num_blocks and get_ident() == INTERRUPTS.thread:
+            INTERRUPTS.look()
+            INTERRUPTS.lifted_at = INTERRUPTS.num_blocks
+
+    def __exit__(self, *_: object) -> None:
+        if INTERRUPTS.num_blocks and get_ident() == INTERRUPTS.thread:
+            INTERRUPTS.lifted_at = self._before
+
+
 def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Defer the actions of signals in ``function`` to the end of the call: see ``Interrupts``."""
 
     @functools.wraps(function)
     def whole(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if INTERRUPTS.num_blocks or get_ident() != INTERRUPTS.thread:  # costs less than one more block
+        if INTERRUPTS.num_blocks > INTERRUPTS.lifted_at or get_ident() != INTERRUPTS.thread:  # less than one more block
             return function(*args, **kwargs)
         with INTERRUPTS:
             return function(*args, **kwargs)

@@ -10,7 +10,7 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.host_tensor import address_of
-from tiered.bytes.interrupt import INTERRUPTS
+from tiered.bytes.interrupt import Lifted
 from tiered.errors import CapacityError
 from tiered.store.format.checksum import DIGEST_NBYTES, block_seed, digest
 from tiered.store.format.extent import Extent, pieces
@@ -35,7 +35,7 @@ class PutSource:
         spec_of: Callable[[str, torch.Tensor], Spec],
     ) -> None:
         """``plain`` checks a value and returns the contiguous one to put, ``spec_of`` the looks it has in the store."""
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.key = ""
         self.value: torch.Tensor | None = None  # None at the end
         self.spec = Spec(torch.uint8, (0,))
@@ -53,13 +53,13 @@ class PutSource:
     def advance(self) -> None:
         """Take the next value in hand."""
         self.value = None
-        INTERRUPTS.look()  # the caller's values may come slowly
         try:
-            for key, value in self._values:
-                plain = self._plain(key, value)
-                self.key, self.spec, self.value = key, self._spec_of(key, plain), plain
-                return
-        except Exception as error:  # the caller's: raised when all values before it are put
+            with Lifted():  # the caller's values may come slowly
+                pair = next(self._values, None)
+            if pair is not None:
+                plain = self._plain(*pair)
+                self.key, self.spec, self.value = pair[0], self._spec_of(pair[0], plain), plain
+        except BaseException as error:  # the caller's: raised when all values before it are put
             self.error = error
 
 

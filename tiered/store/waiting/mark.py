@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import opcode
 import sys
 from threading import get_ident
 from types import FrameType, TracebackType
@@ -12,6 +13,7 @@ from tiered.errors import TieredError, UsageError
 __all__ = ["CallMark"]
 
 _ACTS = (Interrupts._act.__code__, Interrupts._note.__code__)  # which run the actions of signals
+_RAISE = opcode.opmap["RAISE_VARARGS"]
 _OWN = sys.stdlib_module_names | {"tiered", "torch"}  # packages whose code the calls of a store run
 
 
@@ -19,8 +21,8 @@ class CallMark:
     """``with mark:`` from before the first change of a call to after its last. Nests, in any thread.
 
     A call puts everything right before it raises an error of its own. Any other exception (a time limit that another
-    thread sets, a signal's that is not among ``INTERRUPTS``) may come between two lines, and half of a change is done.
-    Then the mark stays: the store refuses all but ``close``, and no generation is committed any more.
+    thread sets, a signal's that is not among ``INTERRUPTS``, MemoryError) may come between two lines, and half of a
+    change is done. Then the mark stays: the store refuses all but ``close``, and no generation is committed any more.
     """
 
     __slots__ = ("reason",)
@@ -36,7 +38,7 @@ class CallMark:
         """Have the mark stay where what was raised, or what that came from, was not meant, and raise the latter."""
         stranger = _stranger(error)
         if stranger is not None:
-            self.reason = self.reason or repr(stranger)
+            self.reason = repr(stranger)  # the outermost block knows it best
             if stranger is not error:  # what follows from half of a change tells the caller nothing
                 raise stranger
 
@@ -56,34 +58,38 @@ class CallMark:
 
 
 def _stranger(error: BaseException | None) -> BaseException | None:
-    """Return ``error``, or that in whose handling it came, if the code that runs does not expect that."""
+    """Return the first of ``error`` and those in whose handling it came that the code which runs does not expect."""
     before: list[FrameType] = []  # that the error which came in its handling has passed
+    found: BaseException | None = None
     while error is not None:
         frames: list[FrameType] = []
-        trace = error.__traceback__
+        trace, is_raised = error.__traceback__, True
         while trace is not None:
             if trace.tb_frame.f_code in _ACTS:  # an action of a signal, where a call may be left
-                return None
+                return found
             frames.append(trace.tb_frame)
+            is_raised = trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE
             trace = trace.tb_next
-        if before and frames[:1] and frames[0] not in before:  # the caller handles it, further out
-            return None
-        if not isinstance(error, TieredError) and not _is_meant(error, frames):
-            return error
+        if before and (not frames or frames[0] not in before):  # the caller handles it, further out
+            return found
+        if not isinstance(error, TieredError) and not _is_meant(error, frames, is_raised=is_raised):
+            found = error
         cause = error.__cause__
         if cause is not None:  # handled on purpose
-            return None if isinstance(cause, TieredError) or _is_known(cause) else cause
+            return found if isinstance(cause, TieredError) or _is_known(cause) else cause
         error, before = error.__context__, frames
-    return None
+    return found
 
 
-def _is_meant(error: BaseException, frames: list[FrameType]) -> bool:
-    """Whether code of our calls, such as torch's, has raised it, and no handler or finalizer."""
-    if isinstance(error, MemoryError):  # where that comes, calls give back what they have, as for errors of their own
-        return True
-    is_of_the_system = isinstance(error, RecursionError | OSError) or type(error) is Exception
+def _is_meant(error: BaseException, frames: list[FrameType], *, is_raised: bool) -> bool:
+    """Whether a line of our calls' code raises it, or a function of torch that such a line calls: RuntimeError alone.
+
+    An exception that another thread raises seems to come from any line that calls a function, or begins one.
+    """
+    if type(error) is Exception or isinstance(error, MemoryError | RecursionError | OSError):
+        return False
     where = frames[-1].f_globals.get("__name__", "") if frames else "tiered"
-    return _is_known(error) and not is_of_the_system and _is_own(where)
+    return _is_known(error) and _is_own(where) and (is_raised or isinstance(error, RuntimeError))
 
 
 def _is_known(error: BaseException) -> bool:
