@@ -86,19 +86,29 @@ CASES: list[tuple[Callable[[Training], None], dict[str, Any]]] = [
 ]
 
 
+def _finish(trained: Training) -> dict[str, torch.Tensor]:
+    for number in range(trained.store.state["step"], 3):
+        trained.step(number)
+    trained.store.wait_for_commit()
+    return trained.values()
+
+
+def _undisturbed(act: Callable[[Training], None], case: dict[str, Any]) -> tuple[int, dict[str, torch.Tensor]]:
+    """Return the number of places in ``act``, and the values at the end of a training that goes on after it."""
+    with training(**case) as trained:
+        with interrupt_at() as places:
+            act(trained)
+        trained.store.rollback()
+        return places.number, _finish(trained)
+
+
 @pytest.mark.parametrize(("act", "case"), CASES)
 def test_an_interrupt_anywhere_leaves_a_training_that_goes_on_after_a_rollback(
     act: Callable[[Training], None], case: dict[str, Any]
 ) -> None:
-    with training(**case) as undisturbed:
-        with interrupt_at() as places:
-            act(undisturbed)
-        undisturbed.store.rollback()
-        for number in range(undisturbed.store.state["step"], 3):
-            undisturbed.step(number)
-        expected = undisturbed.values()
-    stride = places.number // NUM_TRIED
-    for number in range(stride // 2, places.number, stride):
+    most, expected = _undisturbed(act, case)
+    stride = most // NUM_TRIED
+    for number in range(stride // 2, most, stride):
         with training(**case) as trained:
             caught: KeyboardInterrupt | None = None
             try:
@@ -108,9 +118,7 @@ def test_an_interrupt_anywhere_leaves_a_training_that_goes_on_after_a_rollback(
                 caught = error  # lifetime: with its frames, as a notebook keeps it
             assert caught is not None or not places.hits
             trained.store.rollback()
-            for later in range(trained.store.state["step"], 3):
-                trained.step(later)
-            values = trained.values()
+            values = _finish(trained)
             assert all(torch.equal(values[name], value) for name, value in expected.items()), places.hits
             trained.store.commit({"step": 3})
             assert trained.store.verify().is_clean
@@ -122,25 +130,14 @@ class TimeLimit(BaseException):
     pass
 
 
-def _finish(trained: Training) -> dict[str, torch.Tensor]:
-    for number in range(trained.store.state["step"], 3):
-        trained.step(number)
-    trained.store.wait_for_commit()
-    return trained.values()
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what strikes a finalizer goes nowhere
 @pytest.mark.parametrize(("act", "case"), CASES)
 def test_a_time_limit_anywhere_leaves_a_training_that_goes_on_or_a_store_that_resumes(
     act: Callable[[Training], None], case: dict[str, Any]
 ) -> None:
-    with training(**case) as undisturbed:
-        with interrupt_at() as places:
-            act(undisturbed)
-        undisturbed.store.rollback()
-        expected = _finish(undisturbed)
-    stride = places.number // NUM_TRIED
-    for number in range(stride // 3, places.number, stride):
+    most, expected = _undisturbed(act, case)
+    stride = most // NUM_TRIED
+    for number in range(stride // 3, most, stride):
         disk = SimulatedDisk(capacity_nbytes=32 * MiB, can_lose_power=False)
         values: dict[str, torch.Tensor] | None = None
         with training(**case, disk=disk) as trained:

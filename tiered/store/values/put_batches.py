@@ -55,10 +55,11 @@ class PutSource:
         self.value = None
         try:
             with Lifted():  # the caller's values may come slowly
-                pair = next(self._values, None)
-            if pair is not None:
-                plain = self._plain(*pair)
-                self.key, self.spec, self.value = pair[0], self._spec_of(pair[0], plain), plain
+                key, value = next(self._values)
+            plain = self._plain(key, value)
+            self.key, self.spec, self.value = key, self._spec_of(key, plain), plain
+        except StopIteration:
+            return
         except BaseException as error:  # the caller's: raised when all values before it are put
             self.error = error
 

@@ -44,8 +44,9 @@ class CallMark:
 
     def refuse(self) -> None:
         """Raise UsageError where the mark stays."""
-        if self.reason:
-            raise self.refusal() or AssertionError
+        refusal = self.refusal()
+        if refusal is not None:
+            raise refusal
 
     def refusal(self) -> UsageError | None:
         """Return what every call must raise where the mark stays."""
