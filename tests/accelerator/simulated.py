@@ -1,4 +1,4 @@
-"""A simulated accelerator: the device type ``sim``, whose operators run the CPU's kernels, and whose order is proven.
+"""A simulated accelerator: device type ``sim``, two devices that run the CPU's kernels, and whose order is proven.
 
 ``load()`` compiles and registers it once a process; it answers to nothing until ``enable()``. Streams run at once:
 time is not simulated, order is. An access that no event orders after an earlier conflicting one is a race, whatever the
@@ -25,11 +25,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.accelerator.device_module import device_module
+
 __all__ = [
+    "NUM_DEVICES",
     "Counts",
     "LogEntry",
     "Traffic",
     "blocking",
+    "calls",
     "counts",
     "disable",
     "enable",
@@ -53,6 +57,8 @@ __all__ = [
     "set_poison",
     "set_query_delay",
 ]
+
+NUM_DEVICES = 2
 
 _NAME = "tiered_simulated_accelerator"
 _SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
@@ -190,57 +196,14 @@ def _name_of_thread() -> str:
 _registered = False
 
 
-def _device_module() -> types.ModuleType:
-    """Return ``torch.sim``, what PyTorch asks of a device type in Python."""
-    module: Any = types.ModuleType("torch.sim")
-
-    generator: torch.Generator = _library.default_generator()
-
-    class device:
-        """The only device: a context that changes nothing."""
-
-        def __init__(self, index: object = None) -> None:
-            self.idx = index
-
-        def __enter__(self) -> None:
-            return None
-
-        def __exit__(self, *error: object) -> None:
-            return None
-
-    module.device = device
-    module.is_available = is_enabled
-    module.is_initialized = is_enabled
-    module._initialized = True  # torch.utils.checkpoint asks, and keeps the generator's state only then
-    module.device_count = lambda: int(is_enabled())
-    module.current_device = lambda: 0
-    module.set_device = lambda index: None
-    module.get_device_name = lambda device=None: "a simulated accelerator"
-    module.synchronize = lambda device=None: torch.accelerator.synchronize()
-    module.current_stream = lambda device=None: torch.accelerator.current_stream()
-    module.Stream = lambda *_, **options: torch.Stream(device="sim", **options)
-    module.Event = lambda **options: torch.Event(device="sim", **options)
-    module._initialized = True  # a checkpoint keeps the states of generators of such a device alone
-    module._lazy_init = lambda: None  # torch 2.11 synchronizes a device that was initialized by this, and no other
-    module._is_in_bad_fork = lambda: not is_enabled()  # then torch.manual_seed seeds nothing here
-    module.default_generator = generator
-    module.default_generators = (generator,)
-    module.manual_seed = module.manual_seed_all = lambda seed: generator.manual_seed(seed)
-    module.seed = module.seed_all = lambda: generator.seed()
-    module.initial_seed = lambda: generator.initial_seed()
-    module.get_rng_state = lambda device=None: generator.get_state()
-    module.set_rng_state = lambda state, device=None: generator.set_state(state)
-    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    return module  # type: ignore[no-any-return]
-
-
 def _register() -> None:
     global _registered
     if _registered:
         return
     torch.utils.rename_privateuse1_backend("sim")
     _library.register_device()
-    torch._register_device_module("sim", _device_module())  # type: ignore[attr-defined]
+    generators = [_library.default_generator(index) for index in range(NUM_DEVICES)]
+    torch._register_device_module("sim", device_module(generators, is_enabled))  # type: ignore[attr-defined]
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     _registered = True
 
@@ -258,7 +221,8 @@ def enable() -> None:
         _register()
         library.set_enabled(True)
         torch.empty(0, device="sim")  # initializes it for torch
-        library.start_thread_of_autograd()
+        torch.accelerator.set_device_index(0)
+        library.start_threads_of_autograd()
         library.install_handler()
     reset()
 
@@ -283,7 +247,9 @@ def reset() -> None:
     library.set_guard(False)
     library.reset_order()
     library.reset_ledger()
-    library.set_memory_limit(0)
+    library.empty_cache()
+    for device in range(NUM_DEVICES):
+        library.set_memory_limit(0, device)
     library.set_poison(True)
     library.set_allocation_writes(False)
 
@@ -332,6 +298,16 @@ def log() -> list[LogEntry]:
     return [LogEntry(*entry) for entry in _loaded().logged()]
 
 
+def calls() -> dict[tuple[str, int], dict[str, int]]:
+    """Return how often each thread called each device since ``keep_log()``: (thread, device) to kind to number.
+
+    Kinds: operator, copy, item, allocate, memory info, register, unregister, new stream, query stream, synchronize
+    stream, synchronize device, record event, wait for event, query event, synchronize event, destroy event; set device:
+    the thread's current device became this one, also where a call on another device sets it back.
+    """
+    return dict(_loaded().calls())
+
+
 # ----------------------------------------------------------------------------------------------- settings and faults
 
 
@@ -345,9 +321,9 @@ def host_unregister(address: int) -> None:
     _loaded().host_unregister(address)
 
 
-def set_memory_limit(nbytes: int | None) -> None:
-    """Allocations past this raise torch.OutOfMemoryError; None: the machine's memory."""
-    _loaded().set_memory_limit(nbytes or 0)
+def set_memory_limit(nbytes: int | None, device: int = 0) -> None:
+    """Allocations past this on ``device`` raise torch.OutOfMemoryError; None: the machine's memory."""
+    _loaded().set_memory_limit(nbytes or 0, device)
 
 
 def set_poison(on: bool) -> None:

@@ -198,12 +198,31 @@ def test_memory_is_counted_and_limited(sim: ModuleType) -> None:
     assert tensor.view(torch.float32).isnan().all().item()
     assert torch.accelerator.memory_allocated() - before == 1 << 20
     sim.set_memory_limit(before + (2 << 20))
+    torch.accelerator.empty_cache()
     assert torch.accelerator.get_memory_info() == (1 << 20, before + (2 << 20))
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty((1 << 20) + 1, dtype=torch.uint8, device="sim")
     del tensor
     assert torch.accelerator.memory_allocated() == before
     assert torch.accelerator.max_memory_allocated() >= before + (1 << 20)
+
+
+def test_freed_memory_stays_reserved_until_it_is_needed(sim: ModuleType) -> None:
+    reserved, (free, _) = torch.accelerator.memory_reserved(), torch.accelerator.get_memory_info()
+    tensor = torch.empty(1 << 20, dtype=torch.uint8, device="sim")
+    address = tensor.data_ptr()
+    del tensor
+    assert torch.accelerator.memory_reserved() - reserved == 1 << 20
+    assert free - torch.accelerator.get_memory_info()[0] == 1 << 20
+    with torch.Stream("sim"):  # whose work may come before the end of the first tensor's
+        assert torch.empty(1 << 20, dtype=torch.uint8, device="sim").data_ptr() != address
+    assert torch.empty(1 << 20, dtype=torch.uint8, device="sim").data_ptr() == address
+    assert torch.accelerator.memory_reserved() - reserved == 2 << 20
+    sim.set_memory_limit(torch.accelerator.memory_allocated() + (2 << 20))
+    torch.empty(2 << 20, dtype=torch.uint8, device="sim")  # takes the room of the two
+    assert torch.accelerator.memory_stats()["num_alloc_retries"] == 1
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved() == torch.accelerator.memory_allocated()
 
 
 def test_pinned_memory_is_known_by_range(sim: ModuleType) -> None:
@@ -300,6 +319,93 @@ def test_a_backward_before_the_device_was_loaded_does_no_harm(sim: ModuleType, w
     assert done.stdout == "6.0\n", done.stderr
 
 
+# -------------------------------------------------------------------------------------------------------- two devices
+
+
+def test_a_thread_has_a_device_and_a_stream_of_each(sim: ModuleType) -> None:
+    assert torch.accelerator.device_count() == torch.sim.device_count() == 2  # type: ignore[attr-defined]
+    here, there = (torch.accelerator.current_stream(f"sim:{index}") for index in range(2))
+    assert (here.stream_id, there.device_index) == (0, 1) and there.stream_id != 0
+    side = torch.Stream("sim:1")
+    with torch.accelerator.device_index(1):
+        torch.accelerator.set_stream(side)
+        assert torch.ones(2, device="sim").device == torch.device("sim:1")
+        found: list[object] = []
+        thread = threading.Thread(
+            target=lambda: found.extend([torch.accelerator.current_device_index(), torch.accelerator.current_stream(1)])
+        )
+        thread.start()
+        thread.join()
+        assert found == [0, there]
+    assert torch.accelerator.current_device_index() == 0 == torch.ones(2, device="sim").device.index
+    assert torch.accelerator.current_stream() == here and torch.accelerator.current_stream(1) == side
+    torch.accelerator.set_stream(there)
+    torch.sim.set_device("sim:0")  # type: ignore[attr-defined]
+    with torch.sim.device(1):  # type: ignore[attr-defined]
+        assert torch.sim.current_device() == 1  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="no device 2"):
+        torch.ones(2, device="sim:2")
+
+
+def test_each_device_has_memory_of_its_own(sim: ModuleType) -> None:
+    allocated = [torch.accelerator.memory_allocated(index) for index in range(2)]
+    sim.set_memory_limit(allocated[1] + 512, device=1)
+    tensor = torch.empty(512, dtype=torch.uint8, device="sim:1")
+    assert [torch.accelerator.memory_allocated(index) for index in range(2)] == [allocated[0], allocated[1] + 512]
+    with pytest.raises(torch.OutOfMemoryError, match="device 1"):
+        torch.empty_like(tensor)
+    torch.empty_like(tensor, device="sim:0")
+
+
+def test_copies_between_devices_are_ordered_on_both(sim: ModuleType) -> None:
+    source, side = torch.arange(float(N), device="sim:0"), torch.Stream("sim:1")
+    target = torch.zeros(N, device="sim:1")
+    target.copy_(source)
+    source.zero_()
+    assert (target + 0).cpu().equal(torch.arange(float(N)))
+    with pytest.raises(RuntimeError, match="two devices, sim:0 and sim:1"):
+        source + target
+    assert sim.races() == []
+    target.add_(1)
+    torch.accelerator.synchronize(0)
+    with side:
+        target.zero_()
+    assert sim.races() != []  # device 0 is idle, device 1 was not waited for
+    torch.accelerator.synchronize(1)
+    target.zero_()
+
+
+def test_a_backward_runs_in_a_thread_of_its_device(sim: ModuleType) -> None:
+    found: dict[int, set[int]] = {0: set(), 1: set()}
+    for index, threads in found.items():
+        x = torch.ones(2, device=f"sim:{index}", requires_grad=True)
+        x.register_hook(
+            lambda gradient, to=threads: to.update([threading.get_ident(), -torch.accelerator.current_device_index()])
+        )
+        (x * 3).sum().backward()
+    assert -1 in found[1] and 0 in found[0] and not found[0] & found[1]
+
+
+def test_calls_are_counted_by_thread_and_device(sim: ModuleType) -> None:
+    def work() -> None:
+        event = torch.Event("sim:1")
+        event.record(torch.accelerator.current_stream("sim:1"))
+        assert event.query()
+        del event
+        torch.ones(2, device="sim:1")  # torch goes back to the thread's device without a call of it
+
+    sim.keep_log()
+    for index in range(2):
+        torch.accelerator.set_device_index(index)
+        thread = threading.Thread(target=work, name=f"caller {index}")
+        thread.start()
+        thread.join()
+    torch.accelerator.set_device_index(0)
+    expected = {"record event": 1, "query event": 1, "destroy event": 1, "allocate": 1, "operator": 1, "set device": 4}
+    assert sim.calls()["caller 0", 1] == expected
+    assert sim.calls()["caller 0", 0] == {"set device": 2}  # once for each call that sets the device back
+
+
 # ------------------------------------------------------------------------------------------------------ random numbers
 
 
@@ -312,8 +418,9 @@ def test_the_device_draws_from_its_own_generator(sim: ModuleType) -> None:
     torch.rand(8)
     torch.sim.set_rng_state(state)  # type: ignore[attr-defined]
     assert torch.randn(8, device="sim").cpu().equal(first)
-    with torch.random.fork_rng(device_type="sim"):
+    with torch.random.fork_rng([0], device_type="sim"):
         torch.rand(8, device="sim")
+    assert torch.randn(8, device="sim:1").cpu().equal(torch.randn(8, generator=torch.Generator().manual_seed(3)))
     generator = torch.Generator("sim").manual_seed(3)
     assert torch.rand(8, device="sim", generator=generator).cpu().equal(host)
     with pytest.raises(RuntimeError, match="generator"):

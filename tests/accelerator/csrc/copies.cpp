@@ -4,6 +4,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include "ledger.h"
@@ -46,6 +47,24 @@ struct Copy {
     c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
     to.copy_(from);
   }
+};
+
+// Two devices copy on the source's current stream, between the work before and after on the target's.
+class Barrier {
+ public:
+  explicit Barrier(c10::Device target) : here_(current_stream()), there_(current_stream(target.index())) {
+    wait(here_, there_);
+  }
+  ~Barrier() { wait(there_, here_); }
+
+ private:
+  static void wait(int64_t stream, int64_t other) {
+    if (stream == other) return;
+    Event event;
+    record_event(event, other);
+    stream_waits(stream, event);
+  }
+  int64_t here_, there_;
 };
 
 void copy_pinned(const Copy& copy, bool blocks) {
@@ -91,7 +110,10 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   }
   TORCH_CHECK(!copy.with_host || !copy_fails(), "sim: the copy was planned to fail");
   count_copy(copy.direction(), copy.nbytes());
+  c10::DeviceGuard on(copy.from_device ? source.device() : target.device());
+  note_call(current_device(), "copy");
   if (!copy.with_host) {
+    Barrier barrier(target.device());
     Step step = submit(current_stream(), copy.name(), {{bytes_of(source), false}, {bytes_of(target), true}});
     log(step.stream, "copy", copy.name(), copy.nbytes(), bytes_of(target).lo);
     copy.move();
@@ -109,19 +131,23 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& tensor) {
+  c10::DeviceGuard on(tensor.device());
+  note_call(current_device(), "item");
   submit(current_stream(), "item", {{bytes_of(tensor), false}});
   block_host("item");
   return on_cpu(tensor).item();
 }
 
 at::Tensor empty(c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                 std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+                 std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  c10::OptionalDeviceGuard on(device);
   return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(sizes), device_allocator(),
                                    c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
 }
 
 at::Tensor empty_strided(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, std::optional<at::ScalarType> dtype,
-                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+                         std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  c10::OptionalDeviceGuard on(device);
   return empty_on_device(C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides), c10::dtype_or_default(dtype));
 }
 
@@ -165,6 +191,7 @@ at::Tensor& set_tensor(at::Tensor& tensor, const at::Tensor& source) {
 }
 
 at::Tensor& set_nothing(at::Tensor& tensor) {
+  c10::DeviceGuard on(tensor.device());
   c10::Storage nothing(c10::Storage::use_byte_size_t(), 0, device_allocator(), true);
   return set_storage_at(tensor, nothing, 0, {c10::SymInt(0)}, {c10::SymInt(1)});
 }

@@ -10,6 +10,7 @@ namespace {
 std::mutex mutex;
 std::vector<Traffic> copies(NUM_DIRECTIONS);
 std::map<std::pair<std::string, std::string>, int64_t> blocked;
+std::map<std::pair<std::string, int>, std::map<std::string, int64_t>> called;
 std::vector<LogEntry> entries;
 std::atomic<bool> logging{false};
 int64_t copies_to_failure = 0, registrations_to_failure = 0, allocations_to_failure = 0;
@@ -53,11 +54,23 @@ std::map<std::pair<std::string, std::string>, int64_t> blocking() {
   return blocked;
 }
 
+void note_call(int device, const char* what) noexcept {
+  if (!logging) return;
+  auto& thread = this_thread();
+  Lock lock(mutex);
+  called[{thread, device}][what]++;
+}
+
+std::map<std::pair<std::string, int>, std::map<std::string, int64_t>> calls() {
+  Lock lock(mutex);
+  return called;
+}
+
 bool is_logging() { return logging; }
 
 void set_logging(bool on) {
   Lock lock(mutex);
-  if (on) entries.clear();
+  if (on) entries.clear(), called.clear();
   logging = on;
 }
 
@@ -110,6 +123,7 @@ void reset_ledger() {
   copies.assign(NUM_DIRECTIONS, {});
   blocked.clear();
   entries.clear();
+  called.clear();
   logging = false;
   copies_to_failure = registrations_to_failure = allocations_to_failure = 0;
 }

@@ -23,6 +23,10 @@ std::vector<Traffic> traffic();
 void count_blocking(const std::string& kind);
 std::map<std::pair<std::string, std::string>, int64_t> blocking();  // (thread, kind): calls
 
+// While the log is kept: which thread has called which device, and for what.
+void note_call(int device, const char* what) noexcept;
+std::map<std::pair<std::string, int>, std::map<std::string, int64_t>> calls();
+
 bool is_logging();
 void set_logging(bool on);  // starts an empty log, or ends it
 void log(int64_t stream, const std::string& kind, const std::string& name, int64_t nbytes, uint64_t address);

@@ -11,7 +11,8 @@
 namespace py = pybind11;
 
 namespace sim {  // of memory.h, which needs PyTorch's headers
-void set_memory_limit(int64_t nbytes);
+void set_memory_limit(int64_t nbytes, int device);
+void empty_cache();
 void set_poison(bool on);
 void set_allocation_writes(bool on);
 void host_register(uintptr_t address, int64_t nbytes);
@@ -42,8 +43,10 @@ static void def(py::module_& m, const char* name, F function) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   def(m, "register_device", &sim::register_device);
-  def(m, "start_thread_of_autograd", &sim::start_thread_of_autograd);
-  m.def("default_generator", [] { return py::reinterpret_borrow<py::object>(sim::default_generator_in_python()); });
+  def(m, "start_threads_of_autograd", &sim::start_threads_of_autograd);
+  m.def("default_generator", [](int device) {
+    return py::reinterpret_borrow<py::object>(sim::default_generator_in_python(device));
+  });
   def(m, "set_enabled", &sim::set_enabled);
   def(m, "is_enabled", &sim::is_enabled);
   def(m, "install_handler", &sim::pages::install_handler);
@@ -62,6 +65,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   def(m, "plan_failed_copy", &sim::plan_failed_copy);
   def(m, "plan_failed_registration", &sim::plan_failed_registration);
   def(m, "plan_failed_allocation", &sim::plan_failed_allocation);
+  def(m, "calls", &sim::calls);
+  def(m, "empty_cache", &sim::empty_cache);
   def(m, "set_memory_limit", &sim::set_memory_limit);
   def(m, "set_poison", &sim::set_poison);
   def(m, "set_allocation_writes", &sim::set_allocation_writes);

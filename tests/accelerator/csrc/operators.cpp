@@ -2,6 +2,7 @@
 #include "operators.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <unordered_set>
@@ -100,6 +101,7 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
 
   std::vector<Use> uses;
   std::vector<at::Tensor> tensors;
+  c10::OptionalDeviceGuard on;  // the device of its tensors, or the one that it is told
   bool has_foreign = false;
   int64_t nbytes = 0;
   for (size_t i = 0; i < arguments.size(); i++) {
@@ -110,12 +112,20 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
       if (!tensor.defined()) return;
       if (tensor.is_cpu()) has_foreign = has_foreign || tensor.dim() > 0;
       if (!tensor.is_privateuseone()) return;
+      TORCH_CHECK(uses.empty() || tensor.device() == *on.current_device(),
+                  "Expected all tensors to be on the same device, but found at least two devices, ", *on.current_device(),
+                  " and ", tensor.device(), "! (", label, ")");
+      if (uses.empty()) on.reset_device(tensor.device());
       uses.push_back({bytes_of(tensor), write});
       nbytes += int64_t(tensor.nbytes());
     });
+    const auto& value = (*stack)[base + i];
+    if (uses.empty() && value.isDevice() && value.toDevice().is_privateuseone()) on.reset_device(value.toDevice());
   }
+  note_call(current_device(), "operator");
   TORCH_CHECK(!has_foreign || TAKE_CPU_TENSORS.count(schema.name()),
-              "Expected all tensors to be on the same device, but found at least two devices, sim:0 and cpu! (", label, ")");
+              "Expected all tensors to be on the same device, but found at least two devices, sim:",
+              int(current_device()), " and cpu! (", label, ")");
   bool blocks = is_data_dependent(schema.name(), tensors);
   tensors.clear();
   Step step = submit(current_stream(), label, uses);

@@ -2,6 +2,7 @@
 #include "tensors.h"
 
 #include <ATen/EmptyTensor.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <cstring>
@@ -40,6 +41,7 @@ Layout bytes_of(const at::Tensor& t) {
 void resize_storage(c10::StorageImpl* storage, size_t nbytes) {
   TORCH_CHECK(storage->resizable(), "sim: the storage can't be resized");
   if (storage->nbytes() == nbytes) return;
+  c10::DeviceGuard on(storage->device());
   auto fresh = device_allocator()->allocate(nbytes);
   size_t kept = std::min(nbytes, storage->nbytes());
   if (kept) {
