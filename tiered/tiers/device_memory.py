@@ -24,17 +24,20 @@ class on_stream:
     torch's own, ``with stream:``, keeps the stream that was current before in the stream object itself.
     """
 
-    __slots__ = ("_before", "_stream")
+    __slots__ = ("_before", "_device_before", "_stream")
 
     def __init__(self, stream: torch.Stream) -> None:
         self._stream = stream
 
     def __enter__(self) -> None:
+        self._device_before = torch.accelerator.current_device_index()
         self._before = torch.accelerator.current_stream(self._stream.device)
-        torch.accelerator.set_stream(self._stream)
+        torch.accelerator.set_stream(self._stream)  # it makes the stream's device the current one as well
 
     def __exit__(self, *_: object) -> None:
         torch.accelerator.set_stream(self._before)
+        if self._device_before != self._stream.device.index:
+            torch.accelerator.set_device_index(self._device_before)
 
 
 class Content(NamedTuple):

@@ -90,6 +90,8 @@ class TrainingLoop:
         Once the model stands, an error names the command to go on with. Before, a new store that lacks room is removed.
         """
         plan, is_new = self._plan, not holds_any_file(self._plan.directories)
+        if plan.device.index is not None:  # for good: what the run leaves is freed as the process ends
+            torch.accelerator.set_device_index(plan.device.index)
         made = {path for each in plan.directories for path in (each, *each.parents) if not path.exists()}
         try:
             with tiered.Store(

@@ -59,7 +59,7 @@ class UpdateThread:
         self._abandon = engine.phase.abandon
         self._give = engine.reclaimer.give_back  # the training thread's way to give memory back
         self._open_units = engine.open_units
-        self._working_set = engine.working_set
+        self._working_set, self._device = engine.working_set, engine.tier.device.index
         self._deadline_s = engine.working_set.deadline_s
         self._buckets_bytes = buckets_bytes
         self.forget()
@@ -134,7 +134,7 @@ class UpdateThread:
 
     def _start_thread(self, update: UnitUpdate) -> None:
         """Start the thread, under the lock: the thread must not look for work before it is queued."""
-        thread = BoundedThread(target=self._run, name="tiered-update")  # no daemon: the interpreter waits for it
+        thread = BoundedThread(target=self._run, name="tiered-update", device=self._device)
         try:
             thread.start()
         except CapacityError as error:
