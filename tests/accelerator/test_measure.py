@@ -154,7 +154,7 @@ def test_without_an_accelerator_it_is_refused_and_nothing_written(
 
 def test_a_device_of_the_type_that_is_not_there_is_refused(sim: ModuleType) -> None:
     assert accelerator_of("sim") == accelerator_of("auto") == torch.device("sim", 0)
-    with pytest.raises(UsageError, match="there are 2 devices of that type, counted from 0"):
+    with pytest.raises(UsageError, match="expected one of 2 devices of that type, counted from 0"):
         accelerator_of("sim:2")
     with pytest.raises(UsageError, match="it is 'sim'"):
         accelerator_of("cuda")

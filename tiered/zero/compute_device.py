@@ -47,6 +47,8 @@ def named_device(word: str | torch.device, device_memory: int | None = None) -> 
             f"device={str(word)!r} with a store of device_memory=0; expected a budget such as device_memory='20GiB'"
         )
     index = torch.accelerator.current_device_index() if device.index is None else device.index
+    if index >= (num_devices := torch.accelerator.device_count()):
+        raise UsageError(f"device={str(word)!r}; expected one of {num_devices} devices of that type, counted from 0")
     return torch.device(device.type, index)
 
 
