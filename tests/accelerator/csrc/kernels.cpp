@@ -1,8 +1,11 @@
-// Operators that the CPU has under another name, or not at all: convolution, recurrent cells, dropout.
+// Operators that the CPU has under another name, or not at all: convolution, recurrent cells, dropout; and the norms of
+// lists, which have bits of their own.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/tanh.h>
@@ -101,6 +104,32 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {input.mul(mask).mul_(keep == 0 ? 0. : 1. / keep), mask};
 }
 
+constexpr int64_t CHUNK = 48;  // elements
+
+// The norm of one tensor in the order of a GPU's kernel for lists: by chunks of the memory, and then chunk after chunk.
+// So the result differs from linalg_vector_norm's, as it does there. Of all operators of lists that the product calls
+// this one alone has another order than the operator of a single tensor: the others are elementwise (_foreach_mul_), or
+// round otherwise on the CPU already (_fused_adamw_, _amp_foreach_non_finite_check_and_unscale_ of bfloat16).
+Tensor norm_by_chunks(const Tensor& tensor, const at::Scalar& order, std::optional<at::ScalarType> dtype) {
+  double p = order.toDouble();
+  if ((p != 1 && p != 2) || !at::isFloatingType(tensor.scalar_type()) || !tensor.is_non_overlapping_and_dense() ||
+      tensor.numel() == 0)
+    return at::linalg_vector_norm(tensor, order, at::OptionalIntArrayRef{}, false, dtype);
+  auto result = dtype.value_or(tensor.scalar_type());
+  Tensor flat = tensor.as_strided({tensor.numel()}, {1}).to(result == at::kDouble ? at::kDouble : at::kFloat);
+  Tensor terms = p == 1 ? flat.abs() : flat * flat;
+  int64_t padding = (CHUNK - terms.numel() % CHUNK) % CHUNK;
+  Tensor chunks = at::constant_pad_nd(terms, {0, padding}).view({-1, CHUNK}).sum(1);
+  Tensor sum = chunks.cumsum(0).select(0, -1);
+  return (p == 1 ? sum.clone() : sum.sqrt()).to(result);
+}
+
+std::vector<Tensor> foreach_norm(at::TensorList tensors, const at::Scalar& order, std::optional<at::ScalarType> dtype) {
+  std::vector<Tensor> norms;
+  for (const Tensor& tensor : tensors) norms.push_back(norm_by_chunks(tensor, order, dtype));
+  return norms;
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
@@ -109,6 +138,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_thnn_fused_gru_cell", &gru_cell);
   m.impl("_thnn_fused_gru_cell_backward", &gru_cell_backward);
   m.impl("native_dropout", &native_dropout);
+  m.impl("_foreach_norm.Scalar", &foreach_norm);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.utils._foreach_utils import _device_has_foreach_support
 
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 
@@ -27,7 +28,7 @@ def clip_grad_norm_(
     ``model.parameters()``: a norm per whole parameter, then the norm of the norms, then
     ``max_norm / (norm + 1e-6)`` clamped to 1. The factor is applied in fp32 by the next ``optimizer.step()``; the
     gradients themselves are left as they are. A gradient that is clipped twice is multiplied with the product of both
-    factors. Streams gradients that are on NVMe; ``foreach`` is torch's and changes nothing. Blocks. Raises
+    factors. Streams gradients that are on NVMe; ``foreach`` is torch's, and chooses the norm alone. Blocks. Raises
     RuntimeError for a non-finite norm when ``error_if_nonfinite``, UsageError under ``update="backward"``.
     Where fp64 gradients are among others, torch adds the norms up in an order of its own: last bits may differ.
     """
@@ -39,10 +40,12 @@ def clip_grad_norm_(
             unit.engine.check_unused("tiered.clip_grad_norm_")
             unit.gradients.reconcile()
         clipped = [tensor for tensor in tensors if tensor.grad is not None]
-        norms = list(_norms(clipped, float(norm_type)))
+        norms = list(_norms(clipped, float(norm_type), foreach is not False))
         if not norms:
             return torch.tensor(0.0, dtype=torch.float32, device="cpu")
-        total = _vector_norm(torch.stack(norms), float(norm_type))
+        total: torch.Tensor = torch.linalg.vector_norm(
+            torch.stack([norm.to(norms[0].device) for norm in norms]), float(norm_type)
+        )
         if error_if_nonfinite and not math.isfinite(total.item()):
             raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}: not clipped")
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -53,29 +56,36 @@ def clip_grad_norm_(
     return total
 
 
-def _norms(tensors: Sequence[torch.Tensor], norm_type: float) -> Iterator[torch.Tensor]:
+def _norms(tensors: Sequence[torch.Tensor], norm_type: float, foreach: bool) -> Iterator[torch.Tensor]:
     """Yield the fp32 norm of each parameter's gradient."""
     for tensor in tensors:
         if not isinstance(tensor, TieredParameter):
             assert tensor.grad is not None
-            yield _vector_norm(tensor.grad, norm_type)
+            yield _norm(tensor.grad, norm_type=norm_type, foreach=foreach)
             continue
         gradients = tensor.segment.unit.gradients
         factor = gradients.factors.get(tensor.segment)
-        norm = functools.partial(_scaled_norm, norm_type=norm_type, factor=factor)
-        yield gradients.answer(tensor.segment, ("clip", norm_type) if factor is None else None, norm)
+        norm = functools.partial(_norm, norm_type=norm_type, foreach=foreach, factor=factor)
+        yield gradients.answer(tensor.segment, ("clip", norm_type, foreach) if factor is None else None, norm)
 
 
-def _scaled_norm(values: torch.Tensor, *, norm_type: float, factor: torch.Tensor | None) -> torch.Tensor:
-    return _vector_norm(values if factor is None else values.to(_accumulator(values.dtype)) * factor, norm_type)
+def _norm(values: torch.Tensor, *, norm_type: float, foreach: bool, factor: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the norm of ``values`` times ``factor``, () fp32, by the operator that torch's own clipping takes there.
 
-
-def _vector_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=_accumulator(tensor.dtype))
+    Its two operators add in different orders on a GPU. That of lists casts each number before it is added, and gives a
+    tensor the same norm alone as among others.
+    """
+    dtype = _accumulator(values.dtype)
+    if factor is not None:
+        values = values.to(dtype) * factor
+    if foreach and _device_has_foreach_support(values.device):
+        return torch._foreach_norm([values], norm_type, dtype=dtype)[0]
+    norm: torch.Tensor = torch.linalg.vector_norm(values.to(dtype), norm_type)
     return norm
 
 
 def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> None:
+    factor = factor.to(tensor.device)
     if not isinstance(tensor, TieredParameter):
         assert tensor.grad is not None
         tensor.grad.mul_(factor.to(tensor.grad.dtype))

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tiered.errors import UsageError
@@ -56,7 +57,6 @@ class Change:
             Change(self._apply, others, kwargs)(gradient)
 
         return change
-
 
 
 class GradientSource(Protocol):
@@ -102,6 +102,8 @@ class StandIn(torch.Tensor):
         device: torch.device,
     ) -> StandIn:
         """Return a stand-in of these looks; it takes no memory."""
+        if StandIn not in _foreach_supported_types:  # else torch.nn.utils takes other operators than for tensors
+            _foreach_supported_types.append(StandIn)
         stand_in = torch.Tensor._make_wrapper_subclass(
             StandIn, tuple(shape), strides=tuple(strides), dtype=dtype, device=device, requires_grad=False
         )
