@@ -32,9 +32,11 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     """Return a tensor of these looks whose values can be neither read nor written: RuntimeError.
 
     All placeholders of a dtype and device share one storage of a single element. Where torch cannot be made to refuse
-    reads (said once in the log) they give NaN, or 0 for integers.
+    reads (said once in the log) they give NaN, or 0 for integers. Made outside of torch's modes, which may ask for
+    addresses, as torch's own CUDA sanitizer does.
     """
-    return _blank(dtype, device).expand(shape)
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return _blank(dtype, device).expand(shape)
 
 
 def unrecorded() -> AbstractContextManager[None]:
