@@ -27,7 +27,7 @@ __all__ = ["Copies"]
 MOST_LEAVING_NBYTES = 512 * MiB
 """Of the caller's tensors in copies out at one time, 20 ms of PCIe: till then they keep their device memory."""
 
-_SHORTEST_S, _LONGEST_S = 20e-6, 1e-3  # between two looks at an event
+_SHORTEST_S, _LONGEST_S = 20e-6, 100e-6  # between two looks at an event; a late one delays an update of a unit
 
 
 class _Copy(NamedTuple):
