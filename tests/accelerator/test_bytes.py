@@ -82,9 +82,9 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     bytes_of: Counter[str] = Counter()
 
     def counting(word: str, copy: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(self: Copies, buffer: Any, lease: Any) -> Any:
+        def counted(self: Copies, buffer: Any, lease: Any, *more: Any) -> Any:
             bytes_of[f"{lease.key.split('/')[1]} {word}"] += buffer.nbytes
-            return copy(self, buffer, lease)
+            return copy(self, buffer, lease, *more)
 
         return counted
 

@@ -17,7 +17,7 @@ from tests.reference import Recipe
 from tests.zero.training import start
 from tiered.store.waiting.recorder import Recorder, Wait
 from tiered.tiers import device_clock
-from tiered.tiers.device_clock import COMPUTE, COPY_IN, COPY_OUT, UPDATE, DeviceClock
+from tiered.tiers.device_clock import COMPUTE, COPY_AHEAD, COPY_IN, COPY_OUT, COPY_TO_UPDATE, UPDATE, DeviceClock
 from tiered.train.timeline import write_timeline
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -111,7 +111,8 @@ def test_a_step_is_told_stream_by_stream(update_on: str, sim: ModuleType, tmp_pa
     device = statistics.device
     assert device is not None and device.name == "sim:0" and device.budget_bytes == budget
     assert 0 < device.peak_bytes <= budget
-    told_bytes = [sum(each.nbytes for each in intervals if each.who == track) for track in (COPY_IN, COPY_OUT)]
+    directions = {COPY_IN, COPY_AHEAD, COPY_TO_UPDATE}, {COPY_OUT}
+    told_bytes = [sum(each.nbytes for each in intervals if each.who in tracks) for tracks in directions]
     assert told_bytes == [device.copied_in_bytes, device.copied_out_bytes]
     assert Wait.COPY in statistics.waits_of(COMPUTE)
     write_timeline(tmp_path / "timeline.json", intervals, num_dropped)

@@ -13,11 +13,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import tiered
 from tests.accelerator.training import ROOMY_NBYTES, case_on, smallest_device_memory
 from tests.reference import Recipe
 from tests.zero.training import start
+from tiered.tiers.accelerator import AcceleratorTier
 from tiered.zero.activations import swapped
 
 MODULES = ("device_memory", "copies", "accelerator", "update_place")
@@ -83,6 +85,16 @@ def run(directory: Path, name: str, update_on: str) -> None:
                 session.optimizer.zero_grad()
 
 
+def run_wrong_guess(directory: Path) -> None:
+    """Copy a key ahead of need into a buffer that another key needs then."""
+    with tiered.Store(directory, dram=ROOMY_NBYTES, device_memory=0) as store:
+        store.put_many([(key, torch.zeros(4096, dtype=torch.uint8)) for key in ("guessed", "needed")])
+        tier = AcceleratorTier(store.working_set, torch.device("sim:0"), 4096)
+        assert tier.gather_ahead("guessed", 0)
+        tier.gather(["needed"], 0, "r").release(())
+        tier.forget()
+
+
 @pytest.fixture(autouse=True)
 def small_ones_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations of any size are swapped."""
@@ -98,8 +110,9 @@ def races(sim: ModuleType, directory: Path) -> list[str]:
         run(directory / f"{name}-{update_on}", name, update_on)
         found += sim.races()
         if found:
-            break
-    return found
+            return found
+    run_wrong_guess(directory / "wrong-guess")
+    return sim.races()
 
 
 def test_no_other_module_of_the_product_has_a_wait() -> None:

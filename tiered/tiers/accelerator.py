@@ -186,7 +186,7 @@ class AcceleratorTier:
                 lease.release()
         if buffer is None:
             return False
-        self._fill(buffer, lease)
+        self._fill(buffer, lease, self.copies.stream_ahead)
         self.copies.let_go(buffer, lease)
         self.memory.give(buffer, content)
         return True
@@ -208,10 +208,10 @@ class AcceleratorTier:
             self.copies.let_go(buffer, lease)
         return buffer
 
-    def _fill(self, buffer: DeviceBuffer, lease: Lease) -> None:
+    def _fill(self, buffer: DeviceBuffer, lease: Lease, ahead: torch.Stream | None = None) -> None:
         """Copy the bytes of ``lease`` into ``buffer``; where that fails, both are given back."""
         try:
-            self.copies.fill(buffer, lease)
+            self.copies.fill(buffer, lease, ahead)
         except BaseException:
             self.memory.give(buffer)
             lease.release()

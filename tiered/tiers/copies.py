@@ -1,4 +1,4 @@
-"""Copies: bytes on their way between DRAM and a compute device, on two streams beside the caller's.
+"""Copies: bytes on their way between DRAM and a compute device, on streams beside the caller's.
 
 Only bytes are copied: casts, norms and sums are the caller's, on the compute device. A copy is waited for
 by the caller that needs its bytes in DRAM, and by no other.
@@ -18,7 +18,7 @@ from tiered.store.records.entry import EntryState
 from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.store.waiting.recorder import Wait
 from tiered.tiers.compute_tier import bytes_of
-from tiered.tiers.device_clock import COMPUTE, COPY_IN, COPY_OUT, DeviceClock
+from tiered.tiers.device_clock import COMPUTE, COPY_AHEAD, COPY_IN, COPY_OUT, DeviceClock
 from tiered.tiers.device_memory import DeviceBuffer, on_stream
 from tiered.units import MiB
 
@@ -26,6 +26,9 @@ __all__ = ["Copies"]
 
 MOST_LEAVING_NBYTES = 512 * MiB
 """Of the caller's tensors in copies out at one time, 20 ms of PCIe: till then they keep their device memory."""
+
+AHEAD_NBYTES = 16 * MiB
+"""Of one piece of a copy ahead of need, 0.6 ms of PCIe: a device takes the copies of its streams in turns."""
 
 _SHORTEST_S, _LONGEST_S = 20e-6, 100e-6  # between two looks at an event; a late one delays an update of a unit
 
@@ -45,7 +48,8 @@ class Copies:
     """The copies of one model to ``device`` and back. Thread-safe.
 
     Invariants: *bytes in DRAM that a copy reads or writes are leased until its event has come*; a copy out comes after
-    all operations that made its bytes, a copy into a buffer after all that used the buffer before.
+    all operations that made its bytes, a copy into a buffer after all that used the buffer before. A copy in that is
+    needed now comes after no copy ahead of need: those are on streams of their own.
     """
 
     def __init__(self, working_set: WorkingSet, device: torch.device, *, deadline_s: float) -> None:
@@ -53,9 +57,11 @@ class Copies:
         self.in_bytes = 0  # copied in so far
         self.out_bytes = 0
         self.stream_in = torch.Stream(device=device)
+        self.stream_ahead = torch.Stream(device=device)
         self.stream_out = torch.Stream(device=device)
         self.clock = DeviceClock(device, working_set.recorder)
         self.clock.name(self.stream_in, COPY_IN)
+        self.clock.name(self.stream_ahead, COPY_AHEAD)
         self.clock.name(self.stream_out, COPY_OUT)
         self._working_set = working_set
         self._deadline_s = deadline_s
@@ -69,7 +75,7 @@ class Copies:
         return f"Copies({self.device}, {len(self._in_flight)} keys in flight)"
 
     def current_stream(self) -> torch.Stream:
-        """Return the caller's stream. Never called inside of these two streams."""
+        """Return the caller's stream. Never called inside of these streams."""
         return torch.accelerator.current_stream(self.device)
 
     def let_use(self, buffer: DeviceBuffer, stream: torch.Stream) -> None:
@@ -81,15 +87,17 @@ class Copies:
 
     # -- buffers -------------------------------------------------------------------------------------------------
 
-    def fill(self, buffer: DeviceBuffer, lease: Lease) -> None:
+    def fill(self, buffer: DeviceBuffer, lease: Lease, ahead: torch.Stream | None = None) -> None:
         """Copy the bytes of ``lease`` into ``buffer``; the lease must last until ``let_go``, or ``empty``.
 
-        Where the copy fails, both are the caller's still.
+        ``ahead``: the stream of copies that the caller's streams do not need yet. Where the copy fails, both are the
+        caller's still.
         """
-        buffer.begin_filling(self.stream_in)
-        with on_stream(self.stream_in):
-            self._copy(buffer.tensor, lease.tensor, lease.key)
-        buffer.filled(self.stream_in.record_event())
+        stream = ahead or self.stream_in
+        buffer.begin_filling(stream)
+        with on_stream(stream):
+            self._copy(buffer.tensor, lease.tensor, lease.key, most_nbytes=AHEAD_NBYTES if ahead else buffer.nbytes)
+        buffer.filled(stream.record_event())
         self.in_bytes += buffer.nbytes
 
     def let_go(self, buffer: DeviceBuffer, lease: Lease) -> None:
@@ -118,19 +126,21 @@ class Copies:
         self.out_bytes += buffer.nbytes
         return self.stream_out.record_event()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, key: str) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, key: str, *, most_nbytes: int = 1 << 62) -> None:
         """Copy bytes of ``key``, (nbytes,) uint8 each and one of them in DRAM, on the stream that is current.
 
-        In as many pieces as those in DRAM were page-locked in.
+        In as many pieces as those in DRAM were page-locked in, of ``most_nbytes`` at most.
         """
         is_out = target.is_cpu
         host = target if is_out else source
         cuts = self._working_set.residents.arena.cuts(host.data_ptr(), host.nbytes)
-        stream = self.stream_out if is_out else self.stream_in
-        begun = self.clock.mark_on(stream, COPY_OUT if is_out else COPY_IN)
+        begun = self.clock.mark()
+        assert begun is not None
         for offset, nbytes in cuts:
-            target[offset : offset + nbytes].copy_(source[offset : offset + nbytes], non_blocking=True)
-        self.clock.note_on(stream, "copy out" if is_out else "copy in", key, begun, nbytes=host.nbytes)
+            for at in range(offset, offset + nbytes, most_nbytes):
+                end = min(at + most_nbytes, offset + nbytes)
+                target[at:end].copy_(source[at:end], non_blocking=True)
+        self.clock.note("copy out" if is_out else "copy in", key, begun, nbytes=host.nbytes)
 
     # -- tensors of the caller's ---------------------------------------------------------------------------------
 

@@ -14,9 +14,10 @@ import torch
 
 from tiered.store.waiting.recorder import Recorder
 
-__all__ = ["COMPUTE", "COPY_IN", "COPY_OUT", "UPDATE", "DeviceClock"]
+__all__ = ["COMPUTE", "COPY_AHEAD", "COPY_IN", "COPY_OUT", "COPY_TO_UPDATE", "UPDATE", "DeviceClock"]
 
 COMPUTE, COPY_IN, COPY_OUT, UPDATE = "stream: compute", "stream: copy in", "stream: copy out", "stream: update"
+COPY_AHEAD, COPY_TO_UPDATE = "stream: copy in ahead", "stream: copy in for update"
 """The tracks of a device. ``COMPUTE`` is whatever stream the caller is on."""
 
 _NUM_TRIES = 5

@@ -92,7 +92,9 @@ class DeviceBuffer:
         self._streams[number] = stream
 
     def begin_filling(self, stream: torch.Stream) -> None:
-        """``stream``, the one that filled it before, is about to: it waits for the end of all earlier uses."""
+        """``stream`` is about to fill it: it waits for what filled it before, and the end of all uses since."""
+        if self.ready is not None and not self._after:  # else those have waited for it
+            stream.wait_event(self.ready)
         for event in self._after.values():
             stream.wait_event(event)
 

@@ -13,7 +13,7 @@ import torch
 from tiered.store.residency.working_set import Lease
 from tiered.tiers.accelerator import AcceleratorTier, DeviceGradients
 from tiered.tiers.compute_tier import GradientBuffer
-from tiered.tiers.device_clock import UPDATE
+from tiered.tiers.device_clock import COPY_TO_UPDATE, UPDATE
 from tiered.tiers.device_memory import DeviceBuffer, DeviceMemory, on_stream
 
 __all__ = ["DevicePlace"]
@@ -43,9 +43,11 @@ class DevicePlace:
         """``budget_bytes``: of the device's memory, for one unit, its gradients, 3 buckets and the tile scratch."""
         self.device = tier.device
         self.stream = torch.Stream(device=tier.device)
-        self.memory = DeviceMemory(tier.device, budget_bytes, tier.copies.stream_in, lambda _: 0)
+        self._stream_in = torch.Stream(device=tier.device)
+        self.memory = DeviceMemory(tier.device, budget_bytes, self._stream_in, lambda _: 0)
         self._tier = tier
         tier.copies.clock.name(self.stream, UPDATE)
+        tier.copies.clock.name(self._stream_in, COPY_TO_UPDATE)
         self._brought: dict[Lease, DeviceBuffer] = {}
         self._kept: list[DeviceBuffer] = []
 
@@ -59,7 +61,7 @@ class DevicePlace:
         if buffer is None:
             raise self.memory.explain(lease.tensor.nbytes)
         try:
-            self._tier.copies.fill(buffer, lease)
+            self._tier.copies.fill(buffer, lease, self._stream_in)
         except BaseException:
             self.memory.give(buffer)
             raise
