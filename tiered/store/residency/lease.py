@@ -137,6 +137,8 @@ class LeaseBlock:
     def _give_back(self) -> None:
         """Release a lease that was made before an interrupt: its block will not be left."""
         if self._lease is not None:
+            if self._view is not None:
+                _end_view(self._view, self._key)
             self._lease.release()
 
     @uninterrupted
