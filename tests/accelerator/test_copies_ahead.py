@@ -28,8 +28,8 @@ def test_a_copy_that_is_needed_waits_for_no_copy_ahead(
         store.put_many(values.items())
         tier = AcceleratorTier(store.working_set, torch.device("sim:0"), 2 * NBYTES)
         sim.keep_log()
-        assert tier.gather_ahead("later", 0)
-        needed = tier.gather(["now"], 0, "r")
+        assert tier.gather_ahead("later")
+        needed = tier.gather(["now"], "r")
         needed.use()
         log = sim.log()
         entries = [entry for entry in log if entry.kind == "copy"]
@@ -38,7 +38,7 @@ def test_a_copy_that_is_needed_waits_for_no_copy_ahead(
         assert len(ahead) == len(now) == 1 and ahead != now
         made = {entry.address for entry in log if entry.kind == "record" and entry.stream in ahead}
         assert made and not [entry for entry in log if entry.kind == "wait" and entry.address in made]
-        kept = tier.gather(["later"], 0, "r")
+        kept = tier.gather(["later"], "r")
         kept.use()
         for gathered, key in ((needed, "now"), (kept, "later")):
             assert torch.equal(gathered.tensors[0].cpu(), values[key])

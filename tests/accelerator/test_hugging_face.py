@@ -86,3 +86,42 @@ def test_bits(build: Any, update: str, is_split: bool, accelerator: Any, tmp_pat
         ours, values = train(build, on_tiers, is_split=is_split)
     assert torch.equal(ours, losses)
     assert all(torch.equal(values[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("around", [nullcontext, tiered.unsharded])
+@pytest.mark.parametrize("update_on", ["cpu", "device"])
+def test_adapters_that_are_merged_and_taken_out_again_change_the_base_on_the_device(
+    around: Callable[[Any], Any], update_on: str, accelerator: Any, tmp_path: Path
+) -> None:
+    tokens = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+
+    def outputs(model: Any, optimizer: Any, around: Callable[[Any], Any]) -> list[torch.Tensor]:
+        found = []
+        for is_merged in (False, True, False, True):
+            if is_merged:
+                with around(model):
+                    model.merge_adapter()
+                model.eval()
+                with torch.no_grad():
+                    found.append(model(input_ids=tokens).logits.cpu())
+                with around(model):
+                    model.unmerge_adapter()
+                model.train()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach().cpu())
+        return found
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            return lora()
+
+    plain, model = made(), made()
+    expected = outputs(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), nullcontext)
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        tiered.shard(model, store, device=DEVICE, hold=0, update_on=update_on)
+        ours = outputs(model, tiered.AdamW(model.parameters(), lr=1e-2), around)
+        assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))

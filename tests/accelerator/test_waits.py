@@ -90,8 +90,8 @@ def run_wrong_guess(directory: Path) -> None:
     with tiered.Store(directory, dram=ROOMY_NBYTES, device_memory=0) as store:
         store.put_many([(key, torch.zeros(4096, dtype=torch.uint8)) for key in ("guessed", "needed")])
         tier = AcceleratorTier(store.working_set, torch.device("sim:0"), 4096)
-        assert tier.gather_ahead("guessed", 0)
-        tier.gather(["needed"], 0, "r").release(())
+        assert tier.gather_ahead("guessed")
+        tier.gather(["needed"], "r").release(())
         tier.forget()
 
 

@@ -38,7 +38,7 @@ def buffer_of(working_set: WorkingSet) -> UnitBuffer:
 def test_the_buffer_is_the_leases_own_tensors(working_set: WorkingSet) -> None:
     buffer = buffer_of(working_set)
     assert (buffer.shard, buffer.state) == (ShardState.STORED, BufferState.NONE)
-    buffer.gather("r", 0)
+    buffer.gather("r")
     assert (buffer.shard, buffer.state, buffer.mode) == (ShardState.RESIDENT, BufferState.GATHERED, "r")
     leased = [lease.tensor.data_ptr() for lease in buffer.leases]
     assert [tensor.data_ptr() for tensor in buffer.tensors] == leased
@@ -50,7 +50,7 @@ def test_the_buffer_is_the_leases_own_tensors(working_set: WorkingSet) -> None:
 def test_parameters_are_shown_as_views_in_their_own_strides(working_set: WorkingSet) -> None:
     buffer = buffer_of(working_set)
     parameters = [torch.empty(3, 2), torch.empty(4, dtype=torch.bfloat16), torch.empty(2, 3)]
-    buffer.gather("rw", 0)
+    buffer.gather("rw")
     buffer.show(parameters)
     assert buffer.state is BufferState.SHOWN
     for parameter, piece in zip(parameters, PIECES, strict=True):
@@ -71,9 +71,9 @@ def test_a_span_that_cannot_be_leased_gives_the_others_back(working_set: Working
     writer = working_set.lease("b", "rw")
     buffer = buffer_of(working_set)
     with pytest.raises(tiered.LeaseError):
-        buffer.gather("rw", 0)
+        buffer.gather("rw")
     assert (buffer.shard, buffer.state, buffer.leases) == (ShardState.STORED, BufferState.NONE, ())
     writer.release()
     working_set.lease("a", "rw").release()
-    buffer.gather("rw", 0)
+    buffer.gather("rw")
     buffer.release()

@@ -6,7 +6,6 @@ A store's go the way that they go in a step: units are gathered through ``Accele
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -96,7 +95,6 @@ class DevicePath:
         """Take the memory of the device. Raises CapacityError, torch.OutOfMemoryError."""
         self.tier = AcceleratorTier(store.working_set, device, 2 * _NUM_BUFFERS * nbytes)
         self.streams = (self.tier.copies.stream_in, self.tier.copies.stream_out)
-        self._versions = itertools.count()
         self._out: list[DeviceBuffer] = []
         for _ in range(_NUM_BUFFERS):
             buffer = self.tier.memory.take(nbytes)
@@ -106,7 +104,8 @@ class DevicePath:
 
     def copy_in(self, key: str) -> None:
         """Bring ``key`` to the device, as new bytes whatever is there; blocks on a swap in."""
-        self.tier.gather([key], next(self._versions), "r").release(())
+        self.tier.memory.forget()
+        self.tier.gather([key], "r").release(())
 
     def copy_out(self, key: str, number: int) -> None:
         """Make the bytes of a buffer those of ``key``, which are swapped out then; blocks where DRAM is short."""

@@ -6,7 +6,7 @@ streams wait for them, on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from tiered.bytes.interrupt import uninterrupted_block
 from tiered.stats import ComputeDeviceStatistics
 from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.tiers.copies import Copies
-from tiered.tiers.device_memory import Content, DeviceBuffer, DeviceMemory, note_dials
+from tiered.tiers.device_memory import NEVER, Content, DeviceBuffer, DeviceMemory, note_dials
 from tiered.units import format_bytes
 
 __all__ = ["AcceleratorTier", "DeviceGradients"]
@@ -141,20 +141,24 @@ class AcceleratorTier:
         self._distance, self._give_back = distance, give_back
 
     def _distance_of(self, content: Content) -> int:
-        return self._distance(content.key)
+        return self._distance(content.key) if content == self._content(content.key) else NEVER
+
+    def _content(self, key: str) -> Content:
+        return Content(key, self._working_set.version(key))
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
-    def gather(self, keys: Sequence[str], version: Hashable, mode: str) -> DeviceGathered:
-        """Copy the bytes of ``keys`` in, but those that are there already in this ``version``. Blocks on a swap in."""
+    def gather(self, keys: Sequence[str], mode: str) -> DeviceGathered:
+        """Copy the bytes of ``keys`` in, but those that are there already, as DRAM has them. Blocks on a swap in."""
         taken: list[tuple[DeviceBuffer, Content | None]] = []
         leases: list[Lease] = []
         try:
             for key in keys:
-                content = Content(key, version) if mode == "r" else None
+                content = self._content(key) if mode == "r" else None
                 buffer = None if content is None else self.memory.find(content)
                 if buffer is None:
                     lease = self.lease(key, mode)
+                    content = self._content(key) if mode == "r" else None  # order: another thread may have written
                     buffer = self._copy_in(lease, is_owned=mode == "r")
                     leases += [lease] if mode != "r" else []
                 taken.append((buffer, content))
@@ -167,15 +171,15 @@ class AcceleratorTier:
             raise
         return DeviceGathered(self, taken, leases)
 
-    def gather_ahead(self, key: str, version: Hashable) -> bool:
+    def gather_ahead(self, key: str) -> bool:
         """Begin to copy the bytes of ``key`` in where they are in DRAM and there is room; return whether they come."""
-        content = Content(key, version)
-        if self.memory.has(content):
+        if self.memory.has(self._content(key)):
             return True
         self.copies.sweep()
         if not self.copies.is_in_dram(key):
             return False
         lease = self.lease(key, "r")
+        content = self._content(key)
         buffer = None
         try:
             buffer = self.memory.take(lease.tensor.nbytes, sooner=content)
@@ -190,11 +194,6 @@ class AcceleratorTier:
         self.copies.let_go(buffer, lease)
         self.memory.give(buffer, content)
         return True
-
-    def outdate(self, keys: Sequence[str]) -> None:
-        """The bytes of ``keys`` have changed in DRAM."""
-        for key in keys:
-            self.memory.forget(key)
 
     def _copy_in(self, lease: Lease, *, is_owned: bool) -> DeviceBuffer:
         """Copy the bytes of ``lease`` into a new buffer; with ``is_owned`` it ends with the copy. Failing ends it."""
@@ -310,9 +309,8 @@ class AcceleratorTier:
         self._working_set.delete([key])
 
     def forget(self) -> None:
-        """All bytes may have changed in DRAM: wait for the copies in flight, and give all memory back."""
+        """Wait for the copies in flight, and give all memory back."""
         self.copies.settle_all()
-        self.memory.forget()
         self.memory.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -98,10 +98,10 @@ class ComputeTier(Protocol):
     def scratch(self, nbytes: int) -> AbstractContextManager[torch.Tensor]:
         """Lend (nbytes,) uint8 of undefined bytes where computing happens; no tensor on them may live on. Blocks."""
 
-    def gather(self, keys: Sequence[str], version: Hashable, mode: str) -> Gathered:
+    def gather(self, keys: Sequence[str], mode: str) -> Gathered:
         """Bring the bytes of ``keys`` to where computing happens, leased for ``mode``; blocks on a swap in.
 
-        ``version``: the same bytes have the same one. Raises the errors of ``WorkingSet.lease``, and CapacityError.
+        Raises the errors of ``WorkingSet.lease``, and CapacityError.
         """
 
     def new_gradients(self, key: str, nbytes: int) -> GradientBuffer:
@@ -125,11 +125,8 @@ class ComputeTier(Protocol):
     def delete(self, key: str) -> None:
         """Delete ``key`` once no copy uses its bytes; blocks."""
 
-    def outdate(self, keys: Sequence[str]) -> None:
-        """The bytes of ``keys`` have changed in DRAM: copies of them elsewhere are of no use."""
-
     def forget(self) -> None:
-        """All bytes may have changed in DRAM: wait for the copies in flight, and give all memory back."""
+        """Wait for the copies in flight, and give all memory back."""
 
 
 class Collectives(Protocol):

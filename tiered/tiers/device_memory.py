@@ -7,7 +7,7 @@ were copied in are copied in again only where there was no room for them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,10 @@ import torch
 from tiered.errors import CapacityError
 from tiered.units import format_bytes
 
-__all__ = ["Content", "DeviceBuffer", "DeviceMemory", "note_dials", "on_stream"]
+__all__ = ["NEVER", "Content", "DeviceBuffer", "DeviceMemory", "note_dials", "on_stream"]
+
+NEVER = 1 << 62
+"""The distance of bytes that are of no use any more."""
 
 
 class on_stream:
@@ -44,7 +47,7 @@ class Content(NamedTuple):
     """The bytes of a key in one of its versions."""
 
     key: str
-    version: Hashable
+    version: int  # see ``WorkingSet.version``
 
 
 class DeviceBuffer:
@@ -145,7 +148,7 @@ class DeviceMemory:
     def __init__(
         self, device: torch.device, budget_bytes: int, stream: torch.Stream, distance: Callable[[Content], int]
     ) -> None:
-        """``stream`` fills the buffers first. ``distance(content)``: after how many uses the bytes are used again."""
+        """``stream`` fills the buffers first. ``distance(content)``: uses until that of its bytes, or NEVER."""
         self.device = device
         self.budget_bytes = budget_bytes
         self.peak_bytes = 0
@@ -184,7 +187,7 @@ class DeviceMemory:
             limit = -1 if sooner is None else self._distance(sooner)
             others = sorted(self._idle, key=self._use_of)  # those used last at the end
             same = [buffer for buffer in others if buffer.nbytes == nbytes]
-            if same and self._use_of(same[-1]) == _NEVER:
+            if same and self._use_of(same[-1]) == NEVER:
                 return self._take(same[-1])
             if self.allocated_bytes + nbytes <= self.budget_bytes:
                 return self._allocate(nbytes)
@@ -210,11 +213,11 @@ class DeviceMemory:
             idle = sum(buffer.nbytes for buffer in self._idle)
             return self.budget_bytes - self.allocated_bytes + idle
 
-    def forget(self, key: str | None = None) -> None:
-        """Idle bytes of ``key``, or of all keys, are of no use any more."""
+    def forget(self) -> None:
+        """Idle bytes are of no use any more."""
         with self._lock:
-            for content in [content for content in self._by_content if key in (None, content.key)]:
-                self._by_content.pop(content).content = None
+            while self._by_content:
+                self._by_content.popitem()[1].content = None
 
     def give_up(self, nbytes: int) -> None:
         """Take ``nbytes`` off the budget for good; idle buffers without room in the rest go, those used last first."""
@@ -234,7 +237,7 @@ class DeviceMemory:
     # Below: under the lock
 
     def _use_of(self, buffer: DeviceBuffer) -> int:
-        return _NEVER if buffer.content is None else self._distance(buffer.content)
+        return NEVER if buffer.content is None else self._distance(buffer.content)
 
     def _take(self, buffer: DeviceBuffer) -> DeviceBuffer:
         del self._idle[buffer]
@@ -320,7 +323,6 @@ _DIALS = (
     'Expected one of: a smaller batch; tiered.shard(..., activations="recompute") or "swap"; a smaller device_memory=,'
     ' which leaves the activations more; update_on="cpu"'
 )
-_NEVER = 1 << 62
 _references_to_cdata: Callable[[int], int] = torch._C._storage_Use_Count
 
 

@@ -7,8 +7,7 @@ has the tier of a device with memory of its own. The engine decides what moves w
 from __future__ import annotations
 
 import enum
-import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -121,7 +120,7 @@ class HostTier:
     def __repr__(self) -> str:
         return "HostTier()"
 
-    def gather(self, keys: Sequence[str], version: Hashable, mode: str) -> HostGathered:
+    def gather(self, keys: Sequence[str], mode: str) -> HostGathered:
         """Lease ``keys``; the arena owns the bytes."""
         leases: list[Lease] = []
         try:
@@ -207,9 +206,6 @@ class HostTier:
         """Delete ``key``."""
         self._working_set.delete([key])
 
-    def outdate(self, keys: Sequence[str]) -> None:
-        """There are no copies."""
-
     def forget(self) -> None:
         """There are no copies."""
 
@@ -265,7 +261,7 @@ class UnitBuffer:
     invariant: *the buffer has tensors exactly while it is gathered*. One thread at a time.
     """
 
-    __slots__ = ("_comm", "_dtypes", "_pieces", "_serial", "_tier", "gathered", "keys", "mode", "shard", "state",
+    __slots__ = ("_comm", "_dtypes", "_pieces", "_tier", "gathered", "keys", "mode", "shard", "state",
                  "tensors")  # fmt: skip
 
     def __init__(
@@ -285,7 +281,6 @@ class UnitBuffer:
         self.state = BufferState.NONE
         self._dtypes = tuple(dtype for _, dtype in spans)
         self._pieces = tuple(pieces)
-        self._serial = next(_serials)  # keys of another layout have other bytes
         self._tier = tier
         self._comm = comm
 
@@ -297,16 +292,12 @@ class UnitBuffer:
         """The leases of the shard that last as long as the buffer is gathered."""
         return () if self.gathered is None else self.gathered.leases
 
-    def version(self, version: int) -> Hashable:
-        """Return the name of the bytes that the unit has in its ``version``, as its tier is to know them."""
-        return version, self._serial
-
-    def gather(self, mode: str, version: int) -> None:
+    def gather(self, mode: str) -> None:
         """Swap the shard in, leased for ``mode``, copy it to where computing happens, and gather the whole unit.
 
         Blocks. Raises the errors of ``ComputeTier.gather``, with nothing leased.
         """
-        gathered = self._tier.gather(self.keys, self.version(version), mode)
+        gathered = self._tier.gather(self.keys, mode)
         try:
             self.tensors = self._comm.all_gather(gathered.tensors)
         except BaseException:
@@ -344,14 +335,7 @@ class UnitBuffer:
         if gathered is not None:
             gathered.release(unchanged)
 
-    def outdate(self) -> None:
-        """The bytes in DRAM have changed."""
-        self._tier.outdate(self.keys)
-
     def forget(self) -> None:
         """Drop the buffer without giving anything back: in a forked child, after close."""
         self.gathered, self.tensors, self.mode = None, [], ""
         self.shard, self.state = ShardState.STORED, BufferState.NONE
-
-
-_serials = itertools.count()

@@ -66,7 +66,7 @@ class ConstructedParameter:
     def gather(self, mode: str) -> torch.Tensor:
         """Lease the bytes for ``mode``, and return them with the parameter's shape, on its device."""
         give_room(self.tier, self.segment.nbytes)
-        self.gathered = self.tier.gather([self.key], None, mode)
+        self.gathered = self.tier.gather([self.key], mode)
         self.gathered.use()
         self.owner.shown[self] = None
         return self.segment.view(self.gathered.tensors[0])

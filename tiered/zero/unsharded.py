@@ -52,7 +52,6 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
         for unit in added:
             unit.park()
         for segment in changed:
-            segment.unit.outdate()
             engine.written(segment, None)
 
 

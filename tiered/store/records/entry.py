@@ -90,7 +90,6 @@ class Alias:
         self.memory: Watched | None = None  # lives as long as the lease's last tensor
         self.before: Stored | None = None  # where the device has the bytes that were leased for writing
 
-
     @property
     def is_dead(self) -> bool:
         """Whether the last tensor has died, reported or not: another thread may have the report in hand."""
@@ -103,6 +102,7 @@ class Stored(NamedTuple):
     row: Row | None
     digests: tuple[int, bytes] | None
     was_changed: bool  # since the last commit was sealed
+    version: int
 
 
 class BlockWrites:
@@ -142,7 +142,7 @@ class Entry:
 
     __slots__ = (
         "committed", "digests", "held", "is_pending", "key_id", "landing", "name", "nbytes", "parts", "residence",
-        "row", "scratch", "spec", "state",
+        "row", "scratch", "spec", "state", "version",
     )  # fmt: skip
 
     def __init__(self, name: str, key_id: int, spec: Spec, *, scratch: bool) -> None:
@@ -160,6 +160,11 @@ class Entry:
         self.landing: tuple[Extent, ...] | None = None  # the set that writes of the open generation go to
         self.parts: BlockWrites | None = None  # blocks that were written by themselves in the open generation
         self.digests: tuple[int, bytes] | None = None  # of the bytes in DRAM, where they are known, for a generation
+        self.outdate()
+
+    def outdate(self) -> None:
+        """The bytes are others from now on: ``version`` is a number that no bytes of any key have had."""
+        self.version = next(_versions)
 
     @property
     def is_inline(self) -> bool:
@@ -193,3 +198,6 @@ class Entry:
 
     def __repr__(self) -> str:
         return f"Entry({self.name!r}, {self.spec.dtype_name}{list(self.spec.shape)}, {self.state.value})"
+
+
+_versions = itertools.count(1)

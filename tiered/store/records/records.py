@@ -144,13 +144,14 @@ class Records:
         if is_read:  # a stream reads the bytes of many blocks: they stay, and are not written over
             self._free_landing(entry)
         if alias is not None and entry.state is EntryState.CLEAN and entry.parts is None and not is_read:
-            alias.before = Stored(entry.row, entry.digests, entry in self.changed)
+            alias.before = Stored(entry.row, entry.digests, entry in self.changed, entry.version)
         if entry.parts is not None:
             self.paging.free(entry)
         if entry.row is not None and entry.row.ranges and entry in self.changed:
             self.copied[entry] = entry.row
         entry.row = None
         entry.digests = None
+        entry.outdate()
         if not entry.scratch:
             self.changed[entry] = None
         if not (entry.scratch and self.durable):
@@ -158,7 +159,7 @@ class Records:
 
     def untouch(self, entry: Entry, before: Stored) -> None:
         """Note that the bytes are those that the device had ``before``, and nothing was written since."""
-        entry.row, entry.digests = before.row, before.digests
+        entry.row, entry.digests, entry.version = before.row, before.digests, before.version
         if not before.was_changed:
             self.changed.pop(entry, None)
 
@@ -220,6 +221,7 @@ class Records:
         """Note that blocks of ``entry`` were written by themselves; see ``Paging.written``."""
         is_sealed = not entry.scratch and entry not in self.changed
         self.paging.written(entry, row, changes, is_sealed=is_sealed, generation=self.open_generation)
+        entry.outdate()
         if not entry.scratch:
             self.changed[entry] = None
 
@@ -375,6 +377,7 @@ class Records:
 
     def _restore(self, entry: Entry) -> None:
         entry.row = entry.committed
+        entry.outdate()
         entry.state = EntryState.STORED
         if entry.committed is None:
             entry.state = EntryState.UNDEFINED
@@ -393,4 +396,3 @@ def _row(key_id: int, name: str, spec: Spec, *, generation: int, extents: Extent
         key_id=key_id, name=name, dtype=spec.dtype_name, shape=spec.shape, nbytes=spec.nbytes, generation=generation,
         extents=extents, digests=b"", inline=None, block_nbytes=spec.block_nbytes,
     )  # fmt: skip
-

@@ -50,6 +50,11 @@ class Table:
             return entry
         return found  # type: ignore[return-value]
 
+    def version(self, name: str) -> int:
+        """Return the version of the bytes of ``name``; 0 where no entry was asked for. Needs no lock."""
+        found = self._entries.get(name)
+        return found.version if isinstance(found, Entry) else 0
+
     def __getitem__(self, name: str) -> Entry:
         entry = self.get(name)
         if entry is None:

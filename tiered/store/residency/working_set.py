@@ -303,6 +303,13 @@ class WorkingSet:
         """Whether ``key`` exists now. Takes no lock."""
         return key in self.records.entries  # order: ``get`` may change the table, which is for holders of the lock
 
+    def version(self, key: str) -> int:
+        """Return a number that the bytes of ``key`` share with none before them, whoever wrote; 0: unknown.
+
+        Under a lease for reading it is that of the leased bytes. Takes no lock.
+        """
+        return self.records.entries.version(key)
+
     def is_resident(self, key: str) -> bool:
         """Whether the bytes of ``key`` are in DRAM now."""
         with self.condition:

@@ -46,8 +46,7 @@ class GatherAhead(Ahead):
             del wanted[0]
 
     def _begin(self, unit: Unit) -> bool:
-        version = unit.buffer.version(unit.version)
-        return not self._is_pending(unit) and all(self._tier.gather_ahead(key, version) for key in unit.keys)
+        return not self._is_pending(unit) and all(map(self._tier.gather_ahead, unit.keys))
 
 
 def ahead_on(tier: ComputeTier, is_pending: Callable[[Unit], bool]) -> Ahead:

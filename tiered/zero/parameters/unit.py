@@ -257,7 +257,7 @@ class Unit:
             if buffer.state is BufferState.NONE:
                 word = self.engine.before_open(self)
                 with _ordinarily():  # order: later uses of the same lease may be recorded by autograd
-                    buffer.gather(mode, self.version)
+                    buffer.gather(mode)
                 self._word = word
                 if mode == "rw":
                     self._digests = tuple([digest(lease.tensor) for lease in buffer.leases])
@@ -296,7 +296,10 @@ class Unit:
             if digests:
                 buffer.write_back()
             leases = buffer.leases
-            buffer.release([n for n, before in enumerate(digests) if digest(leases[n].tensor) == before])
+            same = [n for n, before in enumerate(digests) if digest(leases[n].tensor) == before]
+            buffer.release(same)
+            if len(same) < len(digests):
+                self.outdate()
             if written:
                 go_on = self.engine.give_up(f"parameter {written} was written in place outside tiered.unsharded")
                 raise UsageError(
@@ -315,7 +318,6 @@ class Unit:
     def outdate(self) -> None:
         """The bytes have changed, or are about to: saved references to the old ones are refused from now on."""
         self.version += 1
-        self.buffer.outdate()
 
     def _hide(self, *, check: bool) -> str:
         written = ""
