@@ -55,6 +55,7 @@ class ComputeDeviceStatistics:
     budget_bytes: int
     allocated_bytes: int  # of tiered's buffers, those that are kept for later included
     peak_bytes: int  # the most of it at one time
+    reserved_bytes: int  # that torch's allocator has of the device, the caller's tensors and what is free among it
     copied_in_bytes: int
     copied_out_bytes: int
 
@@ -154,8 +155,8 @@ class StoreStatistics:
         - now: generation, num_keys; DRAM: dram_budget_bytes, dram_bytes in use, dram_peak_bytes, resident_bytes of
           keys, dirty_bytes not written yet; files: file_bytes, used_bytes, free_bytes, quarantined_bytes after failed
           writes; lifetime_write_bytes of the directories, left out where no ledger tells
-        - with a compute device that has memory of its own: device_budget_bytes, device_bytes, device_peak_bytes, and
-          the totals copied_in_bytes, copied_out_bytes
+        - with a compute device that has memory of its own: device_budget_bytes, device_bytes, device_peak_bytes,
+          device_reserved_bytes of torch's allocator, and the totals copied_in_bytes, copied_out_bytes
         """
         working_set, swaps, recorder = self.working_set, self.working_set.swaps, self.recorder
         found: dict[str, float] = {
@@ -183,7 +184,7 @@ class StoreStatistics:
         if (device := recorder.device) is not None:
             found |= {
                 "device_budget_bytes": device.budget_bytes, "device_bytes": device.allocated_bytes,
-                "device_peak_bytes": device.peak_bytes, "copied_in_bytes": device.copied_in_bytes,
-                "copied_out_bytes": device.copied_out_bytes,
+                "device_peak_bytes": device.peak_bytes, "device_reserved_bytes": device.reserved_bytes,
+                "copied_in_bytes": device.copied_in_bytes, "copied_out_bytes": device.copied_out_bytes,
             }  # fmt: skip
         return {f"{prefix}{name.replace(' ', '_').replace('-', '_')}": value for name, value in found.items()}

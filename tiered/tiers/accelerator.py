@@ -14,7 +14,7 @@ from tiered.bytes.interrupt import uninterrupted_block
 from tiered.stats import ComputeDeviceStatistics
 from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.tiers.copies import Copies
-from tiered.tiers.device_memory import NEVER, Content, DeviceBuffer, DeviceMemory, note_dials
+from tiered.tiers.device_memory import NEVER, Content, DeviceBuffer, DeviceMemory, free_device_memory, note_dials
 from tiered.units import format_bytes
 
 __all__ = ["AcceleratorTier", "DeviceGradients"]
@@ -132,6 +132,7 @@ class AcceleratorTier:
             budget_bytes=sum(memory.budget_bytes for memory in self.memories),
             allocated_bytes=sum(memory.allocated_bytes for memory in self.memories),
             peak_bytes=sum(memory.peak_bytes for memory in self.memories),
+            reserved_bytes=torch.accelerator.memory_reserved(self.device),
             copied_in_bytes=self.copies.in_bytes,
             copied_out_bytes=self.copies.out_bytes,
         )
@@ -254,8 +255,7 @@ class AcceleratorTier:
 
     def free_nbytes(self) -> int:
         """Return the free bytes of the device, less those of the budget that were not taken yet."""
-        free, _ = torch.accelerator.get_memory_info(self.device)
-        return int(free) - (self.memory.budget_bytes - self.memory.allocated_bytes)
+        return free_device_memory(self.device) - (self.memory.budget_bytes - self.memory.allocated_bytes)
 
     def left_bytes(self) -> int:
         """Return the bytes of the budget that no buffer in use has."""

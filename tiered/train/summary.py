@@ -178,7 +178,8 @@ class RunSummary:
         into, out = self.copied_per_param
         return [
             f"device  {self.device.name}: peak {format_bytes(self.device.peak_bytes)} of a budget of "
-            f"{format_bytes(self.device.budget_bytes)}; {into:.1f} bytes in and {out:.1f} out per parameter and step",
+            f"{format_bytes(self.device.budget_bytes)}, torch has reserved "
+            f"{format_bytes(self.device.reserved_bytes)}; {into:.1f} bytes in and {out:.1f} out per parameter and step",
             f"peak    {self.share_of_peak:.1%} of the {self.peak_flop_per_s / 1e12:.3g} TFLOP/s of a matrix product",
         ]
 
@@ -226,7 +227,6 @@ class RunSummary:
                 "python": platform.python_version(),
             },
         }
-
 
     def _device_as_json(self) -> dict[str, object]:
         if self.device is None:

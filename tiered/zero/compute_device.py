@@ -10,12 +10,13 @@ from torch import nn
 from tiered.errors import CapacityError, UsageError
 from tiered.store.store import Store
 from tiered.tiers.accelerator import AcceleratorTier
+from tiered.tiers.device_memory import free_device_memory
 from tiered.tiers.device_tier import HostTier
 from tiered.units import MiB, format_bytes
 from tiered.zero.formats.budget import work_sizes
 from tiered.zero.layout import UnitLayout
 
-__all__ = ["check_update_on", "give_memory", "give_room", "move_buffers", "named_device", "tier_of"]
+__all__ = ["check_memory", "check_update_on", "give_memory", "give_room", "move_buffers", "named_device", "tier_of"]
 
 _log = logging.getLogger("tiered")
 
@@ -67,30 +68,40 @@ def check_update_on(word: str, tier: HostTier | AcceleratorTier) -> None:
         raise UsageError("update_on='device' of a model on the CPU; expected device= of an accelerator, or 'cpu'")
 
 
-def give_memory(
-    tier: HostTier | AcceleratorTier, units: list[UnitLayout], asked_bytes: int | None, *, updates: bool
+def check_memory(
+    tier: HostTier | AcceleratorTier, units: list[UnitLayout], budget: int | None, *, updates: bool
 ) -> None:
-    """Give ``tier`` the budget asked for, or a part of what is free; ``updates``: they may compute there, too.
-
-    Raises CapacityError with the smallest budget that works.
-    """
-    if isinstance(tier, HostTier):
-        return
-    smallest = smallest_device_budget(units, updates=updates)
-    largest = sum(unit.nbytes + unit.gradient_nbytes for unit in units)
-    budget = asked_bytes
-    if budget is None:
-        free, _ = torch.accelerator.get_memory_info(tier.device)
-        budget = max(smallest, min(free // _PART, smallest + largest))
-        _log.info("device_memory=%s of %s free on %s", format_bytes(budget), format_bytes(free), tier.device)
-    if budget < smallest:
+    """Raise CapacityError, with the smallest one that works, for too small a ``budget`` of the device's memory."""
+    smallest = 0 if isinstance(tier, HostTier) else smallest_device_budget(units, updates=updates)
+    if budget is not None and budget < smallest:
         raise CapacityError(
             f"compute-device budget {budget} bytes ({format_bytes(budget)}) is too small for this model; the smallest"
             f" that works is {smallest} bytes ({format_bytes(smallest)}): root unit + 2 largest units, their gradients"
             f"{' + what an update on the device takes' if updates else ''}. Give device_memory= at least that, or"
             f" smaller units{', or update_on=' + repr('cpu') if updates else ''}"
         )
+
+
+def give_memory(
+    tier: HostTier | AcceleratorTier, units: list[UnitLayout], asked_bytes: int | None, *, updates: bool
+) -> None:
+    """Give ``tier`` the budget asked for, or a part of what is free once the model's values have left the device.
+
+    ``updates``: they may compute there, too.
+    """
+    if isinstance(tier, HostTier):
+        return
+    torch.accelerator.empty_cache()  # memory: torch keeps the values' for the stream that they were made on, no other
+    smallest = smallest_device_budget(units, updates=updates)
+    largest = sum(unit.nbytes + unit.gradient_nbytes for unit in units)
+    budget = asked_bytes
+    if budget is None:
+        free = free_device_memory(tier.device)
+        budget = max(smallest, min(free // _PART, smallest + largest))
+        _log.info("device_memory=%s of %s free on %s", format_bytes(budget), format_bytes(free), tier.device)
     tier.memory.budget_bytes = budget
+    others = [unit.nbytes for unit in units[1:]]
+    tier.memory.reserve(min(budget, smallest + max(0, sum(others) - 2 * max(others, default=0))))  # all that can stay
 
 
 def give_room(tier: HostTier | AcceleratorTier, nbytes: int) -> None:

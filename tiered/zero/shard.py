@@ -28,7 +28,7 @@ from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.compute_tier import ComputeTier
 from tiered.units import format_bytes
 from tiered.zero.activations.activations import ActivationRule, words_of
-from tiered.zero.compute_device import check_update_on, give_memory, move_buffers, named_device, tier_of
+from tiered.zero.compute_device import check_memory, check_update_on, give_memory, move_buffers, named_device, tier_of
 from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
@@ -104,8 +104,10 @@ def shard(
     if committed is not None:
         _adopt(store, model, units, committed)
     shares = _shares_of(units, store.working_set.budget_bytes, hold, swaps="swap" in words.values())
-    give_memory(tier, [unit.layout for unit in units], store.device_memory, updates=update_on != "cpu")
+    layouts, updates = [unit.layout for unit in units], update_on != "cpu"
+    check_memory(tier, layouts, store.device_memory, updates=updates)
     masters = _fill(store, units, source, adopt=committed is not None)
+    give_memory(tier, layouts, store.device_memory, updates=updates)  # order: once the values have left the device
     move_buffers(model, tier.device)
     engine = Engine(store, model, units, shares=shares, masters=masters)
     engine.phase.must_resume = engine.layouts.is_stale = engine.layouts.drops_frozen = committed is not None
@@ -113,12 +115,8 @@ def shard(
     engine.activations.take(words, shares.activations)
     _hook(model, modules, units, engine)
     _register(store, model, engine, masters)
-    _log.info(
-        "sharded %d parameters into %d units, %s held in DRAM",
-        sum(len(u.segments) for u in units),
-        len(units),
-        format_bytes(shares.held),
-    )
+    number, held = sum(len(unit.segments) for unit in units), format_bytes(shares.held)
+    _log.info("sharded %d parameters into %d units, %s held in DRAM", number, len(units), held)
     return model
 
 

@@ -1,0 +1,71 @@
+"""Memory of the device that torch reserves: what is free of it, and buffers that are made once for many sizes."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+import tiered
+from tests.accelerator.training import ROOMY_NBYTES
+from tiered.tiers.device_memory import DeviceBuffer, DeviceMemory
+from tiered.units import KiB, MiB
+
+SIZES = (20 * KiB, 12 * KiB, 17 * KiB, 10 * KiB, 19 * KiB, 15 * KiB)
+
+
+def memory_of(budget_bytes: int) -> DeviceMemory:
+    return DeviceMemory(torch.device("sim:0"), budget_bytes, torch.Stream(device="sim"), lambda _: 1)
+
+
+def taken(memory: DeviceMemory, nbytes: int) -> DeviceBuffer:
+    buffer = memory.take(nbytes)
+    assert buffer is not None and buffer.tensor.shape == (nbytes,)
+    return buffer
+
+
+def test_buffers_of_many_sizes_are_made_once(sim: ModuleType) -> None:
+    memory = memory_of(44 * KiB)
+    numbers = []
+    for _ in range(4):
+        sim.keep_log()
+        for one, other in itertools.pairwise(SIZES):
+            for buffer in [taken(memory, one), taken(memory, other)]:
+                memory.give(buffer)
+        numbers.append(sum(entry.kind == "allocate" for entry in sim.log()))
+    assert numbers[0] and not any(numbers[1:]), numbers
+    assert memory.peak_bytes <= 44 * KiB
+
+
+def test_a_small_size_in_a_large_buffer_takes_no_room_from_others(sim: ModuleType) -> None:
+    memory = memory_of(40 * KiB)
+    memory.give(taken(memory, 20 * KiB))
+    small, large = taken(memory, 12 * KiB), taken(memory, 20 * KiB)
+    assert memory.take(9 * KiB) is None
+    rest = taken(memory, 8 * KiB)  # all 40 KiB are in use
+    for buffer in (small, large, rest):
+        memory.give(buffer)
+    assert memory.left_bytes() == 40 * KiB
+
+
+def test_a_model_that_lies_on_the_device_leaves_the_budget_of_one_that_does_not(
+    sim: ModuleType, tmp_path: Path
+) -> None:
+    def budget(name: str, *, is_there: bool) -> int:
+        gc.collect()
+        torch.accelerator.empty_cache()
+        sim.set_memory_limit(torch.accelerator.memory_allocated() + 24 * MiB)
+        model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])  # 8 MiB
+        if is_there:
+            model.to("sim")
+        with tiered.Store(tmp_path / name, dram=ROOMY_NBYTES, durable=False) as store:
+            tiered.shard(model, store, unit=nn.Linear, device="sim", update_on="cpu")
+            budget_bytes: int = model[0].weight.segment.unit.tier.memory.budget_bytes  # type: ignore[union-attr,assignment]
+        return budget_bytes
+
+    there, here = budget("there", is_there=True), budget("here", is_there=False)
+    assert abs(there - here) < 64 * KiB and here > 11 * MiB
