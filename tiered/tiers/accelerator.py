@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 
 from tiered.bytes.interrupt import uninterrupted_block
+from tiered.errors import UsageError
 from tiered.stats import ComputeDeviceStatistics
 from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.tiers.copies import Copies
@@ -257,6 +258,15 @@ class AcceleratorTier:
         """Return the free bytes of the device, less those of the budget that were not taken yet."""
         return free_device_memory(self.device) - (self.memory.budget_bytes - self.memory.allocated_bytes)
 
+    def refuse_capture(self, what: str) -> None:
+        """Raise UsageError where the caller's stream is being captured into a graph."""
+        if is_capturing(self.device):
+            raise UsageError(
+                f"{what} of a sharded model while its stream is captured, as torch.cuda.graph and torch.compile(mode="
+                "'reduce-overhead') do: a graph has fixed places in memory, and parameters come and go; expected no"
+                " capture around a sharded model, and mode='default' of torch.compile"
+            )
+
     def left_bytes(self) -> int:
         """Return the bytes of the budget that no buffer in use has."""
         return self.memory.left_bytes()
@@ -312,6 +322,11 @@ class AcceleratorTier:
         """Wait for the copies in flight, and give all memory back."""
         self.copies.settle_all()
         self.memory.close()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the current stream of ``device`` is being captured; CUDA's alone tell."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _may_change_unseen(tensor: torch.Tensor) -> bool:

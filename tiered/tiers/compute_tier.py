@@ -80,6 +80,9 @@ class ComputeTier(Protocol):
     def free_nbytes(self) -> int:
         """Return the bytes that are free where computing happens, beside tiered's budget. Does not block."""
 
+    def refuse_capture(self, what: str) -> None:
+        """Raise UsageError where the caller's stream is being captured into a graph."""
+
     def left_bytes(self) -> int:
         """Return the bytes of the budget where computing happens that are not in use."""
 

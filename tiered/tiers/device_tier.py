@@ -144,6 +144,9 @@ class HostTier:
         working_set = self._working_set
         return free_memory() - (working_set.budget_bytes - working_set.residents.arena.leased_nbytes)
 
+    def refuse_capture(self, what: str) -> None:
+        """There is no stream."""
+
     def left_bytes(self) -> int:
         """Return what the shares of the budget have left."""
         return self._working_set.residents.share.left_bytes

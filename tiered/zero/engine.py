@@ -151,6 +151,7 @@ class Engine:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _begin_forward(self, is_first: bool) -> None:
+        self.tier.refuse_capture("forward")
         if self.layouts.is_stale:
             self.layouts.renew(self.open_units.shielded)
         if is_first:
@@ -186,6 +187,7 @@ class Engine:
 
         Raises UsageError, with nothing changed, where no step may be. ``step_ended`` must follow.
         """
+        self.tier.refuse_capture("optimizer.step()")
         self._settle_calls()
         self.phase.check(Event.STEP, "optimizer.step()")
         self.phase.check_not_running("optimizer.step()")

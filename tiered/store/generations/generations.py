@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+import torch
+
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import DeadlineError, TieredError, UsageError
 from tiered.store.catalog.catalog import Catalog
@@ -222,6 +224,11 @@ class Generations:
                 self._committer.wait()  # order: no other can be sealed by now; one that another thread has sealed ends
         except DeadlineError as error:
             failure = error
+        if isinstance(failure, torch.AcceleratorError):  # every call of this process fails from here on
+            generation = self._records.generation
+            reason = str(failure).partition("\n")[0]
+            _log.error("closed at generation %d, since the compute device has failed for good: %s", generation, reason)
+            failure = None
         # Order: last, for what a mark stays for is said once to each thread.
         return None if self._working_set.mark.reason and this_thread() in self._told else failure
 

@@ -1,0 +1,61 @@
+"""What a compute device cannot do: a graph of kernels around a sharded model, and anything once it has failed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import tiered
+from tests.accelerator.test_faults import OPTIONS, begun
+from tests.accelerator.training import ROOMY_NBYTES, case_on, reference_on
+from tests.reference import Recipe
+from tests.zero.training import assert_same, start
+from tiered.errors import UsageError
+from tiered.tiers import accelerator
+
+
+def test_a_forward_or_step_that_is_captured_into_a_graph_is_refused_and_harms_nothing(
+    sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        session = begun(store)
+        loss = session.case.loss(session.model, session.case.batch(2))
+        loss.backward()
+        with monkeypatch.context() as capture:
+            capture.setattr(accelerator, "is_capturing", lambda device: device.type == "sim")
+            with pytest.raises(UsageError, match="no capture around a sharded model"):
+                session.case.loss(session.model, session.case.batch(2))
+            with pytest.raises(UsageError, match="no capture around a sharded model"):
+                session.optimizer.step()
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+        session.trained.losses.append(loss.detach())
+        session.run_step(3)
+        assert_same(session.collect(), reference_on("sim", "gpt", Recipe()))
+
+
+def test_a_close_after_the_device_has_failed_says_so_and_the_last_commit_is_there(
+    sim: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES)
+    session = begun(store)
+    values = {name: value.cpu() for name, value in session.model.state_dict().items()}
+    session.run_step(2)
+
+    def fail(word: str) -> None:
+        raise torch.AcceleratorError("a kernel has failed")
+
+    store.add_guard(fail)  # from here on, as every call of torch's on such a device
+    with caplog.at_level(logging.ERROR, "tiered"):
+        store.close()
+    assert caplog.messages[-1:] == [
+        "closed at generation 1, since the compute device has failed for good: a kernel has failed"
+    ]
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=0) as store:
+        session = start(case_on("cpu", "gpt"), Recipe(), store, **(OPTIONS | {"device": "cpu"}))
+        assert store.resume()["step"] == 2
+        assert all(torch.equal(value, values[name]) for name, value in session.model.state_dict().items())
