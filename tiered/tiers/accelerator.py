@@ -51,7 +51,9 @@ class DeviceGathered:
             self._copies.write(buffer, lease)
 
     def release(self, unchanged: Collection[int]) -> None:
-        """Give the buffers and leases back; all uses must have been submitted."""
+        """Give the buffers and leases back; all uses must have been submitted. Blocks until the leases' copies end."""
+        for buffer, lease in zip(self._buffers, self.leases, strict=False):  # none where the copies own the leases
+            self._copies.wait_for(buffer, lease)
         self.tensors = []
         for buffer, content in zip(self._buffers, self._contents, strict=True):
             self._memory.give(buffer, content)
@@ -165,11 +167,7 @@ class AcceleratorTier:
                     leases += [lease] if mode != "r" else []
                 taken.append((buffer, content))
         except BaseException:
-            for buffer, _ in taken:
-                self.memory.give(buffer)
-            self.copies.settle_all()
-            for lease in leases:
-                lease.release(is_unchanged=True)
+            DeviceGathered(self, taken, leases).release(range(len(leases)))
             raise
         return DeviceGathered(self, taken, leases)
 

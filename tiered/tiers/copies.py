@@ -105,6 +105,11 @@ class Copies:
         assert buffer.ready is not None
         self._note(_Copy(buffer.ready, lease, False))
 
+    def wait_for(self, buffer: DeviceBuffer, lease: Lease) -> None:
+        """Wait for the copy of the bytes of ``lease``, which is the caller's, into ``buffer``. DeadlineError."""
+        assert buffer.ready is not None
+        self._wait(buffer.ready, f"copy in of {lease.key!r}")
+
     def empty(self, buffer: DeviceBuffer, lease: Lease) -> None:
         """Copy ``buffer`` to the bytes of ``lease``, which is given back when they are there, or where that fails."""
         try:
