@@ -111,7 +111,6 @@ class DeviceBuffer:
     def filled(self, ready: torch.Event) -> None:
         """The bytes are there after ``ready``."""
         self.ready = ready
-        self._streams.clear()
         self._after.clear()
 
     def let_wait(self, stream: torch.Stream) -> None:
@@ -284,8 +283,7 @@ class DeviceMemory:
     def _free(self, buffer: DeviceBuffer) -> None:
         buffer.begin_filling(self._stream)
         self.allocated_bytes -= buffer.capacity
-        with on_stream(self._stream):
-            buffer.free()
+        buffer.free()
 
     def _sweep(self) -> None:
         for buffer in [buffer for buffer in self._lingering if not buffer.is_aliased]:
