@@ -22,8 +22,6 @@ class _Real:
 
     def reset(self) -> None: ...
 
-    def guard_pinned(self) -> None: ...
-
     def set_query_delay(self, num_queries: int) -> None: ...
 
     def races(self) -> list[str]:
@@ -48,10 +46,14 @@ def tmp_path() -> Iterator[Path]:
 
 @pytest.fixture
 def sim() -> Iterator[ModuleType]:
-    """Enable the simulated device for the test; races that the test does not take itself fail it."""
+    """Enable the simulated device for the test; races that the test does not take itself fail it.
+
+    Accesses of the host to page-locked memory in flight are among them.
+    """
     if simulated.refusal() is not None:
         pytest.skip(str(simulated.refusal()))
     simulated.enable()
+    simulated.guard_pinned()
     add_registrar("sim", SimulatedRegistrar())
     try:
         yield simulated

@@ -232,6 +232,7 @@ def disable() -> None:
     if _library is None or not is_enabled():
         return
     reset()
+    _library.set_guard(False)
     _library.set_enabled(False)
     _library.remove_handler()
 
@@ -242,9 +243,8 @@ def is_enabled() -> bool:
 
 
 def reset() -> None:
-    """Set every setting back to its default, counters to 0; forget races and the log; end copies and hung events."""
+    """Set settings back, but for the guard; counters to 0; forget races and the log; end copies and hung events."""
     library = _loaded()
-    library.set_guard(False)
     library.reset_order()
     library.reset_ledger()
     library.empty_cache()

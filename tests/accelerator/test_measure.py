@@ -185,7 +185,6 @@ def copies_in(folder: Path) -> tuple[list[CopyRow], str | None]:
 
 def test_copies_that_end_late_are_in_order(sim: ModuleType, tmp_path: Path) -> None:
     """No host access comes before the event that it must wait for, and the bytes come back from the device."""
-    sim.guard_pinned()
     sim.set_query_delay(3)
     sim.set_allocation_writes()
     copies_in(tmp_path)

@@ -157,7 +157,6 @@ def test_a_query_that_answers_true_orders_the_host(sim: ModuleType) -> None:
 
 
 def test_the_guard_notes_an_early_write_of_numpy(sim: ModuleType) -> None:
-    sim.guard_pinned(True)
     host, side = _pinned(torch.zeros(4 * PAGE, dtype=torch.uint8)), torch.Stream("sim")
     view = np.frombuffer(host.numpy(), dtype=np.uint8)  # type: ignore[call-overload]
     with side:
@@ -175,7 +174,6 @@ def test_the_guard_notes_an_early_write_of_numpy(sim: ModuleType) -> None:
 
 
 def test_the_guard_notes_an_early_read(sim: ModuleType) -> None:
-    sim.guard_pinned(True)
     device, side = torch.ones(N, device="sim"), torch.Stream("sim")
     host = _pinned(torch.zeros(N))
     side.wait_stream(torch.accelerator.current_stream())

@@ -78,7 +78,6 @@ def test_bits(row: Any, accelerator: Any, tmp_path: Path) -> None:
         budget = smallest_device_memory(name, recipe, tmp_path / "refused", **options)
         options["hold"] = 0
     accelerator.reset()
-    accelerator.guard_pinned()
     accelerator.set_query_delay(2)
     with tiered.Store(tmp_path / "store", dram=ROOMY_NBYTES, device_memory=budget) as store:
         session = start(case_on(DEVICE, name), recipe, store, update, **options)
