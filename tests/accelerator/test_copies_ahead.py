@@ -46,6 +46,25 @@ def test_a_copy_that_is_needed_waits_for_no_copy_ahead(
         tier.forget()
 
 
+def test_a_copy_that_fails_between_two_pieces_has_ended(
+    sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "AHEAD_NBYTES", PIECE_NBYTES)
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        store.put_many([(key, torch.zeros(NBYTES, dtype=torch.uint8)) for key in ("later", "now")])
+        tier = AcceleratorTier(store.working_set, torch.device("sim:0"), NBYTES)
+        sim.set_query_delay(3)
+        sim.guard_pinned()
+        sim.fail_copy(3)
+        with pytest.raises(RuntimeError, match="copy"):
+            tier.gather_ahead("later")
+        store["later"] = torch.ones(NBYTES, dtype=torch.uint8)  # its lease has ended, and so has the copy
+        gathered = tier.gather(["now"], "r")
+        gathered.use()
+        gathered.release(())
+        tier.forget()
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_buckets_come_to_an_update_on_a_stream_of_their_own(sim: ModuleType, tmp_path: Path) -> None:
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES, durable=False) as store:

@@ -30,6 +30,7 @@ MOST_LEAVING_NBYTES = 512 * MiB
 AHEAD_NBYTES = 16 * MiB
 """Of one piece of a copy ahead of need, 0.6 ms of PCIe: a device takes the copies of its streams in turns."""
 
+_WHOLE = 1 << 62
 _SHORTEST_S, _LONGEST_S = 20e-6, 100e-6  # between two looks at an event; a late one delays an update of a unit
 
 
@@ -91,12 +92,17 @@ class Copies:
         """Copy the bytes of ``lease`` into ``buffer``; the lease must last until ``let_go``, or ``empty``.
 
         ``ahead``: the stream of copies that the caller's streams do not need yet. Where the copy fails, both are the
-        caller's still.
+        caller's still, and no piece of it is under way.
         """
         stream = ahead or self.stream_in
         buffer.begin_filling(stream)
-        with on_stream(stream):
-            self._copy(buffer.tensor, lease.tensor, lease.key, most_nbytes=AHEAD_NBYTES if ahead else buffer.nbytes)
+        try:
+            with on_stream(stream):
+                self._copy(buffer.tensor, lease.tensor, lease.key, most_nbytes=AHEAD_NBYTES if ahead else _WHOLE)
+        except BaseException:
+            buffer.filled(event := stream.record_event())
+            self._wait(event, f"part of a copy in of {lease.key!r}")
+            raise
         buffer.filled(stream.record_event())
         self.in_bytes += buffer.nbytes
 
@@ -131,7 +137,7 @@ class Copies:
         self.out_bytes += buffer.nbytes
         return self.stream_out.record_event()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, key: str, *, most_nbytes: int = 1 << 62) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, key: str, *, most_nbytes: int = _WHOLE) -> None:
         """Copy bytes of ``key``, (nbytes,) uint8 each and one of them in DRAM, on the stream that is current.
 
         In as many pieces as those in DRAM were page-locked in, of ``most_nbytes`` at most.
