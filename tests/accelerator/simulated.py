@@ -17,7 +17,7 @@ import tempfile
 import threading
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,11 +41,13 @@ __all__ = [
     "fail_copy",
     "fail_registration",
     "guard_pinned",
+    "hand_over",
     "hang_events",
     "host_register",
     "host_touch",
     "host_unregister",
     "is_enabled",
+    "join",
     "keep_log",
     "load",
     "log",
@@ -56,6 +58,8 @@ __all__ = [
     "set_memory_limit",
     "set_poison",
     "set_query_delay",
+    "take_over",
+    "use_pages",
 ]
 
 NUM_DEVICES = 2
@@ -214,16 +218,27 @@ def _loaded() -> Any:
     return _library
 
 
+_watched: list[Callable[[], None]] = []  # the call that ends the watch over hand-overs, while enabled
+
+
 def enable() -> None:
-    """Make ``sim`` the accelerator that is available, with every setting at its default."""
+    """Make ``sim`` the accelerator that is available, with every setting at its default.
+
+    The calling thread is the one that trains. What tiered's threads hand over to each other is watched until disable().
+    """
+    from tests.accelerator import hand_overs  # it needs tiered, which this module does not
+
     library = _loaded()
     with _lock:
         _register()
         library.set_enabled(True)
         torch.empty(0, device="sim")  # initializes it for torch
         torch.accelerator.set_device_index(0)
+        library.join_as_main()
         library.start_threads_of_autograd()
         library.install_handler()
+        if not _watched:
+            _watched.append(hand_overs.watch(sys.modules[__name__]))
     reset()
 
 
@@ -232,6 +247,8 @@ def disable() -> None:
     if _library is None or not is_enabled():
         return
     reset()
+    while _watched:
+        _watched.pop()()
     _library.set_guard(False)
     _library.set_enabled(False)
     _library.remove_handler()
@@ -286,6 +303,29 @@ def blocking() -> dict[str, dict[str, int]]:
     for (thread, kind), num in _loaded().blocking().items():
         found.setdefault(thread, {})[kind] = num
     return found
+
+
+def join() -> None:
+    """Have the calling thread be a party of its own, until it ends: it knows what it has waited for, and took over.
+
+    Threads that never joined know what any thread knows. The one that enabled the device has joined.
+    """
+    _loaded().join()
+
+
+def hand_over(place: int) -> None:
+    """Hand over what the calling thread knows, at ``place``: the address of bytes, or the id of an object."""
+    _loaded().hand_over(place)
+
+
+def take_over(place: int) -> None:
+    """Have the calling thread know what was handed over at ``place``."""
+    _loaded().take_over(place)
+
+
+def use_pages(lo: int, hi: int, write: bool) -> None:
+    """The calling thread has a drive read or ``write`` these bytes of page-locked memory."""
+    _loaded().use_pages(lo, hi, write)
 
 
 def keep_log(on: bool = True) -> None:

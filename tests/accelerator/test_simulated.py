@@ -156,6 +156,33 @@ def test_a_query_that_answers_true_orders_the_host(sim: ModuleType) -> None:
     sim.host_touch(host, write=True)
 
 
+@pytest.mark.parametrize("is_handed_over", [False, True])
+def test_a_thread_knows_what_it_has_waited_for_and_what_was_handed_over(is_handed_over: bool, sim: ModuleType) -> None:
+    """By the device's streams that it submits to, and by its own accesses, which the guard sees."""
+    host, side = _pinned(torch.zeros(2 * PAGE, dtype=torch.uint8)), torch.Stream("sim")
+    with side:
+        host.copy_(torch.ones(2 * PAGE, dtype=torch.uint8, device="sim"), non_blocking=True)
+        event = _event(side)
+    sim.races()
+
+    def wait() -> None:
+        sim.join()
+        event.synchronize()
+        if is_handed_over:
+            sim.hand_over(id(event))
+
+    worker = threading.Thread(target=wait)
+    worker.start()
+    worker.join()
+    assert sim.races() == []
+    sim.take_over(id(event))
+    assert host[PAGE] == 1
+    host.to("sim", non_blocking=True)
+    races = sim.races()
+    assert len(races) == (0 if is_handed_over else 2), races
+    event.synchronize()
+
+
 def test_the_guard_notes_an_early_write_of_numpy(sim: ModuleType) -> None:
     host, side = _pinned(torch.zeros(4 * PAGE, dtype=torch.uint8)), torch.Stream("sim")
     view = np.frombuffer(host.numpy(), dtype=np.uint8)  # type: ignore[call-overload]

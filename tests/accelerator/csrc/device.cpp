@@ -194,6 +194,7 @@ struct Engine : torch::autograd::Engine {
       queues.push_back(std::make_shared<torch::autograd::ReadyQueue>());
     for (int device = 0; device < NUM_DEVICES; device++)
       std::thread([&engine, device, queue = queues[size_t(device)]] {
+        join_as_main();
         engine.thread_init(device, queue, /*should_increment=*/true);
       }).detach();
   }

@@ -53,6 +53,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   def(m, "remove_handler", &sim::pages::remove_handler);
   def(m, "set_guard", &sim::pages::set_guard);
   def(m, "host_touch", &host_touch);
+  def(m, "use_pages", &sim::pages::use);
+  def(m, "join_as_main", &sim::join_as_main);
+  def(m, "join", &sim::join);
+  def(m, "hand_over", &sim::hand_over);
+  def(m, "take_over", &sim::take_over);
   def(m, "races", &sim::take_races);
   def(m, "set_query_delay", &sim::set_query_delay);
   def(m, "set_hang_events", &sim::set_hang_events);

@@ -1,7 +1,8 @@
-// Vector clocks, accesses and races. An access is kept until a later one covers it or the host is ordered after it.
+// Vector clocks, accesses and races. An access is kept until a later one covers it or all of the host is after it.
 #include "order.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <set>
@@ -32,6 +33,8 @@ struct Block {
 
 std::mutex mutex;
 std::map<int64_t, Clock> clocks;
+std::map<uintptr_t, Clock> places;  // what was handed over there
+thread_local Clock* own = nullptr;  // the clock of this thread, once it has joined; only this thread changes it
 std::map<uintptr_t, Block> blocks;
 Block elsewhere;  // the accesses outside of every block: host memory
 std::vector<std::string> races;
@@ -55,6 +58,19 @@ bool is_before(const Step& step, const Clock& clock) {
   return found != clock.end() && found->second >= step.number;
 }
 
+// What the calling thread knows.
+Clock& mine() { return own ? *own : clocks[HOST]; }
+
+bool is_known(const Step& step) { return is_before(step, clocks[HOST]); }
+
+bool is_known_to_all(const Step& step) {
+  for (auto& [party, clock] : clocks) {
+    if (party > HOST) break;
+    if (!is_before(step, clock)) return false;
+  }
+  return is_known(step);
+}
+
 Block& block_of(uintptr_t address) {
   auto after = blocks.upper_bound(address);
   if (after == blocks.begin()) return elsewhere;
@@ -72,18 +88,17 @@ std::string name_of_side(const std::string& name, int64_t party, bool write, con
 
 // Report who used the bytes with no order between; forget the accesses that need no record any more.
 void check_in(Block& block, const Use& use, const Step& step, const std::string& name) {
-  const Clock& mine = clocks[step.stream];
-  const Clock& host = clocks[HOST];
+  const Clock& before_it = step.stream == HOST ? mine() : clocks[step.stream];
   auto& accesses = block.accesses;
   size_t kept = 0;
   for (size_t i = 0; i < accesses.size(); i++) {
     auto& a = accesses[i];
-    bool before = is_before(a.step, mine);
+    bool before = is_before(a.step, before_it);
     if (!before && (a.write || use.write) && share_byte(a.bytes, use.bytes))
       add_race(name_of_side(name, step.stream, use.write, use.bytes) + ", but no event orders it after: " +
                name_of_side(a.name, a.step.stream, a.write, a.bytes));
     bool covered = before && step.stream != HOST && (use.write || !a.write) && covers(use.bytes, a.bytes);
-    if (covered || is_before(a.step, host)) continue;
+    if (covered || is_known_to_all(a.step)) continue;
     if (kept != i) accesses[kept] = std::move(a);
     kept++;
   }
@@ -103,7 +118,8 @@ void check(const Use& use, const Step& step, const std::string& name) {
 
 void host_learns(const Clock& clock) {
   merge(clocks[HOST], clock);
-  pages::release([](const Step& step) { return is_before(step, clocks[HOST]); });
+  if (own) merge(*own, clock);
+  pages::release(is_known_to_all, is_known);
 }
 
 bool is_hung(uint64_t epoch) { return epoch == hang_epoch; }
@@ -127,7 +143,7 @@ std::string name_of_bytes(const Layout& bytes) {
 Step submit(int64_t stream, const std::string& name, const std::vector<Use>& uses) {
   Lock lock(mutex);
   auto& clock = clocks[stream];
-  merge(clock, clocks[HOST]);
+  merge(clock, mine());
   Step step{stream, ++clock[stream]};
   for (auto& use : uses) check(use, step, name);
   return step;
@@ -140,7 +156,7 @@ void also_uses(const Step& step, const std::string& name, const std::vector<Use>
 
 void host_uses(const Layout& bytes, bool write, const std::string& name) {
   Lock lock(mutex);
-  check({bytes, write}, {HOST, ++clocks[HOST][HOST]}, name);
+  check({bytes, write}, {HOST, 0}, name);
 }
 
 void host_after_stream(int64_t stream) {
@@ -155,20 +171,43 @@ void host_after_device() {
   host_learns(all);
 }
 
-void stream_after(int64_t stream, const Clock& clock) {
+void join_as_main() {
   Lock lock(mutex);
-  merge(clocks[stream], clock);
+  own = &clocks[MAIN];
 }
 
-bool host_is_after(const Step& step) {
+void join() {
+  struct Party {  // until the thread ends
+    int64_t number;
+    ~Party() {
+      Lock lock(mutex);
+      own = nullptr;
+      clocks.erase(number);
+    }
+  };
+  static std::atomic<int64_t> last{MAIN};
+  static thread_local Party party{--last};
   Lock lock(mutex);
-  return is_before(step, clocks[HOST]);
+  own = &clocks[party.number];
 }
+
+void hand_over(uintptr_t place) {
+  Lock lock(mutex);
+  merge(places[place], mine());
+}
+
+void take_over(uintptr_t place) {
+  Lock lock(mutex);
+  auto found = places.find(place);
+  if (own && found != places.end()) merge(*own, found->second);
+}
+
+bool thread_knows(const Step& step, bool known) { return own ? is_before(step, *own) : known; }
 
 void record_event(Event& event, int64_t stream) {
   Lock lock(mutex);
   auto& clock = clocks[stream];
-  merge(clock, clocks[HOST]);
+  merge(clock, mine());
   event.clock = clock;
   event.stream = stream;
   event.recorded = true;
@@ -246,7 +285,8 @@ void remove_block(uintptr_t address, const std::string& how) {
   auto found = blocks.find(address);
   if (found == blocks.end()) return;
   auto& block = found->second;
-  // The next owner gets the memory in the order of the stream that it was allocated on; the host submits to that.
+  // The next owner gets the memory in the order of the stream that it was allocated on; the host submits to that. Who
+  // frees it has the last reference: the threads that had others have handed over with them what they knew.
   Clock owner = block.stream == HOST ? Clock() : clocks[block.stream];
   merge(owner, clocks[HOST]);
   for (auto& a : block.accesses)
@@ -294,7 +334,10 @@ void reset_order() {
   Lock lock(mutex);
   Clock all;
   for (auto& [party, clock] : clocks) merge(all, clock);
+  for (auto& [party, clock] : clocks)
+    if (party < HOST) merge(clock, all);
   host_learns(all);  // steps go on counting: events recorded before stay right
+  places.clear();
   for (auto& [address, block] : blocks) block.accesses.clear();
   elsewhere.accesses.clear();
   races.clear();

@@ -1,4 +1,4 @@
-// Happens-before: vector clocks of the streams and of the host, the accesses to bytes, and the races between them.
+// Happens-before: vector clocks of the streams and of the host's threads, the accesses to bytes, and the races between.
 //
 // Every function takes the one mutex for a short while, and calls nothing of Python or PyTorch while it holds it.
 #pragma once
@@ -12,7 +12,10 @@
 
 namespace sim {
 
-constexpr int64_t HOST = -1;  // the host is one more party: one clock for all its threads
+// The host: what some thread of it knows. A thread that has joined is a party of its own, with a number below this one,
+// and knows what it has waited or asked for, and what was handed over to it; the others know what some thread knows.
+constexpr int64_t HOST = -1;
+constexpr int64_t MAIN = -2;  // the main thread and autograd's, which works while the main one waits
 
 using Clock = std::map<int64_t, uint64_t>;  // party: the last of its steps that is ordered before
 
@@ -45,8 +48,15 @@ void host_uses(const Layout& bytes, bool write, const std::string& name);
 // The host waits for all that the stream has been given (or, before a step is submitted, for what came before it).
 void host_after_stream(int64_t stream);
 void host_after_device();
-void stream_after(int64_t stream, const Clock& clock);
-bool host_is_after(const Step& step);
+
+// Threads.
+void join_as_main();  // the calling thread, for good
+void join();          // the calling thread, until it ends: knows at first what was handed over at `place`, see below
+// What the calling thread knows is handed over at a place, by a lock or by bytes, and taken over there by others.
+void hand_over(uintptr_t place);
+void take_over(uintptr_t place);
+// For the guard, in a signal handler: whether the calling thread is ordered after `step`; `known`: some thread is.
+bool thread_knows(const Step& step, bool known);
 
 void record_event(Event& event, int64_t stream);
 void stream_waits(int64_t stream, Event& event);

@@ -23,7 +23,7 @@ constexpr int NUM_FLIGHTS = 4096, NUM_COPIERS = 64, NUM_FAULTS = 256, NUM_GUARDE
 struct Flight {  // a copy in flight
   std::atomic<bool> used{false};
   std::atomic<uintptr_t> lo{0}, hi{0}, page_lo{0}, page_hi{0};
-  std::atomic<bool> write{false};
+  std::atomic<bool> write{false}, known{false};  // known: some thread is ordered after it
   Step step{};
   char name[48] = {};
 };
@@ -102,8 +102,13 @@ bool is_ours(uintptr_t address, bool host_writes) {
   for (auto& copier : copiers) copying = copying || copier == self;
   for (int i = 0; i < num_flights; i++) {
     auto& f = flights[i];
-    if (!f.used || address < f.page_lo || address >= f.page_hi) continue;
-    if (!copying && address >= f.lo && address < f.hi && (f.write || host_writes)) note(address, host_writes, f);
+    if (!f.used || address < f.page_lo || address >= f.page_hi || copying) continue;
+    if (address < f.lo || address >= f.hi || !(f.write || host_writes)) continue;
+    if (thread_knows(f.step, f.known)) {
+      f.used = false;
+    } else {
+      note(address, host_writes, f);
+    }
   }
   return found;
 }
@@ -158,7 +163,8 @@ void remove_handler() {
 
 void set_guard(bool on) {
   guarding = on;
-  if (!on) release([](const Step&) { return true; });
+  auto all = [](const Step&) { return true; };
+  if (!on) release(all, all);
 }
 
 Opened::Opened(uintptr_t lo, uintptr_t hi) : lo_(lo & ~(PAGE - 1)), hi_((hi + PAGE - 1) & ~(PAGE - 1)) {
@@ -193,7 +199,7 @@ void close(uintptr_t lo, uintptr_t hi, bool write, const Step& step, const std::
   for (int i = 0; i < NUM_FLIGHTS; i++) {
     auto& f = flights[i];
     if (f.used) continue;
-    f.lo = lo, f.hi = hi, f.page_lo = page_lo, f.page_hi = page_hi, f.write = write, f.step = step;
+    f.lo = lo, f.hi = hi, f.page_lo = page_lo, f.page_hi = page_hi, f.write = write, f.step = step, f.known = false;
     strncpy(f.name, name.c_str(), sizeof f.name - 1);
     f.used = true;
     if (num_flights <= i) num_flights = i + 1;
@@ -202,13 +208,14 @@ void close(uintptr_t lo, uintptr_t hi, bool write, const Step& step, const std::
   protect_again(page_lo, page_hi);
 }
 
-void release(const std::function<bool(const Step&)>& is_done) {
+void release(const std::function<bool(const Step&)>& is_known_to_all, const std::function<bool(const Step&)>& is_known) {
   if (!num_flights) return;
   std::lock_guard<std::mutex> lock(mutex);
   int used = 0;
   for (int i = 0; i < num_flights; i++) {
     auto& f = flights[i];
-    if (f.used && is_done(f.step)) {
+    if (f.used && !f.known) f.known = is_known(f.step);
+    if (f.used && f.known && is_known_to_all(f.step)) {
       f.used = false;
       protect(f.page_lo, f.page_hi, PROT_READ | PROT_WRITE);
       protect_again(f.page_lo, f.page_hi);
@@ -216,6 +223,22 @@ void release(const std::function<bool(const Step&)>& is_done) {
     if (f.used) used = i + 1;
   }
   num_flights = used;
+}
+
+void use(uintptr_t lo, uintptr_t hi, bool write) {
+  if (!guarding) return;
+  std::lock_guard<std::mutex> lock(mutex);
+  for (int i = 0; i < num_flights; i++) {
+    auto& f = flights[i];
+    if (!f.used || f.lo >= hi || f.hi <= lo) continue;
+    if (thread_knows(f.step, f.known)) {
+      f.used = false;
+    } else if (f.write || write) {
+      note(std::max<uintptr_t>(lo, f.lo), write, f);
+    }
+  }
+  protect(lo & ~(PAGE - 1), (hi + PAGE - 1) & ~(PAGE - 1), PROT_READ | PROT_WRITE);
+  protect_again(lo & ~(PAGE - 1), (hi + PAGE - 1) & ~(PAGE - 1));
 }
 
 void forget(uintptr_t lo, uintptr_t hi) {

@@ -25,11 +25,14 @@ class Opened {
   int slot_ = -1;
 };
 
-// From now until the host is ordered after `step`, the host must not write (or, `write`: use) these bytes.
+// A thread that is not ordered after `step` must not write (or, `write`: use) these bytes. They stay closed until all
+// threads are, or one that is has used them.
 // Only whole pages between `outer_lo` and `outer_hi`, the registered range, are closed.
 void close(uintptr_t lo, uintptr_t hi, bool write, const Step& step, const std::string& name, uintptr_t outer_lo,
            uintptr_t outer_hi);
-void release(const std::function<bool(const Step&)>& is_done);
+void release(const std::function<bool(const Step&)>& is_known_to_all, const std::function<bool(const Step&)>& is_known);
+// The calling thread has the machine's drives use these bytes: checked as a use of its own, and opened for them.
+void use(uintptr_t lo, uintptr_t hi, bool write);
 void forget(uintptr_t lo, uintptr_t hi);  // open all pages of this range
 std::vector<std::string> take_faults();
 

@@ -1,0 +1,168 @@
+"""Where threads of tiered hand over what they know of the device, as the simulated device is told of it.
+
+The training thread and the update thread are parties of their own: what one of them has waited for is known to the
+other only once it was handed over, by the lock of the update's queue or of the copies, by the start and the end of the
+thread, or with the bytes of a lease. The store's own lock hands nothing over: all threads take it all the time.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType, TracebackType
+from typing import Any
+
+import numpy as np
+
+from tiered.bytes.condition import Condition
+from tiered.bytes.critical_section import BoundedThread
+from tiered.bytes.device.base import Operation
+from tiered.bytes.device.file_device import FileDevice
+from tiered.store.records.entry import Alias
+from tiered.store.residency.residents import Residents
+from tiered.store.residency.working_set import WorkingSet
+from tiered.tiers.copies import Copies
+from tiered.zero.optimizer import update_thread
+
+__all__ = ["watch"]
+
+
+class _Lock:
+    """A lock whose holders know what those before them did."""
+
+    def __init__(self, sim: ModuleType, lock: Any) -> None:
+        self.sim, self.lock = sim, lock
+
+    def acquire(self) -> None:
+        self.lock.acquire()
+        self.sim.take_over(id(self))
+
+    def release(self) -> None:
+        self.sim.hand_over(id(self))
+        self.lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def watch(sim: ModuleType) -> Callable[[], None]:
+    """Tell ``sim`` of the threads that begin from now on and of their hand-overs; return the call that ends it."""
+    patches = _Patches()
+    _watch_threads(sim, patches)
+    _watch_locks(sim, patches)
+    _watch_bytes(sim, patches)
+    return patches.undo
+
+
+class _Patches:
+    """Attributes that have other values until ``undo``."""
+
+    def __init__(self) -> None:
+        self.before: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: object) -> None:
+        """Have the attribute of ``owner`` be ``value``."""
+        self.before.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def around(
+        self,
+        cls: type,
+        name: str,
+        before: Callable[..., object] | None = None,
+        after: Callable[..., object] | None = None,
+    ) -> None:
+        """Have ``before`` and ``after`` called with the positional arguments of each call of the method."""
+        method = getattr(cls, name)
+
+        @functools.wraps(method)
+        def around(*args: Any, **options: Any) -> Any:
+            if before is not None:
+                before(*args)
+            result = method(*args, **options)
+            if after is not None:
+                after(*args)
+            return result
+
+        self.set(cls, name, around)
+
+    def undo(self) -> None:
+        """Set all back."""
+        while self.before:
+            setattr(*self.before.pop())
+
+
+def _watch_threads(sim: ModuleType, patches: _Patches) -> None:
+    def begin(thread: threading.Thread) -> None:
+        if thread.name == "tiered-update":
+            sim.join()
+            sim.take_over(id(thread))
+
+    patches.around(BoundedThread, "start", before=lambda thread: sim.hand_over(id(thread)))
+    patches.around(BoundedThread, "run", before=begin, after=lambda thread: sim.hand_over(id(thread)))
+    patches.around(BoundedThread, "join", after=lambda thread, *_: sim.take_over(id(thread)))
+
+
+def _watch_locks(sim: ModuleType, patches: _Patches) -> None:
+    class Ordered(Condition):
+        """The condition of the update's queue."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            enter, leave = self.__enter__, self.__exit__
+            release, acquire = self._release_save, self._acquire_restore  # type: ignore[attr-defined]
+
+            def entered() -> bool:
+                enter()
+                sim.take_over(id(self))
+                return True
+
+            def left(
+                kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+            ) -> None:
+                sim.hand_over(id(self))
+                leave(kind, error, traceback)
+
+            def released() -> Any:
+                sim.hand_over(id(self))
+                return release()
+
+            def acquired(held: Any) -> None:
+                acquire(held)
+                sim.take_over(id(self))
+
+            self.__enter__, self.__exit__ = entered, left  # type: ignore[method-assign,assignment]
+            self._release_save, self._acquire_restore = released, acquired
+
+    def guard(copies: Copies, *_: object) -> None:
+        for name in ("_lock", "_sweeping"):
+            setattr(copies, name, _Lock(sim, getattr(copies, name)))
+
+    patches.set(update_thread, "Condition", Ordered)
+    patches.around(Copies, "__init__", after=guard)
+
+
+def _watch_bytes(sim: ModuleType, patches: _Patches) -> None:
+    def hand_over(residents: Residents, aliases: Sequence[Alias]) -> None:
+        for alias in aliases:
+            buffer = alias.residence.buffer
+            for page in range(buffer.address, buffer.address + buffer.nbytes, mmap.PAGESIZE):
+                sim.hand_over(page)
+
+    def take_over(working_set: WorkingSet, key: str, mode: str, granted: Any) -> None:
+        sim.take_over(granted[0].residence.buffer.address)
+
+    def submitted(device: FileDevice, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            lo = np.frombuffer(operation.memory, np.uint8).ctypes.data
+            sim.take_over(lo)  # a drive may be given a part of the bytes
+            sim.use_pages(lo, lo + operation.nbytes, not operation.is_write)
+
+    patches.around(Residents, "end", before=hand_over)
+    patches.around(WorkingSet, "_show", after=take_over)
+    patches.around(FileDevice, "submit", before=submitted)
