@@ -185,3 +185,30 @@ def test_an_interrupt_of_who_waits_loses_no_end_of_a_lease() -> None:
         thread.join()
         reserve(working_set)
         assert not working_set.residents.users and not working_set.room.num_waiting
+
+
+def test_a_buffer_given_back_under_a_tensor_is_waited_for_as_a_lease_is() -> None:
+    """By a caller in another thread; the thread that gave it back is told what keeps the bytes."""
+    with simulated_store(deadline_s=WAIT_S) as store:
+        working_set, is_given_back = store.working_set, threading.Event()
+        failures: list[BaseException] = []
+
+        def give_back() -> None:
+            try:
+                buffer = working_set.reserve(LARGE_NBYTES)
+                tensor, _ = buffer.alias(LARGE_NBYTES, lambda reference: None)
+                working_set.unreserve(buffer)
+                with pytest.raises(CapacityError, match=r"96\.0 KiB \('a copy'\) kept alive by tensors"):
+                    reserve(working_set)
+                is_given_back.set()
+                await_true(lambda: working_set.room.num_waiting == 1)
+                del tensor
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=give_back)
+        thread.start()
+        assert is_given_back.wait(WAIT_S)
+        reserve(working_set)
+        thread.join(WAIT_S)
+        assert not failures

@@ -196,13 +196,14 @@ class Arena:
             self._num_leased += 1
             return Buffer(start, self._memory(start, size), keeps_pages=self.keeps_pages)
 
-    def release(self, buffer: Buffer) -> None:
-        """Give ``buffer`` back; no tensor on it may be alive, and its ``memory`` may not be used again.
+    def release(self, buffer: Buffer) -> bool:
+        """Give ``buffer`` back, whose ``memory`` may not be used again; False, with nothing done, if a tensor lives.
 
         Not reentrant: never call it from an ``on_dead``. Raises UsageError in a fork.
         """
         self._check_process()
-        assert not buffer.is_aliased, f"{buffer!r} was released under a living tensor"
+        if buffer.is_aliased:
+            return False
         start, end = buffer.address, buffer.address + buffer.nbytes
         buffer.memory.release()  # lifetime: a later use of it raises ValueError; so does a second release of the buffer
         with self._lock:
@@ -212,6 +213,7 @@ class Arena:
             self._num_leased -= 1
             if self._is_closed and not self._num_leased:
                 self._unmap()
+        return True
 
     def statistics(self) -> ArenaStatistics:
         """Return the counts of the arena's bytes now. Does not block."""

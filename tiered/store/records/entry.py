@@ -53,10 +53,10 @@ class Residence:
         "pinned_nbytes", "updater", "writers",
     )  # fmt: skip
 
-    def __init__(self, buffer: Buffer, entry: Entry) -> None:
+    def __init__(self, buffer: Buffer, entry: Entry | None) -> None:
         self.buffer = buffer
-        self.entry: Entry | None = entry
-        self.name = entry.name
+        self.entry = entry
+        self.name = "a copy" if entry is None else entry.name
         self.aliases = 0  # leases that have not ended
         self.writers = 0  # those of the leases that may write
         self.open_readers = 0  # leases that were not released

@@ -143,8 +143,23 @@ class Residents:
         return self.policy.victim({name: nbytes}, incoming) == name and not self._is_worth_waiting(name)
 
     def give_back(self, buffer: Buffer) -> None:
-        self.arena.release(buffer)
+        if not self.arena.release(buffer):
+            self._wait_for(buffer)
         self._condition.notify_all()
+
+    def _wait_for(self, buffer: Buffer) -> None:
+        """Have ``buffer`` given back once the last tensor on it has died, as the bytes of a lease are."""
+        residence = Residence(buffer, None)
+        residence.aliases = 1
+        alias = Alias(residence, is_writer=False, thread=this_thread())
+        alias.is_released = True
+        self.users[alias.thread] += 1
+        self.orphans.add(residence)
+        if self._is_closed:
+            buffer.follow_up(functools.partial(_reap, weakref.ref(self)))
+        buffer.follow_up(functools.partial(self.ended_leases.queue.put, alias))
+        if not buffer.is_aliased:  # it has died meanwhile
+            self.report_end(alias)
 
     def _evict(self, name: str) -> None:
         entry = self._entries[name]
