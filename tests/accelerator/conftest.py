@@ -14,7 +14,9 @@ from tests.accelerator import simulated
 from tests.accelerator.registrar import SimulatedRegistrar
 from tests.accelerator.training import DEVICE
 from tests.store.places import quick_directory, short_files
+from tiered.bytes import pinned_arena
 from tiered.bytes.registrar import add_registrar
+from tiered.units import MiB
 
 
 class _Real:
@@ -45,7 +47,13 @@ def tmp_path() -> Iterator[Path]:
 
 
 @pytest.fixture
-def sim() -> Iterator[ModuleType]:
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DRAM is page-locked in many pieces, as if it were terabytes: a copy over two of them is refused by the device."""
+    monkeypatch.setattr(pinned_arena, "PIECE_NBYTES", 1 * MiB)
+
+
+@pytest.fixture
+def sim(small_pieces: None) -> Iterator[ModuleType]:
     """Enable the simulated device for the test; races that the test does not take itself fail it.
 
     Accesses of the host to page-locked memory in flight are among them.
@@ -63,7 +71,7 @@ def sim() -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def accelerator(request: pytest.FixtureRequest) -> Iterator[Any]:
+def accelerator(request: pytest.FixtureRequest, small_pieces: None) -> Iterator[Any]:
     """Return the device of type ``DEVICE``: what a test asks of it that a real one cannot do does nothing there."""
     if DEVICE == "sim":
         yield request.getfixturevalue("sim")

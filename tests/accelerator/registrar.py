@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tests.accelerator import simulated
 
 __all__ = ["SimulatedRegistrar"]
@@ -10,8 +12,10 @@ __all__ = ["SimulatedRegistrar"]
 class SimulatedRegistrar:
     """The simulated device's way to lock pages."""
 
-    def register(self, address: int, nbytes: int) -> None:
-        simulated.host_register(address, nbytes)
+    def register(self, address: int, nbytes: int, index: int) -> None:
+        with torch.accelerator.device_index(index):
+            simulated.host_register(address, nbytes)
 
-    def unregister(self, address: int) -> None:
-        simulated.host_unregister(address)
+    def unregister(self, address: int, index: int) -> None:
+        with torch.accelerator.device_index(index):
+            simulated.host_unregister(address)

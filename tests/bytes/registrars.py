@@ -12,19 +12,22 @@ class WatchedRegistrar:
         self.registered: dict[int, int] = {}  # address -> bytes
         self.num_registered = 0
         self.num_unregistered = 0
+        self.indices: set[int] = set()  # of devices
         self.error: BaseException = RuntimeError("out of locked memory")
-        self._refused = refused
+        self.refused = refused
         self._is_stuck = is_stuck
 
-    def register(self, address: int, nbytes: int) -> None:
-        if self.num_registered == self._refused:
+    def register(self, address: int, nbytes: int, index: int) -> None:
+        if self.num_registered == self.refused:
             raise self.error
         assert is_mapped(address) and is_mapped(address + nbytes - 1)
         assert all(end <= address or address + nbytes <= start for start, end in self.ranges())
         self.registered[address] = nbytes
+        self.indices.add(index)
         self.num_registered += 1
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int, index: int) -> None:
+        assert index in self.indices
         if self._is_stuck:
             raise RuntimeError("the driver is gone")
         assert is_mapped(address)

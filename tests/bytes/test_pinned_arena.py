@@ -1,12 +1,14 @@
-"""The page-locked arena: registered before use and until its end, and places in which equal sizes never fragment."""
+"""The page-locked arena: registered once and until its end, and places in which equal sizes never fragment."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +21,7 @@ from tests.bytes.registrars import WatchedRegistrar, is_mapped
 from tiered.bytes import pinned_arena
 from tiered.bytes.arena import PAGE_NBYTES as PAGE
 from tiered.bytes.arena import Arena, Buffer
-from tiered.bytes.pinned_arena import PinnedArena
+from tiered.bytes.pinned_arena import PinnedArena, pinned_arena_at
 from tiered.bytes.registrar import CudaRegistrar, NoRegistrar, add_registrar, registrar_for
 from tiered.bytes.slots import Slots
 from tiered.errors import ClosedError, DeviceError, UsageError
@@ -27,10 +29,17 @@ from tiered.units import KiB, MiB, round_up
 
 LARGE = 4 * PAGE
 PIECE = 5 * PAGE
+DEVICE = torch.device("xpu", 3)  # that torch knows the name; nothing is there
+
+
+def pageable(num_pages: int = 16, registrar: WatchedRegistrar | None = None) -> PinnedArena:
+    return PinnedArena(num_pages * PAGE, registrar or WatchedRegistrar(), piece_nbytes=PIECE, large_nbytes=LARGE)
 
 
 def made(num_pages: int = 16, registrar: WatchedRegistrar | None = None) -> PinnedArena:
-    return PinnedArena(num_pages * PAGE, registrar or WatchedRegistrar(), piece_nbytes=PIECE, large_nbytes=LARGE)
+    arena = pageable(num_pages, registrar)
+    arena.lock_pages(DEVICE)
+    return arena
 
 
 def lease(arena: Arena, num_pages: int) -> Buffer:
@@ -46,10 +55,43 @@ def place(buffer: Buffer) -> tuple[int, int]:
 # Registration
 
 
+def test_nothing_is_registered_before_a_device_is_named_and_buffers_in_use_keep_their_bytes() -> None:
+    registrar = WatchedRegistrar()
+    with closing(pageable(16, registrar)) as arena:
+        buffer = lease(arena, 16)
+        buffer.memory[:] = b"a" * buffer.nbytes
+        assert not registrar.registered and not arena.is_pinned and "nothing was copied" in str(arena.why_pageable)
+        assert arena.nbytes_to_border(buffer.address) == buffer.nbytes
+        arena.lock_pages(DEVICE)
+        assert arena.is_pinned and bytes(buffer.memory) == b"a" * buffer.nbytes
+        arena.release(buffer)
+    arena.lock_pages(DEVICE)
+    assert not registrar.registered
+
+
+def test_threads_that_lock_pages_at_one_time_register_once_and_wait_for_the_end() -> None:
+    registrar, began, may_go = WatchedRegistrar(), threading.Event(), threading.Event()
+    register = registrar.register
+
+    def slow(address: int, nbytes: int, index: int) -> None:
+        began.set()
+        assert may_go.wait(10)
+        register(address, nbytes, index)
+
+    registrar.register = slow  # type: ignore[method-assign]
+    with closing(pageable(16, registrar)) as arena, ThreadPoolExecutor(4) as pool:
+        are_locked = [pool.submit(lambda: (arena.lock_pages(DEVICE), arena.is_pinned)[1]) for _ in range(4)]
+        assert began.wait(10) and not any(each.done() for each in are_locked)
+        arena.release(lease(arena, 4))  # nobody waits for memory meanwhile
+        may_go.set()
+        assert all(each.result() for each in are_locked) and registrar.num_registered == 4
+
+
 def test_all_memory_is_registered_in_pieces_of_which_each_is_unregistered_once_before_the_unmap() -> None:
     registrar = WatchedRegistrar()
     arena = made(16, registrar)
-    assert arena.is_pinned and arena.why_pageable is None
+    assert arena.is_pinned and arena.why_pageable is None and registrar.indices == {3}
+    arena.lock_pages(DEVICE)
     whole = lease(arena, 16)
     pieces = sorted(registrar.ranges())
     assert [end - start for start, end in pieces] == [PIECE, PIECE, PIECE, PAGE]
@@ -76,18 +118,23 @@ def test_where_a_piece_is_refused_none_is_registered_and_the_arena_works(
         assert not arena.is_pinned and arena.why_pageable == "out of locked memory"
         buffer = lease(arena, 16)
         buffer.memory[:] = b"a" * buffer.nbytes
-        assert arena.cuts(buffer.address, buffer.nbytes) == [(0, buffer.nbytes)]
+        assert arena.nbytes_to_border(buffer.address) == buffer.nbytes
+        arena.lock_pages(DEVICE)  # is no second try
         arena.release(buffer)
     (record,) = caplog.records
     assert "not page-locked: out of locked memory; copies to and from" in record.message
 
 
-def test_an_interrupt_of_the_registration_leaves_nothing_behind() -> None:
+def test_an_interrupt_of_the_registration_leaves_nothing_behind_and_the_next_copy_tries_again() -> None:
     registrar = WatchedRegistrar(refused=2)
     registrar.error = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        made(16, registrar)
-    assert registrar.num_unregistered == 2 and not registrar.registered
+    with closing(pageable(16, registrar)) as arena:
+        with pytest.raises(KeyboardInterrupt):
+            arena.lock_pages(DEVICE)
+        assert registrar.num_unregistered == 2 and not registrar.registered and not arena.is_pinned
+        registrar.refused = None
+        arena.lock_pages(DEVICE)
+        assert arena.is_pinned and len(registrar.registered) == 4
 
 
 def test_memory_whose_registration_does_not_end_stays_mapped(caplog: pytest.LogCaptureFixture) -> None:
@@ -104,6 +151,10 @@ def test_more_memory_than_is_free_is_not_registered(monkeypatch: pytest.MonkeyPa
     registrar = WatchedRegistrar()
     with closing(made(16, registrar)) as arena:
         assert not registrar.num_registered and arena.why_pageable == "only 60.0 KiB of memory are free"
+    with closing(pageable(16, registrar)) as arena:
+        arena.release(lease(arena, 1))
+        arena.lock_pages(DEVICE)
+        assert arena.is_pinned  # a page of it has its memory already
 
 
 def test_pages_are_never_given_back_to_the_kernel() -> None:
@@ -122,25 +173,29 @@ def test_pages_are_never_given_back_to_the_kernel() -> None:
         arena.release(buffer)
 
 
-def test_cuts_are_where_pieces_meet() -> None:
-    with closing(made(16)) as arena:
-        whole = lease(arena, 16)
-        start = whole.address
-        assert arena.cuts(start, 0) == []
-        assert arena.cuts(start, PIECE) == [(0, PIECE)]
-        assert arena.cuts(start + PAGE, PIECE) == [(0, 4 * PAGE), (4 * PAGE, PAGE)]
-        assert arena.cuts(start + PIECE - 3, 10) == [(0, 3), (3, 7)]
-        assert arena.cuts(start, 16 * PAGE) == [(0, PIECE), (PIECE, PIECE), (2 * PIECE, PIECE), (3 * PIECE, PAGE)]
-        arena.release(whole)
-    with closing(Arena(1 * MiB)) as plain:
-        assert plain.cuts(0, 0) == [] and plain.cuts(5, 7) == [(0, 7)] and not plain.is_pinned
+def test_borders_are_where_pieces_meet_and_an_address_leads_to_its_arena() -> None:
+    with closing(made(16)) as arena, closing(made(16)) as other, closing(Arena(1 * MiB)) as plain:
+        buffers = [lease(each, 16) for each in (arena, other, plain)]
+        start = buffers[0].address
+        offsets = (0, 1, PAGE, PIECE - 3, PIECE, 16 * PAGE - 1)
+        assert [arena.nbytes_to_border(start + offset) for offset in offsets] == [
+            PIECE, PIECE - 1, 4 * PAGE, 3, PIECE, 4 * PAGE + 1
+        ]  # fmt: skip
+        assert [pinned_arena_at(each.address + 16 * PAGE - 1) for each in buffers] == [arena, other, None]
+        plain.lock_pages(DEVICE)
+        assert not plain.is_pinned
+        for each, buffer in zip((arena, other, plain), buffers, strict=True):
+            each.release(buffer)
+    assert pinned_arena_at(start) is None
 
 
 def test_a_forked_child_unregisters_nothing() -> None:
     registrar = WatchedRegistrar()
     arena = made(16, registrar)
+    address = min(registrar.registered)
 
     def check() -> None:
+        assert pinned_arena_at(address) is None
         with pytest.raises(UsageError, match="fork"):
             arena.allocate_nowait(1)
         arena.close()
@@ -153,7 +208,7 @@ def test_a_forked_child_unregisters_nothing() -> None:
 def test_an_empty_budget_registers_nothing() -> None:
     registrar = WatchedRegistrar()
     with closing(made(0, registrar)) as arena:
-        assert arena.allocate_nowait(1) is None
+        assert arena.allocate_nowait(1) is None and arena.is_pinned
         arena.release(lease(arena, 0))
     assert not registrar.num_registered
     with pytest.raises(ValueError, match="got -1"):
@@ -169,6 +224,7 @@ def test_registrars_are_known_by_the_type_of_their_device() -> None:
     add_registrar("test_registrars", registrar)
     assert registrar_for("test_registrars") is registrar
     with closing(PinnedArena(MiB, NoRegistrar("nothing"))) as arena:
+        arena.lock_pages(DEVICE)
         assert arena.why_pageable is not None and "type 'nothing'" in arena.why_pageable
 
 
@@ -177,7 +233,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.result = 0
-        self.calls: list[tuple[object, ...]] = []
+        self.calls: list[object] = []
         self.cudaError = int
 
     def cudaHostRegister(self, *arguments: int) -> int:
@@ -196,23 +252,43 @@ class Runtime:
         return self.result
 
 
-def test_cuda_registers_by_torchs_binding_and_clears_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def on_devices(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Note which devices become the current one, and when they are so no more."""
+    calls: list[object] = []
+
+    @contextmanager
+    def device_index(index: int) -> Iterator[None]:
+        calls.append(index)
+        yield
+        calls.append("back")
+
+    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
+    return calls
+
+
+def test_cuda_registers_by_torchs_binding_and_clears_its_errors(
+    monkeypatch: pytest.MonkeyPatch, on_devices: list[object]
+) -> None:
     runtime, registrar = Runtime(), CudaRegistrar()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    registrar.register(1000, 20)
-    registrar.unregister(1000)
-    assert runtime.calls == [("register", 1000, 20, 0), ("unregister", 1000)]
+    runtime.calls = on_devices
+    registrar.register(1000, 20, 1)
+    registrar.unregister(1000, 2)
+    assert runtime.calls == [1, ("register", 1000, 20, 0), "back", 2, ("unregister", 1000), "back"]
     runtime.result = 4
-    registrar.unregister(1000)  # the process ends
+    registrar.unregister(1000, 1)  # the process ends
     runtime.result = 2
     with pytest.raises(DeviceError, match="cudaHostRegister of 20 bytes failed: CUDA error 2, error string 2"):
-        registrar.register(1000, 20)
+        registrar.register(1000, 20, 1)
     assert runtime.calls[-1] == ("last error",)
     with pytest.raises(DeviceError, match="cudaHostUnregister failed: CUDA error 2"):
-        registrar.unregister(1000)
+        registrar.unregister(1000, 1)
 
 
-def test_without_a_binding_for_it_the_next_launch_takes_cudas_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_binding_for_it_the_next_launch_takes_cudas_error(
+    monkeypatch: pytest.MonkeyPatch, on_devices: list[object]
+) -> None:
     runtime = Runtime()
     binding = SimpleNamespace(
         cudaHostRegister=runtime.cudaHostRegister, cudaError=int, cudaGetErrorString=runtime.cudaGetErrorString
@@ -227,8 +303,8 @@ def test_without_a_binding_for_it_the_next_launch_takes_cudas_error(monkeypatch:
     monkeypatch.setattr(torch, "zeros", launch)
     runtime.result = 2
     with pytest.raises(DeviceError):
-        CudaRegistrar().register(1000, 20)
-    assert launched == ["cuda"]
+        CudaRegistrar().register(1000, 20, 1)
+    assert launched == ["cuda"] and on_devices == [1]  # on which it is launched
 
 
 # Places

@@ -60,7 +60,9 @@ def simulated_store(
 
 def pinned_arena(registrar: Registrar, nbytes: int) -> PinnedArena:
     """Return an arena of four pieces, where half of the tensors here are large."""
-    return PinnedArena(nbytes, registrar, piece_nbytes=nbytes // 3, large_nbytes=16 * KiB)
+    arena = PinnedArena(nbytes, registrar, piece_nbytes=nbytes // 3, large_nbytes=16 * KiB)
+    arena.lock_pages(torch.device("xpu", 0))
+    return arena
 
 
 def numbers(nbytes: int, seed: int = 0) -> torch.Tensor:

@@ -46,7 +46,7 @@ class ArenaStatistics:
     nbytes: int  # the budget
     leased_nbytes: int
     peak_nbytes: int  # most bytes leased at one time
-    warm_nbytes: int  # free bytes that still occupy memory
+    warm_nbytes: int  # free bytes that still occupy memory; all that are free where pages stay with the process
     discarded_nbytes: int  # warm bytes given back to the kernel since the start; steady use keeps this constant
     num_leased: int
     has_huge_pages: bool
@@ -121,6 +121,7 @@ class Arena:
     """
 
     is_pinned = False  # page-locked for an accelerator
+    why_pageable: str | None = "it serves no accelerator"
     keeps_pages = False  # free memory, once touched, stays with the process
 
     def __init__(self, nbytes: int, *, reuse: bool = True) -> None:
@@ -172,9 +173,8 @@ class Arena:
         """
         return []
 
-    def cuts(self, address: int, nbytes: int) -> list[tuple[int, int]]:
-        """Return (offset, nbytes) of the parts of ``nbytes`` at ``address`` that one copy of a device may move each."""
-        return [(0, nbytes)] if nbytes else []
+    def lock_pages(self, device: torch.device) -> None:
+        """Have the memory page-locked for ``device``; this arena serves none, and stays as it is."""
 
     def allocate_nowait(self, nbytes: int) -> Buffer | None:
         """Lease a buffer of ``nbytes`` rounded up to whole pages, or return None where there is no room for it.

@@ -1,20 +1,25 @@
-"""An arena whose memory is page-locked for an accelerator: mapped once, registered once, kept until the end."""
+"""An arena that is page-locked when an accelerator first uses it: mapped once, registered once, kept until the end."""
 
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Iterable
+
+import torch
 
 from tiered.bytes.arena import PAGE_NBYTES, Arena
 from tiered.bytes.free_memory import free_memory
+from tiered.bytes.interrupt import uninterrupted
 from tiered.bytes.registrar import Registrar
 from tiered.bytes.slots import Slots
 from tiered.errors import CapacityError
 from tiered.units import GiB, MiB, format_bytes, round_up
 
-__all__ = ["PinnedArena"]
+__all__ = ["PIECE_NBYTES", "PinnedArena", "pinned_arena_at"]
 
-_PIECE_NBYTES = 1 * GiB  # a single registration of 512 GiB and more fails on some drivers
+PIECE_NBYTES = 1 * GiB  # one of 512 GiB and more fails on some drivers
 _LARGE_NBYTES = 16 * MiB  # a bucket of the update has at most 12 MiB; most units and gradients are larger
 
 _log = logging.getLogger("tiered")
@@ -27,21 +32,22 @@ class PinnedArena(Arena):
     ``could_place`` says whether releases would help and ``in_the_way`` which. Buffers of at least ``large_nbytes`` lie
     at the low end of the mapping, smaller ones at the high end, and equal sizes reuse each other's places.
 
-    The invariant: *all pieces are registered, or none is*. Where the registrar refuses, the arena works as pageable
-    memory: ``is_pinned`` is False then, and ``why_pageable`` has the reason, which is logged once.
+    The memory is pageable until ``lock_pages``. The invariant: *all pieces are registered, or none is*. Where the
+    registrar refuses, the arena works as pageable memory for good: ``is_pinned`` is False then, and ``why_pageable``
+    has the reason, which is logged once.
     """
 
-    keeps_pages = True
+    keeps_pages = True  # from the start: a page that were given back would be another one to the device
 
     def __init__(
         self,
         nbytes: int,
         registrar: Registrar,
         *,
-        piece_nbytes: int = _PIECE_NBYTES,
+        piece_nbytes: int = 0,
         large_nbytes: int = _LARGE_NBYTES,
     ) -> None:
-        """Map ``nbytes`` and register them piece by piece, which takes about 0.1 s a GiB; blocks.
+        """Map ``nbytes``, for ``registrar`` to page-lock in pieces of ``piece_nbytes``, by default PIECE_NBYTES.
 
         Raises ValueError; CapacityError where the kernel refuses the mapping.
         """
@@ -52,24 +58,28 @@ class PinnedArena(Arena):
         self._slots = Slots(start, self._end, large_nbytes=large_nbytes)
         self._free = self._slots.free
         self._registrar = registrar
-        self._piece_nbytes = round_up(piece_nbytes, PAGE_NBYTES)
+        self._piece_nbytes = round_up(piece_nbytes or PIECE_NBYTES, PAGE_NBYTES)
         self._pieces: list[int] = []  # addresses, registered
-        self.why_pageable: str | None = None
-        try:
-            self._register()
-        except BaseException:
-            self.close()
-            raise
-        self.is_pinned = self.why_pageable is None
+        self._index = 0  # of the device by which they are
+        self._locking = threading.RLock()  # a collection may close the arena while this thread locks its pages
+        self._is_decided = False
+        self.why_pageable = "nothing was copied to or from an accelerator yet"
+        _arenas[start] = self
 
-    def cuts(self, address: int, nbytes: int) -> list[tuple[int, int]]:
-        offset, found = 0, list[tuple[int, int]]()
-        while offset < nbytes:
-            left = self._piece_nbytes - (address + offset - self._start) % self._piece_nbytes
-            size = min(left, nbytes - offset) if self.is_pinned else nbytes
-            found.append((offset, size))
-            offset += size
-        return found
+    def lock_pages(self, device: torch.device) -> None:
+        """Have the memory registered by way of ``device``, once; buffers may be in use. Blocks, about 0.1 s a GiB.
+
+        Threads that come meanwhile wait for the end. A registrar that refuses is logged, and no error.
+        """
+        if self._is_decided:
+            return
+        with self._locking:
+            if not (self._is_decided or self._is_closed):
+                self._register(torch.accelerator.current_device_index() if device.index is None else device.index)
+
+    def nbytes_to_border(self, address: int) -> int:
+        """Return how many bytes from ``address`` on one copy of a device may move."""
+        return self._piece_nbytes - (address - self._start) % self._piece_nbytes if self.is_pinned else self.nbytes
 
     def could_place(self, nbytes: int, evictable_nbytes: int, evictable: Iterable[tuple[int, int]]) -> bool:
         if not super().could_place(nbytes, evictable_nbytes, evictable):
@@ -91,17 +101,22 @@ class PinnedArena(Arena):
     def _take_back(self, start: int, end: int) -> None:
         self._slots.give_back(start, end)
 
-    def _register(self) -> None:
+    @uninterrupted
+    def _register(self, index: int) -> None:
         """Register all pieces, or none and say so. The registrar faults the pages in."""
+        self._index = index
         try:
             free_nbytes = free_memory()
-            if 0 < free_nbytes < self._end - self._start:  # the kernel would kill the process; 0: unknown
+            if 0 < free_nbytes < self.nbytes - self._peak_nbytes:  # the kernel would kill the process; 0: unknown
                 raise CapacityError(f"only {format_bytes(free_nbytes)} of memory are free")
             for address in range(self._start, self._end, self._piece_nbytes):
-                self._registrar.register(address, min(self._piece_nbytes, self._end - address))
+                self._registrar.register(address, min(self._piece_nbytes, self._end - address), index)
                 self._pieces.append(address)
-        except Exception as error:  # whatever the accelerator's runtime raises
+            self.why_pageable, self.is_pinned = None, True
+        except BaseException as error:  # whatever the accelerator's runtime raises
             self._unregister()
+            if not isinstance(error, Exception):  # an interrupt: the next copy tries again
+                raise
             self.why_pageable = str(error) or repr(error)
             _log.warning(
                 "the DRAM budget of %s is not page-locked: %s; copies to and from the accelerator are slower, and do"
@@ -109,6 +124,7 @@ class PinnedArena(Arena):
                 format_bytes(self.nbytes),
                 self.why_pageable,
             )
+        self._is_decided = True
 
     def _unregister(self) -> bool:
         """Unregister all pieces, the last first; return False where one refused, whose memory must stay mapped."""
@@ -116,7 +132,7 @@ class PinnedArena(Arena):
         while self._pieces:
             address = self._pieces[-1]
             try:
-                self._registrar.unregister(address)
+                self._registrar.unregister(address, self._index)
             except Exception as error:
                 num_refused += 1
                 _log.warning("page-locked memory stays with the process: %s", str(error) or repr(error))
@@ -124,6 +140,20 @@ class PinnedArena(Arena):
         return not num_refused
 
     def _unmap(self) -> None:
-        if not self._unregister():
-            self._mappings.clear()  # lifetime: the addresses of registered memory must never be mapped again
+        with self._locking:
+            if not self._unregister():
+                self._mappings.clear()  # lifetime: the addresses of registered memory must never be mapped again
+        _arenas.pop(self._start, None)
         super()._unmap()
+
+
+_arenas: dict[int, PinnedArena] = {}
+"""Those of this process, and of those that it is a fork of, by the address of their memory, until it is unmapped."""
+
+
+def pinned_arena_at(address: int) -> PinnedArena | None:
+    """Return the arena of this process that has ``address`` in its memory; None where none has."""
+    for arena in list(_arenas.values()):
+        if arena._start <= address < arena._end and arena._pid == os.getpid():
+            return arena
+    return None

@@ -19,10 +19,10 @@ _UNLOADING = 4  # cudaErrorCudartUnloading: the process ends, and its registrati
 class Registrar(Protocol):
     """Page-locks memory, so that a device copies to and from it beside the host's work."""
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock ``nbytes`` at ``address``; blocks while they are faulted in. Raises an error that says why not."""
+    def register(self, address: int, nbytes: int, index: int) -> None:
+        """Page-lock ``nbytes`` at ``address`` by device ``index``; blocks while they are faulted in. Raises why not."""
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int, index: int) -> None:
         """End the registration at ``address``, before its memory is unmapped. Raises an error that says why not."""
 
 
@@ -32,36 +32,38 @@ class NoRegistrar:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, address: int, nbytes: int, index: int) -> None:
         raise UsageError(
             f"no registrar is known for devices of type {self._device_type!r} (tiered.bytes.registrar.add_registrar"
             " adds one)"
         )
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int, index: int) -> None:
         raise AssertionError("nothing was registered")
 
 
 class CudaRegistrar:
-    """CUDA, and ROCm under the same names, by way of torch's binding of the runtime. Sets up the current device.
+    """CUDA, and ROCm under the same names, by way of torch's binding of the runtime. Sets up the device it is given.
 
     Not tried without a card: whether an error of the runtime is cleared for good, and how long registration takes.
     """
 
-    def register(self, address: int, nbytes: int) -> None:
-        cudart = _cudart()
-        # Flags 0: with unified addresses memory is registered for all devices of the process.
-        result = int(cudart.cudaHostRegister(address, nbytes, 0))
-        if result:
-            _forget_error(cudart)
-            raise DeviceError(f"cudaHostRegister of {nbytes:,} bytes failed: {_reason(cudart, result)}")
+    def register(self, address: int, nbytes: int, index: int) -> None:
+        with torch.accelerator.device_index(index):  # the runtime sets up whichever device is current
+            cudart = _cudart()
+            # Flags 0: with unified addresses memory is registered for all devices of the process.
+            result = int(cudart.cudaHostRegister(address, nbytes, 0))
+            if result:
+                _forget_error(cudart)
+                raise DeviceError(f"cudaHostRegister of {nbytes:,} bytes failed: {_reason(cudart, result)}")
 
-    def unregister(self, address: int) -> None:
-        cudart = _cudart()
-        result = int(cudart.cudaHostUnregister(address))
-        if result and result != _UNLOADING:
-            _forget_error(cudart)
-            raise DeviceError(f"cudaHostUnregister failed: {_reason(cudart, result)}")
+    def unregister(self, address: int, index: int) -> None:
+        with torch.accelerator.device_index(index):
+            cudart = _cudart()
+            result = int(cudart.cudaHostUnregister(address))
+            if result and result != _UNLOADING:
+                _forget_error(cudart)
+                raise DeviceError(f"cudaHostUnregister failed: {_reason(cudart, result)}")
 
 
 def _cudart() -> Any:

@@ -285,6 +285,7 @@ def check_pinned_memory() -> Finding:
         return ok(MACHINE, name, "not there: no accelerator, and nothing else needs it")
     device_type = accelerator.type
     with closing(PinnedArena(_PINNED_TRIAL_NBYTES, registrar_for(device_type) or NoRegistrar(device_type))) as arena:
+        arena.lock_pages(accelerator)
         reason = arena.why_pageable
     if reason is None:
         return ok(MACHINE, name, f"{format_bytes(_PINNED_TRIAL_NBYTES)} of an arena were page-locked for {device_type}")

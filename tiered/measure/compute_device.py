@@ -113,7 +113,7 @@ class ComputeDevice:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Have the device be the current one, which a store page-locks its DRAM for; remove the folders then."""
+        """Have the device be the current one, which torch page-locks its tensors for; remove the folders then."""
         try:
             with torch.accelerator.device_index(self._device.index):
                 yield

@@ -17,7 +17,6 @@ from typing import Protocol
 import torch
 
 import tiered
-from tiered.bytes.pinned_arena import PinnedArena
 from tiered.measure.rounds import duplex_of, median_ratio, row_line, spread
 from tiered.store.lifetime.opening import MIN_DRAM_NBYTES
 from tiered.tiers.accelerator import AcceleratorTier
@@ -233,7 +232,7 @@ def _store_side(
         arena = store.working_set.residents.arena
         side = _StoreSide(store, device, block_nbytes, num_blocks)
         try:
-            yield side, arena.why_pageable if isinstance(arena, PinnedArena) else "it serves no accelerator"
+            yield side, arena.why_pageable
         finally:
             side.close()
 

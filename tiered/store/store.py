@@ -67,7 +67,7 @@ class Store(TensorMapping):
 
         ``dram`` bounds all that it keeps in DRAM, in bytes or as "8GiB" (default: half of free memory).
         ``device_memory`` bounds its bytes on the accelerator, such as "20GiB" (default: ``tiered.shard`` decides from
-        free memory). With 0 it serves none; else ``dram`` is page-locked for the current one: choose that before.
+        free memory); 0: it serves none. ``dram`` is page-locked, 0.1 s a GiB, by the first model or tensor on one.
         ``process_group=False`` says that the store is this process's alone where there are ranks, which
         ``tiered.shard`` refuses otherwise; groups come with a later release.
         ``durable=False`` makes swap space that vanishes with the process. ``engine`` moves the bytes: "auto", "uring",

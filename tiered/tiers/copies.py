@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from tiered.bytes.host_tensor import copy_across
 from tiered.errors import DeadlineError
 from tiered.store.records.entry import EntryState
 from tiered.store.residency.working_set import Lease, WorkingSet
@@ -54,6 +55,7 @@ class Copies:
     """
 
     def __init__(self, working_set: WorkingSet, device: torch.device, *, deadline_s: float) -> None:
+        working_set.residents.arena.lock_pages(device)
         self.device = device
         self.in_bytes = 0  # copied in so far
         self.out_bytes = 0
@@ -140,18 +142,13 @@ class Copies:
     def _copy(self, target: torch.Tensor, source: torch.Tensor, key: str, *, most_nbytes: int = _WHOLE) -> None:
         """Copy bytes of ``key``, (nbytes,) uint8 each and one of them in DRAM, on the stream that is current.
 
-        In as many pieces as those in DRAM were page-locked in, of ``most_nbytes`` at most.
+        In pieces of ``most_nbytes`` at most.
         """
-        is_out = target.is_cpu
-        host = target if is_out else source
-        cuts = self._working_set.residents.arena.cuts(host.data_ptr(), host.nbytes)
         begun = self.clock.mark()
         assert begun is not None
-        for offset, nbytes in cuts:
-            for at in range(offset, offset + nbytes, most_nbytes):
-                end = min(at + most_nbytes, offset + nbytes)
-                target[at:end].copy_(source[at:end], non_blocking=True)
-        self.clock.note("copy out" if is_out else "copy in", key, begun, nbytes=host.nbytes)
+        for at in range(0, target.nbytes, most_nbytes):
+            copy_across(target[at : at + most_nbytes], source[at : at + most_nbytes], non_blocking=True)
+        self.clock.note("copy out" if target.is_cpu else "copy in", key, begun, nbytes=target.nbytes)
 
     # -- tensors of the caller's ---------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from tiered.bytes.host_tensor import copy_across
 from tiered.errors import UsageError
 from tiered.zero.deferred_files import DeferredFiles, safetensors_files
 from tiered.zero.deferred_tensor import DeferredTensor
@@ -105,7 +106,7 @@ class Weights:
         """Copy the values of ``segment``'s parameter to ``out`` (its shape, any dtype)."""
         with torch.no_grad():
             if self._has_source:
-                out.copy_(self._get(segment.name))
+                copy_across(out, self._get(segment.name))
                 return
             parameter = segment.parameter
             if isinstance(parameter, TieredParameter):
@@ -114,7 +115,7 @@ class Weights:
                     out.copy_(value)
                     del value
             else:
-                out.copy_(parameter)
+                copy_across(out, parameter)
 
     def _dtype(self, segment: Segment) -> torch.dtype:
         return self._get(segment.name).dtype if self._has_source else segment.parameter.dtype

@@ -113,7 +113,7 @@ def dram_budget(dram: int | str | None) -> int:
 
 
 def new_arena(nbytes: int, *, serves_accelerator: bool) -> Arena:
-    """Return an arena of ``nbytes``, page-locked for this process's accelerator if there is one to serve."""
+    """Return an arena of ``nbytes``, to be page-locked for this process's accelerator if there is one to serve."""
     accelerator = torch.accelerator.current_accelerator(check_available=True) if serves_accelerator else None
     if accelerator is None:
         return Arena(nbytes)

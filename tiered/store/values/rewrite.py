@@ -12,6 +12,7 @@ import torch
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
+from tiered.bytes.host_tensor import copy_contiguous
 from tiered.store.format.row import Row
 from tiered.store.space.space import Space
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
@@ -90,8 +91,7 @@ class RewriteJob:
             return self._space.transfer(row, memory, IOClass.DEMAND, self._on_done, is_checked_by_owner=True)
         begin = max(self._start, self._begin)
         content = self._content[begin - self._start : max(0, self._begin + self.nbytes - self._start)]
-        destination = torch.frombuffer(buffer.memory, dtype=torch.uint8)
-        destination[begin - self._begin : begin - self._begin + content.numel()].copy_(content)
+        copy_contiguous(buffer, content, to_buffer=True, start=begin - self._begin)
         return self._space.transfer(
             self._new, buffer.memory, IOClass.WRITE, self._on_done, first_slab=self.slab, is_checked_by_owner=True
         )

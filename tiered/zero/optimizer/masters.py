@@ -13,6 +13,7 @@ from typing import Protocol, Self
 
 import torch
 
+from tiered.bytes.host_tensor import copy_across
 from tiered.bytes.interrupt import uninterrupted
 from tiered.store.store import Store
 from tiered.units import round_up
@@ -94,13 +95,14 @@ class Masters:
             return
         if unit in self._constructed:
             with self._constructed[unit][segment].lend("rw") as value:
-                value.copy_(source)
+                copy_across(value, source)
                 del value
         else:
             start = offsets_of(unit.segments)[segment]
             with _leased(self._store, master_key(unit.name), "rw") as values:
-                values[start : start + segment.numel].as_strided(segment.shape, segment.strides).copy_(source)
-                del values
+                master = values[start : start + segment.numel].as_strided(segment.shape, segment.strides)
+                copy_across(master, source)
+                del values, master
         self._own.discard(segment)
 
     def prepare_for(self, word: str) -> None:
