@@ -19,7 +19,9 @@ from tiered.units import GiB, MiB, format_bytes, round_up
 
 __all__ = ["PIECE_NBYTES", "PinnedArena", "pinned_arena_at"]
 
-PIECE_NBYTES = 1 * GiB  # one of 512 GiB and more fails on some drivers
+# One registration of 512 GiB and more fails on some drivers. A device refuses each copy over the border between two,
+# those too that users make of leased tensors, so borders are as few as can be.
+PIECE_NBYTES = 256 * GiB
 _LARGE_NBYTES = 16 * MiB  # a bucket of the update has at most 12 MiB; most units and gradients are larger
 
 _log = logging.getLogger("tiered")
