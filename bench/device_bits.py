@@ -35,12 +35,12 @@ from tests.accelerator import simulated
 from tests.accelerator.registrar import SimulatedRegistrar
 from tests.accelerator.training import ROOMY_NBYTES, case_on, reference_on, smallest_device_memory
 from tests.models import CASES
-from tests.reference import Recipe
-from tests.zero.training import assert_same, start
+from tests.reference import Recipe, Trained
+from tests.zero.training import Session, assert_same, start
 from tiered.bytes.registrar import add_registrar
 from tiered.zero.activations import swapped
 
-__all__: list[str] = []
+__all__ = ["difference", "quick_directory", "swap_all_activations"]
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 UPDATES = ("step", "backward")
@@ -73,7 +73,7 @@ def start_process(device: str) -> None:
     torch.set_num_threads(1)
     logging.getLogger("tiered").setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")  # of torch itself, on a device of another kind
-    swapped.SMALLEST_NBYTES = 1  # activations of any size are swapped
+    swap_all_activations()
     if device == "sim":
         simulated.enable()
         add_registrar("sim", SimulatedRegistrar())
@@ -82,11 +82,16 @@ def start_process(device: str) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def swap_all_activations() -> None:
+    """Have activations of any size swapped."""
+    swapped.SMALLEST_NBYTES = 1
+
+
 def wrong_runs(device: str, runs: list[Run]) -> list[str]:
     """Make ``runs``, of one model and dtype, and return a line for each that is not as it must be."""
     found = []
     for run in runs:
-        with tempfile.TemporaryDirectory(prefix="bits-", dir=_quick_directory()) as place:
+        with tempfile.TemporaryDirectory(prefix="bits-", dir=quick_directory()) as place:
             wrong = what_is_wrong(device, run, Path(place))
         found += [f"{run}: {wrong}"] if wrong else []
     return found
@@ -105,16 +110,23 @@ def what_is_wrong(device: str, run: Run, place: Path) -> str:
             options["hold"] = 0
         _watch(device)
         with tiered.Store(place / "store", dram=ROOMY_NBYTES, device_memory=budget, durable=False) as store:
-            session = start(case_on(device, run.model), recipe, store, run.update, **options)
-            assert_same(session.run(), expected)
-            tier: Any = next(session.model.parameters()).segment.unit.tier  # type: ignore[attr-defined]
-            peak = sum(memory.peak_bytes for memory in tier.memories)
-        if peak > budget:
-            return f"{peak} bytes of a budget of {budget} were taken"
+            if wrong := difference(start(case_on(device, run.model), recipe, store, run.update, **options), expected):
+                return wrong
         races = simulated.races() if device == "sim" else []
         return f"{len(races)} races: {races[0]}" if races else ""
     except Exception as error:  # whatever it is, the other runs go on
         return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def difference(session: Session, expected: Trained) -> str:
+    """Train all steps; return which bits are not those of ``expected``, or that the budget was exceeded; or ""."""
+    try:
+        assert_same(session.run(), expected)
+    except AssertionError as error:
+        return " ".join(str(error).split())
+    tier: Any = next(session.model.parameters()).segment.unit.tier  # type: ignore[attr-defined]
+    peak, budget = sum(memory.peak_bytes for memory in tier.memories), session.store.device_memory
+    return f"{peak} bytes of a device budget of {budget} were taken" if peak > budget else ""
 
 
 def _forget_races(device: str) -> None:
@@ -130,7 +142,8 @@ def _watch(device: str) -> None:
         simulated.set_query_delay(2)
 
 
-def _quick_directory() -> str | None:
+def quick_directory() -> str | None:
+    """Return a directory in memory where there is one."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 

@@ -5,11 +5,10 @@ Usage: python bench/gpu.py [--store DIR --minutes 5 --results DIR] [--device cud
 
 First `tiered bench DIR --quick --device` measures the drive and the copies, whose profiles the bounds below come from.
 Then three runs: one with so many tokens a step that arithmetic hides all I/O (design: tokens >= F (R/B_r + W/B_w) / 8),
-one with so few that the drive is the bound, and the first one with everything in device memory, where it fits. Last,
-the calls of a step that wait for the device are counted. Ceilings: 1.10 times the step in device memory, and 1.15 times
-the bound. Each part's figures are a JSON line as soon as it has ended, so that a run cut short has those of the parts
-before; one JSON line of all comes last, and a file of results is written. On `sim`, the simulated device of the tests,
-no time means anything.
+the same one with everything in device memory, where it fits, and one with so few tokens that the drive is the bound.
+Ceilings: 1.10 times the step in device memory, and 1.15 times the bound. Each run's figures are a JSON line as soon as
+the run has ended; one JSON line of all comes last, and a file of results is written. On `sim`, the simulated device of
+the tests, no time means anything.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,11 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests, and w
 import psutil
 import torch
 
-from bench.gpu_runs import in_device_memory, train, waiting_calls
+from bench.gpu_device import part_arguments, said, simulated_device
+from bench.gpu_runs import in_device_memory, train
 from bench.gpu_sizes import IN_MEMORY, INTERIOR, LAYERS, TINY, Machine, Sizes, io_bound, sizes_for
-from tests.accelerator import simulated
-from tests.accelerator.registrar import SimulatedRegistrar
-from tiered.bytes.registrar import add_registrar
 from tiered.measure.command import BenchRequest, bench
 from tiered.measure.settings import QUICK
 from tiered.train.bound import profiled_bandwidth
@@ -91,22 +86,6 @@ class Clocks:
         return {name: [min(column), max(column)] for name, column in zip(self.QUERY, columns, strict=False)}
 
 
-@contextmanager
-def simulated_device(word: str) -> Iterator[None]:
-    """Enable the tests' device where ``word`` names it."""
-    if word != "sim":
-        yield
-        return
-    simulated.enable()
-    add_registrar("sim", SimulatedRegistrar())
-    try:
-        yield
-        if found := simulated.races():
-            raise SystemExit(f"races: {found}")
-    finally:
-        simulated.disable()
-
-
 def machine_at(folder: Path, device: torch.device) -> Machine:
     """Return the machine, the drive's rates as ``tiered bench`` has just measured them."""
     drive = profiled_bandwidth([folder])
@@ -135,7 +114,7 @@ def row(name: str, sizes: Sizes, found: dict[str, Any]) -> str:
 def report(result: dict[str, Any], sizes: Sizes, rows: list[str], command: str) -> str:
     """Return the file of results."""
     clocks = {name: f"{low:g} to {high:g}" for name, (low, high) in result["clocks"].items()}
-    beside = result["in_memory"]
+    beside, most = result["in_memory"], result["compute_bound"]
     ratio = f"{result['ratio']:.3f} (wanted: <= 1.10)" if result["ratio"] else f"not measured: {beside['why_not']}"
     return "\n".join(
         (
@@ -153,8 +132,9 @@ def report(result: dict[str, Any], sizes: Sizes, rows: list[str], command: str) 
             "Bytes are per parameter and step.",
             "",
             f"- Compute-bound step over the same in device memory: {ratio}.",
+            f"- Device memory at the most: {format_bytes(most['peak_allocated_bytes'])} allocated,"
+            f" {format_bytes(most['peak_reserved_bytes'])} reserved by torch.",
             f"- I/O-bound step over its bound: {result['io_bound']['step_over_bound']:.3f} (wanted: <= 1.15).",
-            f"- Calls of a settled step that wait for the device: {result['waiting_calls'] or 'none'}.",
             "",
         )
     )
@@ -172,12 +152,9 @@ def commit() -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--store", type=Path, default=Path("runs"), help="a folder on the drive, default: runs")
+    parser = part_arguments(__doc__)
     parser.add_argument("--minutes", type=float, default=5.0, help="about as long as all may take, default: 5")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results", help="where the file goes")
-    parser.add_argument("--device", default="auto", help="auto, cuda, ..., or sim")
-    parser.add_argument("--tiny", action="store_true", help="a model of no size, to see that all of it runs")
     return parser.parse_args()
 
 
@@ -191,27 +168,21 @@ def bench_drive(folder: Path, device: torch.device, *, is_tiny: bool) -> dict[st
     return found
 
 
-def said(part: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Print the figures of ``part``, and return them."""
-    print(json.dumps({"part": part} | found), flush=True)
-    return found
-
-
 def run(args: argparse.Namespace, folder: Path) -> None:
     """Run all parts in ``folder``, print the JSON line and write the file of results."""
     device = named_device(args.device)
     if device.type == "cpu":
         raise SystemExit("bench/gpu.py: this process has no accelerator")
     begun_s = time.perf_counter()
-    measured = said("measured", bench_drive(folder, device, is_tiny=args.tiny))
+    measured = bench_drive(folder, device, is_tiny=args.tiny)
+    said({"run": "measured"} | measured)
     machine = machine_at(folder, device)
     left_s = 60 * args.minutes - (time.perf_counter() - begun_s)
     sizes = TINY if args.tiny else sizes_for(machine, left_s)
     print(f"\nmodel   {sizes.words()}", flush=True)
     few = io_bound(sizes)
     with Clocks() as clocks:
-        many_found = said("compute_bound", train(sizes, device, folder))
-        few_found = said("io_bound", train(few, device, folder))
+        many_found = said({"run": "compute_bound"} | train(sizes, device, folder))
         beside: dict[str, Any] = {"why_not": "it does not fit the device's memory"}
         kept = sizes.tokens // sizes.micro_steps * sizes.width * (2 * LAYERS + INTERIOR)
         if IN_MEMORY * sizes.shape.num_params + kept < 0.9 * machine.device_bytes:
@@ -219,7 +190,8 @@ def run(args: argparse.Namespace, folder: Path) -> None:
                 beside = in_device_memory(sizes, device)
             except torch.OutOfMemoryError as error:
                 beside = {"why_not": str(error)}
-        said("in_memory", beside)
+        said({"run": "in_memory"} | beside)
+        few_found = said({"run": "io_bound"} | train(few, device, folder))
     ratio = many_found["seconds"] / beside["seconds"] if "seconds" in beside else 0.0
     result = {
         "bench": "gpu",
@@ -234,7 +206,6 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         "io_bound": few_found,
         "in_memory": beside,
         "ratio": ratio,
-        "waiting_calls": waiting_calls(device, folder),
         "clocks": clocks.ranges(),
     }
     name = "compute-bound" if sizes.is_compute_bound else "as many tokens as fit"
