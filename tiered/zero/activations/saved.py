@@ -99,7 +99,7 @@ class SavedReference:
         """Return the tensor: a view of the unit's buffer, swapped in if need be."""
         unit = self.unit
         unit.engine.check_readable(unit)
-        if self.version != unit.version:
+        if self.version < unit.first_version:
             raise UsageError(
                 f"backward through unit {unit.name!r}, whose parameters were updated since the forward; expected one"
                 ' backward per forward and step: use update="step" for several'

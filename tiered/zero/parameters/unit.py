@@ -179,8 +179,8 @@ class Unit:
 
     __slots__ = (
         "__weakref__", "_digests", "_opened", "_parameters", "_token", "_word", "buffer", "engine",
-        "gradient_nbytes", "gradients", "key", "keys", "layout", "name", "nbytes", "num_ops", "owner", "segments",
-        "tier", "trainable_keys", "version", "versions", "working_set",
+        "first_version", "gradient_nbytes", "gradients", "key", "keys", "layout", "name", "nbytes", "num_ops", "owner",
+        "segments", "tier", "trainable_keys", "version", "versions", "working_set",
     )  # fmt: skip
 
     buffer: UnitBuffer
@@ -195,7 +195,8 @@ class Unit:
         self.working_set = working_set
         self.tier = tier
         self.num_ops = 0  # operations that are running on the shown parameters
-        self.version = 0
+        self.version = 0  # that the bytes have, or will have once an open lease for writing has ended
+        self.first_version = 0  # since which no bytes have changed
         self.versions: tuple[int, ...] = ()  # version counters of the parameters when they were shown
         self._parameters = [segment.parameter for segment in self.segments]
         self._token: weakref.ref[ReferenceToken] | None = None
@@ -259,8 +260,9 @@ class Unit:
                 with _ordinarily():  # order: later uses of the same lease may be recorded by autograd
                     buffer.gather(mode)
                 self._word = word
-                if mode == "rw":
+                if mode == "rw":  # saved references from now on are to the bytes that will have been written
                     self._digests = tuple([digest(lease.tensor) for lease in buffer.leases])
+                    self.version += 1
                 self.engine.opened(self)
                 # Order: once others are parked, so that a thread has ended its work on one unit before the next begins.
                 self._opened = self.working_set.recorder.begin()
@@ -299,7 +301,7 @@ class Unit:
             same = [n for n, before in enumerate(digests) if digest(leases[n].tensor) == before]
             buffer.release(same)
             if len(same) < len(digests):
-                self.outdate()
+                self.first_version = self.version
             if written:
                 go_on = self.engine.give_up(f"parameter {written} was written in place outside tiered.unsharded")
                 raise UsageError(
@@ -318,6 +320,7 @@ class Unit:
     def outdate(self) -> None:
         """The bytes have changed, or are about to: saved references to the old ones are refused from now on."""
         self.version += 1
+        self.first_version = self.version
 
     def _hide(self, *, check: bool) -> str:
         written = ""
