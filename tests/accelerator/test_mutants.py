@@ -41,8 +41,11 @@ def shows(sim: ModuleType, directory: Path) -> str:
                 name = program.__name__
                 sim.set_query_delay(2)  # or the host, which looks now and then, would order everything
                 one = Rig(store)
-                program(one)
-                one.close()
+                try:
+                    program(one)
+                    one.close()
+                finally:
+                    one.end_copies()
                 if seen := "; ".join(sim.races()):
                     break
     except (tiered.TieredError, RuntimeError, AssertionError) as error:

@@ -14,6 +14,7 @@ import torch
 import tiered
 from tests.accelerator import simulated
 from tiered.ranks.comm import NullComm
+from tiered.tiers import copies
 from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.device_memory import on_stream
 from tiered.tiers.device_tier import HostPlace, ParameterPlace, UnitBuffer
@@ -40,6 +41,12 @@ class Rig:
         """Give all memory back, each buffer after its last use."""
         self.place.close()
         self.tier.forget()
+
+    def end_copies(self) -> None:
+        """Give the leases of copies back, whatever a mutant has left."""
+        torch.accelerator.synchronize()
+        while self.copies._in_flight:
+            self.copies.sweep()
 
     def make(self, *keys: str) -> None:
         """Make ``keys`` resident."""
@@ -120,13 +127,28 @@ def guessed(r: Rig) -> None:
     tier.forget()
 
 
-def failing(r: Rig) -> None:
-    """The second copy of a unit fails: the first one's lease ends with its copy all the same."""
+def broken_off(r: Rig) -> None:
+    """A copy ahead of need fails between two of its pieces: its lease ends with the first one."""
     r.make("a", "b")
     simulated.fail_copy(2)
-    with pytest.raises(RuntimeError, match="planned to fail"):
-        r.tier.gather(["a", "b"], "rw")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies, "AHEAD_NBYTES", NBYTES // 2)
+        with pytest.raises(RuntimeError, match="planned to fail"):
+            r.tier.gather_ahead("a")
     r.write_alone("a")
+    for keys in (("b", "a"), ("a", "b")):
+        r.tier.gather(keys, "r").release(())
+
+
+def failing(r: Rig) -> None:
+    """The last copy of a unit fails, or finds no room: the first ones' leases end with their copies all the same."""
+    r.make("a", "b", "c")
+    simulated.fail_copy(2)
+    for keys, error in (("ab", RuntimeError), ("abc", tiered.CapacityError)):
+        with pytest.raises(error):
+            r.tier.gather([*keys], "rw")
+        r.write_alone("a")
+        r.write_alone("b")
 
 
 def settled(r: Rig) -> None:
@@ -318,6 +340,6 @@ def update(r: Rig) -> None:
 
 
 PROGRAMS: tuple[Callable[[Rig], None], ...] = (
-    parameters, ahead, guessed, written, scratch, numbers, failing, settled, shown, outlived, update, gradients,
-    activations,
+    parameters, ahead, guessed, written, scratch, numbers, broken_off, failing,
+    settled, shown, outlived, update, gradients, activations,
 )  # fmt: skip

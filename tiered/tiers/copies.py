@@ -102,8 +102,7 @@ class Copies:
             with on_stream(stream):
                 self._copy(buffer.tensor, lease.tensor, lease.key, most_nbytes=AHEAD_NBYTES if ahead else _WHOLE)
         except BaseException:
-            buffer.filled(event := stream.record_event())
-            self._wait(event, f"part of a copy in of {lease.key!r}")
+            self._wait(stream.record_event(), f"part of a copy in of {lease.key!r}")
             raise
         buffer.filled(stream.record_event())
         self.in_bytes += buffer.nbytes
