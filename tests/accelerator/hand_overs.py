@@ -16,12 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from tiered.bytes.arena import Buffer
 from tiered.bytes.condition import Condition
 from tiered.bytes.critical_section import BoundedThread
 from tiered.bytes.device.base import Operation
 from tiered.bytes.device.file_device import FileDevice
 from tiered.store.records.entry import Alias
 from tiered.store.residency.residents import Residents
+from tiered.store.residency.room import Room
 from tiered.store.residency.working_set import WorkingSet
 from tiered.tiers.copies import Copies
 from tiered.zero.optimizer import update_thread
@@ -150,19 +152,28 @@ def _watch_locks(sim: ModuleType, patches: _Patches) -> None:
 def _watch_bytes(sim: ModuleType, patches: _Patches) -> None:
     def hand_over(residents: Residents, aliases: Sequence[Alias]) -> None:
         for alias in aliases:
-            buffer = alias.residence.buffer
-            for page in range(buffer.address, buffer.address + buffer.nbytes, mmap.PAGESIZE):
-                sim.hand_over(page)
+            sim.hand_over(alias.residence.buffer.address, alias.residence.buffer.nbytes)
 
     def take_over(working_set: WorkingSet, key: str, mode: str, granted: Any) -> None:
-        sim.take_over(granted[0].residence.buffer.address)
+        sim.take_over(granted[0].residence.buffer.address, granted[0].residence.buffer.nbytes)
+
+    def reserve(room: Room, *arguments: Any, **options: Any) -> Buffer:
+        buffer = reserve_unseen(room, *arguments, **options)
+        sim.take_over(buffer.address, buffer.nbytes)
+        return buffer
+
+    def unreserve(room: Room, buffer: Buffer) -> None:
+        sim.hand_over(buffer.address, buffer.nbytes)
 
     def submitted(device: FileDevice, operations: Sequence[Operation]) -> None:
         for operation in operations:
             lo = np.frombuffer(operation.memory, np.uint8).ctypes.data
-            sim.take_over(lo)  # a drive may be given a part of the bytes
+            sim.take_over(lo // mmap.PAGESIZE * mmap.PAGESIZE, operation.nbytes)
             sim.use_pages(lo, lo + operation.nbytes, not operation.is_write)
 
+    reserve_unseen = Room.reserve
+    patches.set(Room, "reserve", reserve)
+    patches.around(Room, "unreserve", before=unreserve)
     patches.around(Residents, "end", before=hand_over)
     patches.around(WorkingSet, "_show", after=take_over)
     patches.around(FileDevice, "submit", before=submitted)

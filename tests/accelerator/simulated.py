@@ -313,14 +313,14 @@ def join() -> None:
     _loaded().join()
 
 
-def hand_over(place: int) -> None:
-    """Hand over what the calling thread knows, at ``place``: the address of bytes, or the id of an object."""
-    _loaded().hand_over(place)
+def hand_over(place: int, nbytes: int = 1) -> None:
+    """Hand over what the calling thread knows, at ``place``: the address of ``nbytes``, or the id of an object."""
+    _loaded().hand_over(place, nbytes)
 
 
-def take_over(place: int) -> None:
-    """Have the calling thread know what was handed over at ``place``."""
-    _loaded().take_over(place)
+def take_over(place: int, nbytes: int = 1) -> None:
+    """Have the calling thread know what was handed over at ``place``, with any of ``nbytes`` there."""
+    _loaded().take_over(place, nbytes)
 
 
 def use_pages(lo: int, hi: int, write: bool) -> None:

@@ -191,15 +191,15 @@ void join() {
   own = &clocks[party.number];
 }
 
-void hand_over(uintptr_t place) {
+void hand_over(uintptr_t place, uint64_t nbytes) {
   Lock lock(mutex);
-  merge(places[place], mine());
+  for (uintptr_t at = place; at < place + nbytes; at += 4096) merge(places[at], mine());
 }
 
-void take_over(uintptr_t place) {
+void take_over(uintptr_t place, uint64_t nbytes) {
   Lock lock(mutex);
-  auto found = places.find(place);
-  if (own && found != places.end()) merge(*own, found->second);
+  for (auto at = places.lower_bound(place); own && at != places.end() && at->first < place + nbytes; ++at)
+    merge(*own, at->second);
 }
 
 bool thread_knows(const Step& step, bool known) { return own ? is_before(step, *own) : known; }

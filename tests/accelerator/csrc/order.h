@@ -52,9 +52,10 @@ void host_after_device();
 // Threads.
 void join_as_main();  // the calling thread, for good
 void join();          // the calling thread, until it ends: knows at first what was handed over at `place`, see below
-// What the calling thread knows is handed over at a place, by a lock or by bytes, and taken over there by others.
-void hand_over(uintptr_t place);
-void take_over(uintptr_t place);
+// What the calling thread knows is handed over at a place, by a lock or by bytes (at each page from a page's start on),
+// and taken over there by others.
+void hand_over(uintptr_t place, uint64_t nbytes);
+void take_over(uintptr_t place, uint64_t nbytes);
 // For the guard, in a signal handler: whether the calling thread is ordered after `step`; `known`: some thread is.
 bool thread_knows(const Step& step, bool known);
 
