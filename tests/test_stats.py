@@ -42,7 +42,7 @@ def test_a_summary_is_flat_with_units_and_told_of_in_its_docstring() -> None:
         trained(store)
         store.commit({"step": 2})
         counters = store.statistics()
-    device = ComputeDeviceStatistics("cuda:0", 5, 4, 3, 2, 1)
+    device = ComputeDeviceStatistics("cuda:0", 6, 5, 4, 3, 2, 1)
     counters = replace(counters, recorder=replace(counters.recorder, device=device), lifetime_write_bytes=7)
     found = counters.summary(prefix="")
     assert {type(value) for value in found.values()} == {int, float} and json.loads(json.dumps(found)) == found
@@ -80,7 +80,7 @@ def test_every_figure_is_in_the_docs() -> None:
         work=tuple(WorkStatistics("caller", word, 1, 1.0) for word in words | units),
         moved=tuple(MovedStatistics(name, 1, 1) for name in classes),
         device_busy_seconds=1.0,
-        device=ComputeDeviceStatistics("cuda:0", 5, 4, 3, 2, 1),
+        device=ComputeDeviceStatistics("cuda:0", 6, 5, 4, 3, 2, 1),
     )
     with tiered.Store(engine="memory", dram="16MiB") as store:
         counters = replace(store.statistics(), recorder=recorder, lifetime_write_bytes=7)

@@ -54,7 +54,7 @@ def test_without_a_gpu_nothing_is_lacking(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_memory_is_page_locked_by_the_registrar_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimpleNamespace(type="sim doctor", index=0)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
     finding = machine.check_pinned_memory()
     assert finding.outcome is Outcome.BROKEN and "no registrar is known" in finding.found
     registrar = WatchedRegistrar()

@@ -37,7 +37,7 @@ QUARTERS = [f"quarter {index}" for index in range(4)]
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """An accelerator of type "sim", which torch says is there."""
     device = SimpleNamespace(type="sim")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
     return device
 
 

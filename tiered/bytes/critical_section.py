@@ -104,6 +104,6 @@ def _current_device() -> int:
     """Return the index of the calling thread's accelerator; 0 where this process has called none yet."""
     accelerator = torch.accelerator.current_accelerator()
     with contextlib.suppress(RuntimeError):  # of a broken device
-        if accelerator and getattr(torch.get_device_module(accelerator), "is_initialized", bool)():
+        if accelerator and getattr(torch.get_device_module(accelerator.type), "is_initialized", bool)():
             return torch.accelerator.current_device_index()
     return 0
