@@ -87,8 +87,8 @@ class SavedReference:
         self.unit = unit
         self.layout = unit.layout
         self.span = span
-        self.version = unit.version
         self.token: ReferenceToken = unit.token()
+        self.version = unit.version  # order: the token's, which may have seen a write
         with without_dispatch():  # a parameter itself would say that it begins at 0, as in a storage of its own
             self.dtype = tensor.dtype
             self.shape = tensor.shape
@@ -99,7 +99,7 @@ class SavedReference:
         """Return the tensor: a view of the unit's buffer, swapped in if need be."""
         unit = self.unit
         unit.engine.check_readable(unit)
-        if self.version < unit.first_version:
+        if self.version != unit.version:
             raise UsageError(
                 f"backward through unit {unit.name!r}, whose parameters were updated since the forward; expected one"
                 ' backward per forward and step: use update="step" for several'

@@ -178,9 +178,9 @@ class Unit:
     """
 
     __slots__ = (
-        "__weakref__", "_digests", "_opened", "_parameters", "_token", "_word", "buffer", "engine",
-        "first_version", "gradient_nbytes", "gradients", "key", "keys", "layout", "name", "nbytes", "num_ops", "owner",
-        "segments", "tier", "trainable_keys", "version", "versions", "working_set",
+        "__weakref__", "_digests", "_opened", "_parameters", "_seen", "_token", "_word", "buffer", "engine",
+        "gradient_nbytes", "gradients", "key", "keys", "layout", "name", "nbytes", "num_ops", "owner", "segments",
+        "tier", "trainable_keys", "version", "versions", "working_set",
     )  # fmt: skip
 
     buffer: UnitBuffer
@@ -195,13 +195,13 @@ class Unit:
         self.working_set = working_set
         self.tier = tier
         self.num_ops = 0  # operations that are running on the shown parameters
-        self.version = 0  # that the bytes have, or will have once an open lease for writing has ended
-        self.first_version = 0  # since which no bytes have changed
+        self.version = 0
         self.versions: tuple[int, ...] = ()  # version counters of the parameters when they were shown
         self._parameters = [segment.parameter for segment in self.segments]
         self._token: weakref.ref[ReferenceToken] | None = None
         self._opened = Begun(0.0)
         self._digests: tuple[int, ...] = ()  # of the spans, where they were leased for writing
+        self._seen: tuple[int, ...] = ()  # of the same spans, at the last look
         self._word = ""  # the use it was opened for, for the recorder
         for segment in self.segments:
             segment.unit = self
@@ -260,9 +260,8 @@ class Unit:
                 with _ordinarily():  # order: later uses of the same lease may be recorded by autograd
                     buffer.gather(mode)
                 self._word = word
-                if mode == "rw":  # saved references from now on are to the bytes that will have been written
-                    self._digests = tuple([digest(lease.tensor) for lease in buffer.leases])
-                    self.version += 1
+                if mode == "rw":
+                    self._digests = self._seen = tuple([digest(lease.tensor) for lease in buffer.leases])
                 self.engine.opened(self)
                 # Order: once others are parked, so that a thread has ended its work on one unit before the next begins.
                 self._opened = self.working_set.recorder.begin()
@@ -294,14 +293,10 @@ class Unit:
             if buffer.state is BufferState.SHOWN:
                 written = self._hide(check=buffer.mode == "r")
             self.engine.parked(self)
+            if self._digests:
+                self._look()
             digests, self._digests = self._digests, ()
-            if digests:
-                buffer.write_back()
-            leases = buffer.leases
-            same = [n for n, before in enumerate(digests) if digest(leases[n].tensor) == before]
-            buffer.release(same)
-            if len(same) < len(digests):
-                self.first_version = self.version
+            buffer.release([n for n, before in enumerate(digests) if self._seen[n] == before])
             if written:
                 go_on = self.engine.give_up(f"parameter {written} was written in place outside tiered.unsharded")
                 raise UsageError(
@@ -320,7 +315,14 @@ class Unit:
     def outdate(self) -> None:
         """The bytes have changed, or are about to: saved references to the old ones are refused from now on."""
         self.version += 1
-        self.first_version = self.version
+
+    def _look(self) -> None:
+        """Outdate the bytes if they were written since the last look at a lease for writing; blocks on a copy out."""
+        self.buffer.write_back()
+        found = tuple([digest(lease.tensor) for lease in self.buffer.leases])
+        if found != self._seen:
+            self._seen = found
+            self.outdate()
 
     def _hide(self, *, check: bool) -> str:
         written = ""
@@ -339,7 +341,9 @@ class Unit:
     # -- saved references ----------------------------------------------------------------------------------------
 
     def token(self) -> ReferenceToken:
-        """Return the token that every saved reference to the present bytes keeps alive."""
+        """Return the token that every saved reference to the present bytes, of this ``version``, keeps alive."""
+        if self._digests:
+            self._look()
         token = self._token() if self._token is not None else None
         if token is None:
             token = ReferenceToken()
