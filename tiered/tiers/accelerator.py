@@ -118,7 +118,7 @@ class AcceleratorTier:
         """``device``: with its index; ``budget_bytes``: most that buffers take of its memory."""
         self.device = device
         self.copies = Copies(working_set, device, deadline_s=working_set.deadline_s)
-        self.memory = DeviceMemory(device, budget_bytes, self.copies.stream_in, self._distance_of)
+        self.memory = DeviceMemory(device, budget_bytes, torch.Stream(device=device), self._distance_of)
         self.memories = [self.memory]  # and that of updates, if they compute here
         self.keeps_gradients = False
         self._working_set = working_set

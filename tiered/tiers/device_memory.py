@@ -146,22 +146,23 @@ class DeviceBuffer:
 class DeviceMemory:
     """At most ``budget_bytes`` of buffers. Thread-safe.
 
-    Buffers are taken from torch's allocator once and given to each other, to sizes of half their own, too: it is asked
-    again only where none fits, so that it has little of other sizes lying idle. A buffer that was given back under a
-    living tensor waits until that has died, and goes back to torch's allocator then: only that knows on which streams
-    the caller has used the tensor, by ``record_stream``.
+    Buffers have few sizes, ``capacities``, and serve for that and for half of it: torch's allocator makes buffers out
+    of one piece, in which the gaps between buffers of any size would be too short for the next. A buffer that was given
+    back under a living tensor waits until that has died, and goes back to torch's allocator then: only that knows on
+    which streams the caller has used the tensor, by ``record_stream``.
     """
 
     def __init__(
         self, device: torch.device, budget_bytes: int, stream: torch.Stream, distance: Callable[[Content], int]
     ) -> None:
-        """``stream`` fills the buffers first. ``distance(content)``: uses until that of its bytes, or NEVER."""
+        """``stream`` has no work: torch keeps a pool for each. ``distance(content)``: uses until that, or NEVER."""
         self.device = device
         self.budget_bytes = budget_bytes
         self.peak_bytes = 0
         self.allocated_bytes = 0
+        self.capacities: list[int] = []  # of new buffers, in bytes, ascending; a larger buffer has its own
         self._unused_bytes = 0  # the ends of the buffers in use
-        self._stream = stream
+        self.stream = stream
         self._distance = distance
         self._lock = threading.Lock()
         self._idle: dict[DeviceBuffer, None] = {}
@@ -195,19 +196,21 @@ class DeviceMemory:
             self._sweep()
             limit = -1 if sooner is None else self._distance(sooner)
             others = sorted(self._idle, key=self._use_of)  # those used last at the end
-            fits = [buffer for buffer in others if nbytes <= buffer.capacity <= 2 * nbytes]
+            capacity = self.capacity_of(nbytes)
+            fits = [buffer for buffer in others if nbytes <= buffer.capacity <= 2 * capacity]
             best = max(fits, key=lambda buffer: (self._use_of(buffer), -buffer.capacity), default=None)
             if best is not None and self._use_of(best) == NEVER:
                 return self._take(best, nbytes)
-            if self.allocated_bytes + nbytes <= self.budget_bytes:
-                return self._allocate(nbytes)
+            if self.allocated_bytes + capacity <= self.budget_bytes:
+                return self._allocate(nbytes, capacity)
             if best is not None and self._use_of(best) > limit:
                 return self._take(best, nbytes)
-            while others and self._use_of(others[-1]) > limit and self.allocated_bytes + nbytes > self.budget_bytes:
+            while others and self._use_of(others[-1]) > limit and self.allocated_bytes + capacity > self.budget_bytes:
                 self._drop(others.pop())
             left = self.budget_bytes - self.allocated_bytes
-            left += self._unused_bytes if sooner is None else 0  # or the smallest budget would not do for all sizes
-            return self._allocate(nbytes) if nbytes <= left else None
+            if sooner is None and capacity > left:  # or the smallest budget would not do for all sizes
+                capacity, left = nbytes, left + self._unused_bytes
+            return self._allocate(nbytes, capacity) if capacity <= left else None
 
     def give(self, buffer: DeviceBuffer, content: Content | None = None) -> None:
         """Give ``buffer`` back, all uses of it submitted, with ``content``; a later ``find`` may have it again."""
@@ -218,6 +221,10 @@ class DeviceMemory:
             buffer.content = content
             self._lingering[buffer] = streams if buffer.is_aliased else None
             self._sweep()
+
+    def capacity_of(self, nbytes: int) -> int:
+        """Return the size of the buffer that ``nbytes`` are put into."""
+        return next((capacity for capacity in self.capacities if capacity >= nbytes), nbytes)
 
     def left_bytes(self) -> int:
         """Return the bytes of the budget that no buffer in use has."""
@@ -237,7 +244,7 @@ class DeviceMemory:
 
         Each buffer would else be rounded up to pieces of its own, of 2 to 20 MiB: up to a third more in all.
         """
-        with contextlib.suppress(torch.OutOfMemoryError), on_stream(self._stream):  # whoever needs it will say so
+        with contextlib.suppress(torch.OutOfMemoryError), on_stream(self.stream):  # whoever needs it will say so
             torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def give_up(self, nbytes: int) -> None:
@@ -269,19 +276,21 @@ class DeviceMemory:
         self._unused_bytes += buffer.capacity - nbytes
         return buffer
 
-    def _allocate(self, nbytes: int) -> DeviceBuffer:
-        with on_stream(self._stream):  # order: the next user of this memory, once dropped, comes after this stream
-            buffer = DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
-        buffer.filled(self._stream.record_event())  # order: on this stream it comes after the memory's last user
-        self.allocated_bytes += nbytes
+    def _allocate(self, nbytes: int, capacity: int) -> DeviceBuffer:
+        with on_stream(self.stream):  # order: the next user of this memory, once dropped, comes after this stream
+            buffer = DeviceBuffer(torch.empty(capacity, dtype=torch.uint8, device=self.device))
+        buffer.filled(self.stream.record_event())  # order: on this stream it comes after the memory's last user
+        self.allocated_bytes += capacity
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        buffer.resize(nbytes)
+        self._unused_bytes += capacity - nbytes
         return buffer
 
     def _drop(self, buffer: DeviceBuffer) -> None:
         self._free(self._take(buffer, buffer.capacity))
 
     def _free(self, buffer: DeviceBuffer) -> None:
-        buffer.begin_filling(self._stream)
+        buffer.begin_filling(self.stream)
         self.allocated_bytes -= buffer.capacity
         buffer.free()
 

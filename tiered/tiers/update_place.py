@@ -44,7 +44,7 @@ class DevicePlace:
         self.device = tier.device
         self.stream = torch.Stream(device=tier.device)
         self._stream_in = torch.Stream(device=tier.device)
-        self.memory = DeviceMemory(tier.device, budget_bytes, self._stream_in, lambda _: 0)
+        self.memory = DeviceMemory(tier.device, budget_bytes, tier.memory.stream, lambda _: 0)
         self._tier = tier
         tier.copies.clock.name(self.stream, UPDATE)
         tier.copies.clock.name(self._stream_in, COPY_TO_UPDATE)

@@ -100,8 +100,12 @@ def give_memory(
         budget = max(smallest, min(free // _PART, smallest + largest))
         _log.info("device_memory=%s of %s free on %s", format_bytes(budget), format_bytes(free), tier.device)
     tier.memory.budget_bytes = budget
-    others = [unit.nbytes for unit in units[1:]]
-    tier.memory.reserve(min(budget, smallest + max(0, sum(others) - 2 * max(others, default=0))))  # all that can stay
+    root, *others = units
+    sizes = {max((getattr(unit, name) for unit in others), default=0) for name in ("nbytes", "gradient_nbytes")}
+    sizes = {root.nbytes, root.gradient_nbytes} | {nbytes >> num for nbytes in sizes for num in range(12)}
+    tier.memory.capacities = sorted(sizes)  # those that the smallest budget counts, and halves of halves of the largest
+    stay = [tier.memory.capacity_of(unit.nbytes) for unit in others]
+    tier.memory.reserve(min(budget, smallest + max(0, sum(stay) - 2 * max(stay, default=0))))  # all that can stay
 
 
 def give_room(tier: HostTier | AcceleratorTier, nbytes: int) -> None:

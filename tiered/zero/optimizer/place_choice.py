@@ -66,6 +66,7 @@ def give_place(engine: Engine, pipeline: UpdatePipeline, buckets_of: Mapping[Any
         nbytes = 2 * largest + 3 * whole_pages(bucket) + pipeline.scratch_nbytes
         tier.memory.give_up(max(0, nbytes - place.memory.budget_bytes))
         place.memory.budget_bytes = max(nbytes, place.memory.budget_bytes)
+        place.memory.capacities = sorted({*tier.memory.capacities, whole_pages(bucket), pipeline.scratch_nbytes})
 
 
 def _shorter(
