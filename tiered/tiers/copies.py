@@ -251,9 +251,15 @@ class Copies:
         self.sweep()
 
     def settle_all(self) -> None:
-        """Wait for all copies in flight. DeadlineError."""
-        for key in list(self._in_flight):
-            self.settle(key)
+        """Wait for all copies in flight. DeadlineError. Those of a device that has failed never go on: they end."""
+        try:
+            for key in list(self._in_flight):
+                self.settle(key)
+        except torch.AcceleratorError:
+            while self._in_flight:
+                for copy in self._in_flight.popitem()[1]:
+                    copy.lease.release()
+            raise
 
     def settle_one(self) -> bool:
         """For a caller that waits for DRAM: wait for the copy submitted first; return whether there was one."""

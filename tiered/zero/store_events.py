@@ -75,10 +75,12 @@ def _forget_step(engine: Engine) -> None:
     for unit in engine.units:
         unit.num_ops = 0
         unit.outdate()
-    engine.open_units.park_all()
-    for unit in engine.units:
-        unit.gradients.drop()
-    engine.open_gradients.end_spares()
-    engine.tier.forget()
+    try:
+        engine.open_units.park_all()
+        for unit in engine.units:
+            unit.gradients.drop()
+        engine.open_gradients.end_spares()
+    finally:  # of a device that has failed, whose copies keep leases
+        engine.tier.forget()
     engine.backward.forget_touches()
     engine.schedule.forget()

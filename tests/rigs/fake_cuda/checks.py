@@ -211,7 +211,7 @@ def test_an_error_of_the_device_ends_the_run_at_its_last_commit(tmp_path: Path) 
         device.break_devices(False)
         store.close()
     with tiered.Store(tmp_path, dram="24MiB", device_memory=0) as again:
-        resumed = tiered.shard(wide().cpu(), again, device="cpu")
+        resumed = tiered.shard(wide().cpu(), again, device="cpu", update_on="cpu")
         tiered.AdamW(resumed.parameters())
         assert again.resume() == {"step": 1}
         assert all(torch.equal(value, expected[name]) for name, value in resumed.state_dict().items())
