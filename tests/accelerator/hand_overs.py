@@ -25,6 +25,7 @@ from tiered.store.records.entry import Alias
 from tiered.store.residency.residents import Residents
 from tiered.store.residency.room import Room
 from tiered.store.residency.working_set import WorkingSet
+from tiered.store.transfers.transfer import Transfer
 from tiered.tiers.copies import Copies
 from tiered.zero.optimizer import update_thread
 
@@ -165,9 +166,12 @@ def _watch_bytes(sim: ModuleType, patches: _Patches) -> None:
     def unreserve(room: Room, buffer: Buffer) -> None:
         sim.hand_over(buffer.address, buffer.nbytes)
 
+    def started(transfer: Transfer) -> None:
+        sim.take_over(_address(transfer.memory), len(transfer.memory))  # the thread that starts may digest them
+
     def submitted(device: FileDevice, operations: Sequence[Operation]) -> None:
         for operation in operations:
-            lo = np.frombuffer(operation.memory, np.uint8).ctypes.data
+            lo = _address(operation.memory)
             sim.take_over(lo // mmap.PAGESIZE * mmap.PAGESIZE, operation.nbytes)
             sim.use_pages(lo, lo + operation.nbytes, not operation.is_write)
 
@@ -176,4 +180,9 @@ def _watch_bytes(sim: ModuleType, patches: _Patches) -> None:
     patches.around(Room, "unreserve", before=unreserve)
     patches.around(Residents, "end", before=hand_over)
     patches.around(WorkingSet, "_show", after=take_over)
+    patches.around(Transfer, "start", before=started)
     patches.around(FileDevice, "submit", before=submitted)
+
+
+def _address(memory: memoryview) -> int:
+    return np.frombuffer(memory, np.uint8).ctypes.data if len(memory) else 0
