@@ -99,6 +99,8 @@ class SavedReference:
         """Return the tensor: a view of the unit's buffer, swapped in if need be."""
         unit = self.unit
         unit.engine.check_readable(unit)
+        buffers = unit.open()
+        unit.look()
         if self.version != unit.version:
             raise UsageError(
                 f"backward through unit {unit.name!r}, whose parameters were updated since the forward; expected one"
@@ -107,7 +109,7 @@ class SavedReference:
         if self.layout is not unit.layout:  # a frozen parameter of it was unfrozen meanwhile
             self.span, self.offset = unit.layout.moved(self.layout, self.span, self.offset)
             self.layout = unit.layout
-        buffer = unit.open()[self.span]
+        buffer = buffers[self.span]
         unit.buffer.use()
         aligned = buffer[: buffer.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
         return aligned.as_strided(self.shape, self.strides, self.offset // self.dtype.itemsize)

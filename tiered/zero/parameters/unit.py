@@ -178,7 +178,7 @@ class Unit:
     """
 
     __slots__ = (
-        "__weakref__", "_digests", "_opened", "_parameters", "_seen", "_token", "_word", "buffer", "engine",
+        "__weakref__", "_digests", "_known", "_opened", "_parameters", "_seen", "_token", "_word", "buffer", "engine",
         "gradient_nbytes", "gradients", "key", "keys", "layout", "name", "nbytes", "num_ops", "owner", "segments",
         "tier", "trainable_keys", "version", "versions", "working_set",
     )  # fmt: skip
@@ -202,6 +202,7 @@ class Unit:
         self._opened = Begun(0.0)
         self._digests: tuple[int, ...] = ()  # of the spans, where they were leased for writing
         self._seen: tuple[int, ...] = ()  # of the same spans, at the last look
+        self._known: list[int] = []  # the versions of the keys' bytes, as the last lease for reading had them
         self._word = ""  # the use it was opened for, for the recorder
         for segment in self.segments:
             segment.unit = self
@@ -262,6 +263,9 @@ class Unit:
                 self._word = word
                 if mode == "rw":
                     self._digests = self._seen = tuple([digest(lease.tensor) for lease in buffer.leases])
+                elif self._known != (known := self._versions_of_keys()):  # a put or a lease of the key's own wrote
+                    self._known = known
+                    self.outdate()
                 self.engine.opened(self)
                 # Order: once others are parked, so that a thread has ended its work on one unit before the next begins.
                 self._opened = self.working_set.recorder.begin()
@@ -288,15 +292,16 @@ class Unit:
             buffer = self.buffer
             if self.num_ops or buffer.state is BufferState.NONE:
                 return buffer.state is BufferState.NONE
+            self.look()  # order: where a copy out fails, the unit stays as it is
             self.working_set.recorder.worked(f"{self._word} unit", self.name, self._opened)
             written = ""
             if buffer.state is BufferState.SHOWN:
                 written = self._hide(check=buffer.mode == "r")
             self.engine.parked(self)
-            if self._digests:
-                self._look()
             digests, self._digests = self._digests, ()
             buffer.release([n for n, before in enumerate(digests) if self._seen[n] == before])
+            if digests:
+                self._known = self._versions_of_keys()  # what they wrote was looked at
             if written:
                 go_on = self.engine.give_up(f"parameter {written} was written in place outside tiered.unsharded")
                 raise UsageError(
@@ -316,8 +321,13 @@ class Unit:
         """The bytes have changed, or are about to: saved references to the old ones are refused from now on."""
         self.version += 1
 
-    def _look(self) -> None:
+    def _versions_of_keys(self) -> list[int]:
+        return [self.working_set.version(key) for key in self.keys]
+
+    def look(self) -> None:
         """Outdate the bytes if they were written since the last look at a lease for writing; blocks on a copy out."""
+        if not self._digests:
+            return
         self.buffer.write_back()
         found = tuple([digest(lease.tensor) for lease in self.buffer.leases])
         if found != self._seen:
@@ -342,8 +352,7 @@ class Unit:
 
     def token(self) -> ReferenceToken:
         """Return the token that every saved reference to the present bytes, of this ``version``, keeps alive."""
-        if self._digests:
-            self._look()
+        self.look()
         token = self._token() if self._token is not None else None
         if token is None:
             token = ReferenceToken()
