@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import tiered
 from tests.accelerator.training import ROOMY_NBYTES, case_on, reference_on, smallest_device_memory
@@ -177,3 +178,55 @@ def test_memory_that_cannot_be_page_locked_is_said_once_and_has_the_same_bits(
             session = start(case_on("sim", "gpt"), Recipe(), store, **OPTIONS)
             assert_same(session.run(), reference_on("sim", "gpt", Recipe()))
     assert sum("is not page-locked" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("at", range(1, 14, 2))
+def test_values_whose_copy_out_of_unsharded_fails_are_trained_on_by_no_step(
+    at: int, sim: ModuleType, tmp_path: Path
+) -> None:
+    """Or the masters would be those of before, and the next step would bring their values back."""
+
+    rows = torch.linspace(-1, 1, 64).view(8, 8).to("sim").to(torch.bfloat16)
+
+    def trained(at: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        plain = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).to("sim")
+        with tiered.Store(tmp_path / str(at), dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+            model = tiered.shard(plain, store, unit=nn.Linear, device="sim", param_dtype=torch.bfloat16)
+            optimizer = tiered.AdamW(model.parameters(), lr=1e-3)
+            store.commit()
+            sim.fail_copy(at)
+            for _ in range(2):
+                try:
+                    with tiered.unsharded(model), torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter.fill_(0.125)
+                    sim.fail_copy(0)
+                    model(rows).float().square().mean().backward()
+                    optimizer.step()
+                    break
+                except (RuntimeError, tiered.TieredError):
+                    sim.fail_copy(0)
+                    store.rollback()
+            return {name: value.cpu() for name, value in model.state_dict().items()}
+
+    expected = trained(0)
+    assert all(torch.equal(value, expected[name]) for name, value in trained(at).items())
+
+
+@pytest.mark.parametrize("at", range(1, 15, 3))
+def test_a_load_whose_copy_fails_loses_what_its_message_names_alone(at: int, sim: ModuleType, tmp_path: Path) -> None:
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        model = tiered.shard(
+            nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).to("sim"), store, unit=nn.Linear, device="sim"
+        )
+        wanted = {name: value * 2 for name, value in model.state_dict().items()}
+        sim.fail_copy(at)
+        with pytest.raises(RuntimeError, match="While copying the parameter") as failure:
+            model.load_state_dict(wanted)
+        sim.fail_copy(0)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, wanted[name]) != (f'"{name}"' in str(failure.value)), name
+        model.load_state_dict(wanted)
+        assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+        store.commit()

@@ -45,12 +45,16 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
             digests |= {segment: _digest(unit, segment) for segment in unit.segments}
         yield module
     finally:
-        for unit in added:
-            unit.buffer.write_back()
-        changed = [s for s, digest in digests.items() if s.unit.is_open and _digest(s.unit, s) != digest]
         shielded -= set(added)
-        for unit in added:
-            unit.park()
+        try:
+            for unit in added:
+                unit.buffer.write_back()
+            changed = [s for s, digest in digests.items() if s.unit.is_open and _digest(s.unit, s) != digest]
+            for unit in added:
+                unit.park()
+        except BaseException:
+            engine.give_up("a copy of values written inside tiered.unsharded failed")
+            raise
         for segment in changed:
             engine.written(segment, None)
 
