@@ -139,7 +139,7 @@ _BACKWARDS = {torch.autograd.backward, torch.autograd.grad}
 _DETACH = torch.Tensor.detach
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_MAYBE_NO_OPS = {_SET_DATA, torch.Tensor.cpu, torch.Tensor.to, *_CASTS}
+_MAYBE_NO_OPS = {_SET_DATA, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to, *_CASTS}
 
 
 class _ViewWithoutValues(torch.Tensor):
@@ -282,10 +282,20 @@ def _is_no_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return target.dtype == _CASTS[func]
     if func is torch.Tensor.cpu:
         return target.device.type == "cpu"
+    if func is torch.Tensor.cuda:
+        device = (*args[1:], *kwargs.values(), None)[0]
+        return target.device.type == "cuda" and _is_here(torch.device("cuda") if device is None else device, target)
     if func is not torch.Tensor.to or any(isinstance(arg, torch.Tensor) for arg in args[1:]) or kwargs.get("copy"):
         return False
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
-    return device in (None, target.device) and dtype in (None, target.dtype) and memory_format is None
+    return _is_here(device, target) and dtype in (None, target.dtype) and memory_format is None
+
+
+def _is_here(device: torch.device | int | str | None, target: torch.Tensor) -> bool:
+    """Return whether ``target`` lies on ``device``: without an index that of the current one, as torch reads it."""
+    there, here = target.device if device is None else torch.device(device), target.device
+    index = torch.accelerator.current_device_index() if there.index is None and here.index is not None else there.index
+    return (there.type, index) == (here.type, here.index)
 
 
 def _describe(parameter: TieredParameter) -> str:
