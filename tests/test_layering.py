@@ -54,7 +54,7 @@ ORDER = {
 }  # fmt: skip
 """The rooms of each floor, files of the floor itself among them: each imports only what stands before it."""
 
-MOST_LINES = 400  # of a file
+MOST_LINES = 600  # of a file
 MOST_FUNCTION_LINES = 60
 MOST_LINES_OF = {"tiered.zero.engine": 250}  # files that are to stay smaller than others
 
@@ -263,7 +263,7 @@ def test_files_and_functions_that_are_too_long_are_found() -> None:
 
     function = "def f():\n" + "    pass\n" * (MOST_FUNCTION_LINES - 1)
     assert not length_complaints({"tiered.a": lines(MOST_LINES), "tiered.b": function})
-    assert length_complaints({"tiered.a": lines(MOST_LINES + 1)}) == {"tiered.a has more than 400 lines"}
+    assert length_complaints({"tiered.a": lines(MOST_LINES + 1)}) == {"tiered.a has more than 600 lines"}
     assert length_complaints({"tiered.b": function + "    pass\n"}) == {"tiered.b: f has more than 60 lines"}
     assert length_complaints({"tiered.zero.engine": lines(251)}) == {"tiered.zero.engine has more than 250 lines"}
 
