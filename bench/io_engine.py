@@ -29,10 +29,9 @@ import torch
 
 from tiered.bytes.device.base import SCRATCH, Device, IOClass, Operation
 from tiered.bytes.device.engines import open_device
-from tiered.measure.pairs import measure_pairs
-from tiered.measure.pattern import Pattern
-from tiered.measure.rounds import run_round
+from tiered.measure.rounds import Pattern, run_round
 from tiered.measure.scratch_file import ScratchFile
+from tiered.measure.suite import measure_pairs, row_of
 from tiered.units import GiB, KiB, MiB, format_bytes, parse_bytes
 
 Figures = dict[str, object]
@@ -85,7 +84,7 @@ def engines(args: argparse.Namespace) -> list[Figures]:
                 for op in ("read", "write"):
                     pattern = Pattern(op, block, args.depth, args.file, args.seconds)
                     pairs = measure_pairs(scratch, pattern, rounds=args.rounds, fio=fio)
-                    found = pairs.row(engine=name, directory="")
+                    found = row_of(pattern, *pairs, engine=name, directory="")
                     row: Figures = {
                         "engine": name, "op": op, "block_bytes": block, "depth": args.depth,
                         "gb_per_s": found.gb_per_s, "fio_gb_per_s": found.fio_gb_per_s, "ratio": found.ratio_to_fio,

@@ -127,7 +127,7 @@ def side(args: argparse.Namespace) -> dict[str, float]:
 def measure_op(
     args: argparse.Namespace, tensors: Tensors, op: str, folder: str, scratch: ScratchFile
 ) -> dict[str, object]:
-    from tiered.measure.pattern import Pattern
+    from tiered.measure.rounds import Pattern
 
     kind = "write" if op == "put" else "read"
     pattern = Pattern(kind, args.block, args.depth, args.total, 3600, max_nbytes=args.total)

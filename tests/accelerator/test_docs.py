@@ -15,7 +15,7 @@ from tests.accelerator.test_measure import TINY
 from tests.accelerator.training import DEVICE
 from tests.test_docs import README, blocks
 from tiered.cli import main
-from tiered.measure.three_tiers import BOUND_TITLE
+from tiered.measure.accelerator import BOUND_TITLE
 
 
 def test_the_snippet_trains(accelerator: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,16 +18,27 @@ from tiered.bytes.device.profile import LINK_PROFILE_NAME, PROFILE_NAME, load_li
 from tiered.cli import main
 from tiered.doctor.description import machine_description
 from tiered.errors import CapacityError, UsageError
+from tiered.measure.accelerator import (
+    BOUND_TITLE,
+    COPY_OPS,
+    COPY_TITLE,
+    accelerator_of,
+    bound_gb_per_s,
+    measure_link,
+    measure_three_tiers,
+)
 from tiered.measure.command import BenchRequest, bench
-from tiered.measure.compute_device import ComputeDevice, accelerator_of
-from tiered.measure.copying import COPY_OPS, COPY_TITLE, CopyRow, LinkRates, measure_copies
-from tiered.measure.display import BenchDisplay
-from tiered.measure.report import BenchReport
-from tiered.measure.rounds import median_ratio, spread
-from tiered.measure.scratch_folders import ScratchFolders
-from tiered.measure.settings import NUM_TIER_WARM_UPS
-from tiered.measure.swapping import SwapRates
-from tiered.measure.three_tiers import BOUND_TITLE, TierRow, bound_gb_per_s, measure_three_tiers
+from tiered.measure.report import (
+    BenchReport,
+    ComputeDeviceReport,
+    CopyRow,
+    LinkRates,
+    SwapRates,
+    median_ratio,
+    spread,
+)
+from tiered.measure.session import Session
+from tiered.measure.settings import NUM_TIER_WARM_UPS, BenchSettings
 from tiered.train.bound import profiled_link
 from tiered.units import KiB, MiB
 
@@ -39,7 +51,7 @@ TINY = replace(
     copies_nbytes=2 * MiB,
     copy_memory_nbytes=MiB,
 )
-BOUNDS: dict[str, Any] = dict(directory="", link=LinkRates(1, 1, 0.0), drives=[SwapRates(1, 1.0, 1.0, 0.0)])
+SWAP = replace(TINY, tensors_nbytes=12 * MiB, tensor_rounds=1)
 NUM_BUFFERS = 4  # that are filled once, to be copied out in the rounds over three tiers
 
 
@@ -162,25 +174,28 @@ def test_a_device_of_the_type_that_is_not_there_is_refused(sim: ModuleType) -> N
 
 def test_memory_that_cannot_be_page_locked_is_said(sim: ModuleType, tmp_path: Path) -> None:
     sim.fail_registration(1)
-    rows, why_pageable = copies_in(tmp_path)
-    assert why_pageable is not None and {len(row.torch_gb_per_s) for row in rows} == {1}
+    found = copies_in(tmp_path)
+    assert found.why_pageable is not None and {len(row.torch_gb_per_s) for row in found.copies} == {1}
     counts = sim.counts()
     assert counts.pageable_host_to_device.nbytes == counts.device_to_pageable_host.nbytes
     assert counts.pageable_host_to_device.nbytes == 2 * 2 * TINY.copies_nbytes  # the store's, not torch's
 
 
-def copies_in(folder: Path) -> tuple[list[CopyRow], str | None]:
+def session_in(folder: Path, settings: BenchSettings, check: Callable[[], object] = lambda: None) -> Session:
+    return Session(BenchReport(machine_description([folder]), settings), "threads", check)
+
+
+def copies_in(folder: Path, check: Callable[[], object] = lambda: None) -> ComputeDeviceReport:
     """Measure one round of copies."""
-    return measure_copies(
-        folder,
-        torch.device("sim", 0),
-        block_nbytes=TINY.copy_nbytes,
-        round_nbytes=TINY.copies_nbytes,
-        memory_nbytes=TINY.copy_memory_nbytes,
-        rounds=1,
-        engine="threads",
-        check=lambda: None,
-    )
+    session = session_in(folder, replace(TINY, rounds=1), check)
+    measure_link(session, torch.device("sim", 0), str(folder))
+    assert session.report.compute_device is not None
+    return session.report.compute_device
+
+
+def three_tiers(folder: Path, check: Callable[[], object] = lambda: None) -> None:
+    link, drives = LinkRates(1, 1, 0.0), [SwapRates(1, 1.0, 1.0, 0.0)]
+    measure_three_tiers(session_in(folder, SWAP, check), [folder], torch.device("sim", 0), link, drives)
 
 
 def test_copies_that_end_late_are_in_order(sim: ModuleType, tmp_path: Path) -> None:
@@ -188,20 +203,10 @@ def test_copies_that_end_late_are_in_order(sim: ModuleType, tmp_path: Path) -> N
     sim.set_query_delay(3)
     sim.set_allocation_writes()
     copies_in(tmp_path)
-    measure_three_tiers(
-        [tmp_path],
-        torch.device("sim", 0),
-        tensor_nbytes=256 * KiB,
-        total_nbytes=12 * MiB,
-        dram_nbytes=8 * MiB,
-        rounds=1,
-        engine="threads",
-        check=lambda: None,
-        **BOUNDS,
-    )
+    three_tiers(tmp_path)
     assert sim.races() == []
     with tiered.Store(tmp_path, dram="8MiB", mode="r") as store:
-        for number in range(48):
+        for number in range(SWAP.tensors_nbytes // SWAP.tier_tensor_nbytes):
             assert torch.equal(store[f"out/{number}"], store[f"in/{number % NUM_BUFFERS}"])
 
 
@@ -216,37 +221,14 @@ def test_an_end_between_rounds_leaves_nothing_behind(part: str, sim: ModuleType,
     def check() -> None:
         nonlocal num_calls
         num_calls += 1
-        if num_calls == 4:
+        if num_calls == 2:
             raise Stopped
 
-    with BenchDisplay() as display:
-        device = ComputeDevice(
-            BenchReport(machine_description([tmp_path]), TINY, []),
-            torch.device("sim", 0),
-            display,
-            check,
-            ScratchFolders(),
-        )
-        with pytest.raises(Stopped):
-            device.measure_link(str(tmp_path)) if part == "link" else three_tiers(tmp_path / "store", check)
+    with pytest.raises(Stopped):
+        copies_in(tmp_path, check) if part == "link" else three_tiers(tmp_path / "store", check)
     if part == "link":
         assert not list(tmp_path.iterdir())
     assert torch.accelerator.memory_allocated() <= before
-
-
-def three_tiers(folder: Path, check: Any) -> TierRow:
-    """Measure until ``check`` raises."""
-    return measure_three_tiers(
-        [folder],
-        torch.device("sim", 0),
-        tensor_nbytes=256 * KiB,
-        total_nbytes=2 * MiB,
-        dram_nbytes=8 * MiB,
-        rounds=5,
-        engine="threads",
-        check=check,
-        **BOUNDS,
-    )
 
 
 def test_a_device_without_memory_is_refused_before_the_drives_are_measured(sim: ModuleType, tmp_path: Path) -> None:
@@ -261,12 +243,20 @@ class TestArithmetic:
     def test_the_link_is_duplex_as_far_as_both_directions_overlap(self, both: float, duplex: float) -> None:
         moved = {"copy in": (10, 0), "copy out": (0, 10), "in + out": (10, 10)}
         rates = zip(COPY_OPS, (20.0, 20.0, both), strict=True)
-        found = LinkRates.of([CopyRow(op, 1, *moved[op], *spread([rate]), (1.0,), 1.0) for op, rate in rates])
+        found = LinkRates.of(
+            *(
+                CopyRow(
+                    op=op, block_bytes=1, in_bytes=moved[op][0], out_bytes=moved[op][1], **spread([rate]),
+                    torch_gb_per_s=(1.0,), ratio_to_torch=1.0,
+                )
+                for op, rate in rates
+            )
+        )  # fmt: skip
         assert (found.in_gb_per_s, found.out_gb_per_s) == (20.0, 20.0)
         assert found.duplex == pytest.approx(duplex)
 
     def test_a_ratio_is_the_median_over_the_pairs(self) -> None:
-        assert spread([3.0, 1.0, 2.0]) == (3, 2.0, 1.0, 3.0)
+        assert list(spread([3.0, 1.0, 2.0]).values()) == [3, 2.0, 1.0, 3.0]
         assert median_ratio([1.0, 2.0, 3.0], [2.0, 4.0, 1.0]) == 0.5
 
     @pytest.mark.parametrize(

@@ -20,12 +20,10 @@ from tiered.cli import main
 from tiered.doctor.description import directory_description, machine_description
 from tiered.errors import UsageError
 from tiered.measure.command import BenchRequest, _finish, _terminated, bench, confirm_writes
-from tiered.measure.display import BenchDisplay
-from tiered.measure.report import BenchReport, DirectoryReport
+from tiered.measure.report import BenchReport, Best, DirectoryReport, SwapRates
+from tiered.measure.session import Session
 from tiered.measure.settings import FULL, QUICK, BenchSettings
-from tiered.measure.sustained import read_smart
-from tiered.measure.swapping import SwapRates
-from tiered.measure.verdict import Best
+from tiered.measure.suite import read_smart
 from tiered.units import GiB, KiB, MiB, format_bytes
 
 TINY = BenchSettings(
@@ -247,8 +245,8 @@ class TestRefusals:
         monkeypatch.setattr(f"sys.{stream}", None)
         with pytest.raises(UsageError, match="no terminal to ask on: add --yes"):
             confirm_writes([directory_description(tmp_path)], 1 << 60, GiB, yes=False)
-        with BenchDisplay() as display:
-            display.line("measured")
+        with Session(BenchReport(machine_description(), FEW), "auto") as session:
+            session.line("measured")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -298,7 +296,7 @@ class TestSettings:
         assert FULL.rounds >= 5
 
     def test_quick_has_the_pairs_that_matter_and_ends_in_a_minute(self) -> None:
-        paired = {(point.op, point.block_nbytes) for point in QUICK.points if point.has_fio}
+        paired = {(point.op, point.block_nbytes) for point in QUICK.points if point.op in QUICK.fio_ops}
         assert paired >= {(op, size * MiB) for op in ("read", "write") for size in (1, 4, 8)}
         assert QUICK.rounds >= 5
         assert QUICK.estimate_s(has_fio=True) < 55

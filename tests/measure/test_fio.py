@@ -14,10 +14,9 @@ import pytest
 from tiered.bytes.device.base import SCRATCH
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import DeviceError
-from tiered.measure.fio import Fio, FioError, open_file_path
-from tiered.measure.pairs import measure_pairs
-from tiered.measure.pattern import Pattern
-from tiered.measure.scratch_file import ScratchFile
+from tiered.measure.rounds import Pattern
+from tiered.measure.scratch_file import Fio, FioError, ScratchFile, open_file_path
+from tiered.measure.suite import measure_pairs, row_of
 from tiered.units import KiB, MiB
 
 FILE = 4 * MiB
@@ -53,14 +52,14 @@ class TestRuns:
         """Where fio is missing the pairs have no other side, and say so."""
         fio = scratch.find_fio()
         assert (fio is not None) == has_fio
-        pairs = measure_pairs(scratch, pattern(op), rounds=1, fio=fio, warm_up_s=0.01)
-        assert len(pairs.ours) == 1
-        assert len(pairs.fio) == (1 if has_fio else 0)
-        row = pairs.row(engine="threads", directory="")
+        ours, theirs = measure_pairs(scratch, pattern(op), rounds=1, fio=fio, warm_up_s=0.01)
+        assert len(ours) == 1
+        assert len(theirs) == (1 if has_fio else 0)
+        row = row_of(pattern(op), ours, theirs, engine="threads", directory="")
         assert (row.ratio_to_fio is not None) == (row.fio_gb_per_s is not None) == has_fio
         if op != "mixed":  # which ends when either direction has moved its half
-            assert {one.nbytes for one in (*pairs.ours, *pairs.fio)} == {FILE}
-        for one in pairs.fio:
+            assert {one.nbytes for one in (*ours, *theirs)} == {FILE}
+        for one in theirs:
             assert one.seconds > 0 <= one.cpu_s
             assert 0 < one.latency.p50_s <= one.latency.p99_s <= one.latency.p999_s
         assert scratch.device.files() == {-1: FILE}

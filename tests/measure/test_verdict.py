@@ -6,10 +6,19 @@ from dataclasses import dataclass
 
 import pytest
 
-from tiered.measure.copying import LinkRates
-from tiered.measure.rounds import duplex_of
-from tiered.measure.swapping import SwapRates
-from tiered.measure.verdict import Best, best_of, compute_verdict_of, step_seconds, verdict_of
+from tiered.measure.report import (
+    Best,
+    ComputeDeviceReport,
+    CopyRow,
+    LinkRates,
+    SwapRates,
+    best_of,
+    compute_verdict_of,
+    duplex_of,
+    spread,
+    step_seconds,
+    verdict_of,
+)
 from tiered.units import KiB, MiB
 
 
@@ -129,13 +138,24 @@ class TestVerdict:
         assert "read 7.0 GB/s, write 12.0 GB/s with each at its own best" in found
         assert "these 2 drives takes 3.0 s" in found
 
-    def test_a_compute_device_has_a_part_of_the_line(self) -> None:
-        link = LinkRates(25.12, 24.06, 0.9)
-        said = compute_verdict_of("cuda:0", link, None, [1.0, 0.98, 0.99])
-        assert said == "copies to cuda:0 run at 25.1 GB/s and from it at 24.1, torch reaches the same"
+    @pytest.mark.parametrize(("ratios", "says"), [([1.0, 0.98, 0.99], "the same"), ([0.5], "100 % more")])
+    def test_a_compute_device_has_a_part_of_the_line(self, ratios: list[float], says: str) -> None:
+        copies = [
+            CopyRow(
+                op="copy in",
+                block_bytes=1,
+                in_bytes=1,
+                out_bytes=0,
+                torch_gb_per_s=(1.0,),
+                ratio_to_torch=each,
+                **spread([1.0]),
+            )
+            for each in ratios
+        ]
         swap = TierSwap(gb_per_s=5.21, ratio_to_bound=0.874)
-        assert compute_verdict_of("cuda:0", link, swap, [0.5]) == (
-            "copies to cuda:0 run at 25.1 GB/s and from it at 24.1, torch reaches 100 % more; all three tiers at once "
+        link = LinkRates(25.12, 24.06, 0.9)
+        assert compute_verdict_of(ComputeDeviceReport("cuda:0", "cuda", None, copies, link, swap)) == (
+            f"copies to cuda:0 run at 25.1 GB/s and from it at 24.1, torch reaches {says}; all three tiers at once "
             "move 5.2 GB/s, 87 % of min(PCIe, NVMe)"
         )
 

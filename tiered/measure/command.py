@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from tiered.bytes.device.engines import DEVICES
 from tiered.bytes.device.profile import write_link_profile, write_profile
@@ -20,17 +21,16 @@ from tiered.console.report_file import check_writable, write_report
 from tiered.doctor.description import DirectoryDescription, machine_description
 from tiered.doctor.directory import drive_checks
 from tiered.errors import TieredError, UsageError
-from tiered.measure.compute_device import ComputeDevice, accelerator_of, link_profile_of
-from tiered.measure.display import BenchDisplay
-from tiered.measure.report import BenchReport, ComputeDeviceReport, DirectoryReport
-from tiered.measure.scratch_folders import ScratchFolders
+from tiered.measure.accelerator import accelerator_of, measure_link, measure_swap
+from tiered.measure.report import BenchReport, DirectoryReport, compute_verdict_of, verdict_of
+from tiered.measure.session import Session
 from tiered.measure.settings import FULL, QUICK, BenchSettings
 from tiered.measure.suite import Suite, measure_together
-from tiered.measure.verdict import compute_verdict_of, verdict_of
 from tiered.units import format_bytes
 
 __all__ = ["BenchRequest", "bench", "confirm_writes"]
 
+_Kept = TypeVar("_Kept")
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT is an Interruption's
 
 
@@ -87,53 +87,40 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
     time = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
     say(f"about {time}; Ctrl-C ends it in good order")
     confirm_writes(machine.directories, nbytes, settings.file_nbytes, yes=request.yes)
-    report = BenchReport(machine, settings, [])
-    folders = ScratchFolders()
+    report = BenchReport(machine, settings)
+
+    def check() -> None:
+        if interruption.requested:
+            raise _Stopped
 
     def farewell() -> str:
-        folders.remove()
+        session.remove_folders()
         return "ended at once; nothing was left behind"
 
-    with (
-        _terminated(),
-        Interruption("stopping after the round in hand (Ctrl-C again: at once)", farewell) as interruption,
-        BenchDisplay() as display,
-    ):
-
-        def check() -> None:
-            if interruption.requested:
-                raise _Stopped
-
+    session = Session(report, request.engine, check)
+    interruption = Interruption("stopping after the round in hand (Ctrl-C again: at once)", farewell)
+    with _terminated(), interruption, session:
         try:
-            _measure(report, request, display, check, folders)
+            _measure(session, request)
         except _Stopped:
-            display.line("stopped by Ctrl-C; nothing was left behind, and nothing is reported")
+            session.line("stopped by Ctrl-C; nothing was left behind, and nothing is reported")
             return INTERRUPTED
     _finish(report, request)
     return 0
 
 
-def _measure(
-    report: BenchReport,
-    request: BenchRequest,
-    display: BenchDisplay,
-    check: Callable[[], object],
-    folders: ScratchFolders,
-) -> None:
-    """Fill in ``report``: the link to a compute device, each directory, all of them, and all three tiers."""
-    settings, directories = report.settings, report.machine.directories
-    compute_device: ComputeDevice | None = None
-    if request.device is not None:
-        device = accelerator_of(request.device)
-        compute_device = ComputeDevice(report, device, display, check, folders, engine=request.engine)
-        compute_device.measure_link(directories[0].path)
-    for one in directories:
-        suite = Suite(one, settings, display, check, folders, engine=request.engine)
-        report.directories.append(suite.run())
-    if len(directories) > 1:
-        report.together = measure_together(report, display, check, folders, engine=request.engine)
-    if compute_device is not None:
-        compute_device.measure_swap()
+def _measure(session: Session, request: BenchRequest) -> None:
+    """Fill in the report: the link to a compute device, each directory, all of them, and all three tiers."""
+    report = session.report
+    device = None if request.device is None else accelerator_of(request.device)
+    if device is not None:
+        measure_link(session, device, report.machine.directories[0].path)
+    for one in report.machine.directories:
+        report.directories.append(Suite(session, one).run())
+    if len(report.directories) > 1:
+        measure_together(session)
+    if device is not None:
+        measure_swap(session, device)
 
 
 def confirm_writes(directories: Sequence[DirectoryDescription], nbytes: int, file_nbytes: int, *, yes: bool) -> None:
@@ -157,43 +144,37 @@ def _finish(report: BenchReport, request: BenchRequest) -> None:
     bests = [one.best for one in report.directories if one.best is not None]
     has_fio = shutil.which("fio") is not None
     report.verdict = verdict_of(bests, report.together, swapping=report.swapping, has_fio=has_fio)
-    found = report.compute_device
-    if found is not None:
-        ratios = [row.ratio_to_torch for row in found.copies]
-        report.verdict += f"; {compute_verdict_of(found.device, found.link, found.swap, ratios)}"
+    if report.compute_device is not None:
+        report.verdict += f"; {compute_verdict_of(report.compute_device)}"
     with ExitStack() as steps:  # the last one first, and each even if others fail: minutes of measuring are in them
         steps.callback(say, "", report.verdict, indent=2)
         for one in reversed(report.directories):
-            if found is not None:
-                steps.callback(_keep_link_profile, one.directory, found, report)
-            steps.callback(_keep_profile, one, report)
+            steps.callback(_keep_profiles, one, report)
         if request.json_file:
             steps.callback(write_report, request.json_file, f"{json.dumps(report.as_json(), indent=1)}\n")
 
 
-def _keep_profile(one: DirectoryReport, report: BenchReport) -> None:
-    """Keep and tell the best settings of one directory; where they cannot be kept, say so and go on."""
-    best = one.best
+def _keep_profiles(one: DirectoryReport, report: BenchReport) -> None:
+    """Keep and tell the best settings of one directory, and the rates of a compute device beside them."""
+    best, found = one.best, report.compute_device
     assert best is not None
-    try:
-        kept = f"kept in {write_profile(one.directory, report.profile_of(one))}"
-    except TieredError as error:
-        kept = f"not kept ({error})"
     say(
         f"best: engine {one.engine}, blocks of {format_bytes(best.block_bytes)}, {best.read_depth} in flight reading, "
-        f'{best.write_depth} writing; {kept} for Store(engine="auto")',
+        f"{best.write_depth} writing; {_kept(write_profile, one.directory, report.profile_of(one))} "
+        'for Store(engine="auto")',
         indent=2,
     )
+    if found is not None:
+        kept = _kept(write_link_profile, one.directory, report.link_profile_of(found))
+        say(f"{found.device}: {found.link}; {kept}", indent=2)
 
 
-def _keep_link_profile(directory: str, found: ComputeDeviceReport, report: BenchReport) -> None:
-    """Keep and tell the rates of a compute device beside those of a directory, or say why not and go on."""
+def _kept(write: Callable[[str, _Kept], Path], directory: str, profile: _Kept) -> str:
+    """Write a profile; where it cannot be kept, say so and go on."""
     try:
-        path = write_link_profile(directory, link_profile_of(found, report.machine, report.measured_at))
-        kept = f"kept in {path}"
+        return f"kept in {write(directory, profile)}"
     except TieredError as error:
-        kept = f"not kept ({error})"
-    say(f"{found.device}: {found.link}; {kept}", indent=2)
+        return f"not kept ({error})"
 
 
 @contextmanager

@@ -1,35 +1,100 @@
 """One round on a device: a closed loop that keeps so many blocks in flight for so long, and its figures.
 
-The loop runs in the device's own threads: each completion submits the next block of its direction. ``pairs`` and the
-command choose the rounds.
+The loop runs in the device's own threads: each completion submits the next block of its direction.
 """
 
 from __future__ import annotations
 
 import itertools
-import statistics
+import math
 import sys
 import threading
 import time
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from tiered.bytes.device.base import Device, IOClass, Operation
+from tiered.bytes.device.base import SCRATCH, Device, IOClass, Operation
 from tiered.errors import TieredError
-from tiered.measure.pattern import Direction, Pattern
-from tiered.units import format_short
+from tiered.units import format_bytes
 
-__all__ = [
-    "Latency", "Moved", "Round", "duplex_of", "median_ratio", "move_seconds", "row_line", "run_round", "spread",
-    "write_file",
-]  # fmt: skip
+__all__ = ["DEMAND_OPS", "OPS", "Direction", "Latency", "Moved", "Pattern", "Round", "run_round", "write_file"]
 
-_MAX_LATENCIES = 1 << 18  # of one stream; a longer round keeps the last ones
-_MAX_BYTES_PER_S = 64e9  # beyond any drive: the latencies a round may have
+OPS = ("read", "write", "mixed")
+DEMAND_OPS = ("demand", "demand beside writes")
+
+_MAX_LATENCIES = 1 << 18  # of one direction; a longer round keeps the last ones
+
+
+@dataclass(frozen=True, slots=True)
+class Direction:
+    """One direction of a pattern: ``depth`` blocks in flight, in order over its part of the file, again and again."""
+
+    io_class: IOClass
+    depth: int
+    first_block: int
+    num_blocks: int
+
+    @property
+    def is_write(self) -> bool:
+        """Whether the blocks are written."""
+        return self.io_class is IOClass.WRITE
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """The blocks that a round moves: sequential, wrapping at the end of the file.
+
+    A round ends after ``seconds``, or after ``max_nbytes`` where they are given, whichever comes first.
+    "mixed" reads the first half of the file and writes the second, each with half of the depth: the blocks of a step
+    that are swapped in are not those just swapped out. It ends when either direction has moved its half.
+    "demand" is one demand read after another over the first half; "demand beside writes" has ``depth`` writes in flight
+    over the second half as well. Raises ValueError for blocks, a depth or a file that make no pattern.
+    """
+
+    op: str
+    block_nbytes: int
+    depth: int
+    file_nbytes: int
+    seconds: float
+    max_nbytes: int | None = None
+    file: int = SCRATCH
+
+    def __post_init__(self) -> None:
+        if self.op not in (*OPS, *DEMAND_OPS):
+            raise ValueError(f"op must be one of {', '.join((*OPS, *DEMAND_OPS))}; got {self.op!r}")
+        if self.block_nbytes < 1 or self.depth < 1 or not self.seconds > 0:
+            raise ValueError(f"block, depth and seconds must be positive: {self!r}")
+        if self.op == "mixed" and self.depth < 2:
+            raise ValueError(f"mixed needs a depth of 2 or more, a read and a write; got {self.depth}")
+        if self.file_nbytes < self.block_nbytes * (1 if self.op in ("read", "write") else 2):
+            raise ValueError(f"a file of {format_bytes(self.file_nbytes)} is too small: {self!r}")
+
+    @property
+    def max_blocks(self) -> int | None:
+        """The most blocks that one direction moves."""
+        return self.max_nbytes and max(1, self.max_nbytes // self.block_nbytes // len(self.directions))
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """The pattern by direction; fio is given the same."""
+        num_blocks = self.file_nbytes // self.block_nbytes
+        half, write_depth = num_blocks // 2, self.depth // 2 if self.op == "mixed" else self.depth
+        if self.op in ("read", "write"):
+            io_class = IOClass.WRITE if self.op == "write" else IOClass.PREFETCH
+            return (Direction(io_class, self.depth, 0, num_blocks),)
+        reads = Direction(IOClass.DEMAND, 1, 0, half)
+        if self.op == "mixed":
+            reads = Direction(IOClass.PREFETCH, self.depth - write_depth, 0, half)
+        return (reads,) if self.op == "demand" else (reads, Direction(IOClass.WRITE, write_depth, half, half))
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks in flight in all."""
+        return sum(direction.depth for direction in self.directions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +109,7 @@ class Latency:
     @classmethod
     def of(cls, seconds: npt.NDArray[np.float64]) -> Latency:
         """Return the percentiles of at least one time; between two of them, the higher."""
-        p50, p99, p999 = np.percentile(seconds, (50, 99, 99.9), method="higher")
-        return cls(float(p50), float(p99), float(p999), float(seconds.max()))
+        return cls(*np.percentile(seconds, (50, 99, 99.9, 100), method="higher").tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,46 +150,6 @@ class Round(Moved):
         return np.concatenate((self.read_latencies_s, self.write_latencies_s))
 
 
-def spread(rates: Sequence[float]) -> tuple[int, float, float, float]:
-    """Return the number of ``rates``, their median, the least and the most."""
-    return len(rates), statistics.median(rates), min(rates), max(rates)
-
-
-def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the median over pairs of rounds."""
-    return statistics.median(our / their for our, their in zip(ours, theirs, strict=True))
-
-
-def row_line(op: str, nbytes: int, rates: tuple[float, float, float], reference: float, ratio: float) -> str:
-    """Return a row for people: ``rates`` are the median, the least and the most."""
-    median, least, most = rates
-    return (
-        f"{op:<8} {format_short(nbytes):>7} {median:>9.2f} {f'{least:.2f}-{most:.2f}':>14} {reference:>6.2f} "
-        f"{ratio:>6.2f}"
-    )
-
-
-def duplex_of(mixed_read: float, mixed_write: float, read: float, write: float) -> float:
-    """Return how far reads and writes run beside each other: 0 they share the drive, 1 neither slows the other.
-
-    The rates are of both directions at once, and of each alone. In a second of both the drive did what takes r seconds
-    of reads alone and w of writes alone; with no overlap r + w = 1, with all of it the longer one is 1: d solves
-    1 = max(r, w) + (1 - d) * min(r, w).
-    """
-    r, w = mixed_read / read, mixed_write / write
-    if min(r, w) <= 0:
-        return 0.0
-    return min(1.0, max(0.0, 1 - (1 - max(r, w)) / min(r, w)))
-
-
-def move_seconds(
-    read_nbytes: float, write_nbytes: float, read_gb_per_s: float, write_gb_per_s: float, *, duplex: float
-) -> float:
-    """Return the time to move bytes both ways: max(r, w) + (1 - duplex) * min(r, w), with r and w of each way alone."""
-    r, w = read_nbytes / (read_gb_per_s * 1e9), write_nbytes / (write_gb_per_s * 1e9)
-    return max(r, w) + (1 - duplex) * min(r, w)
-
-
 def run_round(
     device: Device,
     memory: memoryview,
@@ -154,134 +178,93 @@ def run_round(
         loop.stop()
         raise
     cpu_s = time.process_time() - cpu_s
-    loop.check()
-    nbytes = {stream.direction.is_write: stream.num_done * pattern.block_nbytes for stream in loop.streams}
-    latencies = {stream.direction.is_write: stream.times() for stream in loop.streams}
-    none = np.empty(0)
-    return Round(
-        read_nbytes=nbytes.get(False, 0),
-        write_nbytes=nbytes.get(True, 0),
-        seconds=loop.end - start,
-        cpu_s=cpu_s,
-        read_latencies_s=latencies.get(False, none),
-        write_latencies_s=latencies.get(True, none),
-    )
+    if loop.errors:
+        raise loop.errors[0]
+    nbytes, latencies = [0, 0], [np.empty(0), np.empty(0)]
+    for stream in loop.streams:
+        is_write = stream.direction.is_write
+        nbytes[is_write] = pattern.block_nbytes * sum(slot.num_done for slot in loop.slots if slot.stream is stream)
+        latencies[is_write] = np.array(stream.latencies)
+    return Round(nbytes[False], nbytes[True], loop.end - start, cpu_s, latencies[False], latencies[True])
 
 
-def write_file(device: Device, memory: memoryview, pattern: Pattern, on_written: Callable[[int], object]) -> None:
+def write_file(device: Device, memory: memoryview, pattern: Pattern, check: Callable[[], object]) -> None:
     """Write the pattern's file once from start to end, so that it is overwritten from now on; blocks.
 
-    The file is grown first. ``on_written(nbytes)`` is called now and then from this thread.
+    The file is grown first. ``check()`` is called now and then from this thread, and may raise to end it.
     """
     nbytes = pattern.file_nbytes // pattern.block_nbytes * pattern.block_nbytes
     device.grow(pattern.file, nbytes)
-    step = pattern.block_nbytes * pattern.depth
-    done = threading.Semaphore(0)
-    for start in range(0, nbytes, step):
-        operations = [
-            Operation(
-                is_write=True,
-                file=pattern.file,
-                offset=offset,
-                memory=memory[offset - start :][: pattern.block_nbytes],
-                io_class=IOClass.WRITE,
-                on_done=lambda operation: done.release(),
-            )
-            for offset in range(start, min(start + step, nbytes), pattern.block_nbytes)
-        ]
-        device.submit(operations)
-        for _ in operations:
-            done.acquire()
-        for operation in operations:
-            if operation.error is not None:
-                raise operation.error
-        on_written(len(operations) * pattern.block_nbytes)
+
+    def watch() -> bool:
+        check()
+        return True
+
+    run_round(device, memory, replace(pattern, seconds=math.inf, max_nbytes=nbytes), watch=watch, watch_every_s=0.1)
+
+
+class _Stream:
+    """The blocks of one direction. ``next`` of a counter, and ``append``, are single steps under the GIL."""
+
+    def __init__(self, pattern: Pattern, direction: Direction) -> None:
+        self.direction = direction
+        self.start = direction.first_block * pattern.block_nbytes
+        self.turns = itertools.count()
+        self.latencies = deque[float](maxlen=_MAX_LATENCIES)
 
 
 class _Loop:
-    """One pattern on one device. Its streams' slots are busy from ``begin`` until each has seen the end."""
+    """One pattern on one device. Its slots are busy from ``begin`` until each has seen the end."""
 
     def __init__(self, device: Device, memory: memoryview, pattern: Pattern, *, is_spread: bool) -> None:
-        nbytes = pattern.block_nbytes
-        self.num_slots = pattern.num_slots
-        if len(memory) < nbytes * self.num_slots:
-            raise ValueError(f"{self.num_slots} blocks of {nbytes} bytes need more memory than {len(memory)} bytes")
-        self.device = device
+        nbytes, num_slots = pattern.block_nbytes, pattern.num_slots
+        if len(memory) < nbytes * num_slots:
+            raise ValueError(f"{num_slots} blocks of {nbytes} bytes need more memory than {len(memory)} bytes")
         self.pattern = pattern
-        self.end = 0.0
-        self.deadline = 0.0
-        self._errors: list[Exception] = []
+        self.submit = device.submit
+        self.max_blocks = sys.maxsize if pattern.max_blocks is None else pattern.max_blocks
+        self.deadline = self.end = 0.0
+        self.errors: list[Exception] = []
         self.finished = threading.Event()  # nothing is in flight any more; the device ends every operation in time
         self._num_finished = itertools.count(1)
-        num_blocks = len(memory) // nbytes if is_spread else self.num_slots
+        num_blocks = len(memory) // nbytes if is_spread else num_slots
         blocks = [memory[start : start + nbytes] for start in range(0, nbytes * num_blocks, nbytes)]
-        shares = (blocks[slot :: self.num_slots] for slot in range(self.num_slots))
-        self.streams = [_Stream(self, direction, shares) for direction in pattern.directions]
+        self.streams = [_Stream(pattern, direction) for direction in pattern.directions]
+        owners = [stream for stream in self.streams for _ in range(stream.direction.depth)]
+        self.slots = [_Slot(self, stream, blocks[number::num_slots]) for number, stream in enumerate(owners)]
 
     def begin(self, deadline: float) -> None:
         """Submit the first blocks; none is submitted after ``deadline`` (of time.perf_counter)."""
         self.deadline = deadline
-        for stream in self.streams:
-            for slot in stream.slots:
-                slot.submit(time.perf_counter())
-
-    def check(self) -> None:
-        """Raise the first error there was."""
-        if self._errors:
-            raise self._errors[0]
+        for slot in self.slots:
+            slot.submit(time.perf_counter())
 
     def stop(self) -> None:
         """Let no more be submitted."""
         self.deadline = 0.0
 
     def fail(self, error: Exception) -> None:
-        """Stop, and keep ``error`` for ``check``."""
-        self._errors.append(error)
+        """Stop, and keep ``error``: the round raises the first one when it ends."""
+        self.errors.append(error)
         self.stop()
 
     def finish_slot(self, now: float) -> None:
         """Count a slot that will submit no more; any thread."""
         self.end = max(self.end, now)  # the last slot's is the latest: a lost update is an earlier one
-        if next(self._num_finished) == self.num_slots:
+        if next(self._num_finished) == len(self.slots):
             self.end = max(self.end, now)
             self.finished.set()
-
-
-class _Stream:
-    """The blocks of one direction. Counters are ``itertools.count``: ``next`` of one is a single step under the GIL."""
-
-    def __init__(self, loop: _Loop, direction: Direction, shares: Iterator[Sequence[memoryview]]) -> None:
-        self.direction = direction
-        self.turns = itertools.count()
-        self.submit = loop.device.submit
-        self.block_nbytes = loop.pattern.block_nbytes
-        self.start = direction.first_block * self.block_nbytes
-        self.num_blocks = direction.num_blocks
-        num_latencies = direction.depth + int(_MAX_BYTES_PER_S * loop.pattern.seconds / self.block_nbytes)
-        self.max_blocks = sys.maxsize if loop.pattern.max_blocks is None else loop.pattern.max_blocks
-        self.capacity = min(num_latencies, self.max_blocks, _MAX_LATENCIES)
-        self.latencies = array("d", bytes(8 * self.capacity))
-        self.places = itertools.count()  # in ``latencies``, modulo their capacity
-        self.slots = [_Slot(loop, self, share) for share in itertools.islice(shares, direction.depth)]
-
-    @property
-    def num_done(self) -> int:
-        """Blocks that have moved; for after the end."""
-        return sum(slot.num_done for slot in self.slots)
-
-    def times(self) -> npt.NDArray[np.float64]:
-        """Return the latencies kept, a view of shape (at most num_done,)."""
-        return np.frombuffer(self.latencies, dtype=np.float64)[: self.num_done]
 
 
 class _Slot:
     """One place in the queue with its blocks of memory: one is in flight, or the slot finished for good."""
 
-    __slots__ = ("_blocks", "_loop", "_operation", "_operations", "_start", "_stream", "num_done")
+    __slots__ = ("_blocks", "_loop", "_operation", "_operations", "_start", "num_done", "stream")
 
     def __init__(self, loop: _Loop, stream: _Stream, blocks: Sequence[memoryview]) -> None:
+        self.stream = stream
+        self.num_done = 0
         self._loop = loop
-        self._stream = stream
         self._blocks = blocks
         self._operation = Operation(  # one for all turns: it is the submitter's again once it is done
             is_write=stream.direction.is_write,
@@ -293,31 +276,29 @@ class _Slot:
         )
         self._operations = (self._operation,)
         self._start = 0.0
-        self.num_done = 0
 
     def submit(self, now: float) -> None:
         """Submit the next block of the direction ``now``. One thread at a time: nothing of this slot is in flight."""
-        stream = self._stream
+        loop, stream, operation = self._loop, self.stream, self._operation
         turn = next(stream.turns)
-        if turn >= stream.max_blocks:
-            self._loop.stop()
-            self._loop.finish_slot(now)
+        if turn >= loop.max_blocks:
+            loop.stop()
+            loop.finish_slot(now)
             return
-        self._operation.offset = stream.start + turn % stream.num_blocks * stream.block_nbytes
+        operation.offset = stream.start + turn % stream.direction.num_blocks * operation.nbytes
         if len(self._blocks) > 1:
-            self._operation.memory = self._blocks[self.num_done % len(self._blocks)]
+            operation.memory = self._blocks[self.num_done % len(self._blocks)]
         self._start = now
         try:
-            stream.submit(self._operations)
+            loop.submit(self._operations)
         except TieredError as error:
-            self._loop.fail(error)
-            self._loop.finish_slot(time.perf_counter())
+            loop.fail(error)
+            loop.finish_slot(time.perf_counter())
 
     def _on_done(self, operation: Operation) -> None:
         now = time.perf_counter()
         if operation.error is None:
-            stream = self._stream
-            stream.latencies[next(stream.places) % stream.capacity] = now - self._start
+            self.stream.latencies.append(now - self._start)
             self.num_done += 1
         else:
             self._loop.fail(operation.error)

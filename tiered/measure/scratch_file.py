@@ -1,37 +1,131 @@
-"""ScratchFile: a file to measure on, the device that it lies on, and random bytes for its blocks.
+"""ScratchFile: a file to measure on, the device that it lies on, and random bytes for its blocks; and fio beside it.
 
-The file has no name, so that nothing is left behind however the process ends.
+The file has no name, so that nothing is left behind however the process ends. fio is the reference: it runs the same
+pattern on the same file, in huge pages as ours, as a process of its own.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import resource
+import shutil
+import subprocess
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
-from types import TracebackType
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from tiered.bytes.arena import Arena
+from tiered.bytes.device.base import SCRATCH
 from tiered.bytes.device.engines import choose_engine, open_device
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.bytes.device.uring import UringDevice
-from tiered.errors import CapacityError
-from tiered.measure.fio import Fio, find_fio, open_file_path
-from tiered.measure.pattern import Pattern
-from tiered.measure.rounds import Round, run_round, write_file
+from tiered.errors import CapacityError, DeviceError
+from tiered.measure.rounds import Latency, Moved, Pattern, Round, run_round, write_file
 from tiered.units import MiB, format_bytes, round_up
 
-__all__ = ["ScratchFile", "forget"]
+__all__ = ["Fio", "FioError", "FioRound", "ScratchFile", "forget", "open_file_path"]
 
 _WRITE_BLOCK_NBYTES = 4 * MiB
 _MOST_THREADS = 64
+_FIO_ENGINES = ("io_uring", "libaio")  # the first that works here; no other keeps a depth
+_START_NOISE_S = 0.01  # CPU; measured: within 5 ms
+# fio's buffers come from malloc: in huge pages (glibc 2.35), and written to before they are used, as ours are, or the
+# kernel would look for those pages while it is timed.
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.perturb=85"}
+_START_S = 30.0  # the time that fio may take beyond its run time before it is called stuck
 
 
-class ScratchFile:
+class FioError(DeviceError):
+    """fio is there and failed; its measurement is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class FioRound(Moved):
+    """The figures of one run of fio."""
+
+    latency: Latency
+
+
+class Fio:
+    """A way to call fio: its path, the engine that works here, and the CPU cost of a start per pattern."""
+
+    def __init__(self, program: str, engine: str) -> None:
+        self.engine = engine
+        self._program = program
+        self._start_cpu_s: dict[tuple[str, int, int], float] = {}
+
+    def calibrate(self, pattern: Pattern, file: str) -> None:
+        """Measure the CPU cost of fio's start for ``pattern``, and warm it up; blocks. Raises FioError."""
+        self._start_cpu_s[_start_of(pattern)], _ = self._run(pattern, file, ["--number_ios=1"], wait_s=_START_S)
+
+    def run(self, pattern: Pattern, file: str) -> FioRound:
+        """Run ``pattern`` on ``file`` and return fio's figures; blocks.
+
+        Raises FioError when fio fails. Interrupted, it ends fio.
+        """
+        limits = [f"--runtime={max(1, round(pattern.seconds * 1000))}ms"]
+        if pattern.max_blocks is None:
+            limits.append("--time_based")
+        else:
+            limits.append(f"--io_size={pattern.max_blocks * pattern.block_nbytes}")
+        cpu_s, report = self._run(pattern, file, limits, wait_s=pattern.seconds + _START_S)
+        # The jobs' own count leaves out io_uring's kernel workers, the process's has a start of uncertain length.
+        return _parse(report, cpu_s - self._start_cpu_s.get(_start_of(pattern), cpu_s) - _START_NOISE_S)
+
+    def command(self, pattern: Pattern, file: str, limits: Sequence[str]) -> list[str]:
+        """Return the command line: one job per direction, each over the same blocks as ours."""
+        command = [
+            self._program, "--output-format=json", f"--ioengine={self.engine}", "--direct=1", "--overwrite=1",
+            "--allow_file_create=0", "--randrepeat=0", "--scramble_buffers=0", f"--bs={pattern.block_nbytes}",
+            "--clat_percentiles=0", "--lat_percentiles=1", "--percentile_list=50:99:99.9",
+        ]  # fmt: skip
+        if pattern.op == "mixed":
+            command.append("--exitall")
+        for index, direction in enumerate(pattern.directions):
+            verb = "write" if direction.is_write else "read"
+            command += [
+                f"--name={verb}-{index}", f"--filename={file}", f"--rw={verb}", f"--iodepth={direction.depth}",
+                f"--offset={direction.first_block * pattern.block_nbytes}",
+                f"--size={direction.num_blocks * pattern.block_nbytes}", *limits,
+            ]  # fmt: skip
+        return command
+
+    def _run(
+        self, pattern: Pattern, file: str, limits: Sequence[str], *, wait_s: float
+    ) -> tuple[float, Mapping[str, Any]]:
+        """Return the CPU-seconds of the process, children that it waited for included, and its report."""
+        before_s = _children_cpu_s()
+        try:
+            ended = subprocess.run(
+                self.command(pattern, file, limits),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=wait_s,
+                env={**os.environ, **_HUGE_PAGES},
+                process_group=0,  # Ctrl-C on the terminal is ours to obey: after the round
+            )
+        except subprocess.TimeoutExpired:
+            raise FioError(f"fio did not end within {wait_s:.0f} s; check the drive") from None
+        complaint = re.sub(r"\s+", " ", (ended.stderr or ended.stdout).strip())[:200] or "it said nothing"
+        try:
+            report: Mapping[str, Any] = json.loads(ended.stdout[ended.stdout.index("{") :])
+        except ValueError:
+            raise FioError(f"fio did not report: {complaint}") from None
+        failed = next((job for job in report["jobs"] if job["error"]), None)
+        if failed:
+            raise FioError(f"fio failed with error {failed['error']}: {complaint}")
+        return _children_cpu_s() - before_s, report
+
+
+class ScratchFile(AbstractContextManager["ScratchFile"]):
     """An unnamed file of ``file_nbytes`` in ``directory`` on a device of its own, and ``memory_nbytes`` for blocks.
 
     The memory is in huge pages where the kernel grants them. It holds random bytes, which no drive can compress, until
@@ -68,7 +162,9 @@ class ScratchFile:
                 raise CapacityError(f"no {format_bytes(arena.nbytes)} of memory for the blocks")
             undo.callback(arena.release, whole)
             self.memory = whole.memory
-            _fill(self.memory)
+            words, random = np.frombuffer(self.memory, dtype=np.uint64), np.random.default_rng()
+            for part in np.split(words, range(MiB, len(words), MiB)):
+                part[:] = random.integers(0, 1 << 64, size=len(part), dtype=np.uint64)
             self._exit = undo.pop_all()
 
     @property
@@ -76,19 +172,15 @@ class ScratchFile:
         """The name of the engine that moves the bytes."""
         return self.device.engine
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether I/O passes the page cache by."""
-        return self.device.is_direct
-
-    def write_file(self, on_written: Callable[[int], object] = lambda nbytes: None) -> None:
+    def write_file(self, check: Callable[[], object] = lambda: None) -> None:
         """Write the scratch file from start to end, so that every later write overwrites; blocks.
 
-        ``on_written(nbytes)`` is called now and then, and may raise.
+        ``check()`` is called now and then, and may raise to end it.
         """
         depth = min(16, len(self.memory) // _WRITE_BLOCK_NBYTES)
-        pattern = Pattern("write", _WRITE_BLOCK_NBYTES, depth, self.file_nbytes, seconds=1)
-        write_file(self.device, self.memory, pattern, on_written)
+        write_file(
+            self.device, self.memory, Pattern("write", _WRITE_BLOCK_NBYTES, depth, self.file_nbytes, seconds=1), check
+        )
         self.path = open_file_path(self.device)
 
     def run(self, pattern: Pattern, *, is_spread: bool = False) -> Round:
@@ -97,7 +189,7 @@ class ScratchFile:
         An engine that goes through the page cache finds nothing there, makes one pass over the file at most, and what
         it leaves there is written back within the time. Raises TieredError, OSError.
         """
-        if self.is_direct:
+        if self.device.is_direct:
             ring = self.device if isinstance(self.device, UringDevice) else None
             if ring is not None:  # a block is one request, as fio's are
                 ring.cut(round_up(pattern.block_nbytes, ring.alignment))
@@ -118,19 +210,28 @@ class ScratchFile:
         )
 
     def find_fio(self) -> Fio | None:
-        """Return a way to call fio that works on this file, or None where fio is not installed."""
-        return find_fio(self.path, self.device.alignment)
+        """Return a way to call fio that works on this file, or None where fio is not installed; blocks.
+
+        Raises FioError for a fio that is there and works with no engine.
+        """
+        program = shutil.which("fio")
+        if program is None:
+            return None
+        reasons: list[FioError] = []
+        for engine in _FIO_ENGINES:
+            fio = Fio(program, engine)
+            try:
+                fio.calibrate(Pattern("read", self.device.alignment, 1, self.device.alignment, 0.01), self.path)
+                return fio
+            except FioError as error:
+                reasons.append(error)
+        raise FioError(f"{program} is there and does not work: {reasons[0]}; mend it or take it off the path")
 
     def close(self) -> None:
         """Close the device, and with it the scratch file; give the memory back. Idempotent."""
         self._exit.close()
 
-    def __enter__(self) -> ScratchFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -144,6 +245,14 @@ def forget(path: str) -> None:
         os.close(fd)
 
 
+def open_file_path(device: FileDevice) -> str:
+    """Return a path of the unnamed file of ``device``, for other processes to open; it is good until the device closes.
+
+    Raises DeviceError when there is no such file.
+    """
+    return f"/proc/{os.getpid()}/fd/{device.descriptor(SCRATCH)}"
+
+
 def _open_device(directory: str, engine: str, depth: int) -> FileDevice:
     """Open the device of ``directory``; with as many threads as will be needed, where it is made of threads."""
     if engine == "threads":
@@ -151,10 +260,28 @@ def _open_device(directory: str, engine: str, depth: int) -> FileDevice:
     return open_device(directory, engine)
 
 
-def _fill(memory: memoryview) -> None:
-    """Fill ``memory`` with random bytes, which no drive can compress."""
-    words = np.frombuffer(memory, dtype=np.uint64)
-    random = np.random.default_rng()
-    for start in range(0, len(words), MiB):
-        part = words[start : start + MiB]
-        part[:] = random.integers(0, 1 << 64, size=len(part), dtype=np.uint64)
+def _start_of(pattern: Pattern) -> tuple[str, int, int]:
+    """Return what the cost of fio's start depends on."""
+    return pattern.op, pattern.block_nbytes, pattern.depth
+
+
+def _children_cpu_s() -> float:
+    """Return the CPU-seconds of all processes that this one has waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _parse(report: Mapping[str, Any], least_cpu_s: float) -> FioRound:
+    jobs_cpu_s = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in report["jobs"])
+    sides = [job[verb] for job in report["jobs"] for verb in ("read", "write") if job[verb]["io_bytes"]]
+    if not sides:
+        raise FioError("fio moved no byte; check the drive")
+    slowest = max(sides, key=lambda side: float(side["lat_ns"]["percentile"]["99.000000"]))["lat_ns"]
+    p50, p99, p999 = (float(slowest["percentile"][key]) / 1e9 for key in ("50.000000", "99.000000", "99.900000"))
+    return FioRound(
+        read_nbytes=sum(job["read"]["io_bytes"] for job in report["jobs"]),
+        write_nbytes=sum(job["write"]["io_bytes"] for job in report["jobs"]),
+        seconds=max(side["runtime"] for side in sides) / 1000,  # fio counts whole milliseconds
+        cpu_s=max(jobs_cpu_s, least_cpu_s),
+        latency=Latency(p50, p99, p999, float(slowest["max"]) / 1e9),
+    )

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tiered.bytes.device.engines import DEVICES
-from tiered.measure.pattern import OPS, Pattern
+from tiered.measure.rounds import OPS, Pattern
 from tiered.store.lifetime.opening import MIN_DRAM_NBYTES
 from tiered.units import GiB, KiB, MiB, divide_up, round_up
 
-__all__ = ["FULL", "NUM_TENSOR_WARM_UPS", "NUM_TIER_WARM_UPS", "QUICK", "BenchSettings", "Point"]
+__all__ = ["FULL", "NUM_TENSOR_WARM_UPS", "NUM_TIER_WARM_UPS", "QUICK", "BenchSettings"]
 
 _FIO_START_S = 0.28  # wall time of a start of fio 3.33
 _SPREAD_NBYTES = 256 * MiB  # more than a processor's cache
@@ -26,16 +26,6 @@ NUM_TENSOR_WARM_UPS = 2
 
 NUM_TIER_WARM_UPS = 1
 """The tensors that pass three tiers were put before, which wrote the first set."""
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One pattern to measure: an op at a block size and a depth, perhaps beside fio."""
-
-    op: str
-    block_nbytes: int
-    depth: int
-    has_fio: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +54,10 @@ class BenchSettings:
     window_s: float = 1.0  # of the time series
 
     @property
-    def points(self) -> tuple[Point, ...]:
+    def points(self) -> tuple[Pattern, ...]:
         """All patterns, reads first, in the order they are measured."""
         return tuple(
-            Point(op, block, depth, has_fio=op in self.fio_ops)
+            self.pattern(op, block, depth)
             for op in OPS
             for block in (self.mixed_blocks if op == "mixed" else self.blocks)
             for depth in self.depths
@@ -95,11 +85,9 @@ class BenchSettings:
         """The size of tensors that pass three tiers: 16 MiB, less where DRAM had room for few of them."""
         return min(16 * MiB, self.tier_dram_nbytes // 16 // (64 * KiB) * (64 * KiB))
 
-    def pattern(self, point: Point) -> Pattern:
-        """Return the pattern of ``point``."""
-        return Pattern(
-            point.op, point.block_nbytes, point.depth, self.file_nbytes, self.round_s, max_nbytes=self.round_nbytes
-        )
+    def pattern(self, op: str, block_nbytes: int, depth: int) -> Pattern:
+        """Return the pattern of a round of ``op`` on the file."""
+        return Pattern(op, block_nbytes, depth, self.file_nbytes, self.round_s, max_nbytes=self.round_nbytes)
 
     def write_nbytes(self, *, has_fio: bool, num_directories: int = 1, has_device: bool = False) -> int:
         """Return the most that will be written to each directory, fio's share and warm-ups included.
@@ -107,31 +95,24 @@ class BenchSettings:
         ``has_device``: tensors pass three tiers, too, with a compute device. Only a time series has no bound of its
         own: it counts at 8 GB/s.
         """
-        total = self.file_nbytes + _WRITE_BLOCK_NBYTES + _TRIAL_NBYTES
-        for point in self.points:
-            num_rounds = 1 + self.rounds * (1 + (has_fio and point.has_fio))  # the first warms up
-            share = {"read": 0, "write": 2, "mixed": 1}[point.op]
-            total += share * num_rounds * self.round_nbytes // 2
-            total += bool(share) * has_fio * point.block_nbytes  # the cost of fio's start is measured
         num_engines = len(self.engines)
-        of_an_engine = self.file_nbytes + (2 * self.rounds + 1) * self.round_nbytes + max(self.blocks)
-        total += num_engines * (of_an_engine + _WRITE_BLOCK_NBYTES + _TRIAL_NBYTES)
+        total = (1 + num_engines) * (self.file_nbytes + _WRITE_BLOCK_NBYTES + _TRIAL_NBYTES)
+        for point in self.points:
+            is_paired = has_fio and point.op in self.fio_ops
+            share = {"read": 0, "write": 2, "mixed": 1}[point.op]
+            total += share * (1 + self.rounds * (1 + is_paired)) * self.round_nbytes // 2  # the first warms up
+            total += bool(share) * has_fio * point.block_nbytes  # the cost of fio's start is measured
+        total += num_engines * ((2 * self.rounds + 1) * self.round_nbytes + max(self.blocks))
         # Through more memory than the caches hold, again for each engine that turns out to be the fastest so far.
         total += (1 + num_engines) * 3 * self.rounds * self.round_nbytes // 2
         total += self.rounds * self.round_nbytes  # beside demand reads
-        for tensor_nbytes in self.tensor_nbytes:
-            total += self._tensors_write_nbytes(tensor_nbytes)
-            total += self.tensor_rounds * self.round_nbytes  # the raw rounds beside
-        if num_directories > 1:
-            total += self._tensors_write_nbytes(self.together_tensor_nbytes)
+        total += len(self.tensor_nbytes) * self.tensor_rounds * self.round_nbytes  # the raw rounds beside
+        for tensor_nbytes in (*self.tensor_nbytes, *[self.together_tensor_nbytes] * (num_directories > 1)):
+            total += (self.tensor_rounds + NUM_TENSOR_WARM_UPS) * self._put_write_nbytes(tensor_nbytes)
         if has_device:
             num_puts = 2 + NUM_TIER_WARM_UPS + self.tensor_rounds  # the first are of the tensors of both directions
             total += num_puts * self._put_write_nbytes(self.tier_tensor_nbytes)
         return int(total + self.sustained_s * _FASTEST_BYTES_PER_S)
-
-    def _tensors_write_nbytes(self, tensor_nbytes: int) -> int:
-        """Return the most that puts of tensors of one size write, warm-ups and commits included."""
-        return (self.tensor_rounds + NUM_TENSOR_WARM_UPS) * self._put_write_nbytes(tensor_nbytes)
 
     def _put_write_nbytes(self, tensor_nbytes: int) -> int:
         """Return the most that one put of all tensors of a size writes, its commit included."""
@@ -147,7 +128,7 @@ class BenchSettings:
         seconds = self.file_nbytes / 2e9 + 2 * self.sustained_s + 5 * self.rounds * self.round_s
         for point in self.points:
             seconds += self.warm_up_s + self.rounds * self.round_s
-            if has_fio and point.has_fio:
+            if has_fio and point.op in self.fio_ops:
                 seconds += self.rounds * self.round_s + (self.rounds + 1) * _FIO_START_S
         seconds += len(self.engines) * (self.file_nbytes / 1e9 + 4 * self.rounds * (self.round_s + _FIO_START_S))
         per_size = (3 * self.tensor_rounds + 2) * self.tensors_nbytes / 2e9 + 3 * self.tensor_rounds * self.round_s

@@ -1,75 +1,92 @@
-"""All that is measured in one directory, in order: points, demand reads, tensors, the long run; and then the advice.
+"""All that is measured in one directory, in order: points, swapping, demand reads, tensors, the long run.
 
-Each part fills in its piece of the DirectoryReport. The pieces' own files know how to measure them.
+Blocks that are moved through the same few MiB of memory again and again, as fio moves them, are in the processor's
+caches; the bytes of tensors are not. So swapping and raw rounds beside tensors go through memory larger than those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ctypes
+import json
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
+from pathlib import Path
 
+import numpy as np
+import torch
+
+import tiered
 from tiered.doctor.description import DirectoryDescription
+from tiered.doctor.drive import BlockDevice, find_block_device
 from tiered.errors import DeviceError
-from tiered.measure.display import BenchDisplay
-from tiered.measure.fio import Fio, FioError
-from tiered.measure.pairs import ROW_TITLE, Pairs, measure_pairs
-from tiered.measure.pattern import Pattern
-from tiered.measure.report import BenchReport, DirectoryReport
-from tiered.measure.scratch_file import ScratchFile
-from tiered.measure.scratch_folders import ScratchFolders
-from tiered.measure.settings import BenchSettings, Point
-from tiered.measure.sustained import read_smart, sustain
-from tiered.measure.swapping import measure_demand, measure_swapping
-from tiered.measure.tensors import TENSOR_TITLE, TensorRow, measure_tensors
-from tiered.measure.verdict import Best, best_of
-from tiered.units import format_bytes
+from tiered.measure.report import (
+    POINT_TITLE,
+    Best,
+    DemandLatency,
+    DirectoryReport,
+    PointRow,
+    Smart,
+    SustainedRate,
+    SwapRates,
+    TensorRow,
+    best_of,
+    duplex_of,
+    median_ratio,
+    row_title,
+    spread,
+)
+from tiered.measure.rounds import DEMAND_OPS, OPS, Latency, Pattern, Round, run_round
+from tiered.measure.scratch_file import Fio, FioError, FioRound, ScratchFile, forget
+from tiered.measure.session import Session
+from tiered.measure.settings import NUM_TENSOR_WARM_UPS, BenchSettings
+from tiered.units import MiB, divide_up, format_bytes
 
-__all__ = ["Suite", "measure_together"]
+__all__ = ["Suite", "measure_pairs", "measure_together", "new_source", "put_tensors", "read_smart", "row_of"]
 
 _CLEARLY_FASTER = 0.95
+_SMARTCTL_S = 10.0  # it may hang with the drive
+_SOURCE_NBYTES = 256 * MiB  # of random bytes that puts copy from: more than a processor's cache
+_MIN_DRAM_NBYTES = 64 * MiB
+_MOST_AHEAD = 256  # keys in one prefetch
+_TENSOR_TITLE = row_title("tensor", "raw")
 
 
 class Suite:
-    """Measures one directory. ``check`` is called between rounds and may raise to end it all."""
+    """Measures one directory, and fills in its report."""
 
-    def __init__(
-        self,
-        described: DirectoryDescription,
-        settings: BenchSettings,
-        display: BenchDisplay,
-        check: Callable[[], object],
-        folders: ScratchFolders,
-        *,
-        engine: str = "auto",
-    ) -> None:
+    def __init__(self, session: Session, described: DirectoryDescription) -> None:
         self.report = DirectoryReport(described.path)
         self._described = described
-        self._settings = settings
-        self._display = display
-        self._check = check
-        self._engine = engine
-        self._folders = folders
+        self._session = session
+        self._settings = session.settings
         self._fio: Fio | None = None
 
     def run(self) -> DirectoryReport:
-        """Measure everything; blocks for minutes. Raises TieredError and the errors of ``check``; cleans up."""
-        settings, report = self._settings, self.report
-        with self._open_scratch(self._engine) as scratch:
+        """Measure everything; blocks for minutes. Raises TieredError and the errors of the session's check."""
+        report, line = self.report, self._session.line
+        with self._open_scratch(self._session.engine) as scratch:
             report.engine, report.engine_reason = scratch.engine, scratch.engine_reason
             self._find_fio(scratch)
-            self._measure_points(scratch)
+            line(POINT_TITLE)
+            for number, point in enumerate(self._settings.points):
+                done = (number + 1) / (len(self._settings.points) + 2)
+                self._now(f"{point.op} {format_bytes(point.block_nbytes)} x {point.depth}", done)
+                report.rows.append(self._measure_point(scratch, point))
             best = report.best = best_of(report.rows)
             self._measure_swapping(scratch, best)
             self._now("demand reads beside writes", 0.9)
-            report.demand = measure_demand(
-                scratch, self._pattern("write", best), rounds=settings.rounds, check=self._check
-            )
-            self._display.line(str(report.demand))
+            report.demand = self._measure_demand(scratch, self._pattern("write", best))
+            line(report.demand)
             self._measure_tensors(scratch, best)
             self._sustain(scratch, best)
-        for engine in settings.engines if self._engine == "auto" else ():
+        for engine in self._settings.engines if self._session.engine == "auto" else ():
             if engine != report.engine:
                 self._try_engine(engine, best)
         return report
@@ -85,19 +102,16 @@ class Suite:
             file_nbytes=settings.file_nbytes,
             depth=max(settings.depths),
         ) as scratch:
-            scratch.write_file(lambda nbytes: self._check())
+            scratch.write_file(self._session.check)
             yield scratch
 
     def _try_engine(self, engine: str, best: Best) -> None:
         """Measure another engine at the best settings; it becomes the one to use where it is clearly faster."""
-        report, rows = self.report, []
+        report = self.report
         try:
             with self._open_scratch(engine) as scratch:
-                self._display.line(f"engine {engine}")
-                for op, depth in (("read", best.read_depth), ("write", best.write_depth)):
-                    pairs = self._measure(scratch, Point(op, best.block_bytes, depth))
-                    rows.append(pairs.row(engine=engine, directory=report.directory))
-                    self._display.line(str(rows[-1]))
+                self._session.line(f"engine {engine}")
+                rows = [self._measure_point(scratch, self._pattern(op, best)) for op in ("read", "write")]
                 report.other_rows += rows
                 other = best_of(rows)
                 if report.best is not None and other.seconds < _CLEARLY_FASTER * report.best.seconds:
@@ -105,7 +119,7 @@ class Suite:
                     report.best = replace(other, duplex=best.duplex)
                     report.engine, report.engine_reason = engine, "it was the fastest"
         except DeviceError as error:
-            self._display.line(f"engine {engine} does not work here: {error}")
+            self._session.line(f"engine {engine} does not work here: {error}")
 
     def _find_fio(self, scratch: ScratchFile) -> None:
         missing = "fio is not installed"
@@ -115,148 +129,331 @@ class Suite:
             missing = str(error)
         reference = f"beside fio with {self._fio.engine}" if self._fio else f"without a reference: {missing}"
         self.report.fio_engine = self._fio.engine if self._fio else None
-        self._display.line(f"\n{self.report.directory}: engine {scratch.engine} ({scratch.engine_reason}), {reference}")
+        self._session.line(f"\n{self.report.directory}: engine {scratch.engine} ({scratch.engine_reason}), {reference}")
 
-    def _measure_points(self, scratch: ScratchFile) -> None:
-        points = self._settings.points
-        self._display.line(ROW_TITLE)
-        for number, point in enumerate(points):
-            self._now(
-                f"{point.op} {format_bytes(point.block_nbytes)} x {point.depth}", (number + 1) / (len(points) + 2)
-            )
-            pairs = self._measure(scratch, point)
-            row = pairs.row(engine=scratch.engine, directory=self.report.directory)
-            self.report.rows.append(row)
-            self._display.line(str(row))
-
-    def _measure(self, scratch: ScratchFile, point: Point) -> Pairs:
-        """Measure ``point``; without fio from here on should that fail."""
-        settings, pattern = self._settings, self._settings.pattern(point)
-        fio = self._fio if point.has_fio else None
+    def _measure_point(self, scratch: ScratchFile, pattern: Pattern) -> PointRow:
+        """Measure and print a point; without fio from here on should that fail."""
+        settings = self._settings
+        fio = self._fio if pattern.op in settings.fio_ops else None
+        measure = partial(
+            measure_pairs, scratch, pattern, rounds=settings.rounds, warm_up_s=settings.warm_up_s,
+            check=self._session.check,
+        )  # fmt: skip
         try:
-            return measure_pairs(
-                scratch,
-                pattern,
-                rounds=settings.rounds,
-                fio=fio,
-                warm_up_s=settings.warm_up_s,
-                check=self._check,
-            )
+            pairs = measure(fio=fio)
         except FioError as error:
-            self._display.line(f"from here on without fio: {error}")
+            self._session.line(f"from here on without fio: {error}")
             self._fio = None
-        return self._measure(scratch, point)
+            pairs = measure()
+        row = row_of(pattern, *pairs, engine=scratch.engine, directory=self.report.directory)
+        self._session.line(row)
+        return row
 
     def _measure_swapping(self, scratch: ScratchFile, best: Best) -> None:
-        settings = self._settings
+        """Run rounds of reads, of writes and of both in turn at the best settings, through all of the memory."""
         self._now("through memory larger than the caches", 0.88)
-        depths = {
-            "read": best.read_depth,
-            "write": best.write_depth,
-            "mixed": max(2, best.read_depth, best.write_depth),
-        }
-        patterns = {op: settings.pattern(Point(op, best.block_bytes, depth)) for op, depth in depths.items()}
-        self.report.swap = measure_swapping(scratch, patterns, rounds=settings.rounds, check=self._check)
-        self._display.line(str(self.report.swap))
+        found: dict[str, list[Round]] = {op: [] for op in OPS}
+        for _ in range(self._settings.rounds):
+            for op in OPS:
+                self._session.check()
+                found[op].append(scratch.run(self._pattern(op, best), is_spread=True))
+        read, write = (statistics.median(one.gb_per_s for one in found[op]) for op in ("read", "write"))
+        mixed = found["mixed"]
+        seconds = 1e9 * sum(one.seconds for one in mixed)
+        both = (sum(one.read_nbytes for one in mixed) / seconds, sum(one.write_nbytes for one in mixed) / seconds)
+        self.report.swap = SwapRates(len(scratch.memory), read, write, duplex_of(*both, read, write))
+        self._session.line(self.report.swap)
+
+    def _measure_demand(self, scratch: ScratchFile, pattern: Pattern) -> DemandLatency:
+        """Run rounds of demand reads alone and beside writes in turn, with the block and depth of ``pattern``.
+
+        As many bytes as the pattern moves are written in a round, and no more.
+        """
+        most = pattern.max_nbytes and 2 * pattern.max_nbytes  # of both directions, half each
+        found: dict[str, list[Round]] = {op: [] for op in DEMAND_OPS}
+        for _ in range(self._settings.rounds):
+            for op in DEMAND_OPS:
+                self._session.check()
+                found[op].append(scratch.run(replace(pattern, op=op, max_nbytes=most)))
+        alone, beside = (Latency.of(np.concatenate([one.read_latencies_s for one in found[op]])) for op in DEMAND_OPS)
+        writes = found[DEMAND_OPS[1]]
+        rate = sum(one.write_nbytes for one in writes) / sum(one.seconds for one in writes) / 1e9
+        return DemandLatency(pattern.block_nbytes, pattern.depth, alone, beside, rate)
 
     def _measure_tensors(self, scratch: ScratchFile, best: Best) -> None:
-        settings = self._settings
-        if settings.tensor_nbytes:
-            self._display.line(TENSOR_TITLE)
-        for tensor_nbytes in settings.tensor_nbytes:
+        directory = self.report.directory
+
+        def raw(op: str) -> float:
+            self._session.check()
+            return scratch.run(self._pattern(op, best), is_spread=True).gb_per_s
+
+        if self._settings.tensor_nbytes:
+            self._session.line(_TENSOR_TITLE)
+        for tensor_nbytes in self._settings.tensor_nbytes:
             self._now(f"tensors of {format_bytes(tensor_nbytes)}", 0.95)
-            try:
-                found = measure_tensors(
-                    self._folders.make([self.report.directory]),
-                    tensor_nbytes,
-                    directory=self.report.directory,
-                    total_nbytes=settings.tensors_nbytes,
-                    dram_nbytes=settings.dram_nbytes,
-                    rounds=settings.tensor_rounds,
-                    engine=scratch.engine,
-                    raw={op: self._raw(scratch, self._pattern(op, best)) for op in ("read", "write")},
+            with self._session.folders(directory) as folders:
+                rows = _measure_tensors(
+                    folders, tensor_nbytes, self._settings, directory=directory, engine=scratch.engine, raw=raw
                 )
-            finally:
-                self._folders.remove()
-            self.report.tensors += found
-            self._display.line("\n".join(map(str, found)))
-
-    def _raw(self, scratch: ScratchFile, pattern: Pattern) -> Callable[[], float]:
-        def run() -> float:
-            self._check()
-            return scratch.run(pattern, is_spread=True).gb_per_s  # tensors are not in the processor's caches either
-
-        return run
+            self.report.tensors += rows
+            self._session.line(*rows)
 
     def _sustain(self, scratch: ScratchFile, best: Best) -> None:
         settings, report = self._settings, self.report
-        for op in ("write", "read") if settings.sustained_s else ():
+        if not settings.sustained_s:
+            return
+        for op in ("write", "read"):
             self._now(f"{op} for {settings.sustained_s:.0f} s", 0.98)
-            samples = sustain(
-                scratch,
-                self._pattern(op, best),
-                seconds=settings.sustained_s,
-                window_s=settings.window_s,
-                mount=self._described.mount,
-                check=self._check,
-            )
+            samples = self._time_series(scratch, self._pattern(op, best))
             report.sustained += samples
             rates = [sample.gb_per_s for sample in samples] or [0.0]
             heat = [sample.temperature_c for sample in samples if sample.temperature_c is not None]
-            self._display.line(
+            self._session.line(
                 f"{op} for {settings.sustained_s:.0f} s: {rates[0]:.2f} GB/s at first, {rates[-1]:.2f} at last, "
                 f"{min(rates):.2f}-{max(rates):.2f}; temperature "
                 f"{f'{heat[0]:.0f} to {heat[-1]:.0f} C' if heat else 'not readable'}"
             )
-        if settings.sustained_s:
-            drive = self._described.block_device
-            report.smart = read_smart(drive.disks if drive else ())
-            self._display.line("\n".join(map(str, report.smart)) or "SMART counters: not readable (smartctl)")
+        drive = self._described.block_device
+        report.smart = read_smart(drive.disks if drive else ())
+        self._session.line(*(report.smart or ("SMART counters: not readable (smartctl)",)))
+
+    def _time_series(self, scratch: ScratchFile, pattern: Pattern) -> list[SustainedRate]:
+        """Run ``pattern`` for so long without a pause; return its windows.
+
+        A drive's fast cache ends, and a hot drive slows down, only after seconds or minutes.
+        """
+        window_s, mount = self._settings.window_s, self._described.mount
+        samples: list[SustainedRate] = []
+        start = time.perf_counter()
+        marks = [(start, _moved(scratch))]
+
+        def note() -> bool:
+            (last, moved), now, now_moved = marks[-1], time.perf_counter(), _moved(scratch)
+            marks.append((now, now_moved))
+            drive = find_block_device(mount) if mount else None
+            heat = None if drive is None else _hottest(drive)
+            rate = (now_moved - moved) / (now - last) / 1e9
+            samples.append(SustainedRate(pattern.op, now - start, rate, heat))
+            self._session.check()
+            return True
+
+        long = replace(pattern, seconds=self._settings.sustained_s, max_nbytes=None)
+        run_round(scratch.device, scratch.memory, long, watch=note, watch_every_s=window_s)
+        if time.perf_counter() - marks[-1][0] > window_s / 2:
+            note()
+        return samples
 
     def _pattern(self, op: str, best: Best) -> Pattern:
-        depth = best.write_depth if op == "write" else best.read_depth
-        return self._settings.pattern(Point(op, best.block_bytes, depth))
+        depths = {"read": best.read_depth, "write": best.write_depth}
+        return self._settings.pattern(op, best.block_bytes, depths.get(op, max(2, *depths.values())))
 
     def _now(self, text: str, done: float) -> None:
-        self._check()
-        self._display.now(f"{self.report.directory}: {text}", done=done)
+        self._session.now(f"{self.report.directory}: {text}", done)
 
 
-def measure_together(
-    report: BenchReport,
-    display: BenchDisplay,
-    check: Callable[[], object],
-    folders: ScratchFolders,
+def measure_pairs(
+    scratch: ScratchFile,
+    pattern: Pattern,
     *,
-    engine: str,
-) -> list[TensorRow]:
-    """Put, get and lease tensors in a store over all directories of ``report``, each measured alone before; blocks.
+    rounds: int,
+    fio: Fio | None = None,
+    warm_up_s: float = 0.1,
+    check: Callable[[], object] = lambda: None,
+) -> tuple[list[Round], list[FioRound]]:
+    """Run ``rounds`` rounds after a warm-up, and as many of ``fio`` between them; return both; blocks.
 
-    The raw rate of a row is the sum of the rates of the drives alone, through memory that no cache holds. Each
-    folder is given the profile of its directory, which deals out the bytes. Raises TieredError; cleans up.
+    The drive drifts, and both sides of a pair meet it in the same mood; the first of a pair alternates. ``check`` is
+    called before each pair and may raise. Raises FioError, TieredError.
     """
-    settings = report.settings
-    sums = {op: sum(getattr(one, f"{op}_gb_per_s") for one in report.swapping) for op in ("read", "write")}
-
-    def checked(gb_per_s: float) -> float:
+    scratch.run(replace(pattern, seconds=warm_up_s))
+    ours: list[Round] = []
+    theirs: list[FioRound] = []
+    if fio is not None:
+        fio.calibrate(pattern, scratch.path)
+    for turn in range(rounds):
         check()
-        return gb_per_s
+        for is_fio in (turn % 2 == 1, turn % 2 == 0):
+            if not is_fio:
+                ours.append(scratch.run(pattern))
+            elif fio is not None:
+                theirs.append(fio.run(pattern, scratch.path))
+    return ours, theirs
 
-    check()
-    display.now(f"a store over all {len(report.directories)} directories", done=0.99)
-    display.line(f"\na store over all {len(report.directories)}; raw: the sum of each drive alone\n{TENSOR_TITLE}")
-    try:
-        rows = measure_tensors(
-            folders.make_profiled(report),
-            settings.together_tensor_nbytes,
-            directory="+".join(one.directory for one in report.directories),
-            total_nbytes=settings.tensors_nbytes,
-            dram_nbytes=settings.dram_nbytes,
-            rounds=settings.tensor_rounds,
-            engine=engine,
-            raw={op: partial(checked, rate) for op, rate in sums.items()},
+
+def row_of(
+    pattern: Pattern, ours: Sequence[Round], theirs: Sequence[FioRound], *, engine: str, directory: str
+) -> PointRow:
+    """Return the medians of ``ours`` and of fio's rounds, if any; latencies are over all blocks of ours."""
+    seconds = sum(one.seconds for one in ours)
+    rates, costs = [one.gb_per_s for one in ours], [one.cpu_s_per_gb for one in ours]
+    row = PointRow(
+        op=pattern.op,
+        block_bytes=pattern.block_nbytes,
+        depth=pattern.depth,
+        engine=engine,
+        directory=directory,
+        **spread(rates),
+        latency=Latency.of(np.concatenate([one.latencies_s for one in ours])),
+        cpu_s_per_gb=statistics.median(costs),
+        read_gb_per_s=sum(one.read_nbytes for one in ours) / seconds / 1e9,
+        write_gb_per_s=sum(one.write_nbytes for one in ours) / seconds / 1e9,
+    )
+    if not theirs:
+        return row
+    fio_rates, fio_costs = [one.gb_per_s for one in theirs], [one.cpu_s_per_gb for one in theirs]
+    return replace(
+        row,
+        fio_gb_per_s=statistics.median(fio_rates),
+        ratio_to_fio=median_ratio(rates, fio_rates),
+        fio_cpu_s_per_gb=statistics.median(fio_costs),
+        cpu_ratio_to_fio=median_ratio(costs, fio_costs) if all(fio_costs) else None,  # 0: too little
+        fio_latency=sorted(theirs, key=lambda one: one.gb_per_s)[len(theirs) // 2].latency,
+    )
+
+
+def measure_together(session: Session) -> None:
+    """Put, get and lease tensors in a store over all directories of the report, each measured alone before; blocks.
+
+    The raw rate of a row is the sum of the rates of the drives alone, through memory that no cache holds. Raises
+    TieredError; cleans up.
+    """
+    report, settings = session.report, session.settings
+
+    sums = {
+        "read": sum(one.read_gb_per_s for one in report.swapping),
+        "write": sum(one.write_gb_per_s for one in report.swapping),
+    }
+
+    def raw(op: str) -> float:
+        session.check()
+        return sums[op]
+
+    num = len(report.directories)
+    session.now(f"a store over all {num} directories", 0.99)
+    session.line(f"\na store over all {num}; raw: the sum of each drive alone", _TENSOR_TITLE)
+    with session.folders() as folders:
+        report.together = _measure_tensors(
+            folders, settings.together_tensor_nbytes, settings, directory=report.joined, engine=session.engine, raw=raw
         )
-    finally:
-        folders.remove()
-    display.line("\n".join(map(str, rows)))
+    session.line(*report.together)
+
+
+def _measure_tensors(
+    folders: Sequence[Path],
+    tensor_nbytes: int,
+    settings: BenchSettings,
+    *,
+    directory: str,
+    engine: str,
+    raw: Callable[[str], float],
+) -> list[TensorRow]:
+    """Measure puts and gets of tensors of ``tensor_nbytes`` in a new store over ``folders`` of ``directory``; blocks.
+
+    Puts end with a commit inside the timing, into extents written before. Gets come from a store that was just opened,
+    so that nothing is resident; its memory was touched before, as that of a store in use and that of raw rounds was.
+    ``raw`` runs a round of "read" or "write" between, which returns 10^9 bytes a second and may raise.
+    """
+    keys = [f"tensor/{number}" for number in range(max(1, divide_up(settings.tensors_nbytes, tensor_nbytes)))]
+    source = new_source(tensor_nbytes, len(keys))
+    target = torch.ones(tensor_nbytes, dtype=torch.uint8, device="cpu")  # touched
+    dram = max(settings.dram_nbytes, _MIN_DRAM_NBYTES)
+    rates: dict[str, list[tuple[float, float]]] = {op: [] for op in ("put", "get", "lease")}
+    with tiered.Store(*folders, dram=dram, engine=engine) as store:
+        for turn in range(-NUM_TENSOR_WARM_UPS, settings.tensor_rounds):
+            raw_gb_per_s = raw("write") if turn >= 0 else 0.0
+            seconds = put_tensors(store, keys, source, tensor_nbytes)
+            if turn >= 0:
+                rates["put"].append((len(keys) * tensor_nbytes / seconds / 1e9, raw_gb_per_s))
+    for op in ("get", "lease") * settings.tensor_rounds:
+        raw_gb_per_s = raw("read")
+        for file in (file for folder in folders for file in folder.glob("data-*")):
+            forget(str(file))  # engines that go through the page cache left it there
+        with tiered.Store(*folders, dram=dram, engine=engine, mode="r") as store:
+            _touch(store, dram)
+            seconds = _get(store, keys, target if op == "get" else None, num_ahead=dram // 2 // tensor_nbytes)
+        rates[op].append((len(keys) * tensor_nbytes / seconds / 1e9, raw_gb_per_s))
+    rows = []
+    for op, pairs in rates.items():
+        ours, theirs = zip(*pairs, strict=True)
+        row = TensorRow(
+            op=op, tensor_bytes=tensor_nbytes, num_tensors=len(keys), directory=directory, **spread(ours),
+            raw_gb_per_s=theirs, ratio_to_raw=median_ratio(ours, theirs),
+        )  # fmt: skip
+        rows.append(row)
     return rows
+
+
+def new_source(tensor_nbytes: int, num_tensors: int) -> torch.Tensor:
+    """Return random bytes to put ``num_tensors`` from: (nbytes,) uint8 of so many that no cache holds them."""
+    nbytes = max(tensor_nbytes, min(_SOURCE_NBYTES, num_tensors * tensor_nbytes))
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    source.view(torch.int64).random_()
+    return source
+
+
+def put_tensors(store: tiered.Store, keys: Sequence[str], source: torch.Tensor, tensor_nbytes: int) -> float:
+    """Put a tensor under each key and commit; return the seconds it took."""
+    pieces = source[: len(source) // tensor_nbytes * tensor_nbytes].view(-1, tensor_nbytes)
+    start = time.perf_counter()
+    store.put_many((key, pieces[number % len(pieces)]) for number, key in enumerate(keys))
+    store.commit()
+    return time.perf_counter() - start
+
+
+def _touch(store: tiered.Store, nbytes: int) -> None:
+    """Have the kernel give the store all the memory of its budget, which it zeroes at about the rate of a copy."""
+    buffer = store.working_set.reserve(nbytes)
+    ctypes.memset(buffer.address, 0, buffer.nbytes)
+    store.working_set.unreserve(buffer)
+
+
+def _get(store: tiered.Store, keys: Sequence[str], target: torch.Tensor | None, *, num_ahead: int) -> float:
+    """Get every key into ``target``, or lease it; ask for about so many ahead. Return the seconds it took."""
+    num_ahead = max(2, min(_MOST_AHEAD, num_ahead))
+    start = time.perf_counter()
+    for number, key in enumerate(keys):
+        if number % max(1, num_ahead // 4) == 0:  # often enough that most of it is ahead at any time
+            store.prefetch(islice(keys, number, number + num_ahead))
+        if target is None:
+            with store.lease(key):
+                pass
+        else:
+            store.get(key, out=target)
+    return time.perf_counter() - start
+
+
+def read_smart(disks: tuple[str, ...]) -> list[Smart]:
+    """Return smartctl's answers for ``disks``; nothing where it is not installed or may not look."""
+    program = shutil.which("smartctl")
+    found = (_smart(program, disk) for disk in disks) if program else ()
+    return [smart for smart in found if smart is not None]
+
+
+def _smart(program: str, disk: str) -> Smart | None:
+    try:
+        output = subprocess.run(
+            [program, "--json", "--all", f"/dev/{disk}"], capture_output=True, text=True, timeout=_SMARTCTL_S
+        ).stdout
+        log: Mapping[str, int | None] = json.loads(output)["nvme_smart_health_information_log"]
+        written = log.get("data_units_written")
+        return Smart(
+            disk=disk,
+            temperature_c=log.get("temperature"),
+            percentage_used=log.get("percentage_used"),
+            available_spare=log.get("available_spare"),
+            written_nbytes=None if written is None else written * 512_000,  # units of a thousand sectors
+            media_errors=log.get("media_errors"),
+            warning_temperature_minutes=log.get("warning_temp_time"),
+        )
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _moved(scratch: ScratchFile) -> int:
+    found = scratch.device.statistics()
+    return found.read_bytes + found.write_bytes
+
+
+def _hottest(device: BlockDevice) -> float | None:
+    all_of = [device.temperature_c, *(_hottest(part) for part in device.parts)]
+    return max((one for one in all_of if one is not None), default=None)
