@@ -117,11 +117,13 @@ class TestRound:
     def test_a_watch_ends_it_early(self, device: Device, memory: memoryview) -> None:
         calls: list[None] = []
 
-        def watch() -> bool:
+        def watch() -> None:
             calls.append(None)
-            return len(calls) < 3
+            if len(calls) == 3:
+                raise KeyboardInterrupt
 
-        run_round(device, memory, pattern(seconds=3600.0), watch=watch, watch_every_s=0.001)
+        with pytest.raises(KeyboardInterrupt):
+            run_round(device, memory, pattern(seconds=3600.0), watch=watch, watch_every_s=0.001)
         assert len(calls) == 3
 
     def test_an_error_of_the_device_is_raised_when_nothing_is_in_flight(

@@ -169,24 +169,19 @@ class _TorchPath:
 
     def __init__(self, device: torch.device, nbytes: int, num_blocks: int) -> None:
         self.streams = (torch.Stream(device=device), torch.Stream(device=device))
-        self._host_in, self._host_out = (
-            [torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(num_blocks)]
-            for _ in range(2)
-        )
-        self._device_in, self._device_out = (
-            [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(_NUM_BUFFERS)] for _ in range(2)
-        )
+        self._hosts = torch.empty((2, num_blocks, nbytes), dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._devices = torch.empty((2, _NUM_BUFFERS, nbytes), dtype=torch.uint8, device=device)  # in, out
         torch.accelerator.synchronize(device)  # order: the memory was allocated on the caller's stream
 
     def copy_in(self, number: int) -> None:
         with on_stream(self.streams[0]):
-            source = self._host_in[number % len(self._host_in)]
-            self._device_in[number % _NUM_BUFFERS].copy_(source, non_blocking=True)
+            source = self._hosts[0, number % self._hosts.shape[1]]
+            self._devices[0, number % _NUM_BUFFERS].copy_(source, non_blocking=True)
 
     def copy_out(self, number: int) -> None:
         with on_stream(self.streams[1]):
-            target = self._host_out[number % len(self._host_out)]
-            target.copy_(self._device_out[number % _NUM_BUFFERS], non_blocking=True)
+            target = self._hosts[1, number % self._hosts.shape[1]]
+            target.copy_(self._devices[1, number % _NUM_BUFFERS], non_blocking=True)
 
     def settle(self) -> None:
         """A round has ended, and nothing else is kept."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from tiered.bytes.device.engines import DEVICES
 from tiered.bytes.device.profile import write_link_profile, write_profile
@@ -30,7 +29,6 @@ from tiered.units import format_bytes
 
 __all__ = ["BenchRequest", "bench", "confirm_writes"]
 
-_Kept = TypeVar("_Kept")
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT is an Interruption's
 
 
@@ -158,21 +156,21 @@ def _keep_profiles(one: DirectoryReport, report: BenchReport) -> None:
     """Keep and tell the best settings of one directory, and the rates of a compute device beside them."""
     best, found = one.best, report.compute_device
     assert best is not None
+    kept = _kept(lambda: write_profile(one.directory, report.profile_of(one)))
     say(
         f"best: engine {one.engine}, blocks of {format_bytes(best.block_bytes)}, {best.read_depth} in flight reading, "
-        f"{best.write_depth} writing; {_kept(write_profile, one.directory, report.profile_of(one))} "
-        'for Store(engine="auto")',
+        f'{best.write_depth} writing; {kept} for Store(engine="auto")',
         indent=2,
     )
     if found is not None:
-        kept = _kept(write_link_profile, one.directory, report.link_profile_of(found))
+        kept = _kept(lambda: write_link_profile(one.directory, report.link_profile_of(found)))
         say(f"{found.device}: {found.link}; {kept}", indent=2)
 
 
-def _kept(write: Callable[[str, _Kept], Path], directory: str, profile: _Kept) -> str:
-    """Write a profile; where it cannot be kept, say so and go on."""
+def _kept(write: Callable[[], Path]) -> str:
+    """Write a profile and return where it is; where it cannot be kept, say so and go on."""
     try:
-        return f"kept in {write(directory, profile)}"
+        return f"kept in {write()}"
     except TieredError as error:
         return f"not kept ({error})"
 

@@ -9,10 +9,9 @@ smart, demand, swap, best. A figure that was not measured is null. GB are 10^9 b
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from itertools import chain
 from typing import Any
 
 from tiered.bytes.device.profile import LinkProfile, Profile
@@ -37,7 +36,12 @@ POINT_TITLE = (
     f"{'p50 ms':>7} {'p99 ms':>7} {'CPU ms/GB':>9}"
 )
 
-_READ_BYTES_PER_PARAM, _WRITE_BYTES_PER_PARAM = 14, 12  # a step of state="exact" with nothing held: README
+_BY_DIRECTORY = {
+    "engines": "engine", "engine_reasons": "engine_reason", "fio": "fio_engine", "sustained": "sustained",
+    "smart": "smart", "demand": "demand", "swap": "swap", "best": "best",
+}  # fmt: skip
+"""The keys of the JSON whose values are by directory: the fields of DirectoryReport."""
+
 _AS_GOOD_AS = 0.97  # of the best: fewer bytes in flight are worth 3 %, about the difference between rounds
 _THE_SAME = 0.03
 
@@ -186,11 +190,7 @@ class DemandLatency:
     alone: Latency
     beside_writes: Latency
     write_gb_per_s: float  # while demand reads went on
-
-    @property
-    def p99_ratio(self) -> float:
-        """How many times longer the 99th of a hundred reads takes beside writes."""
-        return self.beside_writes.p99_s / self.alone.p99_s
+    p99_ratio: float  # how many times longer the 99th of a hundred reads takes beside writes
 
     def __str__(self) -> str:
         return (
@@ -257,8 +257,8 @@ class Best:
 
     @property
     def seconds(self) -> float:
-        """The I/O time of a training step of 1e9 parameters, reads and writes one after the other."""
-        return step_seconds(1e9, self.read_gb_per_s, self.write_gb_per_s, duplex=0.0)
+        """The I/O time of a training step, reads and writes one after the other."""
+        return step_seconds(self.read_gb_per_s, self.write_gb_per_s)
 
 
 @dataclass(slots=True)
@@ -343,28 +343,16 @@ class BenchReport:
 
     def as_json(self) -> dict[str, object]:
         """Return the report for ``json.dumps``."""
-
-        def by_directory(value: Callable[[DirectoryReport], object]) -> dict[str, object]:
-            return {one.directory: value(one) for one in self.directories}
-
+        found = [asdict(one) for one in self.directories]
         return {
             "schema": SCHEMA,
             "version": VERSION,
             "measured_at": self.measured_at,
             "machine": self.machine.as_json(),
             "settings": asdict(self.settings),
-            "engines": by_directory(lambda one: one.engine),
-            "engine_reasons": by_directory(lambda one: one.engine_reason),
-            "fio": by_directory(lambda one: one.fio_engine),
-            "results": [asdict(row) for one in self.directories for row in one.rows + one.other_rows],
-            "tensors": [asdict(row) for row in chain(*(one.tensors for one in self.directories), self.together)],
-            "sustained": by_directory(lambda one: [asdict(sample) for sample in one.sustained]),
-            "smart": by_directory(lambda one: [asdict(smart) for smart in one.smart]),
-            "demand": by_directory(
-                lambda one: one.demand and {**asdict(one.demand), "p99_ratio": one.demand.p99_ratio}
-            ),
-            "swap": by_directory(lambda one: one.swap and asdict(one.swap)),
-            "best": by_directory(lambda one: one.best and asdict(one.best)),
+            "results": [row for one in found for row in one["rows"] + one["other_rows"]],
+            "tensors": [row for one in found for row in one["tensors"]] + [asdict(row) for row in self.together],
+            **{key: {one["directory"]: one[name] for one in found} for key, name in _BY_DIRECTORY.items()},
             "ratios_to_sum": {row.op: row.ratio_to_raw for row in self.together},
             "compute_device": self.compute_device and asdict(self.compute_device),
             "verdict": self.verdict,
@@ -403,7 +391,7 @@ def best_of(figures: Sequence[PointRow]) -> Best:
         reads, writes = ([figure for figure in same if figure.op == op] for op in ("read", "write"))
         if reads and writes:
             read, write = _shallowest(reads), _shallowest(writes)
-            seconds = step_seconds(1e9, read.gb_per_s, write.gb_per_s, duplex=0.0)
+            seconds = step_seconds(read.gb_per_s, write.gb_per_s)
             choices.append((seconds, block_bytes * (read.depth + write.depth), read, write))
     fastest = min(seconds for seconds, *_ in choices)
     _, _, read, write = min((choice for choice in choices if choice[0] * _AS_GOOD_AS <= fastest), key=lambda c: c[1])
@@ -422,15 +410,12 @@ def best_of(figures: Sequence[PointRow]) -> Best:
     )
 
 
-def step_seconds(num_params: float, read_gb_per_s: float, write_gb_per_s: float, *, duplex: float | None) -> float:
-    """Return the I/O time of a training step: 14 bytes per parameter read, 12 written, overlapped by ``duplex``."""
-    return move_seconds(
-        num_params * _READ_BYTES_PER_PARAM,
-        num_params * _WRITE_BYTES_PER_PARAM,
-        read_gb_per_s,
-        write_gb_per_s,
-        duplex=duplex or 0.0,
-    )
+def step_seconds(read_gb_per_s: float, write_gb_per_s: float, *, duplex: float = 0.0) -> float:
+    """Return the I/O time of a training step of 1e9 parameters: 14 bytes of each are read, 12 written.
+
+    Reads and writes overlap by ``duplex``. The bytes are those of state="exact" with nothing held: README.
+    """
+    return move_seconds(14e9, 12e9, read_gb_per_s, write_gb_per_s, duplex=duplex)
 
 
 def verdict_of(
@@ -448,11 +433,11 @@ def verdict_of(
     read = max((one.gb_per_s for one in together if one.op == "get"), default=bests[0].read_gb_per_s)
     write = max((one.gb_per_s for one in together if one.op == "put"), default=bests[0].write_gb_per_s)
     known = [best.duplex for best in bests if best.duplex is not None]
-    seconds = step_seconds(1e9, read, write, duplex=min(known, default=None))
+    seconds = step_seconds(read, write, duplex=min(known, default=0.0))
     tensors = ""
     if len(swapping) == 1 and not together:
         one = swapping[0]
-        seconds = step_seconds(1e9, one.read_gb_per_s, one.write_gb_per_s, duplex=one.duplex)
+        seconds = step_seconds(one.read_gb_per_s, one.write_gb_per_s, duplex=one.duplex)
         tensors = f" (tensors, which no cache holds, {one.read_gb_per_s:.1f} and {one.write_gb_per_s:.1f})"
     if together:
         tensors = " (a store over all of them)"

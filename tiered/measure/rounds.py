@@ -46,7 +46,7 @@ class Direction:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The blocks that a round moves: sequential, wrapping at the end of the file.
+    """The blocks that a round moves: sequential, wrapping at the end of the scratch file.
 
     A round ends after ``seconds``, or after ``max_nbytes`` where they are given, whichever comes first.
     "mixed" reads the first half of the file and writes the second, each with half of the depth: the blocks of a step
@@ -61,7 +61,6 @@ class Pattern:
     file_nbytes: int
     seconds: float
     max_nbytes: int | None = None
-    file: int = SCRATCH
 
     def __post_init__(self) -> None:
         if self.op not in (*OPS, *DEMAND_OPS):
@@ -156,24 +155,22 @@ def run_round(
     pattern: Pattern,
     *,
     is_spread: bool = False,
-    watch: Callable[[], bool] | None = None,
+    watch: Callable[[], object] = lambda: None,
     watch_every_s: float = 1.0,
 ) -> Round:
     """Run one round; blocks. ``memory`` holds at least ``depth`` blocks, aligned, and is overwritten by reads.
 
     ``is_spread`` uses all of it in turn, as a swap of tensors does. Otherwise it is the same few blocks again and
     again, as in fio, which are then in the processor's caches when the drive's bytes arrive.
-    ``watch`` is called from this thread while it runs; the round ends early when it returns False. Raises what the
-    device raised or reported, once nothing is in flight any more.
+    ``watch`` is called from this thread while it runs, and may raise to end it. Raises what the device raised or
+    reported, once nothing is in flight any more.
     """
     loop = _Loop(device, memory, pattern, is_spread=is_spread)
     cpu_s, start = time.process_time(), time.perf_counter()  # io_uring's kernel workers count as threads of ours
     try:
         loop.begin(start + pattern.seconds)
-        while not loop.finished.wait(watch_every_s if watch else None):
-            if watch is not None and not watch():
-                loop.stop()
-                watch = None
+        while not loop.finished.wait(watch_every_s):
+            watch()
     except BaseException:  # an interrupt: transfers in flight still use the memory, until the device is closed
         loop.stop()
         raise
@@ -189,18 +186,13 @@ def run_round(
 
 
 def write_file(device: Device, memory: memoryview, pattern: Pattern, check: Callable[[], object]) -> None:
-    """Write the pattern's file once from start to end, so that it is overwritten from now on; blocks.
+    """Write the scratch file once from start to end, so that it is overwritten from now on; blocks.
 
     The file is grown first. ``check()`` is called now and then from this thread, and may raise to end it.
     """
     nbytes = pattern.file_nbytes // pattern.block_nbytes * pattern.block_nbytes
-    device.grow(pattern.file, nbytes)
-
-    def watch() -> bool:
-        check()
-        return True
-
-    run_round(device, memory, replace(pattern, seconds=math.inf, max_nbytes=nbytes), watch=watch, watch_every_s=0.1)
+    device.grow(SCRATCH, nbytes)
+    run_round(device, memory, replace(pattern, seconds=math.inf, max_nbytes=nbytes), watch=check, watch_every_s=0.1)
 
 
 class _Stream:
@@ -220,7 +212,6 @@ class _Loop:
         nbytes, num_slots = pattern.block_nbytes, pattern.num_slots
         if len(memory) < nbytes * num_slots:
             raise ValueError(f"{num_slots} blocks of {nbytes} bytes need more memory than {len(memory)} bytes")
-        self.pattern = pattern
         self.submit = device.submit
         self.max_blocks = sys.maxsize if pattern.max_blocks is None else pattern.max_blocks
         self.deadline = self.end = 0.0
@@ -268,7 +259,7 @@ class _Slot:
         self._blocks = blocks
         self._operation = Operation(  # one for all turns: it is the submitter's again once it is done
             is_write=stream.direction.is_write,
-            file=loop.pattern.file,
+            file=SCRATCH,
             offset=0,
             memory=blocks[0],
             io_class=stream.direction.io_class,

@@ -54,16 +54,16 @@ class FioRound(Moved):
 
 
 class Fio:
-    """A way to call fio: its path, the engine that works here, and the CPU cost of a start per pattern."""
+    """A way to call fio: its path, the engine that works here, and the CPU cost of a start for the present pattern."""
 
     def __init__(self, program: str, engine: str) -> None:
         self.engine = engine
         self._program = program
-        self._start_cpu_s: dict[tuple[str, int, int], float] = {}
+        self._start_cpu_s = float("inf")
 
     def calibrate(self, pattern: Pattern, file: str) -> None:
-        """Measure the CPU cost of fio's start for ``pattern``, and warm it up; blocks. Raises FioError."""
-        self._start_cpu_s[_start_of(pattern)], _ = self._run(pattern, file, ["--number_ios=1"], wait_s=_START_S)
+        """Measure the CPU cost of fio's start for the ``pattern`` that is run next; blocks. Raises FioError."""
+        self._start_cpu_s, _ = self._run(pattern, file, ["--number_ios=1"], wait_s=_START_S)
 
     def run(self, pattern: Pattern, file: str) -> FioRound:
         """Run ``pattern`` on ``file`` and return fio's figures; blocks.
@@ -77,7 +77,7 @@ class Fio:
             limits.append(f"--io_size={pattern.max_blocks * pattern.block_nbytes}")
         cpu_s, report = self._run(pattern, file, limits, wait_s=pattern.seconds + _START_S)
         # The jobs' own count leaves out io_uring's kernel workers, the process's has a start of uncertain length.
-        return _parse(report, cpu_s - self._start_cpu_s.get(_start_of(pattern), cpu_s) - _START_NOISE_S)
+        return _parse(report, cpu_s - self._start_cpu_s - _START_NOISE_S)
 
     def command(self, pattern: Pattern, file: str, limits: Sequence[str]) -> list[str]:
         """Return the command line: one job per direction, each over the same blocks as ours."""
@@ -258,11 +258,6 @@ def _open_device(directory: str, engine: str, depth: int) -> FileDevice:
     if engine == "threads":
         return ThreadsDevice(directory, num_threads=max(2, min(depth, _MOST_THREADS)))
     return open_device(directory, engine)
-
-
-def _start_of(pattern: Pattern) -> tuple[str, int, int]:
-    """Return what the cost of fio's start depends on."""
-    return pattern.op, pattern.block_nbytes, pattern.depth
 
 
 def _children_cpu_s() -> float:

@@ -152,16 +152,9 @@ class Suite:
     def _measure_swapping(self, scratch: ScratchFile, best: Best) -> None:
         """Run rounds of reads, of writes and of both in turn at the best settings, through all of the memory."""
         self._now("through memory larger than the caches", 0.88)
-        found: dict[str, list[Round]] = {op: [] for op in OPS}
-        for _ in range(self._settings.rounds):
-            for op in OPS:
-                self._session.check()
-                found[op].append(scratch.run(self._pattern(op, best), is_spread=True))
-        read, write = (statistics.median(one.gb_per_s for one in found[op]) for op in ("read", "write"))
-        mixed = found["mixed"]
-        seconds = 1e9 * sum(one.seconds for one in mixed)
-        both = (sum(one.read_nbytes for one in mixed) / seconds, sum(one.write_nbytes for one in mixed) / seconds)
-        self.report.swap = SwapRates(len(scratch.memory), read, write, duplex_of(*both, read, write))
+        reads, writes, mixed = self._in_turn(scratch, [self._pattern(op, best) for op in OPS], is_spread=True)
+        read, write = (statistics.median(one.gb_per_s for one in rounds) for rounds in (reads, writes))
+        self.report.swap = SwapRates(len(scratch.memory), read, write, duplex_of(*_both_gb_per_s(mixed), read, write))
         self._session.line(self.report.swap)
 
     def _measure_demand(self, scratch: ScratchFile, pattern: Pattern) -> DemandLatency:
@@ -170,15 +163,27 @@ class Suite:
         As many bytes as the pattern moves are written in a round, and no more.
         """
         most = pattern.max_nbytes and 2 * pattern.max_nbytes  # of both directions, half each
-        found: dict[str, list[Round]] = {op: [] for op in DEMAND_OPS}
+        found = self._in_turn(scratch, [replace(pattern, op=op, max_nbytes=most) for op in DEMAND_OPS])
+        alone, beside = (Latency.of(np.concatenate([one.read_latencies_s for one in rounds])) for rounds in found)
+        return DemandLatency(
+            block_bytes=pattern.block_nbytes,
+            write_depth=pattern.depth,
+            alone=alone,
+            beside_writes=beside,
+            write_gb_per_s=_both_gb_per_s(found[1])[1],
+            p99_ratio=beside.p99_s / alone.p99_s,
+        )
+
+    def _in_turn(
+        self, scratch: ScratchFile, patterns: Sequence[Pattern], *, is_spread: bool = False
+    ) -> list[list[Round]]:
+        """Return the rounds of each of ``patterns``, which were run in turn."""
+        found: list[list[Round]] = [[] for _ in patterns]
         for _ in range(self._settings.rounds):
-            for op in DEMAND_OPS:
+            for pattern, rounds in zip(patterns, found, strict=True):
                 self._session.check()
-                found[op].append(scratch.run(replace(pattern, op=op, max_nbytes=most)))
-        alone, beside = (Latency.of(np.concatenate([one.read_latencies_s for one in found[op]])) for op in DEMAND_OPS)
-        writes = found[DEMAND_OPS[1]]
-        rate = sum(one.write_nbytes for one in writes) / sum(one.seconds for one in writes) / 1e9
-        return DemandLatency(pattern.block_nbytes, pattern.depth, alone, beside, rate)
+                rounds.append(scratch.run(pattern, is_spread=is_spread))
+        return found
 
     def _measure_tensors(self, scratch: ScratchFile, best: Best) -> None:
         directory = self.report.directory
@@ -227,7 +232,7 @@ class Suite:
         start = time.perf_counter()
         marks = [(start, _moved(scratch))]
 
-        def note() -> bool:
+        def note() -> None:
             (last, moved), now, now_moved = marks[-1], time.perf_counter(), _moved(scratch)
             marks.append((now, now_moved))
             drive = find_block_device(mount) if mount else None
@@ -235,7 +240,6 @@ class Suite:
             rate = (now_moved - moved) / (now - last) / 1e9
             samples.append(SustainedRate(pattern.op, now - start, rate, heat))
             self._session.check()
-            return True
 
         long = replace(pattern, seconds=self._settings.sustained_s, max_nbytes=None)
         run_round(scratch.device, scratch.memory, long, watch=note, watch_every_s=window_s)
@@ -284,7 +288,7 @@ def row_of(
     pattern: Pattern, ours: Sequence[Round], theirs: Sequence[FioRound], *, engine: str, directory: str
 ) -> PointRow:
     """Return the medians of ``ours`` and of fio's rounds, if any; latencies are over all blocks of ours."""
-    seconds = sum(one.seconds for one in ours)
+    read_gb_per_s, write_gb_per_s = _both_gb_per_s(ours)
     rates, costs = [one.gb_per_s for one in ours], [one.cpu_s_per_gb for one in ours]
     row = PointRow(
         op=pattern.op,
@@ -295,8 +299,8 @@ def row_of(
         **spread(rates),
         latency=Latency.of(np.concatenate([one.latencies_s for one in ours])),
         cpu_s_per_gb=statistics.median(costs),
-        read_gb_per_s=sum(one.read_nbytes for one in ours) / seconds / 1e9,
-        write_gb_per_s=sum(one.write_nbytes for one in ours) / seconds / 1e9,
+        read_gb_per_s=read_gb_per_s,
+        write_gb_per_s=write_gb_per_s,
     )
     if not theirs:
         return row
@@ -309,6 +313,12 @@ def row_of(
         cpu_ratio_to_fio=median_ratio(costs, fio_costs) if all(fio_costs) else None,  # 0: too little
         fio_latency=sorted(theirs, key=lambda one: one.gb_per_s)[len(theirs) // 2].latency,
     )
+
+
+def _both_gb_per_s(rounds: Sequence[Round]) -> tuple[float, float]:
+    """Return the rates of reads and of writes over all ``rounds``."""
+    seconds = 1e9 * sum(one.seconds for one in rounds)
+    return sum(one.read_nbytes for one in rounds) / seconds, sum(one.write_nbytes for one in rounds) / seconds
 
 
 def measure_together(session: Session) -> None:
