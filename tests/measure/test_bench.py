@@ -338,7 +338,7 @@ class TestSettings:
         for settings in (FULL, QUICK):
             assert settings.tier_dram_nbytes <= settings.tensors_nbytes // 2
             assert settings.tier_tensor_nbytes == 16 * MiB <= settings.tier_dram_nbytes // 16
-        assert QUICK.estimate_s(has_fio=True) + QUICK.device_estimate_s() < 55
+        assert QUICK.estimate_s(has_fio=True, has_device=True) < 55
         assert QUICK.write_nbytes(has_fio=True, has_device=True) <= 30 * GiB
 
     def test_little_room_makes_smaller_files(self) -> None:

@@ -80,8 +80,7 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
     say(f"this writes at most {format_bytes(nbytes)} to {each}", indent=2)
     drives = [check.run().found for check in drive_checks([one.path for one in machine.directories])]
     say(*machine.lines(), *(f"drives    {found}" for found in drives), indent=10)
-    seconds = settings.estimate_s(has_fio=has_fio) * len(machine.directories)
-    seconds += settings.device_estimate_s() if has_device else 0.0
+    seconds = settings.estimate_s(has_fio=has_fio, num_directories=len(machine.directories), has_device=has_device)
     time = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
     say(f"about {time}; Ctrl-C ends it in good order")
     confirm_writes(machine.directories, nbytes, settings.file_nbytes, yes=request.yes)

@@ -178,10 +178,10 @@ def run_round(
     if loop.errors:
         raise loop.errors[0]
     nbytes, latencies = [0, 0], [np.empty(0), np.empty(0)]
-    for stream in loop.streams:
-        is_write = stream.direction.is_write
-        nbytes[is_write] = pattern.block_nbytes * sum(slot.num_done for slot in loop.slots if slot.stream is stream)
-        latencies[is_write] = np.array(stream.latencies)
+    for slot in loop.slots:
+        nbytes[slot.direction.is_write] += slot.num_done * pattern.block_nbytes
+    for direction, seconds in loop.latencies.items():
+        latencies[direction.is_write] = np.array(seconds)
     return Round(nbytes[False], nbytes[True], loop.end - start, cpu_s, latencies[False], latencies[True])
 
 
@@ -195,18 +195,11 @@ def write_file(device: Device, memory: memoryview, pattern: Pattern, check: Call
     run_round(device, memory, replace(pattern, seconds=math.inf, max_nbytes=nbytes), watch=check, watch_every_s=0.1)
 
 
-class _Stream:
-    """The blocks of one direction. ``next`` of a counter, and ``append``, are single steps under the GIL."""
-
-    def __init__(self, pattern: Pattern, direction: Direction) -> None:
-        self.direction = direction
-        self.start = direction.first_block * pattern.block_nbytes
-        self.turns = itertools.count()
-        self.latencies = deque[float](maxlen=_MAX_LATENCIES)
-
-
 class _Loop:
-    """One pattern on one device. Its slots are busy from ``begin`` until each has seen the end."""
+    """One pattern on one device. Its slots are busy from ``begin`` until each has seen the end.
+
+    ``next`` of a counter and ``append``, which the slots of a direction share, are single steps under the GIL.
+    """
 
     def __init__(self, device: Device, memory: memoryview, pattern: Pattern, *, is_spread: bool) -> None:
         nbytes, num_slots = pattern.block_nbytes, pattern.num_slots
@@ -220,9 +213,10 @@ class _Loop:
         self._num_finished = itertools.count(1)
         num_blocks = len(memory) // nbytes if is_spread else num_slots
         blocks = [memory[start : start + nbytes] for start in range(0, nbytes * num_blocks, nbytes)]
-        self.streams = [_Stream(pattern, direction) for direction in pattern.directions]
-        owners = [stream for stream in self.streams for _ in range(stream.direction.depth)]
-        self.slots = [_Slot(self, stream, blocks[number::num_slots]) for number, stream in enumerate(owners)]
+        self.turns = {direction: itertools.count() for direction in pattern.directions}
+        self.latencies = {direction: deque[float](maxlen=_MAX_LATENCIES) for direction in pattern.directions}
+        owners = [direction for direction in pattern.directions for _ in range(direction.depth)]
+        self.slots = [_Slot(self, direction, blocks[number::num_slots]) for number, direction in enumerate(owners)]
 
     def begin(self, deadline: float) -> None:
         """Submit the first blocks; none is submitted after ``deadline`` (of time.perf_counter)."""
@@ -250,19 +244,23 @@ class _Loop:
 class _Slot:
     """One place in the queue with its blocks of memory: one is in flight, or the slot finished for good."""
 
-    __slots__ = ("_blocks", "_loop", "_operation", "_operations", "_start", "num_done", "stream")
+    __slots__ = (
+        "_blocks", "_latencies", "_loop", "_operation", "_operations", "_start", "_turns", "direction", "num_done",
+    )  # fmt: skip
 
-    def __init__(self, loop: _Loop, stream: _Stream, blocks: Sequence[memoryview]) -> None:
-        self.stream = stream
+    def __init__(self, loop: _Loop, direction: Direction, blocks: Sequence[memoryview]) -> None:
+        self.direction = direction
         self.num_done = 0
         self._loop = loop
+        self._turns = loop.turns[direction]
+        self._latencies = loop.latencies[direction]
         self._blocks = blocks
         self._operation = Operation(  # one for all turns: it is the submitter's again once it is done
-            is_write=stream.direction.is_write,
+            is_write=direction.is_write,
             file=SCRATCH,
             offset=0,
             memory=blocks[0],
-            io_class=stream.direction.io_class,
+            io_class=direction.io_class,
             on_done=self._on_done,
         )
         self._operations = (self._operation,)
@@ -270,13 +268,13 @@ class _Slot:
 
     def submit(self, now: float) -> None:
         """Submit the next block of the direction ``now``. One thread at a time: nothing of this slot is in flight."""
-        loop, stream, operation = self._loop, self.stream, self._operation
-        turn = next(stream.turns)
+        loop, operation, direction = self._loop, self._operation, self.direction
+        turn = next(self._turns)
         if turn >= loop.max_blocks:
             loop.stop()
             loop.finish_slot(now)
             return
-        operation.offset = stream.start + turn % stream.direction.num_blocks * operation.nbytes
+        operation.offset = (direction.first_block + turn % direction.num_blocks) * operation.nbytes
         if len(self._blocks) > 1:
             operation.memory = self._blocks[self.num_done % len(self._blocks)]
         self._start = now
@@ -289,7 +287,7 @@ class _Slot:
     def _on_done(self, operation: Operation) -> None:
         now = time.perf_counter()
         if operation.error is None:
-            self.stream.latencies.append(now - self._start)
+            self._latencies.append(now - self._start)
             self.num_done += 1
         else:
             self._loop.fail(operation.error)

@@ -167,11 +167,6 @@ class ScratchFile(AbstractContextManager["ScratchFile"]):
                 part[:] = random.integers(0, 1 << 64, size=len(part), dtype=np.uint64)
             self._exit = undo.pop_all()
 
-    @property
-    def engine(self) -> str:
-        """The name of the engine that moves the bytes."""
-        return self.device.engine
-
     def write_file(self, check: Callable[[], object] = lambda: None) -> None:
         """Write the scratch file from start to end, so that every later write overwrites; blocks.
 

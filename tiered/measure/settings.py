@@ -118,13 +118,8 @@ class BenchSettings:
         """Return the most that one put of all tensors of a size writes, its commit included."""
         return divide_up(self.tensors_nbytes, tensor_nbytes) * (tensor_nbytes + _ROW_NBYTES) + _TRIAL_NBYTES
 
-    def device_estimate_s(self) -> float:
-        """Return about how long a compute device takes in all, at some 5 GB/s of copies and 2 GB/s of the drives."""
-        copies = 2 * 4 * (1 + self.rounds) * self.copies_nbytes / 5e9
-        return copies + 2 * (1 + NUM_TIER_WARM_UPS + self.tensor_rounds) * self.tensors_nbytes / 2e9
-
-    def estimate_s(self, *, has_fio: bool) -> float:
-        """Return about how long it takes per directory, at some 2 GB/s."""
+    def estimate_s(self, *, has_fio: bool, num_directories: int = 1, has_device: bool = False) -> float:
+        """Return about how long it takes, at some 2 GB/s of the drives and 5 GB/s of copies."""
         seconds = self.file_nbytes / 2e9 + 2 * self.sustained_s + 5 * self.rounds * self.round_s
         for point in self.points:
             seconds += self.warm_up_s + self.rounds * self.round_s
@@ -132,7 +127,10 @@ class BenchSettings:
                 seconds += self.rounds * self.round_s + (self.rounds + 1) * _FIO_START_S
         seconds += len(self.engines) * (self.file_nbytes / 1e9 + 4 * self.rounds * (self.round_s + _FIO_START_S))
         per_size = (3 * self.tensor_rounds + 2) * self.tensors_nbytes / 2e9 + 3 * self.tensor_rounds * self.round_s
-        return seconds + len(self.tensor_nbytes) * per_size
+        seconds += len(self.tensor_nbytes) * per_size
+        copies_s = 2 * 4 * (1 + self.rounds) * self.copies_nbytes / 5e9
+        tiers_s = 2 * (1 + NUM_TIER_WARM_UPS + self.tensor_rounds) * self.tensors_nbytes / 2e9
+        return num_directories * seconds + has_device * (copies_s + tiers_s)
 
     def fitted(self, free_nbytes: int) -> BenchSettings:
         """Return settings whose files take at most a tenth of ``free_nbytes``, down to 64 MiB.

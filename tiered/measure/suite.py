@@ -12,8 +12,8 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -72,7 +72,7 @@ class Suite:
         """Measure everything; blocks for minutes. Raises TieredError and the errors of the session's check."""
         report, line = self.report, self._session.line
         with self._open_scratch(self._session.engine) as scratch:
-            report.engine, report.engine_reason = scratch.engine, scratch.engine_reason
+            report.engine, report.engine_reason = scratch.device.engine, scratch.engine_reason
             self._find_fio(scratch)
             line(POINT_TITLE)
             for number, point in enumerate(self._settings.points):
@@ -129,7 +129,8 @@ class Suite:
             missing = str(error)
         reference = f"beside fio with {self._fio.engine}" if self._fio else f"without a reference: {missing}"
         self.report.fio_engine = self._fio.engine if self._fio else None
-        self._session.line(f"\n{self.report.directory}: engine {scratch.engine} ({scratch.engine_reason}), {reference}")
+        report = self.report
+        self._session.line(f"\n{report.directory}: engine {report.engine} ({report.engine_reason}), {reference}")
 
     def _measure_point(self, scratch: ScratchFile, pattern: Pattern) -> PointRow:
         """Measure and print a point; without fio from here on should that fail."""
@@ -145,7 +146,7 @@ class Suite:
             self._session.line(f"from here on without fio: {error}")
             self._fio = None
             pairs = measure()
-        row = row_of(pattern, *pairs, engine=scratch.engine, directory=self.report.directory)
+        row = row_of(pattern, *pairs, engine=scratch.device.engine, directory=self.report.directory)
         self._session.line(row)
         return row
 
@@ -198,7 +199,7 @@ class Suite:
             self._now(f"tensors of {format_bytes(tensor_nbytes)}", 0.95)
             with self._session.folders(directory) as folders:
                 rows = _measure_tensors(
-                    folders, tensor_nbytes, self._settings, directory=directory, engine=scratch.engine, raw=raw
+                    folders, tensor_nbytes, self._settings, directory=directory, engine=scratch.device.engine, raw=raw
                 )
             self.report.tensors += rows
             self._session.line(*rows)
@@ -435,28 +436,26 @@ def _get(store: tiered.Store, keys: Sequence[str], target: torch.Tensor | None, 
 def read_smart(disks: tuple[str, ...]) -> list[Smart]:
     """Return smartctl's answers for ``disks``; nothing where it is not installed or may not look."""
     program = shutil.which("smartctl")
-    found = (_smart(program, disk) for disk in disks) if program else ()
-    return [smart for smart in found if smart is not None]
-
-
-def _smart(program: str, disk: str) -> Smart | None:
-    try:
-        output = subprocess.run(
-            [program, "--json", "--all", f"/dev/{disk}"], capture_output=True, text=True, timeout=_SMARTCTL_S
-        ).stdout
-        log: Mapping[str, int | None] = json.loads(output)["nvme_smart_health_information_log"]
-        written = log.get("data_units_written")
-        return Smart(
-            disk=disk,
-            temperature_c=log.get("temperature"),
-            percentage_used=log.get("percentage_used"),
-            available_spare=log.get("available_spare"),
-            written_nbytes=None if written is None else written * 512_000,  # units of a thousand sectors
-            media_errors=log.get("media_errors"),
-            warning_temperature_minutes=log.get("warning_temp_time"),
-        )
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    found: list[Smart] = []
+    if program is None:
+        return found
+    for disk in disks:
+        command = [program, "--json", "--all", f"/dev/{disk}"]
+        with suppress(OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
+            output = subprocess.run(command, capture_output=True, text=True, timeout=_SMARTCTL_S).stdout
+            log = json.loads(output)["nvme_smart_health_information_log"]
+            written = log.get("data_units_written")  # of a thousand sectors
+            answers = Smart(
+                disk=disk,
+                temperature_c=log.get("temperature"),
+                percentage_used=log.get("percentage_used"),
+                available_spare=log.get("available_spare"),
+                written_nbytes=None if written is None else written * 512_000,
+                media_errors=log.get("media_errors"),
+                warning_temperature_minutes=log.get("warning_temp_time"),
+            )
+            found.append(answers)
+    return found
 
 
 def _moved(scratch: ScratchFile) -> int:
