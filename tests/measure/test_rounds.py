@@ -16,7 +16,7 @@ from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import SCRATCH, Device, IOClass, Operation
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import ClosedError, DeviceError
-from tiered.measure.rounds import Latency, Pattern, Round, run_round, write_file
+from tiered.measure.rounds import Latency, Pattern, Round, run_round
 from tiered.units import KiB, MiB
 
 BLOCK, DEPTH, FILE = 64 * KiB, 4, MiB
@@ -41,7 +41,8 @@ def memory() -> Iterator[memoryview]:
 @pytest.fixture
 def device(tmp_path: Path, memory: memoryview) -> Iterator[Device]:
     device = ThreadsDevice(tmp_path, num_threads=DEPTH)
-    write_file(device, memory, pattern("write"), lambda: None)
+    device.grow(SCRATCH, FILE)
+    run_round(device, memory, pattern("write", max_nbytes=FILE))
     yield device
     device.close()
 
@@ -138,33 +139,16 @@ class TestRound:
         with pytest.raises(ClosedError):
             run_round(device, memory, pattern())
 
-    def test_the_file_is_written_whole(self, tmp_path: Path, memory: memoryview) -> None:
-        device = ThreadsDevice(tmp_path)
-        write_file(device, memory, pattern("write", file_nbytes=FILE + 2 * BLOCK), lambda: None)
-        assert device.statistics().write_bytes == FILE + 2 * BLOCK
-        assert device.files() == {SCRATCH: FILE + 2 * BLOCK}
-        device.close()
-        assert not list(tmp_path.iterdir())
-
 
 class TestArithmetic:
     def test_percentiles_of_known_times(self) -> None:
         times = np.arange(1, 1001, dtype=np.float64) / 1000
         np.random.default_rng(1).shuffle(times)
         assert Latency.of(times) == Latency(p50_s=0.501, p99_s=0.991, p999_s=1.0, max_s=1.0)
-
-    def test_percentiles_of_one_time(self) -> None:
         assert Latency.of(np.array([0.25])) == Latency(0.25, 0.25, 0.25, 0.25)
 
     def test_rates(self) -> None:
-        found = Round(
-            3 * 10**9,
-            10**9,
-            seconds=2.0,
-            cpu_s=0.5,
-            read_latencies_s=np.array([1.0]),
-            write_latencies_s=np.array([2.0]),
-        )
+        found = Round(3 * 10**9, 10**9, 2.0, 0.5, np.array([1.0]), np.array([2.0]))
         assert found.nbytes == 4 * 10**9
         assert found.gb_per_s == 2.0
         assert found.cpu_s_per_gb == 0.125

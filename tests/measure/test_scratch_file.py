@@ -1,4 +1,4 @@
-"""The page cache under a scratch file: pages of a file that is forgotten leave it."""
+"""A scratch file is written whole and has no name; pages of a file that is forgotten leave the page cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from tiered.bytes.device.mount import find_mount
-from tiered.measure.scratch_file import forget
+from tiered.measure.scratch_file import ScratchFile, forget
+from tiered.units import MiB
 
 
 def resident_pages(file: Path) -> int:
@@ -30,3 +31,12 @@ def test_a_file_that_is_forgotten_leaves_the_page_cache(tmp_path: Path) -> None:
     mount = find_mount(tmp_path)
     is_memory = mount is not None and mount.kind == "memory"  # where the page cache is all there is
     assert resident_pages(file) == (8 if is_memory else 0)
+
+
+def test_the_file_is_written_whole(tmp_path: Path) -> None:
+    with ScratchFile(tmp_path, engine="threads", memory_nbytes=8 * MiB, file_nbytes=11 * MiB) as scratch:
+        scratch.write_file()
+        assert scratch.device.files() == {-1: 12 * MiB}
+        assert scratch.device.statistics().write_bytes == 12 * MiB
+        assert scratch.memory == Path(scratch.path).read_bytes()[: 8 * MiB]
+    assert not list(tmp_path.iterdir())

@@ -6,13 +6,12 @@ The loop runs in the device's own threads: each completion submits the next bloc
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,7 @@ from tiered.bytes.device.base import SCRATCH, Device, IOClass, Operation
 from tiered.errors import TieredError
 from tiered.units import format_bytes
 
-__all__ = ["DEMAND_OPS", "OPS", "Direction", "Latency", "Moved", "Pattern", "Round", "run_round", "write_file"]
+__all__ = ["DEMAND_OPS", "OPS", "Direction", "Latency", "Moved", "Pattern", "Round", "run_round"]
 
 OPS = ("read", "write", "mixed")
 DEMAND_OPS = ("demand", "demand beside writes")
@@ -183,16 +182,6 @@ def run_round(
     for direction, seconds in loop.latencies.items():
         latencies[direction.is_write] = np.array(seconds)
     return Round(nbytes[False], nbytes[True], loop.end - start, cpu_s, latencies[False], latencies[True])
-
-
-def write_file(device: Device, memory: memoryview, pattern: Pattern, check: Callable[[], object]) -> None:
-    """Write the scratch file once from start to end, so that it is overwritten from now on; blocks.
-
-    The file is grown first. ``check()`` is called now and then from this thread, and may raise to end it.
-    """
-    nbytes = pattern.file_nbytes // pattern.block_nbytes * pattern.block_nbytes
-    device.grow(SCRATCH, nbytes)
-    run_round(device, memory, replace(pattern, seconds=math.inf, max_nbytes=nbytes), watch=check, watch_every_s=0.1)
 
 
 class _Loop:

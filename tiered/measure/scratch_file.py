@@ -7,6 +7,7 @@ pattern on the same file, in huge pages as ours, as a process of its own.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import resource
@@ -27,7 +28,7 @@ from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.bytes.device.uring import UringDevice
 from tiered.errors import CapacityError, DeviceError
-from tiered.measure.rounds import Latency, Moved, Pattern, Round, run_round, write_file
+from tiered.measure.rounds import Latency, Moved, Pattern, Round, run_round
 from tiered.units import MiB, format_bytes, round_up
 
 __all__ = ["Fio", "FioError", "FioRound", "ScratchFile", "forget", "open_file_path"]
@@ -155,7 +156,11 @@ class ScratchFile(AbstractContextManager["ScratchFile"]):
             # Order: the device is closed, and so nothing is in flight, before the memory goes.
             arena = Arena(round_up(memory_nbytes, _WRITE_BLOCK_NBYTES))
             undo.callback(arena.close)
-            self.device = _open_device(os.fspath(directory), engine, depth)
+            self.device: FileDevice = (
+                ThreadsDevice(os.fspath(directory), num_threads=max(2, min(depth, _MOST_THREADS)))
+                if engine == "threads"  # as many as will be needed
+                else open_device(os.fspath(directory), engine)
+            )
             undo.callback(self.device.close)
             whole = arena.allocate_nowait(arena.nbytes)
             if whole is None:
@@ -172,10 +177,10 @@ class ScratchFile(AbstractContextManager["ScratchFile"]):
 
         ``check()`` is called now and then, and may raise to end it.
         """
-        depth = min(16, len(self.memory) // _WRITE_BLOCK_NBYTES)
-        write_file(
-            self.device, self.memory, Pattern("write", _WRITE_BLOCK_NBYTES, depth, self.file_nbytes, seconds=1), check
-        )
+        block, nbytes = _WRITE_BLOCK_NBYTES, self.file_nbytes
+        once = Pattern("write", block, min(16, len(self.memory) // block), nbytes, seconds=math.inf, max_nbytes=nbytes)
+        self.device.grow(SCRATCH, nbytes)
+        run_round(self.device, self.memory, once, watch=check, watch_every_s=0.1)
         self.path = open_file_path(self.device)
 
     def run(self, pattern: Pattern, *, is_spread: bool = False) -> Round:
@@ -246,13 +251,6 @@ def open_file_path(device: FileDevice) -> str:
     Raises DeviceError when there is no such file.
     """
     return f"/proc/{os.getpid()}/fd/{device.descriptor(SCRATCH)}"
-
-
-def _open_device(directory: str, engine: str, depth: int) -> FileDevice:
-    """Open the device of ``directory``; with as many threads as will be needed, where it is made of threads."""
-    if engine == "threads":
-        return ThreadsDevice(directory, num_threads=max(2, min(depth, _MOST_THREADS)))
-    return open_device(directory, engine)
 
 
 def _children_cpu_s() -> float:

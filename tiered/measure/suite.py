@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -136,16 +135,19 @@ class Suite:
         """Measure and print a point; without fio from here on should that fail."""
         settings = self._settings
         fio = self._fio if pattern.op in settings.fio_ops else None
-        measure = partial(
-            measure_pairs, scratch, pattern, rounds=settings.rounds, warm_up_s=settings.warm_up_s,
-            check=self._session.check,
-        )  # fmt: skip
         try:
-            pairs = measure(fio=fio)
+            pairs = measure_pairs(
+                scratch,
+                pattern,
+                rounds=settings.rounds,
+                fio=fio,
+                warm_up_s=settings.warm_up_s,
+                check=self._session.check,
+            )
         except FioError as error:
             self._session.line(f"from here on without fio: {error}")
             self._fio = None
-            pairs = measure()
+            return self._measure_point(scratch, pattern)
         row = row_of(pattern, *pairs, engine=scratch.device.engine, directory=self.report.directory)
         self._session.line(row)
         return row
