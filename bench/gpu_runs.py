@@ -20,7 +20,7 @@ import tiered
 from bench.gpu_sizes import Sizes
 from tests.accelerator import simulated
 from tiered.cli import main as tiered_command
-from tiered.train.model import GPT
+from tiered.train.task import GPT
 from tiered.units import spell_bytes
 
 __all__ = [

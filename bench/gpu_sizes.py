@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from tiered.train.bound import Bandwidth
-from tiered.train.model import Shape
+from tiered.train.task import Shape
 from tiered.units import MiB, format_bytes, format_count
 
 __all__ = ["INTERIOR", "IN_MEMORY", "LAYERS", "TINY", "Machine", "Sizes", "io_bound", "sizes_for"]

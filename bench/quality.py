@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import tiered
-from tiered.train.data import Corpus, Loader
-from tiered.train.model import GPT, Shape
+from tiered.train.task import GPT, Corpus, Loader, Shape
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,9 +21,9 @@ from tiered.console.interruption import Interruption
 from tiered.errors import CapacityError, UsageError
 from tiered.store.lifetime.opening import CATALOG_NBYTES
 from tiered.train.config import RunConfig, RunDials
-from tiered.train.data import Corpus
 from tiered.train.plan import Plan
 from tiered.train.progress import StepRecord, open_display
+from tiered.train.task import Corpus
 from tiered.units import format_bytes, parse_bytes, parse_count, spell_bytes, spell_count
 
 TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "32", "--dram", "32MiB")

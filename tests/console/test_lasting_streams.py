@@ -20,8 +20,8 @@ from tests.train.test_loop import TINY
 from tiered.cli import main
 from tiered.console.interruption import Interruption
 from tiered.console.lasting_streams import _fill_descriptors, lasting_streams
-from tiered.train.data import Loader
 from tiered.train.existing_run import find_run
+from tiered.train.task import Loader
 
 
 @pytest.fixture

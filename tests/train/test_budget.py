@@ -8,7 +8,7 @@ import torch
 import tiered
 from tiered.errors import CapacityError
 from tiered.train.budget import check_budget
-from tiered.train.model import GPT, Shape
+from tiered.train.task import GPT, Shape
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

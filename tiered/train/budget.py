@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tiered.train.model import GPT, Shape
+from tiered.train.task import GPT, Shape
 from tiered.zero.division import divide_into_units
 from tiered.zero.formats.budget import share_out_as_asked
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out

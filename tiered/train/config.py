@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tiered.errors import UsageError
-from tiered.train.model import Shape
+from tiered.train.task import Shape
 from tiered.units import MiB, format_bytes
 from tiered.zero.formats.layout import FORMATS
 

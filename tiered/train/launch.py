@@ -20,11 +20,11 @@ from tiered.console.question import confirm
 from tiered.console.report_file import check_writable, write_report
 from tiered.errors import UsageError
 from tiered.train.config import RunConfig, RunDials, committed_step
-from tiered.train.data import Corpus, Loader
 from tiered.train.existing_run import ExistingRun, find_run, holds_any_file, holds_store, remove_store
 from tiered.train.loop import ResumeHint, TrainingLoop
 from tiered.train.plan import Plan
 from tiered.train.summary import RunSummary
+from tiered.train.task import Corpus, Loader
 from tiered.train.timeline import write_timeline
 from tiered.units import MiB, spell_bytes, spell_count
 from tiered.zero.compute_device import named_device

@@ -17,14 +17,13 @@ import torch
 import tiered
 from tiered.console.interruption import Interruption
 from tiered.errors import CapacityError, TieredError, UsageError
-from tiered.train.data import Loader
 from tiered.train.existing_run import find_run, holds_any_file, remove_store
-from tiered.train.model import GPT
 from tiered.train.peak import matrix_flop_per_s
 from tiered.train.plan import Plan
 from tiered.train.progress import Display, StepRecord, open_display
 from tiered.train.stopwatch import Stopwatch
 from tiered.train.summary import RunSummary
+from tiered.train.task import GPT, Loader
 from tiered.train.timeline import CAPACITY, write_timeline
 
 __all__ = ["ResumeHint", "TrainingLoop"]

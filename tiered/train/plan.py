@@ -16,7 +16,7 @@ from tiered.errors import CapacityError
 from tiered.store.lifetime.opening import CATALOG_NBYTES, dram_budget
 from tiered.train.budget import check_budget
 from tiered.train.config import RunConfig, RunDials
-from tiered.train.data import Corpus
+from tiered.train.task import Corpus
 from tiered.units import KiB, divide_up, format_bytes, format_count
 from tiered.zero.accelerator_state import describe_device
 from tiered.zero.formats.layout import Layouts
