@@ -7,19 +7,24 @@ import torch
 
 import tiered
 from tiered.errors import CapacityError
-from tiered.train.budget import check_budget
+from tiered.train.config import RunConfig, RunDials
+from tiered.train.plan import Plan
 from tiered.train.task import GPT, Shape
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("word", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
 @pytest.mark.parametrize("shape", [Shape(1, 64, 4, 32), Shape(2, 192, 4, 700), Shape(3, 256, 2, 16)])
-def test_the_smallest_budget_of_a_plan_is_the_one_that_shard_asks_for(shape: Shape, dtype: torch.dtype) -> None:
+def test_the_smallest_budget_of_a_plan_is_the_one_that_shard_asks_for(
+    shape: Shape, word: str, dtype: torch.dtype
+) -> None:
+    config = RunConfig(shape.layers, shape.width, shape.heads, shape.context, dtype=word)
+    plan = Plan(config, RunDials(dram=64 << 20, hold=64 << 20), (), durable=False, first_step=0)
     said = []
     with tiered.Store(engine="memory", durable=False, dram="64MiB") as store:
         with tiered.construct(store):
             model = GPT(shape)
         for ask in (
-            lambda: check_budget(shape, dtype, dram=64 << 20, hold=64 << 20),
+            plan.check_budget,
             lambda: tiered.shard(model, store, param_dtype=dtype, hold="64MiB"),
         ):
             with pytest.raises(CapacityError, match="leaves too little") as refused:

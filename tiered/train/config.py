@@ -10,19 +10,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+
 from tiered.errors import UsageError
 from tiered.train.task import Shape
 from tiered.units import MiB, format_bytes
 from tiered.zero.formats.layout import FORMATS
 
-__all__ = ["ACTIVATIONS", "DTYPES", "PLACES", "STATES", "UPDATES", "RunConfig", "RunDials", "committed_step"]
+__all__ = ["DTYPES", "RunConfig", "RunDials", "committed_step"]
 
-ACTIVATIONS = ("auto", "keep", "recompute", "swap")
-PLACES = ("auto", "cpu", "device")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-DTYPES = ("bf16", "fp32")
-UPDATES = ("backward", "step")
-STATES = FORMATS
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": tuple(DTYPES), "update": ("backward", "step"), "state": FORMATS,
+    "activations": ("auto", "keep", "recompute", "swap"), "update_on": ("auto", "cpu", "device"),
+}  # fmt: skip
 
 _MIN_DRAM = 16 * MiB
 """No run is planned in less; stores open from 8 MiB on, and a model may need more."""
@@ -30,6 +32,7 @@ _MIN_DRAM = 16 * MiB
 _LARGEST = 1 << 53  # of a number in a configuration
 _LARGEST_SEED = 1 << 63  # the largest that torch's generators take
 _MAY_BE_ZERO = ("seed", "dram", "hold", "device_memory")
+_NEXT = "choose another --store, or start anew with --fresh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +53,11 @@ class RunConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_range(batch=self.batch, accumulate=self.accumulate, seed=self.seed)
+        _check(batch=self.batch, accumulate=self.accumulate, seed=self.seed)
         for name, value in (("lr", self.lr), ("clip", self.clip)):
             if value is not None and not (0 < value < math.inf):
                 raise ValueError(f"{name} must be a positive number, got {value}")
-        _check_one_of(DTYPES, dtype=self.dtype)
-        _check_one_of(UPDATES, update=self.update)
-        _check_one_of(STATES, state=self.state)
+        _check(dtype=self.dtype, update=self.update, state=self.state)
         if self.clip is not None and self.update != "step":
             raise ValueError(
                 "clipping needs every gradient before the first update: leave --update out, or say --update step"
@@ -73,39 +74,32 @@ class RunConfig:
         return self.batch * self.context * self.accumulate
 
     @classmethod
-    def of_given(cls, given: Mapping[str, object]) -> RunConfig:
+    def of_given(cls, given: Mapping[str, Any]) -> RunConfig:
         """Return the configuration of a new run: the given values, and defaults for the rest.
 
         ``given`` has this class's names and ``params`` (int), which stands for layers, width and heads; other names
         are passed over. The default learning rate is 0.1 / width and at most 1e-3: at width 2048, of 3e-5 to 3e-4, the
         rate that falls fastest in six steps without warm-up. clip and accumulate select the update "step".
         """
-        _check_given(given)
-        names = {field.name for field in fields(cls)}
-        chosen = {**asdict(Shape()), **{name: value for name, value in given.items() if name in names}}
-        chosen |= _shape_of_params(given)
-        width = chosen["width"]
-        if "heads" not in given and "width" in given and isinstance(width, int):
+        chosen = asdict(Shape()) | _asked(given)
+        width: int = chosen["width"]
+        if "width" in given and "heads" not in given:
             chosen["heads"] = math.gcd(width, Shape().heads)
         if not {"clip", "accumulate"}.isdisjoint(given):
             chosen.setdefault("update", "step")
-        if isinstance(width, int) and width > 0:
-            chosen.setdefault("lr", min(1e-3, float(f"{0.1 / width:.1e}")))
+        chosen.setdefault("lr", min(1e-3, float(f"{0.1 / width:.1e}")))
         config = cls(**chosen)
         config.shape  # noqa: B018  # checks that the sizes go together
         return config
 
     @classmethod
-    def of_committed(cls, committed: Mapping[str, object], given: Mapping[str, object]) -> RunConfig:
+    def of_committed(cls, committed: Mapping[str, Any], given: Mapping[str, Any]) -> RunConfig:
         """Return the configuration a run was committed with. Raises UsageError with a diff when ``given`` differs."""
-        _check_given(given)
-        names = [field.name for field in fields(cls)]
-        committed = _mapping("config", committed)
-        unknown = sorted(map(str, set(names) ^ set(committed)))
+        asked, names = _asked(given), [field.name for field in fields(cls)]
+        unknown = sorted(map(str, set(names) ^ set(_mapping("config", committed))))
         if unknown:
             raise UsageError(f"the run's configuration is another version's: {', '.join(unknown)} unknown or missing")
         _check_types(cls, committed)
-        asked = {name: value for name, value in given.items() if name in names} | _shape_of_params(given)
         differing = [
             f"{name} {committed[name]} -> {asked[name]}"
             for name in names
@@ -116,21 +110,20 @@ class RunConfig:
                 f"the run was started with other values ({'; '.join(differing)}): "
                 "leave these options out to go on with it, or start anew with --fresh"
             )
-        return cls(**committed)  # type: ignore[arg-type]  # written by asdict() of this class
+        return cls(**committed)
 
 
-def _shape_of_params(given: Mapping[str, object]) -> dict[str, object]:
-    """Return the shape that ``params`` stands for, {} where it is not given."""
-    params = given.get("params")
-    if not isinstance(params, int):
-        return {}
+def _asked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given values of a configuration, the shape that ``params`` stands for among them. ValueError."""
+    _check(**{name: value for name, value in given.items() if isinstance(value, int)})
+    asked = {field.name: given[field.name] for field in fields(RunConfig) if field.name in given}
+    if "params" not in given:
+        return asked
     clashing = [f"--{name}" for name in ("layers", "width", "heads") if name in given]
     if clashing:
         raise ValueError(f"--params chooses layers, width and heads: give it or {' and '.join(clashing)}, not both")
-    context = given.get("context", Shape().context)
-    assert isinstance(context, int)
-    shape = asdict(Shape.of_size(params, context=context))
-    return {name: shape[name] for name in ("layers", "width", "heads")}
+    shape = Shape.of_size(given["params"], context=given.get("context", Shape().context))
+    return asked | {name: getattr(shape, name) for name in ("layers", "width", "heads")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,31 +144,23 @@ class RunDials:
     update_on: str = "auto"  # where the optimizer computes
 
     def __post_init__(self) -> None:
-        _check_range(steps=self.steps, commit_every=self.commit_every, dram=self.dram)
-        _check_one_of(ACTIVATIONS, activations=self.activations)
-        _check_one_of(PLACES, update_on=self.update_on)
+        _check(steps=self.steps, commit_every=self.commit_every, dram=self.dram)
+        _check(activations=self.activations, update_on=self.update_on)
         if isinstance(self.hold, str) and self.hold != "auto":
             raise ValueError(f"hold must be auto, 0 or a size, got {self.hold!r}")
         if self.dram < _MIN_DRAM:
             raise ValueError(f"dram must be at least {format_bytes(_MIN_DRAM)}, got {format_bytes(self.dram)}")
 
     @classmethod
-    def of_committed(cls, committed: Mapping[str, object], given: Mapping[str, object]) -> RunDials:
+    def of_committed(cls, committed: Mapping[str, Any], given: Mapping[str, Any]) -> RunDials:
         """Return the dials that a run had, with those given now in their place; {} for a new run.
 
         Other names are passed over: they are dials of another release.
         """
-        names = {field.name for field in fields(cls)}
-        committed = _mapping("dials", committed)
-        _check_types(cls, {name: value for name, value in committed.items() if name in names})
-        chosen: dict[str, Any] = {name: value for name, value in {**committed, **given}.items() if name in names}
+        _check_types(cls, _mapping("dials", committed))
+        both = {**committed, **given}
+        chosen = {field.name: both[field.name] for field in fields(cls) if field.name in both}
         return cls(**{**chosen, "data": tuple(chosen.get("data", ()))})
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,), "int | None": (int, type(None)), "float": (float, int), "float | None": (float, int, type(None)),
-    "str": (str,), "str | int": (str, int), "tuple[str, ...]": (tuple, list),
-}  # fmt: skip
 
 
 def committed_step(state: Mapping[str, object]) -> int:
@@ -186,23 +171,26 @@ def committed_step(state: Mapping[str, object]) -> int:
     return step
 
 
-_NEXT = "choose another --store, or start anew with --fresh"
-
-
 def _mapping(name: str, committed: object) -> Mapping[str, object]:
     if not isinstance(committed, Mapping):
         raise UsageError(f"the run's state is not that of a training run: {name} is {_short(committed)}; {_NEXT}")
     return committed
 
 
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,), "int | None": (int, type(None)), "float": (float, int), "float | None": (float, int, type(None)),
+    "str": (str,), "str | int": (str, int), "tuple[str, ...]": (tuple, list),
+}  # fmt: skip
+
+
 def _check_types(cls: type[RunConfig | RunDials], committed: Mapping[str, object]) -> None:
     """Raise UsageError unless the values are of the types that a run writes."""
-    for field in fields(cls):
-        value = committed.get(field.name, field.default)
+    for field in [field for field in fields(cls) if field.name in committed]:
+        value = committed[field.name]
         is_right = type(value) in _TYPES[str(field.type)]
-        if field.name in committed and isinstance(value, tuple | list):
+        if isinstance(value, tuple | list):
             is_right = is_right and all(type(path) is str for path in value)
-        if field.name in committed and (not is_right or (isinstance(value, int) and value >= _end_of(field.name))):
+        if not is_right or (isinstance(value, int) and value >= _end_of(field.name)):
             raise UsageError(f"the run's {field.name} is {_short(value)}, expected {field.type}; {_NEXT}")
 
 
@@ -213,26 +201,19 @@ def _short(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:80]} ... {text[-16:]}"
 
 
-def _check_given(given: Mapping[str, object]) -> None:
-    """Raise ValueError for a number that nothing can be computed from."""
-    _check_range(**{name: value for name, value in given.items() if isinstance(value, int)})
-
-
-def _check_range(**values: int) -> None:
+def _check(**values: int | str) -> None:
+    """Raise ValueError for a number that nothing can be computed from, and for a word that is none of the choices."""
     for name, value in values.items():
         option, least = name.replace("_", "-"), 0 if name in _MAY_BE_ZERO else 1
-        if value < least:
+        if isinstance(value, str):
+            if value not in _CHOICES[name]:
+                raise ValueError(f"{option} must be one of {', '.join(_CHOICES[name])}; got {_short(value)}")
+        elif value < least:
             raise ValueError(f"{option} must be at least {least}, got {_short(value)}")
-        if value >= _end_of(name):
+        elif value >= _end_of(name):
             raise ValueError(f"{option} must be less than {_end_of(name):,}, got {_short(value)}")
 
 
 def _end_of(name: str) -> int:
     """Return the number that all values of ``name`` are less than."""
     return _LARGEST_SEED if name == "seed" else _LARGEST
-
-
-def _check_one_of(choices: tuple[str, ...], **values: str) -> None:
-    for name, value in values.items():
-        if value not in choices:
-            raise ValueError(f"{name.replace('_', '-')} must be one of {', '.join(choices)}; got {_short(value)}")

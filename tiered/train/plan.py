@@ -6,6 +6,7 @@ Arithmetic over the sizes of the model and the free space of the file systems; n
 from __future__ import annotations
 
 import os
+import shutil
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +15,18 @@ import torch
 
 from tiered.errors import CapacityError
 from tiered.store.lifetime.opening import CATALOG_NBYTES, dram_budget
-from tiered.train.budget import check_budget
-from tiered.train.config import RunConfig, RunDials
-from tiered.train.task import Corpus
+from tiered.train.config import DTYPES, RunConfig, RunDials
+from tiered.train.task import GPT, Corpus
 from tiered.units import KiB, divide_up, format_bytes, format_count
 from tiered.zero.accelerator_state import describe_device
+from tiered.zero.division import divide_into_units
+from tiered.zero.formats.budget import share_out_as_asked
 from tiered.zero.formats.layout import Layouts
 from tiered.zero.formats.rules import AdamWRule
+from tiered.zero.layout import SegmentSpec, lay_out
+from tiered.zero.parameters.unit import dense_strides
 
 __all__ = ["Plan", "multiplies_bf16_slowly"]
-
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 CONSTRUCT_BYTES_PER_PARAM = 4
 """Scratch space that the constructor's fp32 values pass through, until the process ends."""
@@ -38,7 +40,6 @@ _KEYS_PER_UNIT, _KEY_PADDING_NBYTES, _CATALOG_PAGES_NBYTES = 12, 5 * KiB, 128 * 
 _LONG_STEP_FLOP = 1e11  # a minute of such a loop
 _MANY_BYTES = 10 * 10**12
 """Bytes that a run may write before it is worth a warning: one percent of a consumer drive's rated life."""
-
 
 _CPU = torch.device("cpu")
 _PLACES = {"auto": "the CPU or there, whichever is measured to be shorter", "cpu": "the CPU", "device": "it"}
@@ -72,7 +73,7 @@ class Plan:
     @property
     def state_bytes_per_param(self) -> float:
         """Persistent bytes, written once per step: the parameter, the rest of its master, two moments."""
-        dtype, numel = _DTYPES[self.config.dtype], 1 << 20
+        dtype, numel = DTYPES[self.config.dtype], 1 << 20
         layouts = Layouts(self.config.state, AdamWRule(), sizes_only=True)
         return dtype.itemsize + layouts.of(dtype).nbytes(numel) / numel
 
@@ -85,7 +86,7 @@ class Plan:
     def gradient_nbytes(self) -> int:
         """Bytes of the gradients that wait for the end of a step; each micro-step may write each of them."""
         waits = self.config.update == "step" or self.config.accumulate > 1
-        return self.num_params * _DTYPES[self.config.dtype].itemsize if waits else 0
+        return self.num_params * DTYPES[self.config.dtype].itemsize if waits else 0
 
     @property
     def padding_nbytes(self) -> int:
@@ -117,37 +118,41 @@ class Plan:
 
     def check_space(self) -> None:
         """Raise CapacityError unless each file system has room for its share, files already there counted in."""
-        needed: dict[int, int] = defaultdict(int)
-        names: dict[int, list[str]] = defaultdict(list)
-        free = {}
+        groups: dict[int, list[Path]] = defaultdict(list)
         for directory in self.directories:
-            here = _existing(directory)
-            file_system = here.stat().st_dev
-            free[file_system] = _free_nbytes(here)
-            share = divide_up(self.space_nbytes, len(self.directories))
-            needed[file_system] += max(0, share - _allocated_nbytes(directory))
-            names[file_system].append(str(directory))
-        for file_system, nbytes in needed.items():
-            nbytes += CATALOG_NBYTES if self.durable else 0
-            if nbytes > free[file_system]:
+            groups[_existing(directory).stat().st_dev].append(directory)
+        share = divide_up(self.space_nbytes, len(self.directories))
+        for group in groups.values():
+            needed = sum(max(0, share - _allocated_nbytes(directory)) for directory in group)
+            needed += CATALOG_NBYTES if self.durable else 0
+            free = _free_nbytes(group[-1])
+            if needed > free:
                 raise CapacityError(
-                    f"not enough space for the run in {', '.join(names[file_system])}: "
-                    f"it needs {format_bytes(nbytes)}, {format_bytes(free[file_system])} are free; "
+                    f"not enough space for the run in {', '.join(map(str, group))}: "
+                    f"it needs {format_bytes(needed)}, {format_bytes(free)} are free; "
                     "choose another --store, a smaller model, or --no-durable (half the space)"
                 )
 
     def check_budget(self) -> None:
-        """Raise CapacityError unless the DRAM budget, less the bytes it is to hold, trains the model and is there."""
-        dials = self.dials
-        dram_budget(dials.dram)
-        check_budget(self.config.shape, _DTYPES[self.config.dtype], dram=dials.dram, hold=dials.hold)
+        """Raise CapacityError unless the DRAM budget, less the bytes it is to hold, trains the model and is there.
+
+        The message is that of ``tiered.shard``. No parameter gets bytes, and nothing is opened.
+        """
+        dram_budget(self.dials.dram)
+        with torch.device("meta"):
+            model = GPT(self.config.shape)
+        modules = divide_into_units(model, None)  # none of a GPT's lies inside another
+        unit_of = {parameter: name for name, module in modules.items() for parameter in module.parameters()}
+        units: dict[str, list[SegmentSpec]] = {"root": [], **{name: [] for name in modules}}
+        for name, p in model.named_parameters():
+            spec = SegmentSpec(name, tuple(p.shape), dense_strides(p), DTYPES[self.config.dtype], p.requires_grad)
+            units[unit_of.get(p, "root")].append(spec)
+        share_out_as_asked([lay_out(name, specs) for name, specs in units.items()], self.dials.dram, self.dials.hold)
 
     def lines(self, corpus: Corpus) -> list[str]:
         """Return the plan for people."""
         config, dials = self.config, self.dials
-        where = ", ".join(
-            f"{directory} ({format_bytes(_free_nbytes(_existing(directory)))} free)" for directory in self.directories
-        )
+        where = ", ".join(f"{each} ({format_bytes(_free_nbytes(each))} free)" for each in self.directories)
         each = divide_up(1000 * self.step_write_nbytes, len(self.directories))
         sets = f"{'two sets' if self.durable else 'one set'} of {self.state_bytes_per_param:.3g} bytes per parameter"
         start = f"from step {self.first_step}" if self.first_step else "from the start"
@@ -210,8 +215,7 @@ def _existing(directory: Path) -> Path:
 
 
 def _free_nbytes(directory: Path) -> int:
-    found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
+    return shutil.disk_usage(_existing(directory)).free
 
 
 def _allocated_nbytes(directory: Path) -> int:

@@ -1,7 +1,7 @@
 """The task of `tiered train`: a byte-level GPT with the shape that it takes, and the text that it learns from.
 
-The model is plain PyTorch: any other module would train the same way. The bytes of a batch depend on the files, the seed
-and the batch's number alone, never on earlier batches nor on memory. No file is kept open or in memory.
+The model is plain PyTorch: any other module would train the same way. The bytes of a batch depend on the files, the
+seed and the number of the batch alone, never on earlier batches nor on memory. No file is kept open or in memory.
 """
 
 from __future__ import annotations
