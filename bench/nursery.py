@@ -48,7 +48,7 @@ def _instrument(pipe: int) -> None:
     """Report every I/O call before it is made, the opening of the store, and each commit's begin and end."""
     from tiered.store.catalog.sqlite_catalog import SqliteCatalog
     from tiered.store.store import Store
-    from tiered.train.loop import TrainingLoop
+    from tiered.train.run import TrainingLoop
 
     for name in _CALLS:
         setattr(os, name, _reported(pipe, name, getattr(os, name)))
@@ -102,7 +102,7 @@ def warm_up() -> None:
     import torch
 
     import tiered.cli
-    import tiered.train.launch  # noqa: F401
+    import tiered.train.run  # noqa: F401
     from tiered.zero.parameters.eager import stay_eager
 
     for late in ("torch._dynamo", "typer._adapters"):  # the first optimizer and the command line import them

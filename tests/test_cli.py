@@ -22,7 +22,8 @@ from tiered.errors import CapacityError, UsageError
 from tiered.store.lifetime.opening import CATALOG_NBYTES
 from tiered.train.config import RunConfig, RunDials
 from tiered.train.plan import Plan
-from tiered.train.progress import StepRecord, open_display
+from tiered.train.run import Display
+from tiered.train.summary import StepRecord
 from tiered.train.task import Corpus
 from tiered.units import format_bytes, parse_bytes, parse_count, spell_bytes, spell_count
 
@@ -304,7 +305,7 @@ class TestPlan:
 class TestDisplay:
     """What is shown while a run works."""
 
-    RECORD = StepRecord(3, 5.25, 2.0, 2048, 4 * 10**9, 3 * 10**9, 0.5)
+    RECORD = StepRecord(3, 5.25, 2.0, 2048, {"read_bytes": 4e9, "write_bytes": 3e9, "wait: update": 0.5})
 
     @pytest.fixture(autouse=True)
     def ended_refreshes(self) -> Iterator[None]:
@@ -315,7 +316,7 @@ class TestDisplay:
                 thread.join(10)
 
     def test_a_line_per_step_where_there_is_no_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with open_display(24, first_step=0, quiet=False) as display:
+        with Display(24, first_step=0, quiet=False) as display:
             display.step(self.RECORD)
         assert capsys.readouterr().out == (
             "step 3/24  2.00 s  loss 5.250  1,024 tokens/s  in 2.00 out 1.50 GB/s  stall 25%\n"
@@ -324,14 +325,14 @@ class TestDisplay:
     def test_a_line_that_is_wider_than_the_page_has_the_most_important_figures(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        with open_display(100_000, first_step=0, quiet=False) as display:
+        with Display(100_000, first_step=0, quiet=False) as display:
             display.step(replace(self.RECORD, step=99_997))
         assert capsys.readouterr().out == "step 99997/100000  2.00 s  loss 5.250  stall 25%\n"
 
     def test_a_bar_on_a_terminal(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("sys.stdout.isatty", lambda: True)
         monkeypatch.setenv("COLUMNS", "160")
-        with open_display(24, first_step=0, quiet=False) as display:
+        with Display(24, first_step=0, quiet=False) as display:
             display.note("building the model")
             display.step(self.RECORD)
         shown = capsys.readouterr().out
@@ -344,7 +345,7 @@ class TestDisplay:
     ) -> None:
         monkeypatch.setattr("sys.stdout.isatty", lambda: True)
         monkeypatch.setenv("COLUMNS", str(columns))
-        with open_display(100_000, first_step=99_990, quiet=False) as display:
+        with Display(100_000, first_step=99_990, quiet=False) as display:
             display.step(replace(self.RECORD, step=99_997))
         shown = capsys.readouterr().out
         assert "99997/100000" in shown.replace(" ", "")
@@ -352,7 +353,7 @@ class TestDisplay:
         assert "GB/s" not in shown
 
     def test_nothing_when_quiet(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with open_display(24, first_step=0, quiet=True) as display:
+        with Display(24, first_step=0, quiet=True) as display:
             display.note("building the model")
             display.step(self.RECORD)
         assert not capsys.readouterr().out

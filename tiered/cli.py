@@ -211,7 +211,7 @@ def train(
         hold=hold if hold == "auto" else _parsed("--hold", parse_bytes, hold),
         data=tuple(str(p.absolute()) for p in data or ()) or None, params=_parsed("--params", parse_count, params),
     )  # fmt: skip
-    from tiered.train.launch import Request, train  # torch takes a second or two: not for a mistyped option
+    from tiered.train.run import Request, train  # torch takes a second or two: not for a mistyped option
 
     return train(
         Request(

@@ -22,7 +22,7 @@ import torch
 import tiered
 import tiered.store.generations.generations
 import tiered.store.store
-import tiered.train.launch
+import tiered.train.run
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import simulated_store
 from tests.train.test_loop import TINY
@@ -203,7 +203,10 @@ class FakeJob:
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
-    def run(self, *, quiet: bool) -> None: ...
+    def run(self, interruption: object) -> None: ...
+
+    def hint(self) -> str:
+        return ""
 
 
 def test_whatever_a_commit_holds_a_run_goes_on_or_is_refused(
@@ -211,12 +214,12 @@ def test_whatever_a_commit_holds_a_run_goes_on_or_is_refused(
 ) -> None:
     found = find_run([made / "run"])
     assert found is not None
-    monkeypatch.setattr(tiered.train.launch, "TrainingLoop", FakeJob)
+    monkeypatch.setattr(tiered.train.run, "TrainingLoop", FakeJob)
     num_refused, rng = 0, random.Random(11)
     for number in range(120):
         state = spoilt(found.state, rng)
         state = state if isinstance(state, dict) else {"config": state, "dials": state, "step": state}
-        monkeypatch.setattr(tiered.train.launch, "find_run", lambda _, state=state: ExistingRun(state, 1))
+        monkeypatch.setattr(tiered.train.run, "find_run", lambda _, state=state: ExistingRun(state, 1))
         status = main([*COMMANDS["resume" if number % 4 else "without a word"], str(made / "run")])
         said = capsys.readouterr().err
         assert status == 0 or (status == 2 and said.startswith("tiered: ") and len(said) < 6000), state

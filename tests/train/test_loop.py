@@ -15,7 +15,7 @@ import torch
 import tiered
 from tiered.cli import main
 from tiered.errors import CapacityError
-from tiered.train.loop import TrainingLoop
+from tiered.train.run import TrainingLoop
 from tiered.train.task import Loader
 
 TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "32", "--dram", "32MiB")

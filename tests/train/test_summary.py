@@ -11,16 +11,15 @@ import pytest
 import tiered
 from tiered.train.config import RunConfig, RunDials
 from tiered.train.plan import Plan
-from tiered.train.progress import StepRecord
-from tiered.train.summary import RunSummary
+from tiered.train.summary import RunSummary, StepRecord
 
 
 def test_the_first_step_is_left_out_of_how_long_the_others_waited(tmp_path: Path) -> None:
     plan = Plan(RunConfig(1, 8, 1, 8), RunDials(), (tmp_path,), durable=False, first_step=0)
-    first = StepRecord(1, 5.0, 9.0, 8, 0, 0, stall_seconds=0.0)
-    other = StepRecord(2, 4.0, 1.0, 8, 0, 0, stall_seconds=0.5, waits={"update": 0.5})
+    first = StepRecord(1, 5.0, 9.0, 8, {})
+    other = StepRecord(2, 4.0, 1.0, 8, {"wait: update": 0.5})
     with tiered.Store(tmp_path / "store", dram="16MiB", durable=False) as store:
-        lines = RunSummary.of(plan, [first, other, replace(other, step=3)], store).lines(None)
+        lines = RunSummary(plan, [first, other, replace(other, step=3)], store).lines(None)
     assert any("50% of it waiting for I/O" in line for line in lines)
     assert "50% of the step waits" in lines[-1]
 
@@ -34,11 +33,10 @@ def test_step_over_bound_is_the_quotient_of_the_time_and_the_bound_beside_it(
     """The median of uneven steps is below the bound of their mean."""
     plan = Plan(RunConfig(1, 8, 1, 8), RunDials(), (tmp_path,), durable=False, first_step=0)
     records = [
-        StepRecord(step, 5.0, step_s, 8, 0, 0, stall_seconds=waits, waits={"update": waits})
-        for step, step_s in enumerate((9.0, *seconds), 1)
+        StepRecord(step, 5.0, step_s, 8, {"wait: update": waits}) for step, step_s in enumerate((9.0, *seconds), 1)
     ]
     with tiered.Store(tmp_path / "store", dram="16MiB", durable=False) as store:
-        summary = replace(RunSummary.of(plan, records, store), peak_flop_per_s=1e9)
+        summary = RunSummary(plan, records, store, peak_flop_per_s=1e9)
     said = "\n".join(summary.lines(None))
     time, tokens = re.findall(r"time +([\d.]+) s per step, ([\d,]+) tokens/s", said)[0]
     bound, compute, ratio = re.findall(r"bound +([\d.]+) s \(compute ([\d.]+),.* step/bound ([\d.]+)", said)[0]

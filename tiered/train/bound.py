@@ -1,28 +1,29 @@
 """The bound of a step, and the one line that names the resource which limited a run.
 
-Pure arithmetic over measured seconds, bytes and bandwidths.
+Arithmetic over measured seconds, bytes and bandwidths; the profiles of drives and links, and the arithmetic that a
+device is capable of, are read or measured here too.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tiered.bytes.device.profile import load_link_profile, load_profile
 from tiered.doctor.drive import by_drive
 
-__all__ = ["Bandwidth", "Bound", "profiled_bandwidth", "profiled_link"]
+__all__ = ["Bandwidth", "Bound", "matrix_flop_per_s", "profiled_bandwidth", "profiled_link"]
 
 _HIDDEN = 0.05  # of the step: less waiting than that is hidden I/O
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """The bandwidth of all drives together, in bytes per second, and how little reads and writes disturb each other.
-
-    Or that of copies to a compute device, which are reads here, and from it.
-    """
+    """The bandwidth of all drives together, or of copies to a compute device, which are reads here, and from it."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -67,6 +68,27 @@ def profiled_link(directories: Sequence[Path], device_type: str) -> Bandwidth | 
                 profile.in_bytes_per_s, profile.out_bytes_per_s, profile.duplex, "measured by tiered bench --device"
             )
     return None
+
+
+def matrix_flop_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations a second of a product of square matrices on ``device``; blocks for about 50 ms.
+
+    It is the peak that training can be compared with: a card's data sheet is of another clock, and often of sparse
+    matrices.
+    """
+    size, seconds = 128, 0.0
+    while seconds < 5e-3 and size < 8192:  # long enough beside the launch of an operation
+        size *= 2
+        left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        out, times = torch.mm(left, right), []
+        for _ in range(5):
+            torch.accelerator.synchronize(device)
+            begun_s = time.perf_counter()
+            torch.mm(left, right, out=out)
+            torch.accelerator.synchronize(device)
+            times.append(time.perf_counter() - begun_s)
+        seconds = min(times)
+    return 2.0 * size**3 / seconds
 
 
 @dataclass(frozen=True, slots=True)

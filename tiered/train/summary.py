@@ -1,247 +1,263 @@
-"""The results of a run: for people in a few lines, for programs in one JSON object."""
+"""The results of a run: the figures of each step, those of all steps for people and programs, and a timeline.
+
+The timeline is in Chrome's format of trace events, for ui.perfetto.dev or chrome://tracing, as one JSON object: events
+that are complete ("X") on a track of each thread, counters ("C") of the bytes in flight, names as metadata ("M"). Its
+times are microseconds from the first event.
+"""
 
 from __future__ import annotations
 
+import json
 import platform
 import resource
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 import tiered
-from tiered.stats import ComputeDeviceStatistics
-from tiered.train.bound import Bandwidth, Bound, profiled_bandwidth, profiled_link
+from tiered.console.report_file import write_report
+from tiered.stats import StoreStatistics
+from tiered.store.waiting.recorder import CALLER, Interval
+from tiered.tiers.device_clock import COMPUTE, UPDATE
+from tiered.train.bound import Bound, profiled_bandwidth, profiled_link
 from tiered.train.plan import Plan
-from tiered.train.progress import StepRecord
-from tiered.train.stopwatch import updates_on_device
 from tiered.units import format_bytes
 
-__all__ = ["RunSummary"]
+__all__ = ["CAPACITY", "RunSummary", "StepRecord", "Stopwatch", "trace_events", "write_timeline"]
+
+
+# -- steps ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The figures of one optimizer step, measured by the training thread."""
+
+    step: int  # the number of steps done, this one included
+    loss: float  # nats per byte, mean over the micro-steps
+    seconds: float
+    num_tokens: int
+    counts: Mapping[str, float]  # seconds and bytes of the step, by the names of ``_counts``
+
+    @property
+    def outline(self) -> str:
+        """The most important figures of the step, for a narrow terminal."""
+        stall = min(1.0, sum(_named("wait", self.counts).values()) / self.seconds)
+        return f"loss {self.loss:.3f}  stall {stall:.0%}"
+
+    def __str__(self) -> str:
+        loss, stall = self.outline.split("  ")
+        into, out = (self.counts.get(name, 0.0) / self.seconds / 1e9 for name in ("read_bytes", "write_bytes"))
+        tokens = f"{self.num_tokens / self.seconds:,.0f} tokens/s"
+        return f"{loss}  {tokens}  in {into:.2f} out {out:.2f} GB/s  {stall}"
+
+
+class Stopwatch:
+    """Measures one step after the other, from its making or the last ``lap`` on; used by the training thread alone."""
+
+    def __init__(self, store: tiered.Store) -> None:
+        self._store = store
+        self._before, self._begun_s = _counts(store.statistics()), time.perf_counter()
+
+    def lap(self, step: int, loss: float, num_tokens: int) -> StepRecord:
+        """Return the record of the step that ends now."""
+        now, end_s = _counts(self._store.statistics()), time.perf_counter()
+        counts = {name: value - self._before.get(name, 0) for name, value in now.items()}
+        record = StepRecord(step, loss, end_s - self._begun_s, num_tokens, counts)
+        self._before, self._begun_s = now, end_s
+        return record
+
+
+def _counts(counters: StoreStatistics) -> dict[str, float]:
+    """Return the seconds and bytes since the store was opened that a step is measured by.
+
+    Of the training thread's waits by reason; on a compute device, of how long its stream stood idle for that. Updates
+    count on the device's stream where it makes them, else those of threads.
+    """
+    recorder, device = counters.recorder, counters.recorder.device
+    updates = [work for work in recorder.work if work.word == "update bucket"]
+    is_on_device = _updates_on_device(counters)
+    found = {
+        "read_bytes": counters.read_bytes,
+        "write_bytes": counters.write_bytes + counters.catalog_write_bytes,
+        "device_busy_s": recorder.device_busy_seconds,  # with something on its way to or from the drives
+        "update_s": sum(work.seconds for work in updates if not is_on_device or work.who == UPDATE),
+        "copied_in_bytes": device.copied_in_bytes if device else 0,
+        "copied_out_bytes": device.copied_out_bytes if device else 0,
+        "copy_in_s": recorder.seconds_of("copy in"),
+        "copy_out_s": recorder.seconds_of("copy out"),
+    }
+    found |= {f"wait: {why}": s for why, s in recorder.waits_of(COMPUTE if device else CALLER).items()}
+    for moved in recorder.moved:
+        found |= {f"read: {moved.name}": moved.read_bytes, f"write: {moved.name}": moved.write_bytes}
+    return found | {"read: catalog": 0, "write: catalog": counters.catalog_write_bytes}
+
+
+def _updates_on_device(counters: StoreStatistics) -> bool:
+    return any(work.who == UPDATE for work in counters.recorder.work if work.word == "update bucket")
+
+
+def _named(kind: str, counts: Mapping[str, float]) -> dict[str, float]:
+    """Return the counts of a kind ("wait", "read" or "write") by reason or class of keys."""
+    prefix = f"{kind}: "
+    return {name.removeprefix(prefix): value for name, value in counts.items() if name.startswith(prefix)}
+
+
+# -- the run -------------------------------------------------------------------------------------------------------
+
+
 class RunSummary:
-    """The measured part of this process in a run. Medians and means leave out the first step, which warms all up."""
+    """The measured part of this process in a run, with the store's counters as they are when it is made.
 
-    plan: Plan
-    records: tuple[StepRecord, ...]
-    peak_dram_bytes: int
-    state_bytes: int
-    read_bytes: int
-    bytes_written: int
-    generation: int
-    stall_seconds: float
-    bandwidth: Bandwidth | None  # as measured before; None: only this run's own counts are known
-    link: Bandwidth | None  # of copies to the compute device
-    device: ComputeDeviceStatistics | None
-    peak_flop_per_s: float  # of that device, 0 where it is the CPU
-    updates_on_device: bool
-    timeline: str  # a line about it, "" without one
+    Medians and means leave out the first step, which warms all up. The bound is that of the mean step: over all steps,
+    because writes of one step fall into the next.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         plan: Plan,
         records: Sequence[StepRecord],
         store: tiered.Store,
         *,
         peak_flop_per_s: float = 0.0,
         timeline: str = "",
-    ) -> RunSummary:
-        """Return the summary of ``records`` and the store's counters now."""
-        counters = store.statistics()
-        return cls(
-            plan,
-            tuple(records),
-            peak_dram_bytes=counters.peak_bytes,
-            state_bytes=sum(record.nbytes for record in store.records()),
-            read_bytes=counters.read_bytes,
-            bytes_written=counters.write_bytes + counters.catalog_write_bytes,
-            generation=store.generation,
-            stall_seconds=counters.stall_seconds,
-            bandwidth=profiled_bandwidth(plan.directories),
-            link=profiled_link(plan.directories, plan.device.type),
-            device=counters.recorder.device,
-            peak_flop_per_s=peak_flop_per_s,
-            updates_on_device=updates_on_device(counters),
-            timeline=timeline,
+    ) -> None:
+        """``peak_flop_per_s`` is the compute device's, 0 for the CPU; ``timeline`` is a line about one, "" for none."""
+        self._plan, self._records, self._counters = plan, tuple(records), store.statistics()
+        self._device, self._timeline, self._peak_flop_per_s = self._counters.recorder.device, timeline, peak_flop_per_s
+        self._state_nbytes = sum(record.nbytes for record in store.records())
+        self._bandwidth = profiled_bandwidth(plan.directories)
+        link = profiled_link(plan.directories, plan.device.type)
+        warm = self._records[1:] or self._records
+        names = dict.fromkeys(name for record in records for name in record.counts)
+        self._columns = {name: [record.counts.get(name, 0.0) for record in warm] for name in names}
+        self._means = mean = defaultdict(
+            float, {name: statistics.fmean(values) for name, values in self._columns.items()}
         )
-
-    @property
-    def waits(self) -> dict[str, float]:
-        """The means over the steps of how long the training thread waited, in seconds by reason."""
-        reasons = dict.fromkeys(reason for record in self.records for reason in record.waits)
-        return {reason: self._mean([record.waits.get(reason, 0.0) for record in self.records]) for reason in reasons}
-
-    @property
-    def moved(self) -> dict[str, tuple[float, float]]:
-        """The means over the steps of the bytes read and written, per parameter, by class."""
-        names = dict.fromkeys(name for record in self.records for name in record.moved)
-        pairs = {name: [record.moved.get(name, (0, 0)) for record in self.records] for name in names}
-        per = self.plan.num_params
-        return {
-            name: (self._mean([read for read, _ in both]) / per, self._mean([write for _, write in both]) / per)
-            for name, both in pairs.items()
-        }
-
-    @property
-    def step_s(self) -> float:
-        """The seconds of the mean step, the only ones that the bound of the mean step may stand beside."""
-        return self._mean([record.seconds for record in self.records])
-
-    @property
-    def bound(self) -> Bound:
-        """The bound of the mean step: over all steps, because writes of one step fall into the next."""
-        return Bound.of(
-            self.step_s,
-            waits=self.waits,
-            update_s=self._mean([record.update_seconds for record in self.records]),
-            read_bytes=self._mean([record.read_bytes for record in self.records]),
-            write_bytes=self._mean([record.write_bytes for record in self.records]),
-            device_busy_s=self._mean([record.device_busy_seconds for record in self.records]),
-            bandwidth=self.bandwidth,
-            copy_s=self.copy_s,
-            updates_on_device=self.updates_on_device,
-        )
-
-    @property
-    def copy_s(self) -> float:
-        """The least time for the copies of the mean step: by the measured rates, or else the busier stream's time."""
-        into, out = (self._mean([record.copy_seconds[way] for record in self.records]) for way in (0, 1))
-        if self.link is None:
-            return max(into, out)
-        return self.link.seconds(*(self._mean([record.copied[way] for record in self.records]) for way in (0, 1)))
-
-    @property
-    def copied_per_param(self) -> tuple[float, float]:
-        """The medians of the bytes copied to a compute device and back in a step, per parameter."""
-        into, out = (self._median([record.copied[way] for record in self.records]) for way in (0, 1))
-        return into / self.plan.num_params, out / self.plan.num_params
+        self._step_s = statistics.fmean([record.seconds for record in warm] or [0.0])
+        self._copy_s = max(mean["copy_in_s"], mean["copy_out_s"])  # the time of the busier stream
+        if link is not None:  # the least time by the measured rates
+            self._copy_s = link.seconds(mean["copied_in_bytes"], mean["copied_out_bytes"])
+        self._waits = _named("wait", mean)
+        self._bound = Bound.of(
+            self._step_s, waits=self._waits, update_s=mean["update_s"], read_bytes=mean["read_bytes"],
+            write_bytes=mean["write_bytes"], device_busy_s=mean["device_busy_s"], bandwidth=self._bandwidth,
+            copy_s=self._copy_s, updates_on_device=_updates_on_device(self._counters),
+        )  # fmt: skip
 
     @property
     def share_of_peak(self) -> float:
         """The arithmetic of a step over what the device is capable of in that time; 0 on the CPU."""
-        at_peak_s = self.plan.step_flop / self.peak_flop_per_s if self.peak_flop_per_s else 0.0
-        return at_peak_s / self.step_s if self.step_s else 0.0
+        at_peak_s = self._plan.step_flop / self._peak_flop_per_s if self._peak_flop_per_s else 0.0
+        return at_peak_s / self._step_s if self._step_s else 0.0
 
-    @property
-    def read_bytes_per_param(self) -> float:
-        """The median of the bytes read in a step, per parameter."""
-        return self._median([record.read_bytes for record in self.records]) / self.plan.num_params
-
-    @property
-    def write_bytes_per_param(self) -> float:
-        """The median of the bytes written in a step, per parameter."""
-        return self._median([record.write_bytes for record in self.records]) / self.plan.num_params
-
-    def _median(self, values: Sequence[float]) -> float:
-        return statistics.median(values[1:] or values or [0.0])
-
-    def _mean(self, values: Sequence[float]) -> float:
-        return statistics.fmean(values[1:] or values or [0.0])
+    def _per_param(self, name: str) -> float:
+        """Return the median over the steps of a count, per parameter."""
+        return statistics.median(self._columns.get(name) or [0.0]) / self._plan.num_params
 
     def lines(self, go_on: str | None) -> list[str]:
         """Return the summary for people; ``go_on`` is the command that trains further, if it is time to say that."""
-        if not self.records:
+        if not self._records:
             return []
-        first, last = self.records[0], self.records[-1]
+        first, last, counters = self._records[0], self._records[-1], self._counters
         lines = [
-            f"loss    {first.loss:.3f} -> {last.loss:.3f} in {len(self.records)} steps, nats per byte",
-            f"time    {_said(self.step_s)} s per step, {first.num_tokens / self.step_s:,.0f} tokens/s, "
-            f"{self.bound.stall:.0%} of it waiting for I/O",
-            f"moved   {self.read_bytes_per_param:.1f} bytes read and {self.write_bytes_per_param:.1f} written "
+            f"loss    {first.loss:.3f} -> {last.loss:.3f} in {len(self._records)} steps, nats per byte",
+            f"time    {_said(self._step_s)} s per step, {first.num_tokens / self._step_s:,.0f} tokens/s, "
+            f"{self._bound.stall:.0%} of it waiting for I/O",
+            f"moved   {self._per_param('read_bytes'):.1f} bytes read and {self._per_param('write_bytes'):.1f} written "
             "per parameter and step",
-            f"memory  peak RSS {format_bytes(_peak_rss_bytes())}, of it {format_bytes(self.peak_dram_bytes)} "
-            f"of a DRAM budget of {format_bytes(self.plan.dials.dram)}",
-            f"wrote   {format_bytes(self.bytes_written)} in all",
+            f"memory  peak RSS {format_bytes(_peak_rss_bytes())}, of it {format_bytes(counters.peak_bytes)} "
+            f"of a DRAM budget of {format_bytes(self._plan.dials.dram)}",
+            f"wrote   {format_bytes(counters.write_bytes + counters.catalog_write_bytes)} in all",
             *self._device_lines(),
+            *self._bound_lines(),
         ]
-        lines += self._bound_lines()
-        verdict = f"verdict {self.bound.verdict}"
-        if not self.plan.durable:
-            return [*lines, "run     gone with this process, as --no-durable says", verdict]
-        where = ", ".join(map(str, self.plan.directories))
-        return [
-            *lines,
-            f"run     {where}: step {last.step}, generation {self.generation}, {format_bytes(self.state_bytes)}",
-            *([f"go on   {go_on}"] if go_on else []),
-            verdict,
-        ]
+        if self._plan.durable:
+            where, nbytes = ", ".join(map(str, self._plan.directories)), format_bytes(self._state_nbytes)
+            lines.append(f"run     {where}: step {last.step}, generation {counters.generation}, {nbytes}")
+            lines += [f"go on   {go_on}"] if go_on else []
+        else:
+            lines.append("run     gone with this process, as --no-durable says")
+        return [*lines, f"verdict {self._bound.verdict}"]
 
     def _device_lines(self) -> list[str]:
-        if self.device is None:
+        if self._device is None:
             return []
-        into, out = self.copied_per_param
+        into, out = (self._per_param(name) for name in ("copied_in_bytes", "copied_out_bytes"))
+        peak, budget, reserved = map(
+            format_bytes, (self._device.peak_bytes, self._device.budget_bytes, self._device.reserved_bytes)
+        )
         return [
-            f"device  {self.device.name}: peak {format_bytes(self.device.peak_bytes)} of a budget of "
-            f"{format_bytes(self.device.budget_bytes)}, torch has reserved "
-            f"{format_bytes(self.device.reserved_bytes)}; {into:.1f} bytes in and {out:.1f} out per parameter and step",
-            f"peak    {self.share_of_peak:.1%} of the {self.peak_flop_per_s / 1e12:.3g} TFLOP/s of a matrix product",
+            f"device  {self._device.name}: peak {peak} of a budget of {budget}, torch has reserved {reserved}; "
+            f"{into:.1f} bytes in and {out:.1f} out per parameter and step",
+            f"peak    {self.share_of_peak:.1%} of the {self._peak_flop_per_s / 1e12:.3g} TFLOP/s of a matrix product",
         ]
 
     def _bound_lines(self) -> list[str]:
-        bound, waits = self.bound, sorted(self.waits.items(), key=lambda item: -item[1])
+        bound, waits = self._bound, sorted(self._waits.items(), key=lambda item: -item[1])
         told = [f"{_said(seconds)} s {reason}" for reason, seconds in waits if seconds >= 0.005]
-        copies = "" if self.device is None else f"PCIe {_said(bound.copy_s)}, "
+        copies = "" if self._device is None else f"PCIe {_said(bound.copy_s)}, "
         ratio = float(_said(bound.step_s)) / float(_said(bound.seconds)) if bound.seconds else bound.step_over_bound
-        source = self.bandwidth.source if self.bandwidth else "as seen in this run; measure the drive: tiered bench DIR"
+        unmeasured = "as seen in this run; measure the drive: tiered bench DIR"
+        source = self._bandwidth.source if self._bandwidth else unmeasured
         return [
             f"waited  {', '.join(told) or 'for nothing'} per step",
             f"bound   {_said(bound.seconds)} s (compute {_said(bound.compute_s)}, NVMe {_said(bound.nvme_s)}, {copies}"
             f"update {_said(bound.update_s)}), step/bound {ratio:.2f}; bandwidth {source}",
-            *([f"drawn   {self.timeline}"] if self.timeline else []),
+            *([f"drawn   {self._timeline}"] if self._timeline else []),
         ]
 
     def as_json(self) -> dict[str, object]:
         """Return the summary for programs; lists are over the steps of this process."""
-        return {
-            "params": self.plan.num_params,
-            "steps": [record.step for record in self.records],
-            "losses": [record.loss for record in self.records],
-            "step_seconds": [record.seconds for record in self.records],
-            "read_bytes_per_param": self.read_bytes_per_param,
-            "write_bytes_per_param": self.write_bytes_per_param,
+        counters, params, writes = self._counters, self._plan.num_params, _named("write", self._means)
+        found: dict[str, object] = {
+            "params": params,
+            "steps": [record.step for record in self._records],
+            "losses": [record.loss for record in self._records],
+            "step_seconds": [record.seconds for record in self._records],
+            "read_bytes_per_param": self._per_param("read_bytes"),
+            "write_bytes_per_param": self._per_param("write_bytes"),
             "peak_rss_bytes": _peak_rss_bytes(),
-            "dram_budget_bytes": self.plan.dials.dram,
-            "peak_dram_bytes": self.peak_dram_bytes,
-            "state_bytes": self.state_bytes,
-            "bytes_written": self.bytes_written,
-            "generation": self.generation,
-            "stall_seconds": self.stall_seconds,
-            "wait_seconds": self.waits,
+            "dram_budget_bytes": self._plan.dials.dram,
+            "peak_dram_bytes": counters.peak_bytes,
+            "state_bytes": self._state_nbytes,
+            "bytes_written": counters.write_bytes + counters.catalog_write_bytes,
+            "generation": counters.generation,
+            "stall_seconds": counters.stall_seconds,
+            "wait_seconds": self._waits,
             "moved_bytes_per_param": {
-                name: {"read": read, "write": write} for name, (read, write) in self.moved.items()
+                name: {"read": read / params, "write": writes[name] / params}
+                for name, read in _named("read", self._means).items()
             },
-            "bound_seconds": self.bound.seconds,
-            "step_over_bound": self.bound.step_over_bound,
-            "verdict": self.bound.verdict,
-            **self._device_as_json(),
-            "versions": {
-                "tiered": tiered.__version__,
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-                "python": platform.python_version(),
-            },
+            "bound_seconds": self._bound.seconds,
+            "step_over_bound": self._bound.step_over_bound,
+            "verdict": self._bound.verdict,
         }
-
-    def _device_as_json(self) -> dict[str, object]:
-        if self.device is None:
-            return {}
-        into, out = self.copied_per_param
-        return {
-            "device": {
-                **asdict(self.device),
-                "copied_in_bytes_per_param": into,
-                "copied_out_bytes_per_param": out,
-                "copy_bound_seconds": self.copy_s,
+        if self._device is not None:
+            found["device"] = {
+                **asdict(self._device),
+                "copied_in_bytes_per_param": self._per_param("copied_in_bytes"),
+                "copied_out_bytes_per_param": self._per_param("copied_out_bytes"),
+                "copy_bound_seconds": self._copy_s,
                 "share_of_peak": self.share_of_peak,
-                "matrix_flop_per_s": self.peak_flop_per_s,
+                "matrix_flop_per_s": self._peak_flop_per_s,
             }
+        found["versions"] = {
+            "tiered": tiered.__version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
         }
+        return found
 
 
 def _said(seconds: float) -> str:
@@ -252,3 +268,69 @@ def _said(seconds: float) -> str:
 def _peak_rss_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+# -- timeline ------------------------------------------------------------------------------------------------------
+
+CAPACITY = 200_000
+"""Spans that a timeline keeps, about 12 MB: a step of a 24-layer model has about 1,000."""
+
+_US = 1e6
+
+
+def write_timeline(file: Path, intervals: Sequence[Interval], num_dropped: int) -> str:
+    """Write ``intervals`` to ``file``, and return a description for people. Raises UsageError."""
+    covers = f"the last {len(intervals):,} events; {num_dropped:,} earlier ones were dropped"
+    covers = covers if num_dropped else f"all {len(intervals):,} events of the run"
+    document = {"traceEvents": trace_events(intervals), "displayTimeUnit": "ms", "otherData": {"covers": covers}}
+    write_report(file, json.dumps(document))
+    return f"{file}: {covers}; open it at ui.perfetto.dev"
+
+
+def trace_events(intervals: Sequence[Interval]) -> list[dict[str, Any]]:
+    """Return the events for ``intervals``: first those of threads, then the swaps, then the bytes in flight."""
+    zero_s = min((each.start_s for each in intervals), default=0.0)
+    groups: dict[str, list[Interval]] = {}  # by thread, or the word of transfers, which no thread does
+    for each in sorted(intervals, key=lambda each: (not each.who, each.who != CALLER, each.who or each.word)):
+        groups.setdefault("training thread" if each.who == CALLER else each.who or each.word, []).append(each)
+    events = [_event("M", 0, "process_name", args={"name": "tiered"})]
+    tracks = [each for name, group in groups.items() for each in _tracks(name, group)]
+    for tid, (name, track) in enumerate(tracks, start=1):
+        events.append(_event("M", tid, "thread_name", args={"name": name}))
+        events.append(_event("M", tid, "thread_sort_index", args={"sort_index": tid}))
+        for each in track:
+            ts, dur = (each.start_s - zero_s) * _US, max(0.0, each.end_s - each.start_s) * _US
+            args = {"args": {"bytes": each.nbytes}} if each.nbytes else {}
+            name = f"{each.word} {each.subject}".strip()
+            events.append(_event("X", tid, name, cat=each.word, ts=ts, dur=dur, **args))
+    for word, name in (("swap in", "reads in flight"), ("swap out", "writes in flight")):
+        pairs = (((each.start_s, each.nbytes), (each.end_s, -each.nbytes)) for each in groups.get(word, ()))
+        in_flight = 0
+        for time_s, nbytes in sorted(chain.from_iterable(pairs)):
+            in_flight += nbytes
+            events.append(_event("C", 0, name, ts=(time_s - zero_s) * _US, args={"bytes": in_flight}))
+    return events
+
+
+def _event(kind: str, tid: int, name: str, **more: object) -> dict[str, Any]:
+    return {"ph": kind, "pid": 1, "tid": tid, "name": name, **more}
+
+
+def _tracks(name: str, intervals: Sequence[Interval]) -> Iterator[tuple[str, list[Interval]]]:
+    """Yield tracks that viewers can draw: two intervals of a track are apart, or one contains the other."""
+    tracks: list[tuple[list[Interval], list[float]]] = []  # and the ends of open intervals, innermost last
+    for interval in sorted(intervals, key=lambda interval: (interval.start_s, -interval.end_s)):
+        track, ends = next((track for track in tracks if _fits(interval, track[1])), ([], []))
+        if not track:
+            tracks.append((track, ends))
+        track.append(interval)
+        ends.append(interval.end_s)
+    for number, (track, _) in enumerate(tracks, start=1):
+        yield name if number == 1 else f"{name} ({number})", track
+
+
+def _fits(interval: Interval, ends: list[float]) -> bool:
+    """Whether a track has room for the next interval: transfers stand alone, the work of a thread may nest."""
+    while ends and ends[-1] <= interval.start_s:
+        ends.pop()
+    return not ends or (bool(interval.who) and interval.end_s <= ends[-1])

@@ -1,0 +1,393 @@
+"""`tiered train`: from the request of the command line to the loop that trains, and to the report of what it did.
+
+All that can be refused is refused before a store is written to, and none is before the plan has been said and agreed
+to. The loop is the one that any user would write around a model, with a stopwatch and an ear for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shlex
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+import tiered
+from tiered.console.interruption import Interruption
+from tiered.console.page import fold, page_width, say
+from tiered.console.question import confirm
+from tiered.console.report_file import check_writable, write_report
+from tiered.errors import CapacityError, TieredError, UsageError
+from tiered.train.bound import matrix_flop_per_s
+from tiered.train.config import DTYPES, RunConfig, RunDials, committed_step
+from tiered.train.existing_run import find_run, holds_any_file, holds_store, remove_store
+from tiered.train.plan import Plan
+from tiered.train.summary import CAPACITY, RunSummary, StepRecord, Stopwatch, write_timeline
+from tiered.train.task import GPT, Corpus, Loader
+from tiered.units import MiB, spell_bytes, spell_count
+from tiered.zero.compute_device import named_device
+
+__all__ = ["Display", "Request", "TrainingLoop", "train"]
+
+_SPELLED = {"dram": spell_bytes, "hold": spell_bytes, "device_memory": spell_bytes, "params": spell_count}
+_WIDE = 110  # columns in which a bar has room for tokens/s and GB/s too
+
+
+# -- request -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The request of the command line; ``given`` has its options, by their names in RunConfig and RunDials.
+
+    ``dry_run``: say what the run would be and take, refuse what it would refuse, and stop.
+    """
+
+    directories: tuple[Path, ...]
+    given: Mapping[str, object]
+    durable: bool = True
+    resume: bool = False
+    fresh: bool = False
+    yes: bool = False
+    quiet: bool = False
+    dry_run: bool = False
+    json_file: Path | None = None
+    timeline_file: Path | None = None
+    program: str = "tiered"  # how the user calls us, for the commands we suggest
+
+    def __post_init__(self) -> None:
+        if self.resume and self.fresh:
+            raise UsageError("--resume goes on with the run, --fresh removes it: give one of them")
+        if self.resume and not self.durable:
+            raise UsageError("--no-durable leaves nothing to resume: give --resume or --no-durable")
+        if self.dry_run and (self.json_file or self.timeline_file):
+            raise UsageError("--dry-run begins nothing that --json or --timeline could tell of: leave them out")
+        check_writable(self.json_file, self.timeline_file)
+
+    @property
+    def where(self) -> str:
+        """The directories, for people."""
+        return ", ".join(map(str, self.directories))
+
+    @property
+    def options(self) -> list[str]:
+        """``given``, as the options it came from, with sizes as people write them."""
+        found: list[str] = []
+        for name, value in self.given.items():
+            for one in value if isinstance(value, tuple) else (value,):
+                text = _SPELLED[name](one) if name in _SPELLED and isinstance(one, int) else str(one)
+                found += (f"--{name.replace('_', '-')}", text)
+        return found
+
+    def command(self, *options: str) -> str:
+        """Return the command that calls the job on the same store with ``options``."""
+        stores = [part for directory in self.directories for part in ("--store", str(directory))]
+        return f"{self.program} {shlex.join(['train', *options, *stores])}"
+
+    def write_json(self, outcome: RunSummary) -> None:
+        """Write ``outcome`` to the file that was asked for, if one was."""
+        if self.json_file:
+            write_report(self.json_file, f"{json.dumps(outcome.as_json())}\n")
+
+
+def train(request: Request) -> int:
+    """Run the job and return its exit status: 0, or 130 and 143 when Ctrl-C and SIGTERM stopped it in good order.
+
+    Everything that can be refused is refused before the store is touched. Raises TieredError and ValueError.
+    """
+    plan = _plan(request)
+    corpus = Corpus.of_paths(plan.dials.data) if plan.dials.data else Corpus.of_standard_library()
+    loader = Loader(corpus, batch=plan.config.batch, context=plan.config.context, seed=plan.config.seed)
+    if not request.quiet:
+        say(*plan.lines(corpus))
+        if request.resume and not plan.first_step:
+            say("nothing is committed there yet: starting from step 0")
+    plan.check_space()
+    go_on = request.command("--resume", "--steps", str(2 * max(plan.dials.steps, plan.first_step)))
+    if not plan.num_steps:
+        _say_done(request, plan, go_on)
+        return 0
+    plan.check_budget()
+    for line in plan.warnings():  # order: a refusal is all that a user reads
+        print("\n".join(fold(f"warning: {line}", indent=2)), file=sys.stderr)
+    if request.dry_run:
+        words = {"--fresh": request.fresh, "--resume": request.resume, "--no-durable": not request.durable}
+        options = [word for word, is_given in words.items() if is_given]
+        print(f"nothing was begun or written; begin: {request.command(*options, *request.options)}")
+        return 0
+    if request.fresh and holds_store(request.directories):
+        confirm(
+            f"remove the store in {request.where} for good?",
+            unasked=f"--fresh removes the store in {request.where} and there is no terminal to ask on: add --yes",
+            declined=f"nothing was removed; {request.where} is as it was",
+            yes=request.yes,
+        )
+        remove_store(request.directories)
+    loop = TrainingLoop(plan, loader, request)
+    with Interruption(
+        "stopping as soon as the step in hand is finished and committed (Ctrl-C again: at once)",
+        loop.hint,
+        signals=(signal.SIGINT, signal.SIGTERM),
+    ) as interruption:
+        outcome = loop.run(interruption)
+    if outcome:
+        for line in outcome.lines(None if interruption.requested else go_on):
+            if line.startswith("go on "):
+                print(line)  # a command, to be copied as it is
+            else:
+                say(line)
+        request.write_json(outcome)
+    if interruption.requested:
+        print(f"stopped by {interruption.cause}; {loop.hint()}")
+        return interruption.status
+    return 0
+
+
+def _say_done(request: Request, plan: Plan, go_on: str) -> None:
+    """Say where a run with no steps left to do is, and write the reports of it."""
+    if plan.first_step == plan.dials.steps:
+        say(f"the run has done its {plan.dials.steps} steps")
+    else:
+        say(f"the run is at step {plan.first_step}, past the {plan.dials.steps} steps that it is to have")
+    print(f"go on   {go_on}")
+    with tiered.Store(*request.directories, dram=16 * MiB, mode="r") as store:
+        request.write_json(RunSummary(plan, (), store))
+    if request.timeline_file:
+        say(f"drawn   {write_timeline(request.timeline_file, (), 0)}")
+
+
+def _plan(request: Request) -> Plan:
+    """Return the plan of a new run, or of the committed one to go on with.
+
+    Raises UsageError where there is a run and no option says what to do with it; also where there is none to go on
+    with, not even an interrupted creation, unless ``yes`` says to start one then.
+    """
+    where, found = request.where, None
+    if request.resume and not request.yes and not holds_any_file(request.directories):
+        raise UsageError(f"no run in {where} to go on with: leave --resume out to start one, or add --yes to it")
+    if not request.fresh and holds_store(request.directories):
+        if not request.durable:
+            raise UsageError(
+                f"{where} holds a store, --no-durable needs a directory without one: choose another --store"
+            )
+        found = find_run(request.directories)
+    state = found.state if found else {}
+    if found and "config" not in state:
+        raise UsageError(f"{where} holds a store that is no training run: choose another --store")
+    if found and not request.resume:
+        raise UsageError(
+            f"{where} holds a run at step {committed_step(state)}: "
+            "go on with it with --resume, or remove it and start anew with --fresh"
+        )
+    config = RunConfig.of_committed(state["config"], request.given) if found else RunConfig.of_given(request.given)
+    dials = RunDials.of_committed(state.get("dials", {}), request.given)
+    return Plan(
+        config, dials, request.directories, durable=request.durable, first_step=committed_step(state),
+        device=named_device(dials.device, dials.device_memory),
+    )  # fmt: skip
+
+
+# -- loop ----------------------------------------------------------------------------------------------------------
+
+
+class Display:
+    """The output of a run while it works, for the training thread between ``__enter__`` and ``__exit__``.
+
+    A bar on a terminal, whose step number has room before all else; a line per step elsewhere; nothing when quiet.
+    """
+
+    def __init__(self, num_steps: int, *, first_step: int, quiet: bool) -> None:
+        self._num_steps, self._is_bar, self._is_quiet = num_steps, not quiet and sys.stdout.isatty(), quiet
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(num_steps)) + 1)),
+            BarColumn(bar_width=16),
+            TextColumn("{task.description}", markup=False),
+            TimeRemainingColumn(compact=True),
+            console=Console(highlight=False),
+            disable=not self._is_bar,
+        )
+        self._task = self._progress.add_task("", total=num_steps, completed=first_step)
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def note(self, text: str) -> None:
+        """Show the run's present work: beside the bar until the next step, or in a line."""
+        self._progress.update(self._task, description=text)
+        if not (self._is_bar or self._is_quiet):
+            say(text)
+
+    def step(self, record: StepRecord) -> None:
+        """Show a finished step, the most important figures alone where there is no room for all."""
+        if self._is_bar:
+            shown = str(record) if self._progress.console.width >= _WIDE else record.outline
+            self._progress.update(self._task, completed=record.step, description=shown)
+        elif not self._is_quiet:
+            begin = f"step {record.step}/{self._num_steps}  {record.seconds:.2f} s"
+            whole = f"{begin}  {record}"
+            print(whole if len(whole) <= page_width() else f"{begin}  {record.outline}", flush=True)
+
+
+class _StoppedError(Exception):
+    """Leaves the store's block before the first step, so that no half-built model is committed on the way out."""
+
+
+class TrainingLoop:
+    """One process's part of a run, used by the main thread; after ``run`` the store is closed in any case.
+
+    A step is either committed whole or does not count: the run is always resumable from its last commit.
+    """
+
+    def __init__(self, plan: Plan, loader: Loader, request: Request) -> None:
+        self._plan, self._config, self._loader, self._request = plan, plan.config, loader, request
+        self._is_built = False
+        self._durable_step = plan.first_step or -1  # the last one known to be committed, -1 before the first
+        self._sealed_step = self._durable_step  # of the last commit that was begun, which may be on its way still
+        self._step_of: dict[int, int] = {}  # by generation sealed in this process
+
+    def hint(self) -> str:
+        """Return the advice for a user whose run stops now."""
+        step, sealed, request = self._durable_step, self._sealed_step, self._request
+        if not self._plan.durable:
+            return "nothing is kept of a run with --no-durable"
+        later = f", or from step {sealed} if its commit came through" if sealed > step else ""
+        if step < 0:
+            nothing = "" if later else "nothing was committed yet, "
+            start = request.command("--resume", *request.options)
+            return f"{nothing}the run is resumable from step 0{later}: {start}"
+        return f"the run is resumable from step {step}{later}: {request.command('--resume')}"
+
+    def run(self, interruption: Interruption) -> RunSummary | None:
+        """Train to the plan's last step or to Ctrl-C; return the summary, None when no step was begun.
+
+        Once the model stands, an error names the command to go on with. Before, a new store that lacks room is removed.
+        """
+        plan, dials, is_new = self._plan, self._plan.dials, not holds_any_file(self._plan.directories)
+        if plan.device.index is not None:  # for good: what the run leaves is freed as the process ends
+            torch.accelerator.set_device_index(plan.device.index)
+        device_memory = 0 if plan.device.type == "cpu" else dials.device_memory  # None: from what is free there
+        made = {path for each in plan.directories for path in (each, *each.parents) if not path.exists()}
+        try:
+            with tiered.Store(
+                *plan.directories, dram=dials.dram, device_memory=device_memory, durable=plan.durable
+            ) as store:
+                with Display(dials.steps, first_step=plan.first_step, quiet=self._request.quiet) as display:
+                    return self._train(store, display, interruption)
+        except _StoppedError:
+            return None
+        except TieredError as error:
+            if self._is_built:
+                error.add_note(self.hint())
+            elif is_new and isinstance(error, CapacityError):
+                with suppress(OSError, TieredError):
+                    if find_run(plan.directories) is None:  # nobody else has committed there since
+                        remove_store(plan.directories)
+                    for path in sorted(made, reverse=True):  # inner ones first; none that is not empty
+                        path.rmdir()
+            raise
+
+    def _train(self, store: tiered.Store, display: Display, interruption: Interruption) -> RunSummary:
+        plan, timeline_file = self._plan, self._request.timeline_file
+        display.note(f"{'going on with' if plan.first_step else 'building'} the model")
+        model, optimizer, step = self._build(store)
+        self._is_built = True
+        peak = 0.0 if plan.device.type == "cpu" else matrix_flop_per_s(plan.device, DTYPES[self._config.dtype])
+        if interruption.requested:
+            raise _StoppedError
+        records: list[StepRecord] = []
+        if timeline_file is not None:
+            store.working_set.recorder.start(CAPACITY)
+        stopwatch = Stopwatch(store)
+        while step < plan.dials.steps and not interruption.requested:
+            loss = self._step(model, optimizer, step)
+            step += 1
+            if step % plan.dials.commit_every == 0:
+                self._commit(store, step)
+            records.append(stopwatch.lap(step, loss, self._config.tokens_per_step))
+            display.step(records[-1])
+        self._finish(store, step)
+        drawn = write_timeline(timeline_file, *store.working_set.recorder.stop()) if timeline_file is not None else ""
+        return RunSummary(plan, records, store, peak_flop_per_s=peak, timeline=drawn)
+
+    def _build(self, store: tiered.Store) -> tuple[torch.nn.Module, torch.optim.Optimizer, int]:
+        """Return the model, its optimizer and the number of steps done, all as the last commit left them."""
+        config, dials, device = self._config, self._plan.dials, self._plan.device
+        random.seed(config.seed)
+        np.random.seed(config.seed % 2**32)
+        torch.manual_seed(config.seed)
+        with tiered.construct(store, device=device):
+            built = GPT(config.shape)
+        model = tiered.shard(
+            built, store, param_dtype=DTYPES[config.dtype], device=device, activations=dials.activations,
+            hold=dials.hold, update_on=dials.update_on,
+        )  # fmt: skip
+        optimizer = tiered.AdamW(model.parameters(), lr=config.lr, update=config.update, state=config.state)
+        if not self._plan.durable:
+            return model, optimizer, 0
+        store.register("loader", self._loader)
+        return model, optimizer, store.resume().get("step", 0)
+
+    def _step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Make one optimizer step and return the mean loss of its micro-steps."""
+        config, total = self._config, 0.0
+        for micro_step in range(config.accumulate):
+            only_adds = config.update == "backward" and micro_step < config.accumulate - 1
+            with tiered.accumulate(model) if only_adds else nullcontext():
+                loss = model(*self._next_batch())
+                total += _checked(loss, step)
+                (loss if config.accumulate == 1 else loss / config.accumulate).backward()
+        if config.clip:
+            tiered.clip_grad_norm_(model, config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total / config.accumulate
+
+    def _next_batch(self) -> tuple[torch.Tensor, ...]:
+        """Return the next tokens and targets where the model computes, each int64 (batch, context)."""
+        batch, device = next(self._loader), self._plan.device
+        if device.type == "cpu":
+            return batch
+        return tuple(each.pin_memory().to(device, non_blocking=True) for each in batch)
+
+    def _commit(self, store: tiered.Store, step: int) -> None:
+        """Seal ``step``, and note which step is durable by now."""
+        if self._plan.durable:
+            state = {"step": step, "config": asdict(self._config), "dials": asdict(self._plan.dials)}
+            self._sealed_step = step  # order: from here on a second Ctrl-C may find it there
+            self._step_of[store.commit(state, wait=False)] = step
+            self._note_durable(store)
+
+    def _note_durable(self, store: tiered.Store) -> None:
+        self._durable_step = self._step_of.get(store.generation, self._durable_step)
+
+    def _finish(self, store: tiered.Store, step: int) -> None:
+        """Make the steps done so far durable, also between two commits."""
+        if self._sealed_step != step:
+            self._commit(store, step)
+        if self._plan.durable:
+            store.wait_for_commit()
+            self._note_durable(store)
+
+
+def _checked(loss: torch.Tensor, step: int) -> float:
+    """Return the value of a loss. Raises UsageError for a loss that teaches nothing, infinite or NaN."""
+    value = float(loss.item())
+    if not math.isfinite(value):
+        raise UsageError(f"the loss of step {step + 1} is {value}: start again with a lower --lr")
+    return value
