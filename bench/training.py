@@ -379,7 +379,7 @@ def through_tiers(settings: Settings, folder: Path) -> dict[str, Any]:
         result |= counters.read(max(1, settings.steps - 1), settings.shape.num_params)
         result["device"] = on_device(store)
         result["persistent_bytes_per_param"] = counters.held(settings.shape.num_params)
-        bound = Bound.of(
+        bound = Bound(
             median_s(result),
             waits=result["wait_seconds"],
             update_s=result["update_seconds"],

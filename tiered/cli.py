@@ -233,7 +233,7 @@ def train(
 @_command
 def inspect(run: Run, parameters: Parameters = False, json: Json = None) -> int:
     """Show what a run's last commit holds: keys, parameters, generation and state; also while it is in use."""
-    from tiered.train.inspection import inspect_run
+    from tiered.train.existing_run import inspect_run
 
     return inspect_run(run, parameters=parameters, json_file=json)
 
@@ -252,7 +252,7 @@ def gc(run: Run, dry_run: DryRun = False, yes: Yes = False, json: ReportFile = N
 
     The store uses the space of other deleted keys again; the file keeps that space.
     """
-    from tiered.train.cleaning import clean
+    from tiered.train.existing_run import clean
 
     return clean(run, dry_run=dry_run, yes=yes, json_file=json)
 

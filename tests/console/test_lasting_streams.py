@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 
 import tiered
-import tiered.train.cleaning
 import tiered.train.existing_run
-import tiered.train.inspection
 from tests.train.test_loop import TINY
 from tiered.cli import main
 from tiered.console.interruption import Interruption
@@ -110,9 +108,8 @@ def test_ctrl_c_is_answered_in_every_command(
     def interrupted(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tiered.train.inspection, "inspect_run", interrupted)
-    monkeypatch.setattr(tiered.train.existing_run, "check", interrupted)
-    monkeypatch.setattr(tiered.train.cleaning, "clean", interrupted)
+    for name in ("inspect_run", "check", "clean"):
+        monkeypatch.setattr(tiered.train.existing_run, name, interrupted)
     assert main([command, str(tmp_path)]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
 

@@ -33,7 +33,7 @@ from tiered.bytes.device.profile import find_profile
 from tiered.errors import CorruptionError, TieredError
 from tiered.store.lifetime.directory import CATALOG_NAME
 from tiered.store.store import Store
-from tiered.train.inspection import inspection_lines
+from tiered.train.existing_run import inspection_lines
 
 __all__ = ["batch", "fuzz", "run_in_child"]
 

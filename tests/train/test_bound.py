@@ -23,7 +23,7 @@ def bound(step_s: float = 10.0, **given: Any) -> Bound:
     values: dict[str, Any] = {
         "waits": {}, "update_s": 0.0, "read_bytes": 0, "write_bytes": 0, "device_busy_s": 0.0, "bandwidth": None
     }  # fmt: skip
-    return Bound.of(step_s, **{**values, **given})
+    return Bound(step_s, **{**values, **given})
 
 
 @pytest.mark.parametrize(("duplex", "expected"), [(0.0, 14 / 2 + 12 / 4), (1.0, 14 / 2), (0.5, 14 / 2 + 12 / 4 / 2)])

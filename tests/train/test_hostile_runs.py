@@ -13,6 +13,7 @@ import shutil
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tiered.bytes.device.profile import Profile, write_profile
 from tiered.cli import main
 from tiered.errors import TieredError
 from tiered.store.generations.registry import committed_state
-from tiered.train.existing_run import ExistingRun, find_run
+from tiered.train.existing_run import find_run
 from tiered.units import MiB
 
 MOST_S = 30.0  # of the clock, on a machine that is busy: a hang takes for ever
@@ -166,7 +167,7 @@ def test_data_that_is_not_what_it_was_is_refused(
         status, said = told(("train", "--resume", "--steps", "2", "--store"), run, capsys)
         assert status == 2 and "data" in said, change
         found = find_run([run])
-        assert found is not None and found.generation == 1
+        assert found is not None and found.root.generation == 1
         if text.is_dir() and not text.is_symlink():
             text.rmdir()
         else:
@@ -219,7 +220,7 @@ def test_whatever_a_commit_holds_a_run_goes_on_or_is_refused(
     for number in range(120):
         state = spoilt(found.state, rng)
         state = state if isinstance(state, dict) else {"config": state, "dials": state, "step": state}
-        monkeypatch.setattr(tiered.train.run, "find_run", lambda _, state=state: ExistingRun(state, 1))
+        monkeypatch.setattr(tiered.train.run, "find_run", lambda _, state=state: replace(found, state=state))
         status = main([*COMMANDS["resume" if number % 4 else "without a word"], str(made / "run")])
         said = capsys.readouterr().err
         assert status == 0 or (status == 2 and said.startswith("tiered: ") and len(said) < 6000), state

@@ -314,12 +314,13 @@ def test_a_second_ctrl_c_tells_of_the_commit_that_is_on_its_way(
         raise KeyboardInterrupt  # out of the loop, where the process would have ended
 
     def interrupt_at_the_end(loop: TrainingLoop, store: tiered.Store, step: int) -> None:
-        monkeypatch.setattr(tiered.Store, "wait_for_commit", lambda _: signal.raise_signal(signal.SIGINT))
-        finish(loop, store, step)
+        commit(loop, store, step)
+        if step == 5:
+            monkeypatch.setattr(tiered.Store, "wait_for_commit", lambda _: signal.raise_signal(signal.SIGINT))
 
-    finish = TrainingLoop._finish
+    commit = TrainingLoop._commit
     monkeypatch.setattr("os._exit", end)
-    monkeypatch.setattr(TrainingLoop, "_finish", interrupt_at_the_end)
+    monkeypatch.setattr(TrainingLoop, "_commit", interrupt_at_the_end)
     interrupt_at_batch(monkeypatch, 4)
     assert run("--steps", "9", "--quiet", "--commit-every", "4") == 130
     said = capfd.readouterr().err

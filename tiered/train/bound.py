@@ -91,22 +91,11 @@ def matrix_flop_per_s(device: torch.device, dtype: torch.dtype) -> float:
     return 2.0 * size**3 / seconds
 
 
-@dataclass(frozen=True, slots=True)
 class Bound:
     """One step's parts, in seconds: its own time, and the least that each resource needs for it."""
 
-    step_s: float
-    compute_s: float  # the training thread, its waits left out
-    update_s: float  # the update's own thread, or its stream on a compute device, waits left out
-    nvme_s: float
-    copy_s: float  # between DRAM and a compute device
-    is_read: bool  # more of ``nvme_s`` goes into reads than into writes
-    waits: Mapping[str, float]  # of the training thread, seconds by reason
-    updates_on_device: bool = False
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         step_s: float,
         *,
         waits: Mapping[str, float],
@@ -117,20 +106,20 @@ class Bound:
         bandwidth: Bandwidth | None,
         copy_s: float = 0.0,
         updates_on_device: bool = False,
-    ) -> Bound:
-        """Return the bound of a step. Without ``bandwidth`` the devices' busy time counts: bytes / it was seen.
+    ) -> None:
+        """``waits`` are the training thread's, by reason; ``update_s`` of the update's own thread or stream.
 
-        With one, the smaller of both counts: work that was done in a time can be done in it. So no part exceeds the
-        step.
+        Without ``bandwidth`` the devices' busy time counts: bytes / it was seen. With one, the smaller of both counts:
+        work that was done in a time can be done in it. So no part exceeds the step.
         """
-        nvme_s, is_read = device_busy_s, read_bytes > write_bytes
+        self.step_s, self.waits, self.updates_on_device = step_s, waits, updates_on_device
+        nvme_s, self.is_read = device_busy_s, read_bytes > write_bytes
         if bandwidth is not None:
             seconds = bandwidth.seconds(read_bytes, write_bytes)
             nvme_s = min(nvme_s, seconds) if device_busy_s else seconds
-            is_read = read_bytes / bandwidth.read_bytes_per_s > write_bytes / bandwidth.write_bytes_per_s
-        compute_s = max(0.0, step_s - sum(waits.values()))
-        update_s, nvme_s, copy_s = (min(seconds, step_s) for seconds in (update_s, nvme_s, copy_s))
-        return cls(step_s, compute_s, update_s, nvme_s, copy_s, is_read, dict(waits), updates_on_device)
+            self.is_read = read_bytes / bandwidth.read_bytes_per_s > write_bytes / bandwidth.write_bytes_per_s
+        self.compute_s = max(0.0, step_s - sum(waits.values()))
+        self.update_s, self.nvme_s, self.copy_s = (min(seconds, step_s) for seconds in (update_s, nvme_s, copy_s))
 
     @property
     def seconds(self) -> float:

@@ -96,10 +96,10 @@ class RunConfig:
     def of_committed(cls, committed: Mapping[str, Any], given: Mapping[str, Any]) -> RunConfig:
         """Return the configuration a run was committed with. Raises UsageError with a diff when ``given`` differs."""
         asked, names = _asked(given), [field.name for field in fields(cls)]
-        unknown = sorted(map(str, set(names) ^ set(_mapping("config", committed))))
+        _check_types(cls, "config", committed)
+        unknown = sorted(map(str, set(names) ^ set(committed)))
         if unknown:
             raise UsageError(f"the run's configuration is another version's: {', '.join(unknown)} unknown or missing")
-        _check_types(cls, committed)
         differing = [
             f"{name} {committed[name]} -> {asked[name]}"
             for name in names
@@ -157,7 +157,7 @@ class RunDials:
 
         Other names are passed over: they are dials of another release.
         """
-        _check_types(cls, _mapping("dials", committed))
+        _check_types(cls, "dials", committed)
         both = {**committed, **given}
         chosen = {field.name: both[field.name] for field in fields(cls) if field.name in both}
         return cls(**{**chosen, "data": tuple(chosen.get("data", ()))})
@@ -171,20 +171,16 @@ def committed_step(state: Mapping[str, object]) -> int:
     return step
 
 
-def _mapping(name: str, committed: object) -> Mapping[str, object]:
-    if not isinstance(committed, Mapping):
-        raise UsageError(f"the run's state is not that of a training run: {name} is {_short(committed)}; {_NEXT}")
-    return committed
-
-
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "int | None": (int, type(None)), "float": (float, int), "float | None": (float, int, type(None)),
     "str": (str,), "str | int": (str, int), "tuple[str, ...]": (tuple, list),
 }  # fmt: skip
 
 
-def _check_types(cls: type[RunConfig | RunDials], committed: Mapping[str, object]) -> None:
-    """Raise UsageError unless the values are of the types that a run writes."""
+def _check_types(cls: type[RunConfig | RunDials], word: str, committed: object) -> None:
+    """Raise UsageError unless ``committed`` is a mapping, with values of the types that a run writes."""
+    if not isinstance(committed, Mapping):
+        raise UsageError(f"the run's state is not that of a training run: {word} is {_short(committed)}; {_NEXT}")
     for field in [field for field in fields(cls) if field.name in committed]:
         value = committed[field.name]
         is_right = type(value) in _TYPES[str(field.type)]

@@ -12,7 +12,7 @@ import random
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -321,7 +321,10 @@ class TrainingLoop:
                 self._commit(store, step)
             records.append(stopwatch.lap(step, loss, self._config.tokens_per_step))
             display.step(records[-1])
-        self._finish(store, step)
+        self._commit(store, step)  # also between two commits
+        if plan.durable:
+            store.wait_for_commit()
+            self._commit(store, step)  # which notes that the step is durable
         drawn = write_timeline(timeline_file, *store.working_set.recorder.stop()) if timeline_file is not None else ""
         return RunSummary(plan, records, store, peak_flop_per_s=peak, timeline=drawn)
 
@@ -344,13 +347,22 @@ class TrainingLoop:
         return model, optimizer, store.resume().get("step", 0)
 
     def _step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Make one optimizer step and return the mean loss of its micro-steps."""
-        config, total = self._config, 0.0
+        """Make one optimizer step and return the mean loss of its micro-steps.
+
+        Raises UsageError for a loss that teaches nothing, infinite or NaN, before anything has learnt from it.
+        """
+        config, device, total = self._config, self._plan.device, 0.0
         for micro_step in range(config.accumulate):
             only_adds = config.update == "backward" and micro_step < config.accumulate - 1
             with tiered.accumulate(model) if only_adds else nullcontext():
-                loss = model(*self._next_batch())
-                total += _checked(loss, step)
+                batch: Sequence[torch.Tensor] = next(self._loader)  # tokens and targets, each int64 (batch, context)
+                if device.type != "cpu":
+                    batch = [each.pin_memory().to(device, non_blocking=True) for each in batch]
+                loss = model(*batch)
+                value = float(loss.item())
+                if not math.isfinite(value):
+                    raise UsageError(f"the loss of step {step + 1} is {value}: start again with a lower --lr")
+                total += value
                 (loss if config.accumulate == 1 else loss / config.accumulate).backward()
         if config.clip:
             tiered.clip_grad_norm_(model, config.clip)
@@ -358,36 +370,12 @@ class TrainingLoop:
         optimizer.zero_grad()
         return total / config.accumulate
 
-    def _next_batch(self) -> tuple[torch.Tensor, ...]:
-        """Return the next tokens and targets where the model computes, each int64 (batch, context)."""
-        batch, device = next(self._loader), self._plan.device
-        if device.type == "cpu":
-            return batch
-        return tuple(each.pin_memory().to(device, non_blocking=True) for each in batch)
-
     def _commit(self, store: tiered.Store, step: int) -> None:
-        """Seal ``step``, and note which step is durable by now."""
-        if self._plan.durable:
+        """Seal ``step`` if it is not, and note which step is durable by now."""
+        if not self._plan.durable:
+            return
+        if self._sealed_step != step:
             state = {"step": step, "config": asdict(self._config), "dials": asdict(self._plan.dials)}
             self._sealed_step = step  # order: from here on a second Ctrl-C may find it there
             self._step_of[store.commit(state, wait=False)] = step
-            self._note_durable(store)
-
-    def _note_durable(self, store: tiered.Store) -> None:
         self._durable_step = self._step_of.get(store.generation, self._durable_step)
-
-    def _finish(self, store: tiered.Store, step: int) -> None:
-        """Make the steps done so far durable, also between two commits."""
-        if self._sealed_step != step:
-            self._commit(store, step)
-        if self._plan.durable:
-            store.wait_for_commit()
-            self._note_durable(store)
-
-
-def _checked(loss: torch.Tensor, step: int) -> float:
-    """Return the value of a loss. Raises UsageError for a loss that teaches nothing, infinite or NaN."""
-    value = float(loss.item())
-    if not math.isfinite(value):
-        raise UsageError(f"the loss of step {step + 1} is {value}: start again with a lower --lr")
-    return value

@@ -85,12 +85,12 @@ def _counts(counters: StoreStatistics) -> dict[str, float]:
     """
     recorder, device = counters.recorder, counters.recorder.device
     updates = [work for work in recorder.work if work.word == "update bucket"]
-    is_on_device = _updates_on_device(counters)
+    on_device = [work for work in updates if work.who == UPDATE]
     found = {
         "read_bytes": counters.read_bytes,
         "write_bytes": counters.write_bytes + counters.catalog_write_bytes,
         "device_busy_s": recorder.device_busy_seconds,  # with something on its way to or from the drives
-        "update_s": sum(work.seconds for work in updates if not is_on_device or work.who == UPDATE),
+        "update_s": sum(work.seconds for work in on_device or updates),
         "copied_in_bytes": device.copied_in_bytes if device else 0,
         "copied_out_bytes": device.copied_out_bytes if device else 0,
         "copy_in_s": recorder.seconds_of("copy in"),
@@ -100,10 +100,6 @@ def _counts(counters: StoreStatistics) -> dict[str, float]:
     for moved in recorder.moved:
         found |= {f"read: {moved.name}": moved.read_bytes, f"write: {moved.name}": moved.write_bytes}
     return found | {"read: catalog": 0, "write: catalog": counters.catalog_write_bytes}
-
-
-def _updates_on_device(counters: StoreStatistics) -> bool:
-    return any(work.who == UPDATE for work in counters.recorder.work if work.word == "update bucket")
 
 
 def _named(kind: str, counts: Mapping[str, float]) -> dict[str, float]:
@@ -147,11 +143,11 @@ class RunSummary:
         self._copy_s = max(mean["copy_in_s"], mean["copy_out_s"])  # the time of the busier stream
         if link is not None:  # the least time by the measured rates
             self._copy_s = link.seconds(mean["copied_in_bytes"], mean["copied_out_bytes"])
-        self._waits = _named("wait", mean)
-        self._bound = Bound.of(
+        self._waits, work = _named("wait", mean), self._counters.recorder.work
+        self._bound = Bound(
             self._step_s, waits=self._waits, update_s=mean["update_s"], read_bytes=mean["read_bytes"],
             write_bytes=mean["write_bytes"], device_busy_s=mean["device_busy_s"], bandwidth=self._bandwidth,
-            copy_s=self._copy_s, updates_on_device=_updates_on_device(self._counters),
+            copy_s=self._copy_s, updates_on_device=(UPDATE, "update bucket") in ((w.who, w.word) for w in work),
         )  # fmt: skip
 
     @property

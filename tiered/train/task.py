@@ -69,17 +69,12 @@ class Shape:
         A width of 64 to 512 per layer is well proportioned; one near 256, as in the default, is preferred where several
         come within 2 % of the size. Raises ValueError when no shape comes within a quarter of it.
         """
-        shapes = [shape for shape in _shapes(num_params, context) if _misses(shape, num_params) <= 0.25]
-        if not shapes:
+        misses = {shape: abs(shape.num_params / num_params - 1) for shape in _shapes(num_params, context)}
+        best = min(misses.values(), default=1.0)
+        if best > 0.25:
             raise ValueError(f"no shape has about {num_params:,} parameters: give --layers and --width instead")
-        best = min(_misses(shape, num_params) for shape in shapes)
-        near = [shape for shape in shapes if _misses(shape, num_params) <= max(best, 0.02)]
+        near = [shape for shape, miss in misses.items() if miss <= max(best, 0.02)]
         return min(near, key=lambda shape: abs(math.log(shape.width / shape.layers / 256)))
-
-
-def _misses(shape: Shape, num_params: int) -> float:
-    """Return the part of ``num_params`` by which the shape is larger or smaller."""
-    return abs(shape.num_params / num_params - 1)
 
 
 def _shapes(num_params: int, context: int) -> Iterator[Shape]:
