@@ -7,6 +7,7 @@ usage: python -m tests.store.fuzz SEED NUM    prints the number of cases and wha
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ import time
 import traceback
 import tracemalloc
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from tiered.bytes.device.profile import find_profile
 from tiered.errors import CorruptionError, TieredError
 from tiered.store.lifetime.directory import CATALOG_NAME
 from tiered.store.store import Store
-from tiered.train.existing_run import inspection_lines
+from tiered.train.existing_run import inspect_run
 
 __all__ = ["batch", "fuzz", "run_in_child"]
 
@@ -79,7 +80,8 @@ def _try_case(subject: Subject, kind: Kind, rng: random.Random) -> str:
 
 def _read_everything(subject: Subject, expected: set[int] | None, chosen: int | None) -> str:
     find_profile(subject.directories[0])
-    inspection_lines(subject.directories)
+    with redirect_stdout(io.StringIO()):
+        inspect_run(subject.directories, parameters=False, json_file=None)
     for mode in ("r", "a"):
         with subject.open(mode, chosen) as store:
             wrong = _read(store, subject, expected)

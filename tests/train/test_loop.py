@@ -20,26 +20,10 @@ from tiered.train.task import Loader
 
 TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "32", "--dram", "32MiB")
 JSON_KEYS = {
-    "params",
-    "steps",
-    "losses",
-    "step_seconds",
-    "read_bytes_per_param",
-    "write_bytes_per_param",
-    "peak_rss_bytes",
-    "dram_budget_bytes",
-    "peak_dram_bytes",
-    "state_bytes",
-    "bytes_written",
-    "generation",
-    "stall_seconds",
-    "wait_seconds",
-    "moved_bytes_per_param",
-    "bound_seconds",
-    "step_over_bound",
-    "verdict",
-    "versions",
-}
+    "params", "steps", "losses", "step_seconds", "read_bytes_per_param", "write_bytes_per_param", "peak_rss_bytes",
+    "dram_budget_bytes", "peak_dram_bytes", "state_bytes", "bytes_written", "generation", "stall_seconds",
+    "wait_seconds", "moved_bytes_per_param", "bound_seconds", "step_over_bound", "verdict", "versions",
+}  # fmt: skip
 
 Run = Callable[..., int]
 

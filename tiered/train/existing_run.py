@@ -45,7 +45,6 @@ __all__ = [
     "holds_any_file",
     "holds_store",
     "inspect_run",
-    "inspection_lines",
     "remove_store",
 ]
 
@@ -258,11 +257,6 @@ def inspect_run(directories: Sequence[Path], *, parameters: bool, json_file: Pat
     if json_file is not None:
         write_report(json_file, f"{json.dumps(_as_json(run))}\n")
     return 0
-
-
-def inspection_lines(directories: Sequence[Path], *, parameters: bool = False) -> list[str]:
-    """Return the lines that ``inspect_run`` prints; raises as it does."""
-    return list(_lines(ExistingRun.load(directories), parameters=parameters))
 
 
 def _lines(run: ExistingRun, *, parameters: bool) -> Iterator[str]:
