@@ -269,7 +269,7 @@ def export(
     yes: Yes = False,
 ) -> int:
     """Write a run's last commit as safetensors files, which transformers, tiered and others load."""
-    from tiered.interop.exporting import export
+    from tiered.interop.run_files import export
 
     return export(run, folder, dtype=dtype, max_shard_size=max_shard_size, external=external or (), yes=yes)
 
@@ -282,7 +282,7 @@ def import_(
     run: Annotated[Path, typer.Argument(parser=_path, metavar="RUN", help="A new directory for the store.")],
 ) -> int:
     """Put the tensors of safetensors files into a new store."""
-    from tiered.interop.importing import import_files
+    from tiered.interop.run_files import import_files
 
     return import_files(source, run)
 

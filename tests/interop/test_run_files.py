@@ -154,7 +154,7 @@ def test_an_import_that_fails_leaves_nothing_committed(tmp_path: Path, monkeypat
             if count == 5:
                 raise OSError(5, "Input/output error", "model.safetensors")
 
-        patch.setattr("tiered.interop.importing._put", fail)
+        patch.setattr("tiered.interop.run_files._put", fail)
         assert main(["import", str(tmp_path / "files"), str(tmp_path / "run")]) == 2
     with tiered.Store(tmp_path / "run", dram="16MiB", mode="r") as store:
         assert store.generation == 0 and len(store) == 0
@@ -196,7 +196,7 @@ def test_units_of_more_than_half_of_the_budget_are_exported(
     dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No part of one is referred to any more when the next is swapped in."""
-    monkeypatch.setattr("tiered.interop.exporting._LEAST_DRAM_NBYTES", 8 * MiB)
+    monkeypatch.setattr("tiered.interop.run_files._LEAST_DRAM_NBYTES", 8 * MiB)
     with tiered.Store(tmp_path / "run", dram="128MiB") as store:
         model = tiered.shard(nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(3)]), store, unit=nn.Linear)
         expected = model.state_dict()
@@ -214,7 +214,7 @@ def test_an_export_that_fails_leaves_no_new_folder(tmp_path: Path, monkeypatch: 
     with tiered.Store(tmp_path / "run", dram="16MiB") as store:
         store["a"] = torch.ones(5)
         store.commit({})
-    monkeypatch.setattr("tiered.interop.safetensors_file._write", fail)
+    monkeypatch.setattr("tiered.interop.checkpoint_folder._write", fail)
     for _ in range(2):
         assert main(["export", str(tmp_path / "run"), str(tmp_path / "files")]) == 2
         assert not (tmp_path / "files").exists()

@@ -1,4 +1,8 @@
-"""A folder of safetensors files as transformers lays it out: one file, or shards with an index; replaced as a whole."""
+"""A folder of safetensors files as transformers lays it out: one file, or shards with an index; replaced as a whole.
+
+A file is written a tensor at a time: header first, no more than a few pieces in memory. The safetensors library writes
+what lies in memory whole; so the writer is this room's own, the readers are theirs.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,12 @@ from typing import Any
 import torch
 
 from tiered.bytes.device.files import translate
+from tiered.bytes.file_stream import PIECE_NBYTES, FileWriter
 from tiered.bytes.private_file import fsync_directory, lock_owner
 from tiered.errors import UsageError
-from tiered.interop.safetensors_file import write_safetensors
-from tiered.units import parse_bytes
+from tiered.store.format.safetensors_header import DTYPE_NAMES
+from tiered.units import parse_bytes, round_up
+from tiered.zero.deferred_tensor import DeferredTensor
 
 __all__ = ["holds_checkpoint", "write_checkpoint", "write_files"]
 
@@ -29,6 +35,9 @@ _log = logging.getLogger("tiered")
 
 _PARTIAL = ".tiered-partial"
 """The start of the name of a folder in the folder, with all that a save or an export has not finished."""
+
+_LENGTH_NBYTES = 8
+_ALIGNMENT = 4096  # of the first tensor: so whoever reads the file past the page cache copies less
 
 
 def write_checkpoint(
@@ -47,14 +56,14 @@ def write_checkpoint(
     The new files take their names when all of them are durable; then the old ones go. A crash leaves the earlier
     checkpoint or none, never parts of two, and temporary files, which the next call removes. Raises ValueError for a
     size; UsageError, before anything is written, while another call writes to ``folder``, in any process of this
-    machine, and for a file that a store reads in place; what ``write_safetensors`` raises, with the earlier checkpoint
+    machine, and for a file that a store reads in place; what writing a tensor raises, with the earlier checkpoint
     as it was.
     """
     shards = _split(tensors, parse_bytes(max_shard_size))
     with _prepared(folder, shards) as temporary:
         for name, names in shards.items():
             content = {each: tensors[each] for each in names}
-            write_safetensors(temporary / name, content, {"format": "pt", **metadata})
+            _write_safetensors(temporary / name, content, {"format": "pt", **metadata})
         index = _index(tensors, shards) if len(shards) > 1 else None
         _write_others(temporary, write_others, index)
         _publish(folder, temporary, shards, is_sharded=index is not None)
@@ -242,3 +251,61 @@ def _remove_partial(folder: Path) -> None:
 def _remove_empty(folder: Path) -> None:
     with suppress(OSError):  # what was written is in it
         folder.rmdir()
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write ``tensors``, deferred ones among them, to the new file ``path``; blocks until it is durable.
+
+    Each is read when its turn comes, and let go then. Raises UsageError for a dtype that the format lacks,
+    CapacityError where the file does not fit, DeviceError, and what reading a tensor raises: the file stays unfinished.
+    """
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that each is aligned to its dtype
+    header, nbytes = _header({name: tensors[name] for name in order}, metadata)
+    with FileWriter(str(path), len(header) + nbytes) as file:
+        file.write(memoryview(header))
+        for name in order:
+            _write(file, tensors[name])
+        file.finish()
+
+
+def _write(file: FileWriter, tensor: torch.Tensor) -> None:
+    """Write the values of ``tensor``. Lifetime: nothing refers to them when this returns; they may be leased bytes."""
+    for piece in _pieces(tensor.values() if isinstance(tensor, DeferredTensor) else tensor.detach().cpu()):
+        file.write(memoryview(piece.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+
+
+def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, int]:
+    """Return the length and the header, padded, and the bytes of all tensors."""
+    if "__metadata__" in tensors:
+        raise UsageError("a tensor is named __metadata__, which is another thing in safetensors files; rename it")
+    fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    place = 0
+    for name, tensor in tensors.items():
+        dtype = DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+        shape, end = list(tensor.shape), place + tensor.numel() * tensor.dtype.itemsize
+        if dtype is None or (dtype == "F4" and not shape):
+            raise UsageError(
+                f"{name} is {tensor.dtype} {shape}, which safetensors lacks; expected one of {DTYPE_NAMES}"
+            )
+        if dtype == "F4":
+            shape[-1] *= 2  # torch has two in an element
+        fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    nbytes = round_up(_LENGTH_NBYTES + len(text), _ALIGNMENT) - _LENGTH_NBYTES
+    return nbytes.to_bytes(_LENGTH_NBYTES, "little") + text.ljust(nbytes), place
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the values of ``tensor`` in their order, in contiguous pieces that are no copies, or small ones."""
+    if tensor.is_contiguous() or tensor.nbytes <= PIECE_NBYTES:
+        yield tensor.contiguous()
+    else:
+        for part in tensor.unbind() if tensor.shape[0] <= 1 else torch.split(tensor, _rows(tensor)):
+            yield from _pieces(part)
+
+
+def _rows(tensor: torch.Tensor) -> int:
+    """Return how many rows of ``tensor`` make a piece, fewer than it has."""
+    row_nbytes = tensor.nbytes // tensor.shape[0]
+    return min(max(PIECE_NBYTES // row_nbytes, 1), tensor.shape[0] - 1)

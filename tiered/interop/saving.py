@@ -45,11 +45,11 @@ def save_pretrained(
         state = deferred_state(values)
         is_hugging_face = transformers is not None and isinstance(model, transformers.PreTrainedModel)
         if (peft is not None and isinstance(model, peft.PeftModel)) or getattr(model, "_hf_peft_config_loaded", False):
-            from tiered.interop.hugging_face.saving import write_adapters
+            from tiered.interop.hugging_face.model_files import write_adapters
 
             return write_adapters(model, Path(folder), state, dtype=dtype)
         if is_hugging_face:
-            from tiered.interop.hugging_face.saving import saved_names, write_config
+            from tiered.interop.hugging_face.model_files import saved_names, write_config
 
             state = saved_names(model, state, original_format=original_format)
             write_others = partial(write_config, model, dtype)

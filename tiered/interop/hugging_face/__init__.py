@@ -13,7 +13,7 @@ if importlib.util.find_spec("transformers") is None:
 
 if TYPE_CHECKING:
     from tiered.interop.hugging_face.arguments import Arguments
-    from tiered.interop.hugging_face.loading import from_pretrained
+    from tiered.interop.hugging_face.model_files import from_pretrained
     from tiered.interop.hugging_face.trainer import Trainer, TrainerMixin
 
 __all__ = ["Arguments", "Trainer", "TrainerMixin", "from_pretrained"]
@@ -22,7 +22,7 @@ _HOMES = {
     "Arguments": "tiered.interop.hugging_face.arguments",
     "Trainer": "tiered.interop.hugging_face.trainer",
     "TrainerMixin": "tiered.interop.hugging_face.trainer",
-    "from_pretrained": "tiered.interop.hugging_face.loading",
+    "from_pretrained": "tiered.interop.hugging_face.model_files",
 }
 
 

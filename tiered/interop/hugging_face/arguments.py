@@ -1,9 +1,10 @@
-"""Arguments: what ``tiered.hf.Trainer`` needs to know beside ``TrainingArguments``."""
+"""Arguments: what ``tiered.hf.Trainer`` needs to know beside ``TrainingArguments``, and what both may say together."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,8 +16,10 @@ from tiered.errors import UsageError
 from tiered.removed import refuse_removed
 from tiered.store.store import Store
 from tiered.units import parse_bytes
+from tiered.zero import SGD, AdamW, Lion
+from tiered.zero.optimizer.streaming_optimizer import StreamingOptimizer
 
-__all__ = ["Arguments"]
+__all__ = ["Arguments", "choose_optimizer", "refuse"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _OF_THE_STORE = ("dram", "device_memory", "durable", "engine", "external")
@@ -137,3 +140,97 @@ def _one_of(name: str, value: object, known: tuple[object, ...], kind: type | No
         kind is not None and isinstance(value, kind)
     ):
         raise ValueError(f"tiered.hf.Arguments({name}={value!r}); expected one of {', '.join(map(repr, known))}")
+
+
+_SWITCHES = {
+    "torch_compile": "a compiled graph keeps addresses of parameters, whose bytes move; expected torch_compile=False",
+    "bf16_full_eval": "it casts the model in memory; expected bf16=True, which keeps parameters in bf16",
+    "fp16_full_eval": "it casts the model in memory; expected bf16=True, which keeps parameters in bf16",
+    "fp16": "accelerate's loss scaling steps optimizers that it wraps itself; expected bf16=True, or fp32",
+    "auto_find_batch_size": "it begins a run again in the middle; expected a batch size that fits",
+    "use_liger_kernel": "its kernels take addresses of parameters, whose bytes move; expected use_liger_kernel=False",
+    "deepspeed": "tiered is in its place; expected no deepspeed config: docs/deepspeed.md has what its keys become",
+    "fsdp": "tiered is in its place; expected no fsdp",
+    "parallelism_config": "this release shards on one rank; expected none",
+}
+
+
+def refuse(training: Any, tiered: Arguments) -> None:
+    """Raise UsageError for the first of the TrainingArguments ``training`` that cannot be followed."""
+    for name, reason in _SWITCHES.items():
+        if getattr(training, name, None):
+            raise UsageError(f"TrainingArguments({name}={getattr(training, name)!r}): {reason}")
+    if training.n_gpu > 1 or training.world_size > 1:
+        raise UsageError(
+            f"TrainingArguments with n_gpu={training.n_gpu}, world_size={training.world_size}: this release trains on"
+            " one device and one rank; expected one, such as CUDA_VISIBLE_DEVICES=0"
+        )
+    if tiered.update == "backward" and training.max_grad_norm > 0:
+        raise UsageError(
+            f'Arguments(update="backward") uses gradients before a norm of all is known, and max_grad_norm is'
+            f' {training.max_grad_norm}; expected TrainingArguments(max_grad_norm=0), or update="step"'
+        )
+    if not tiered.is_durable and training.save_strategy != "no" and not training.save_only_model:
+        raise UsageError(
+            f"TrainingArguments(save_strategy={training.save_strategy.value!r}) on a store with durable=False, which"
+            ' has no commits; expected save_strategy="no", save_only_model=True for the files of the model alone, or'
+            " durable=True"
+        )
+    if training.push_to_hub and training.hub_strategy != "end" and not tiered.export:
+        raise UsageError(
+            f"TrainingArguments(hub_strategy={training.hub_strategy.value!r}): checkpoint folders have no files of the"
+            ' model; expected tiered.hf.Arguments(export=True), or hub_strategy="end"'
+        )
+    for directory in tiered.directories:
+        inside = next((part for part in directory.absolute().parts if re.fullmatch(r"checkpoint-\d+", part)), None)
+        if inside is not None:
+            raise UsageError(
+                f"the store {directory} lies in {inside}, which save_total_limit may delete; expected another place"
+            )
+
+
+_KNOWN = ("adamw_torch_fused", "adamw_torch", "sgd", "lion_32bit")
+_OF_SGD = ("momentum", "dampening", "nesterov")
+_IN_8_BITS = 'tiered keeps moments in 8 bits where it is told Arguments(state="compact") beside optim="adamw_torch"'
+
+
+def choose_optimizer(training: Any, tiered: Arguments, given: Any) -> tuple[type, dict[str, Any]]:
+    """Return the class and the keyword arguments for the optimizer, but for groups and store.
+
+    ``given`` is ``optimizer_cls_and_kwargs`` of the Trainer, with a class of ``tiered``. The bits are those of
+    ``optim="adamw_torch_fused"``, transformers' default, also under "adamw_torch". Raises UsageError for a name or a
+    class that ``tiered`` has no optimizer for.
+    """
+    own = {"update": tiered.update, "state": tiered.state}
+    if given is not None:
+        cls, options = given
+        if not (isinstance(cls, type) and issubclass(cls, StreamingOptimizer)):
+            raise UsageError(
+                f"optimizer_cls_and_kwargs=({getattr(cls, '__name__', cls)}, ...) keeps its state in memory; expected"
+                " tiered.AdamW, tiered.SGD or tiered.Lion"
+            )
+        return cls, own | options
+    name, betas = str(getattr(training.optim, "value", training.optim)), (training.adam_beta1, training.adam_beta2)
+    options = {"lr": training.learning_rate}
+    if name in ("adamw_torch_fused", "adamw_torch"):
+        return AdamW, own | options | {"betas": betas, "eps": training.adam_epsilon}
+    if name == "lion_32bit":
+        return Lion, own | options | {"betas": betas}
+    if name == "sgd":
+        return SGD, own | options | _sgd_options(training.optim_args)
+    raise UsageError(
+        f"TrainingArguments(optim={name!r}): tiered has no such optimizer; expected one of"
+        f" {', '.join(map(repr, _KNOWN))}{f': {_IN_8_BITS}' if '8bit' in name else ''}"
+    )
+
+
+def _sgd_options(text: str | None) -> dict[str, Any]:
+    """Return the options in ``optim_args``, such as "momentum=0.9,nesterov=true"."""
+    found: dict[str, Any] = {}
+    for item in (text or "").replace(" ", "").split(","):
+        name, _, value = item.partition("=")
+        if name and name not in (*_OF_SGD, "weight_decay"):
+            raise UsageError(f"TrainingArguments(optim_args={text!r}): expected some of {', '.join(_OF_SGD)}")
+        if name in _OF_SGD:  # the weight decay is that of the groups
+            found[name] = value.lower() in ("true", "1", "yes") if name == "nesterov" else float(value)
+    return found

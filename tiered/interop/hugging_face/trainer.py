@@ -17,16 +17,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tiered.errors import UsageError
-from tiered.interop.hugging_face.arguments import Arguments
+from tiered.interop.hugging_face.arguments import Arguments, choose_optimizer, refuse
 from tiered.interop.hugging_face.batch_draws import BatchDraws
-from tiered.interop.hugging_face.best_files import load_files
-from tiered.interop.hugging_face.checkpoint import Pointer, folder_to_resume
-from tiered.interop.hugging_face.optimizer_choice import choose_optimizer
-from tiered.interop.hugging_face.placement import place
-from tiered.interop.hugging_face.refusal import refuse
-from tiered.interop.hugging_face.run_state import RunNow, RunState
+from tiered.interop.hugging_face.checkpoint import Pointer, RunNow, RunState, folder_to_resume
+from tiered.interop.hugging_face.model_files import load_files
+from tiered.store.store import Store
 from tiered.zero import accumulate, clip_grad_norm_
+from tiered.zero.engine import Engine
 from tiered.zero.model_state import RandomState
+from tiered.zero.parameters.parameter import TieredParameter
+from tiered.zero.parameters.unit import Unit
+from tiered.zero.shard import shard
 
 __all__ = ["Trainer", "TrainerMixin"]
 
@@ -294,3 +295,46 @@ def _run_of(trainer: Any) -> RunNow:
     if trainer._tr_loss is not None:
         facts |= {"loss": trainer._tr_loss.item(), "step_logged": trainer._globalstep_last_logged}
     return RunNow(trainer.state if trainer._is_live else None, trainer.lr_scheduler, facts)
+
+
+def place(model: Any, tiered: Arguments, store: Store, training: Any) -> torch.dtype | None:
+    """Shard ``model`` into ``store``, unless it is there, and return the dtype that floating inputs get, if any.
+
+    Raises what ``tiered.shard`` raises; UsageError for a model that was sharded otherwise than the arguments say.
+    """
+    options = tiered.shard_options(bf16=training.bf16)
+    dtype: torch.dtype | None = options["param_dtype"]
+    engines = _engines(model)
+    if not engines:
+        shard(model, store, device=training.device, **options)
+        return dtype
+    if any(engine.store is not store for engine in engines):
+        raise UsageError(
+            f"the model is sharded into {engines[0].store!r}; expected tiered.hf.Arguments(store=) with that open store"
+        )
+    given = tiered.changed("unit", "weights", "activations", "hold", "update_on")
+    if given:
+        raise UsageError(
+            f"tiered.hf.Arguments({given[0]}=) for a model that is sharded already; expected it where that was done, at"
+            " tiered.shard or tiered.hf.from_pretrained"
+        )
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, TieredParameter):
+            continue
+        if dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+            raise UsageError(
+                f"bf16=True, or param_dtype=, asks for {dtype}, and {name} is sharded as {parameter.dtype}; expected"
+                f" param_dtype={dtype} at tiered.shard or tiered.hf.from_pretrained, or Arguments(param_dtype=None)"
+            )
+    if engines[0].tier.device.type != training.device.type:
+        raise UsageError(
+            f"the model is sharded to compute on {engines[0].tier.device}, and TrainingArguments train on"
+            f" {training.device}; expected device={str(training.device)!r} at tiered.shard or tiered.hf.from_pretrained"
+        )
+    return dtype
+
+
+def _engines(model: Any) -> list[Engine]:
+    parameters = [] if model is None else model.parameters()
+    units = [p.segment.unit for p in parameters if isinstance(p, TieredParameter)]
+    return list(dict.fromkeys(unit.engine for unit in units if isinstance(unit, Unit)))  # type: ignore[misc]

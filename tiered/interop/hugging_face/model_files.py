@@ -1,29 +1,37 @@
-"""from_pretrained: a checkpoint of transformers into a store, a parameter at a time.
+"""Models of transformers and PEFT from their files into a store, and back into files, a parameter at a time.
 
 transformers builds the model on the meta device and decides what becomes of each tensor of the files, which it gets
-deferred; the bytes are read when ``shard`` wants them.
+deferred; the bytes are read when ``shard`` wants them. It decides in the same way which tensors are saved.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter, revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import find_adapter_config_file
 
-from tiered.errors import UsageError
-from tiered.interop.hugging_face.conversion import refusing_by_name
+from tiered.errors import TieredError, UsageError
+from tiered.interop.checkpoint_folder import write_files
 from tiered.store.store import Store
 from tiered.zero.deferred_files import DeferredFiles, safetensors_files
 from tiered.zero.deferred_tensor import DeferredTensor
+from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.shard import shard
 
-__all__ = ["from_pretrained"]
+__all__ = ["from_pretrained", "load_files", "saved_names", "write_adapters", "write_config"]
 
 _SHARD = frozenset(inspect.signature(shard).parameters) - {"model", "store", "weights"}
 
@@ -165,3 +173,112 @@ def _not_in_place(name: str, reason: str) -> UsageError:
         f'tiered.hf.from_pretrained(frozen="in place"): {name} {reason}; expected frozen=True, which copies the base to'
         " the store"
     )
+
+
+def saved_names(model: Any, state: dict[str, Any], *, original_format: bool) -> dict[str, torch.Tensor]:
+    """Return the tensors that the model's own ``save_pretrained`` would write, deferred as those of ``state`` are.
+
+    Raises UsageError for a conversion that cannot be undone tensor by tensor.
+    """
+    ignored = set(model._keys_to_ignore_on_save or ())
+    kept = {name: tensor for name, tensor in state.items() if name not in ignored}
+    kept = remove_tied_weights_from_state_dict(kept, model)
+    if original_format:
+        with refusing_by_name("tiered.save_pretrained", "original_format=False"):
+            kept = dict(revert_weight_conversion(model, kept))
+    return kept
+
+
+def write_config(model: Any, dtype: torch.dtype | None, folder: Path) -> None:
+    """Write what stands beside the weights: config.json, generation_config.json, and the code of a custom model."""
+    model.config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=model.config)
+    model.config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def write_adapters(model: Any, folder: Path, state: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None) -> None:
+    """Have PEFT save the adapters of ``model`` to ``folder``; the base is not read.
+
+    PEFT picks the tensors by name; those alone get values, all of them at once.
+    """
+    wanted: dict[str, torch.Tensor] = {}
+
+    def read(name: str) -> torch.Tensor:
+        tensor = state[name]
+        wanted[name] = tensor.values() if isinstance(tensor, DeferredTensor) else tensor
+        return wanted[name]
+
+    watched = {name: DeferredTensor.of(tensor, partial(read, name)) for name, tensor in state.items()}
+    for picked in _picked(model, watched):
+        picked.values()
+    given = {name: (tensor.to(dtype) if dtype else tensor).detach().clone() for name, tensor in wanted.items()}
+    write_files(folder, lambda temporary: model.save_pretrained(temporary, state_dict={**watched, **given}))
+
+
+def _picked(model: Any, state: dict[str, DeferredTensor]) -> list[DeferredTensor]:
+    """Return the tensors of ``state`` that PEFT saves."""
+    if isinstance(model, PreTrainedModel):
+        return list(model.get_adapter_state_dict(state_dict=state).values())
+    from peft import get_peft_model_state_dict
+
+    found: list[DeferredTensor] = []
+    for name in model.peft_config:
+        found += get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=name).values()
+    return found
+
+
+def load_files(model: nn.Module, folder: Path) -> None:
+    """Load the safetensors files in ``folder``, by the names of ``model.state_dict()``, a unit at a time.
+
+    Raises UsageError for a folder without all of them, and for names that the model does not have.
+    """
+    units = {name: _unit_name(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for path in safetensors_files(folder, "the best step's weights: "):
+        with safe_open(path, framework="pt") as file:
+            groups: dict[str, list[str]] = {}
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                groups.setdefault(units.get(name, ""), []).append(name)
+            for group in groups.values():
+                found = model.load_state_dict({name: file.get_tensor(name) for name in group}, strict=False)
+                if found.unexpected_keys:
+                    raise UsageError(f"{path} has {found.unexpected_keys[0]!r}, which the model does not have")
+
+
+def _unit_name(parameter: nn.Parameter) -> str:
+    return str(parameter.segment.unit.name) if isinstance(parameter, TieredParameter) else ""
+
+
+@contextmanager
+def refusing_by_name(what: str, next_step: str) -> Iterator[None]:
+    """Turn an error of a conversion in this block into a UsageError that names the conversion."""
+    try:
+        yield
+    except Exception as error:
+        name = _name_of_conversion(error)
+        if not name:
+            raise
+        reason = str(error) if isinstance(error, TieredError) else f"{type(error).__name__}: {error}"
+        raise UsageError(
+            f"{what}: {name} of transformers cannot be carried out tensor by tensor ({reason}); {next_step}"
+        ) from error
+
+
+def _name_of_conversion(error: BaseException) -> str:
+    """Return the conversion in which ``error`` was raised, and the names that it is about; "" for another error."""
+    names: dict[str, None] = {}
+    trace = error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, ConversionOps):
+            names[type(owner).__name__] = None
+        loading = trace.tb_frame.f_locals.get("loading_info")
+        for text in getattr(loading, "conversion_errors", {}).values():  # transformers has kept the error's text alone
+            names[text.rpartition("Error: ")[2].partition(". ")[0]] = None
+        if isinstance(owner, WeightConverter):
+            names[f"{' + '.join(owner.source_patterns)} -> {' + '.join(owner.target_patterns)}"] = None
+        trace = trace.tb_next
+    return " ".join(reversed(names))
