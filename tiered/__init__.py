@@ -18,7 +18,7 @@ from tiered.errors import (
 from tiered.removed import refuse_removed
 
 if TYPE_CHECKING:
-    from tiered.interop import hugging_face as hf
+    from tiered import hf
     from tiered.interop.saving import save_pretrained
     from tiered.loader.resumable import resumable
     from tiered.store.store import Store

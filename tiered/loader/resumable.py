@@ -3,20 +3,25 @@
 Making an iterator draws random numbers, and the loop draws from the same generators after that. So a resumed loader
 makes its iterator under the random state that was there when the epoch began, passes over the batches that were used,
 and puts back the random state that it found.
+
+torch's DataLoader makes an iterator in this order: ``iter(sampler)``, a draw of the workers' seed, and then, at once
+with workers and at the first batch without, the sampler's first item, for which it draws. Workers that persist are made
+in the first epoch; in a later one there is no draw of a seed.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from tiered.errors import UsageError
-from tiered.loader.batch_source import BatchSource, StatefulSource
-from tiered.loader.random_parts import Counts, RandomParts, is_stateful
-from tiered.loader.torch_source import TorchSource
+from tiered.loader.random_parts import Counts, DrawWatch, RandomParts, WorkerWatch, is_stateful, parts_of, place_of
+from tiered.store.generations.registry import Stateful
 
 __all__ = ["ResumableLoader", "resumable"]
 
@@ -46,7 +51,12 @@ def resumable(loader: Iterable[Batch], *, replay: bool = False) -> ResumableLoad
     """
     if not isinstance(loader, Iterable):
         raise TypeError(f"resumable: expected a DataLoader or another iterable of batches, got {type(loader).__name__}")
-    return ResumableLoader(loader, replay=replay)
+    state: object = loader
+    if is_stateful(state):
+        return _StatefulLoader(loader, state)
+    if isinstance(loader, DataLoader):
+        return _TorchLoader(loader, replay=replay)
+    return ResumableLoader(loader, RandomParts({"loader": Counts(loader)}), DrawWatch(loader))
 
 
 class ResumableLoader(Generic[Batch]):
@@ -54,12 +64,15 @@ class ResumableLoader(Generic[Batch]):
 
     A pass that is left before its end, by ``break``, keeps its place: a commit has it, and a resumed run goes on there.
     In the same process the next ``iter`` begins a new epoch, as that of the loader within does.
+
+    Of any iterable, whose parts are ``random``, a resumed epoch loads the used batches again, and drops them.
     """
 
-    def __init__(self, loader: Iterable[Batch], *, replay: bool) -> None:
+    def __init__(self, loader: Iterable[Batch], random: RandomParts, watch: DrawWatch) -> None:
         self.loader = loader
-        self._replay = replay
-        self._source = _source(loader, replay=replay)
+        self._random = random
+        self._watch = watch
+        self._has_workers = False  # whether the next epoch finds the worker processes of the last one
         self._epoch = 0
         self._place: _Place | None = None  # of the epoch that is going on
         self._resumed: dict[str, Any] | None = None  # a state in the middle of an epoch, until the next ``iter``
@@ -85,15 +98,15 @@ class ResumableLoader(Generic[Batch]):
 
         Raises UsageError, and stays where it is, when the loader now has fewer batches than were used.
         """
-        source, resumed = self._source, self._resumed
+        resumed = self._resumed
         if resumed is None:
             if self._place is not None and self._place.position:
                 self._epoch += 1
-            place = _Place(start=source.random.states(), had_workers=source.has_workers)
-            batches = source.begin()
+            place = _Place(start=self._random.states(), had_workers=self._has_workers)
+            batches = self._begin()
         else:
             place = _Place(resumed["start"], resumed["has_workers"], resumed["position"])
-            batches = source.resume(place.start, place.position)
+            batches = self._resume(place.start, place.position)
         self._place, self._resumed = place, None
         return _Batches(self, place, batches)
 
@@ -101,15 +114,15 @@ class ResumableLoader(Generic[Batch]):
         """Return epoch, position, random states and the loader's facts, in types that ``Store.register`` takes."""
         if self._resumed is not None:
             return self._resumed
-        place, source = self._place, self._source
+        place = self._place
         return {
             "epoch": self._epoch,
             "position": self.position,
-            "has_workers": source.has_workers if place is None else place.had_workers,
+            "has_workers": self._has_workers if place is None else place.had_workers,
             "start": None if place is None else place.start,
-            "parts": source.random.part_states(),
-            "own": source.state_dict(),
-            "loader": source.description(),
+            "parts": self._random.part_states(),
+            "own": self._own_state(),
+            "loader": self._facts(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -117,31 +130,70 @@ class ResumableLoader(Generic[Batch]):
 
         Raises UsageError with the differences, and stays where it is, when ``state`` is another loader's.
         """
-        self._source.compare(state["loader"])
-        before, self._source = self._source, _source(self.loader, replay=self._replay)  # old workers may be at work
-        self._source.random.count_on_from(before.random)
-        self._source.has_workers = state["has_workers"]
-        self._source.random.restore_parts(state["parts"])
-        self._source.load_state_dict(state["own"])
+        mine, committed = self._facts(), state["loader"]
+        names = sorted(name for name in mine.keys() | committed.keys() if committed.get(name) != mine.get(name))
+        if names:
+            differences = [f"{name} was {committed.get(name)!r}, is {mine.get(name)!r}" for name in names]
+            raise UsageError(
+                f"the commit was made with another loader: {'; '.join(differences)}; expected the loader of the run"
+                " that is resumed, or another directory"
+            )
+        self._has_workers = state["has_workers"]
+        self._random.restore(state["parts"])
+        self._restore_own(state["own"])
         self._epoch, self._place = state["epoch"], None
         self._resumed = None if state["start"] is None else state
 
     def _next(self, place: _Place, batches: Iterator[Batch]) -> Batch:
+        if place.is_over:
+            raise StopIteration
         if place is not self._place:
             raise UsageError(
                 "this iterator is over: after it another one was made, or a state loaded (resume, rollback);"
                 " expected the loop to begin anew with iter(loader)"
             )
         try:
-            batch = self._source.next(batches)
+            batch = self._take(batches)
         except StopIteration:
-            self._epoch, self._place = self._epoch + 1, None
+            self._epoch, self._place, place.is_over = self._epoch + 1, None, True
             raise
         place.position += 1
         return batch
 
     def __repr__(self) -> str:
         return f"ResumableLoader({type(self.loader).__name__}, epoch={self.epoch}, position={self.position})"
+
+    # -- what depends on the kind of loader ----------------------------------------------------------------------
+
+    def _begin(self) -> Iterator[Batch]:
+        """Return an iterator over a whole epoch, made as the loop itself would make it."""
+        self._watch.begin()
+        return iter(self.loader)
+
+    def _resume(self, start: dict[str, Any], position: int) -> Iterator[Batch]:
+        """Return an iterator over the batches after ``position`` of the epoch that began at ``start``.
+
+        The process's generators are left as they were found. Raises UsageError where there are fewer batches.
+        """
+        with self._random.replaying(start):
+            batches = self._begin()
+            _pass_over(batches, position)
+        return batches
+
+    def _take(self, batches: Iterator[Batch]) -> Batch:
+        """Return the next batch. Logs, once, a use that would make a resumed epoch differ."""
+        return self._watch.next(batches)
+
+    def _facts(self) -> dict[str, Any]:
+        """Return the facts that a resumed loader must agree in."""
+        return {"type": type(self.loader).__name__, "batches": _length(self.loader), "parts": self._random.names}
+
+    def _own_state(self) -> Any:
+        """Return a copy of the state that the loader has of its own, if any."""
+        return None
+
+    def _restore_own(self, state: Any) -> None:
+        """Set the state that the loader has of its own."""
 
 
 @dataclass(slots=True)
@@ -151,6 +203,7 @@ class _Place:
     start: dict[str, Any]
     had_workers: bool
     position: int = 0
+    is_over: bool = False
 
 
 class _Batches(Iterator[Batch]):
@@ -160,22 +213,186 @@ class _Batches(Iterator[Batch]):
         self._loader = loader
         self._place = place
         self._batches = batches
-        self._is_over = False
 
     def __next__(self) -> Batch:
-        if self._is_over:
-            raise StopIteration
+        return self._loader._next(self._place, self._batches)
+
+
+class _StatefulLoader(ResumableLoader[Batch]):
+    """A loader with a state of its own, which says where it goes on."""
+
+    def __init__(self, loader: Iterable[Batch], state: Stateful) -> None:
+        super().__init__(loader, RandomParts({}), DrawWatch(loader, even_alone=True))
+        self._state = state
+
+    def _resume(self, start: dict[str, Any], position: int) -> Iterator[Batch]:
+        """Return an iterator over the rest, as the loader's own state says.
+
+        Its first batch is taken under the random state of the epoch's start, too, because a generator function begins
+        to run then.
+        """
+        with self._random.replaying(start):
+            batches = self._begin()
+            then = self._random.states()
+        return self._first_under(then, batches)
+
+    def _first_under(self, start: dict[str, Any], batches: Iterator[Batch]) -> Iterator[Batch]:
+        with self._random.replaying(start):
+            first = list(itertools.islice(batches, 1))
+        yield from first
+        yield from batches
+
+    def _facts(self) -> dict[str, Any]:
+        return {"type": type(self.loader).__name__}  # a loader with a state refuses a state that is not its own
+
+    def _own_state(self) -> Any:
+        return copy.deepcopy(self._state.state_dict())
+
+    def _restore_own(self, state: Any) -> None:
+        self._state.load_state_dict(copy.deepcopy(state))
+
+
+class _TorchLoader(ResumableLoader[Batch]):
+    """A DataLoader without a state of its own. A resumed epoch skips used items, or with ``loads_again`` loads them.
+
+    The loader that is iterated is a copy, with a sampler of ours around its own, and a ``WorkerWatch`` where workers
+    may draw what cannot come back. It keeps the worker processes that persist, until a state is loaded.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, replay: bool) -> None:
+        self._is_iterable = isinstance(loader.dataset, IterableDataset)
+        self._loads_again = replay or self._is_iterable
+        self._persists = loader.persistent_workers and loader.num_workers > 0
+        if replay and self._persists and not self._is_iterable:
+            raise ValueError(
+                "resumable: replay=True cannot bring back what workers draw that persist from epoch to epoch;"
+                " expected persistent_workers=False, or replay=False"
+            )
+        loads_here = loader.num_workers == 0 and self._loads_again
+        parts = parts_of(loader, loads_again=self._loads_again)
+        super().__init__(loader, parts, DrawWatch(loader, is_on=loads_here))
+        self._sampler = _SkippingSampler(getattr(loader, place_of(loader)))
+        self._torch_loader = copy.copy(loader)
+        vars(self._torch_loader).update({place_of(loader): self._sampler, "_iterator": None})  # torch refuses to assign
+        self._worker_watch: WorkerWatch | None = None
+        if loader.num_workers > 0 and (self._persists or not self._loads_again):
+            ways = ["persistent_workers=False"] * self._persists
+            ways += ["tiered.resumable(loader, replay=True), which loads again what was used"] * (not self._loads_again)
+            whose = "worker processes of a DataLoader"
+            self._worker_watch = WorkerWatch(self._torch_loader, whose, " and ".join(ways))
+
+    def _begin(self) -> Iterator[Batch]:
+        if self._has_workers and self._torch_loader._iterator is None:
+            self._make_workers()
+        self._has_workers = self._persists
+        self._watch.begin()
+        return iter(self._torch_loader)
+
+    def _make_workers(self) -> None:
+        """Make workers that persist without anything to do, as the epochs before left them."""
+        found = self._random.states()
+        self._sampler.is_empty = True
         try:
-            return self._loader._next(self._place, self._batches)
+            iter(self._torch_loader)
+        finally:
+            self._sampler.is_empty = False
+            self._random.restore(**found)
+
+    def _resume(self, start: dict[str, Any], position: int) -> Iterator[Batch]:
+        if self._loads_again:
+            return super()._resume(start, position)
+        with self._random.replaying(start):
+            self._sampler.position = position
+            try:
+                batches = self._begin()
+                self._sampler.start()  # order: under the start's random state; without workers no item was asked for
+            finally:
+                self._sampler.position = 0
+        return batches
+
+    def _take(self, batches: Iterator[Batch]) -> Batch:
+        batch = super()._take(batches)
+        if self._worker_watch is not None:
+            self._worker_watch.warn()
+        return batch
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "type": type(self.loader).__name__,
+            "batches": None if self._is_iterable else _length(self.loader),  # torch warns of one that told its length
+            "items": _length(self._torch_loader.dataset),
+            "batch_size": self._torch_loader.batch_size,
+            "drop_last": self._torch_loader.drop_last,
+            "sampler": self._sampler.name,
+            "num_workers": self._torch_loader.num_workers if self._is_iterable else None,
+            "persistent_workers": self._persists,
+            "parts": self._random.names,
+        }
+
+    def _restore_own(self, state: Any) -> None:
+        vars(self._torch_loader)["_iterator"] = None  # its workers may be at work for a pass that is over
+
+
+class _SkippingSampler(Sampler[Any]):
+    """The sampler within. An iterator that is made while ``position`` is set passes over as many when it starts."""
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self.sampler = sampler
+        self.is_empty = False
+        self.position = 0
+        innermost = sampler.sampler if isinstance(sampler, BatchSampler) else sampler
+        names = [type(sampler).__name__] + [type(innermost).__name__] * (innermost is not sampler)
+        self.name = " of ".join(names)  # with the sampler within one that is torch's for batches
+        is_torchs = type(innermost).__module__.startswith("torch.utils.data")
+        self._watch = DrawWatch(innermost, is_on=not is_torchs)  # torch's draw before their first item alone
+        self._last: _Indices | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.is_empty:
+            return iter(())
+        self._watch.begin()
+        self._last = _Indices(iter(self.sampler), self.position, self._watch)
+        return self._last
+
+    def start(self) -> None:
+        """Have the last iterator pass over the used items, if it has not."""
+        assert self._last is not None
+        self._last.start()
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]  # its own TypeError is the right one
+
+
+class _Indices(Iterator[Any]):
+    def __init__(self, indices: Iterator[Any], position: int, watch: DrawWatch) -> None:
+        self._indices = indices
+        self._position = position
+        self._watch = watch
+
+    def start(self) -> None:
+        position, self._position = self._position, 0
+        _pass_over(self._indices, position)
+
+    def __next__(self) -> Any:
+        self.start()
+        return self._watch.next(self._indices)
+
+
+def _pass_over(batches: Iterator[object], position: int) -> None:
+    """Take ``position`` items. Raises UsageError where there are fewer."""
+    for number in range(position):
+        try:
+            next(batches)
         except StopIteration:
-            self._is_over = True
-            raise
+            raise UsageError(
+                f"the loader ends after {number} batches of an epoch of which {position} were used;"
+                " expected the data of the run that is resumed"
+            ) from None
 
 
-def _source(loader: Iterable[Batch], *, replay: bool) -> BatchSource[Batch]:
-    state: object = loader
-    if is_stateful(state):
-        return StatefulSource(loader, state)
-    if isinstance(loader, DataLoader):
-        return TorchSource(loader, replay=replay)
-    return BatchSource(loader, RandomParts({"loader": Counts(loader)}))
+def _length(loader: object) -> int | None:
+    """Return the length of ``loader``, None where it has none."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from tiered.errors import UsageError
 from tiered.interop.hugging_face.arguments import Arguments, choose_optimizer, refuse
-from tiered.interop.hugging_face.batch_draws import BatchDraws
 from tiered.interop.hugging_face.checkpoint import Pointer, RunNow, RunState, folder_to_resume
 from tiered.interop.hugging_face.model_files import load_files
+from tiered.loader.random_parts import BatchDraws
 from tiered.store.store import Store
 from tiered.zero import accumulate, clip_grad_norm_
 from tiered.zero.engine import Engine
