@@ -62,17 +62,14 @@ def export(
             declined="nothing was written",
             yes=yes,
         )
-    with _opened(run, external, _LEAST_DRAM_NBYTES + largest) as store:
-        if store.registered_state("tiered.model") is None:
-            tensors, files = _plain_tensors(store), dict(store.state.get("files", {}))
-            paths = _write(folder, tensors, {}, files, dtype, max_shard_size)
-        else:
-            with closing(CommittedModel(store)) as model:
-                tensors, files = model.tensors, model.files
-                paths = _write(folder, tensors, model.tied, files, dtype, max_shard_size)
-        generation = store.generation
+    with (
+        _opened(run, external, _LEAST_DRAM_NBYTES + largest) as store,
+        closing(CommittedTensors(store)) as committed,
+    ):
+        paths = _write(folder, committed, dtype, max_shard_size)
+        num_tensors, generation = len(committed.tensors), store.generation
     nbytes = sum(path.stat().st_size for path in paths)
-    print(f"{len(tensors)} tensors of generation {generation}, {format_bytes(nbytes)} in {len(paths)} files: {folder}")
+    print(f"{num_tensors} tensors of generation {generation}, {format_bytes(nbytes)} in {len(paths)} files: {folder}")
     return 0
 
 
@@ -91,35 +88,16 @@ def _largest_key(run: Sequence[Path], external: Sequence[Path]) -> int:
         return max((record.nbytes for record in names), default=0)
 
 
-def _plain_tensors(store: Store) -> dict[str, torch.Tensor]:
-    """Return the tensors of a store without a model, deferred."""
-    found: dict[str, torch.Tensor] = {}
-    for record in store.records():
-        if isinstance(record.dtype, str):
-            raise UsageError(f"{record.name} is {record.dtype}, which this torch lacks; expected a newer one")
-        looks = torch.empty(record.shape, dtype=record.dtype, device="meta")
-        found[record.name] = DeferredTensor.of(looks, partial(store.__getitem__, record.name))
-    return found
-
-
-def _write(
-    folder: Path,
-    tensors: Mapping[str, torch.Tensor],
-    tied: Mapping[str, str],
-    files: Mapping[str, str],
-    dtype: str | None,
-    max_shard_size: str,
-) -> list[Path]:
+def _write(folder: Path, committed: CommittedTensors, dtype: str | None, max_shard_size: str) -> list[Path]:
     def write_others(temporary: Path) -> None:
-        for name, text in files.items():
+        for name, text in committed.files.items():
             if name == "config.json" and dtype:
-                config = json.loads(text) | {"dtype": str(_DTYPES[dtype]).removeprefix("torch.")}
-                text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+                text = _config(json.loads(text) | {"dtype": str(_DTYPES[dtype]).removeprefix("torch.")})
             (temporary / Path(name).name).write_text(text, encoding="utf-8")
 
-    cast_tensors = cast(dict(tensors), _DTYPES[dtype] if dtype else None)
+    tensors = cast(committed.tensors, _DTYPES[dtype] if dtype else None)
     return write_checkpoint(
-        folder, cast_tensors, max_shard_size=max_shard_size, write_others=write_others, metadata=tied
+        folder, tensors, max_shard_size=max_shard_size, write_others=write_others, metadata=committed.tied
     )
 
 
@@ -162,30 +140,41 @@ def _put(store: Store, name: str, tensor: DeferredTensor) -> None:
     store.working_set.swap_out([name])
 
 
-class CommittedModel:
-    """``tensors`` are the parameters and persistent buffers by name, deferred: one key at a time is leased for them.
+class CommittedTensors:
+    """The tensors of a store's last commit by name, deferred, read without the program that made them.
 
-    A tied parameter has its first name; ``tied`` has the others. ``files`` are the texts of a Hugging Face model's
-    small files by name.
+    A training run gives its model's parameters and persistent buffers, for which one key at a time is leased; a tied
+    parameter has its first name, and ``tied`` has the others. Any other store gives each tensor under its key.
+    ``files`` are the texts of a Hugging Face model's small files by name.
     """
 
     def __init__(self, store: Store) -> None:
-        """Raises UsageError for a store without a model, and for a state that is no model's."""
+        """Raises UsageError for a state that is no model's, and for a dtype that this torch lacks."""
         state = store.registered_state("tiered.model")
-        if state is None:
-            raise UsageError(f"{store!r} holds no model")
         self._store = store
         self._lease: Lease | None = None
         self._leased = ""  # the key of ``_lease``
         self.tensors: dict[str, torch.Tensor] = {}
+        self.tied: dict[str, str] = {}
+        if state is None:
+            self.files: dict[str, str] = dict(store.state.get("files", {}))
+            self._add_plain_tensors()
+            return
         with taking_apart("tiered.model", by="model"):
             for _, layout in committed_layouts(state):
                 self._add(layout)
             persistent = set(state.get("persistent", state["buffers"]))
             self.tensors |= {name: each for name, each in state["buffers"].items() if name in persistent}
             self.tensors |= dict(state.get("added", {}))
-            self.tied: dict[str, str] = dict(state.get("tied", {}))
+            self.tied = dict(state.get("tied", {}))
             self.files = _files(state)
+
+    def _add_plain_tensors(self) -> None:
+        for record in self._store.records():
+            if isinstance(record.dtype, str):
+                raise UsageError(f"{record.name} is {record.dtype}, which this torch lacks; expected a newer one")
+            looks = torch.empty(record.shape, dtype=record.dtype, device="meta")
+            self.tensors[record.name] = DeferredTensor.of(looks, partial(self._store.__getitem__, record.name))
 
     def _add(self, layout: UnitLayout) -> None:
         for spec, place in zip(layout.specs, layout.places, strict=True):
@@ -216,5 +205,9 @@ def _files(state: Mapping[str, Any]) -> dict[str, str]:
         config = json.loads(files["config.json"]) | {"architectures": [state["class"]]}
         dtypes = [segment["dtype"] for segments in state["units"].values() for segment in segments]
         config["dtype"] = next((str(each).removeprefix("torch.") for each in dtypes if "float" in str(each)), None)
-        files["config.json"] = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        files["config.json"] = _config(config)
     return files
+
+
+def _config(config: dict[str, Any]) -> str:
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
