@@ -12,13 +12,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from tiered.store.generations.registry import Stateful
 from tiered.zero.model_state import RandomState
 
 __all__ = ["BatchDraws", "Counts", "DrawWatch", "RandomParts", "WorkerWatch", "is_stateful", "parts_of", "place_of"]
@@ -137,7 +136,7 @@ def place_of(loader: DataLoader[Any]) -> str:
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
-def is_stateful(item: object) -> TypeGuard[Stateful]:
+def is_stateful(item: object) -> bool:
     """Return whether ``item`` has a state to commit."""
     return all(callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict"))
 

@@ -21,7 +21,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from tiered.errors import UsageError
 from tiered.loader.random_parts import Counts, DrawWatch, RandomParts, WorkerWatch, is_stateful, parts_of, place_of
-from tiered.store.generations.registry import Stateful
 
 __all__ = ["ResumableLoader", "resumable"]
 
@@ -51,9 +50,8 @@ def resumable(loader: Iterable[Batch], *, replay: bool = False) -> ResumableLoad
     """
     if not isinstance(loader, Iterable):
         raise TypeError(f"resumable: expected a DataLoader or another iterable of batches, got {type(loader).__name__}")
-    state: object = loader
-    if is_stateful(state):
-        return _StatefulLoader(loader, state)
+    if is_stateful(loader):
+        return _StatefulLoader(loader)
     if isinstance(loader, DataLoader):
         return _TorchLoader(loader, replay=replay)
     return ResumableLoader(loader, RandomParts({"loader": Counts(loader)}), DrawWatch(loader))
@@ -206,24 +204,24 @@ class _Place:
     is_over: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class _Batches(Iterator[Batch]):
     """One epoch's iterator. The loader does not know it: torch ends workers at once where no cycle holds them."""
 
-    def __init__(self, loader: ResumableLoader[Batch], place: _Place, batches: Iterator[Batch]) -> None:
-        self._loader = loader
-        self._place = place
-        self._batches = batches
+    loader: ResumableLoader[Batch]
+    place: _Place
+    batches: Iterator[Batch]
 
     def __next__(self) -> Batch:
-        return self._loader._next(self._place, self._batches)
+        return self.loader._next(self.place, self.batches)
 
 
 class _StatefulLoader(ResumableLoader[Batch]):
     """A loader with a state of its own, which says where it goes on."""
 
-    def __init__(self, loader: Iterable[Batch], state: Stateful) -> None:
+    def __init__(self, loader: Any) -> None:
         super().__init__(loader, RandomParts({}), DrawWatch(loader, even_alone=True))
-        self._state = state
+        self._state = loader
 
     def _resume(self, start: dict[str, Any], position: int) -> Iterator[Batch]:
         """Return an iterator over the rest, as the loader's own state says.
@@ -305,7 +303,8 @@ class _TorchLoader(ResumableLoader[Batch]):
             self._sampler.position = position
             try:
                 batches = self._begin()
-                self._sampler.start()  # order: under the start's random state; without workers no item was asked for
+                assert self._sampler.last is not None
+                self._sampler.last.start()  # order: under the start's random state; no item may have been asked for yet
             finally:
                 self._sampler.position = 0
         return batches
@@ -334,7 +333,7 @@ class _TorchLoader(ResumableLoader[Batch]):
 
 
 class _SkippingSampler(Sampler[Any]):
-    """The sampler within. An iterator that is made while ``position`` is set passes over as many when it starts."""
+    """The sampler within. An iterator that is made while ``position`` is set passes over as many items."""
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self.sampler = sampler
@@ -345,37 +344,35 @@ class _SkippingSampler(Sampler[Any]):
         self.name = " of ".join(names)  # with the sampler within one that is torch's for batches
         is_torchs = type(innermost).__module__.startswith("torch.utils.data")
         self._watch = DrawWatch(innermost, is_on=not is_torchs)  # torch's draw before their first item alone
-        self._last: _Indices | None = None
+        self.last: _Indices | None = None  # its last iterator
 
     def __iter__(self) -> Iterator[Any]:
         if self.is_empty:
             return iter(())
         self._watch.begin()
-        self._last = _Indices(iter(self.sampler), self.position, self._watch)
-        return self._last
-
-    def start(self) -> None:
-        """Have the last iterator pass over the used items, if it has not."""
-        assert self._last is not None
-        self._last.start()
+        self.last = _Indices(iter(self.sampler), self.position, self._watch)
+        return self.last
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]  # its own TypeError is the right one
 
 
+@dataclass(eq=False, repr=False)
 class _Indices(Iterator[Any]):
-    def __init__(self, indices: Iterator[Any], position: int, watch: DrawWatch) -> None:
-        self._indices = indices
-        self._position = position
-        self._watch = watch
+    """The items of a sampler after the first ``position``, which are passed over when it starts."""
+
+    items: Iterator[Any]
+    position: int
+    watch: DrawWatch
 
     def start(self) -> None:
-        position, self._position = self._position, 0
-        _pass_over(self._indices, position)
+        """Pass over the used items, unless that was done."""
+        position, self.position = self.position, 0
+        _pass_over(self.items, position)
 
     def __next__(self) -> Any:
         self.start()
-        return self._watch.next(self._indices)
+        return self.watch.next(self.items)
 
 
 def _pass_over(batches: Iterator[object], position: int) -> None:
