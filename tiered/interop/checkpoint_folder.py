@@ -45,7 +45,7 @@ def write_checkpoint(
     tensors: Mapping[str, torch.Tensor],
     *,
     max_shard_size: int | str,
-    write_others: Callable[[Path], object] = lambda folder: None,
+    write_others: Callable[[Path], object] | None = None,
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Path]:
     """Write ``tensors``, deferred ones among them, to ``folder``, and return the files' paths; blocks till durable.
@@ -187,11 +187,12 @@ def _weight_files(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir() if pattern.fullmatch(entry.name)}
 
 
-def _write_others(temporary: Path, write_others: Callable[[Path], object], index: dict[str, Any] | None) -> None:
+def _write_others(temporary: Path, write: Callable[[Path], object] | None, index: dict[str, Any] | None) -> None:
     """Write the small files to a folder in ``temporary``, and make them durable."""
     others = temporary / _OTHERS
     others.mkdir()
-    write_others(others)
+    if write is not None:
+        write(others)
     if index is not None:
         (others / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for path in _files(others):

@@ -16,7 +16,7 @@ from tiered.interop.checkpoint_folder import write_checkpoint
 from tiered.zero.deferred_tensor import DeferredTensor
 from tiered.zero.model_values import ModelValues, opened
 
-__all__ = ["deferred_state", "save_pretrained"]
+__all__ = ["cast", "save_pretrained"]
 
 
 def save_pretrained(
@@ -38,29 +38,27 @@ def save_pretrained(
     Between steps only. Raises UsageError at the wrong time, and for a conversion of weights that cannot be undone
     tensor by tensor, by its name; CapacityError where the drive is full; DeviceError. The earlier files stay then.
     """
-    peft: Any = sys.modules.get("peft")
-    write_others: Callable[[Path], None]
     transformers: Any = sys.modules.get("transformers")
+    peft: Any = sys.modules.get("peft")
+    write_others: Callable[[Path], object] | None = None  # a module of no known library has no other files
     with opened(model, "tiered.save_pretrained") as values:
-        state = deferred_state(values)
-        is_hugging_face = transformers is not None and isinstance(model, transformers.PreTrainedModel)
+        state = _deferred_state(values)
         if (peft is not None and isinstance(model, peft.PeftModel)) or getattr(model, "_hf_peft_config_loaded", False):
             from tiered.interop.hugging_face.model_files import write_adapters
 
-            return write_adapters(model, Path(folder), state, dtype=dtype)
-        if is_hugging_face:
+            write_adapters(model, Path(folder), state, dtype=dtype)
+            return
+        if transformers is not None and isinstance(model, transformers.PreTrainedModel):
             from tiered.interop.hugging_face.model_files import saved_names, write_config
 
             state = saved_names(model, state, original_format=original_format)
             write_others = partial(write_config, model, dtype)
         else:
             state = _untied(state)
-            write_others = _write_nothing
         write_checkpoint(Path(folder), cast(state, dtype), max_shard_size=max_shard_size, write_others=write_others)
-    return None
 
 
-def deferred_state(values: ModelValues) -> dict[str, torch.Tensor]:
+def _deferred_state(values: ModelValues) -> dict[str, torch.Tensor]:
     """Return the model's ``state_dict()`` with each sharded parameter deferred; names of a tied one share a storage."""
     state: dict[str, torch.Tensor] = {}
     for name, tensor in values.state.items():
@@ -87,7 +85,3 @@ def _untied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         seen.setdefault(tensor.untyped_storage()._cdata, name)
     first = set(seen.values())
     return {name: tensor for name, tensor in state.items() if name in first or not tensor.is_meta}
-
-
-def _write_nothing(folder: Path) -> None:
-    """A module of no known library has no other files."""
