@@ -21,6 +21,8 @@ from tests.interop.test_trainer import Stop, StoppedError
 from tests.store.places import quick_directory
 from tests.zero.training import debug_store
 
+pytestmark = pytest.mark.usefixtures("ended_workers")
+
 
 class Masked(Tokens):
     """Items that draw which tokens they hide, from all three generators of the process."""
