@@ -1,6 +1,6 @@
 """README and docs: every snippet of Python runs as written; test_commands.py runs the commands.
 
-README's first loop has tests of its own in test_readme_loop.py, what it says of accelerators in tests/accelerator.
+README's first loop has tests of its own in test_readme_loop.py, docs/accelerator.md in tests/accelerator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""README's snippet and command of an accelerator, with its sizes and its device made smaller."""
+"""The snippet and the command of docs/accelerator.md, with their sizes and their device made smaller."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from torch import nn
 import tiered
 from tests.accelerator.test_measure import TINY
 from tests.accelerator.training import DEVICE
-from tests.test_docs import README, blocks
+from tests.test_docs import ROOT, blocks
 from tiered.cli import main
 from tiered.measure.accelerator import BOUND_TITLE
 
+PAGE = ROOT / "docs/accelerator.md"
+
 
 def test_the_snippet_trains(accelerator: Any, tmp_path: Path) -> None:
-    (snippet,) = [text for text in blocks(README, "python") if 'device="cuda"' in text]
+    (snippet,) = [text for text in blocks(PAGE, "python") if 'device="cuda"' in text]
     for written, here in (("cuda", DEVICE), ("/nvme0/", ""), ("32GiB", "16MiB"), ("20GiB", "16MiB")):
         assert written in snippet
         snippet = snippet.replace(written, here)
@@ -38,7 +40,7 @@ def test_the_command_measures_the_device(
     accelerator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tiered.measure.command.FULL", TINY)
-    (line,) = [each for text in blocks(README, "") for each in text.splitlines() if "--device cuda" in each]
+    (line,) = [each for text in blocks(PAGE, "") for each in text.splitlines() if "--device cuda" in each]
     (tmp_path / "run").mkdir()
     words = line.partition("#")[0].replace("/nvme0", str(tmp_path)).replace("cuda", DEVICE).split()
     assert main(words[1:]) == 0

@@ -218,7 +218,7 @@ def llama() -> tuple[Any, Any, str]:
 @pytest.mark.parametrize("kind", [gpt2, llama])
 @pytest.mark.filterwarnings("ignore")
 def test_peft_adapters_over_a_base_in_place(kind: Any, tmp_path: Path) -> None:
-    """As README has it, against the same in memory: a base in bf16, saved by transformers, adapters by PEFT."""
+    """As docs/training.md has it, against the same in memory: a bf16 base, saved by transformers, adapters by PEFT."""
     model_class, config, target = kind()
     transformers.utils.logging.disable_progress_bar()  # whose thread outlives it
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=[target], fan_in_fan_out=kind is gpt2)
