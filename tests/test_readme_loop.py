@@ -1,4 +1,4 @@
-"""README's training loop as printed: plain PyTorch's bits, and the same after a stop at each step."""
+"""README's training loop as printed has plain PyTorch's bits, also after a stop; README's run says what runs say."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import chdir
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.reference import MasterAdamW, Recipe
 from tests.rigs.warm_python import WarmPython
 from tests.store.places import quick_directory, short_files
+from tests.test_docs import blocks
+from tests.train.test_loop import TINY
 from tiered.cli import main
 
 pytestmark = pytest.mark.usefixtures("ended_workers")
@@ -27,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 NUM_EPOCHS = 3
 README = (ROOT / "README.md").read_text()
 LOOP = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
-OUTPUT = re.findall(r"\n\n```\n(.*?)```", README.partition(LOOP)[2], re.DOTALL)[0]  # the end of `tiered inspect`'s
+RUN = next(text for text in blocks(ROOT / "README.md", "") if text.startswith("$ tiered train "))
 
 Results = dict[str, Tensor]
 
@@ -127,10 +130,23 @@ def test_the_loop_has_plain_bits_and_keeps_them_stopped_after_each_step(shuffle:
     assert len(losses) == len(expected) == 9 and all(map(torch.equal, losses, expected))
 
 
-def test_tiered_inspect_prints_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -> None:
-    run([], lambda: None, seed=0, shuffle=False, num_workers=0)
-    assert main(["inspect", "runs/mine"]) == 0
-    assert capsys.readouterr().out.endswith("\n" + OUTPUT)
+def test_the_run_that_readme_prints_says_what_runs_say(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lines have the names of today's, in their order; its plan has today's figures of the same model."""
+
+    def lines_of(text: str) -> list[tuple[str, str]]:
+        """Return the name that each line begins with and what it says: one step for all, lines that go on joined."""
+        joined = re.sub(r"\n +", " ", text).splitlines()
+        split = [tuple(line.split(maxsplit=1)) for line in joined if line != "..."]
+        return [next(same) for _, same in groupby(split, key=lambda line: line[0])]
+
+    command, _, printed = RUN.partition("\n")
+    Path("text.txt").write_bytes(b"one word, one meaning; " * 1300)
+    assert main(["train", "--data", "text.txt", "--store", "runs/tiny", "--steps", "12", *TINY]) == 0
+    readme, tiny = lines_of(printed), lines_of(capsys.readouterr().out)
+    assert [name for name, _ in readme] == [name for name, _ in tiny]
+    assert main([*command.split()[2:], "--dry-run"]) == 0
+    plan = {line for line in lines_of(capsys.readouterr().out) if line[0] in ("model", "job", "memory", "writes")}
+    assert len(plan) == 4 and plan <= set(readme)
 
 
 def run_and_die(step: int) -> None:
