@@ -40,8 +40,8 @@ FLOORS = {
 
 ORDER = {
     "bytes": ("kernel_file", "free_memory", "interrupt", "exit_and_fork", "condition", "critical_section",
-              "private_file", "memory_mapping", "address_ranges", "arena", "slots", "registrar", "pinned_arena",
-              "host_tensor", "device", "file_memory", "file_stream"),
+              "private_file", "memory_mapping", "arena", "registrar", "pinned_arena", "host_tensor", "device",
+              "file_memory", "file_stream"),
     "store": ("waiting", "format", "transfers", "catalog", "space", "records", "residency", "values", "lifetime",
               "generations", "assembly", "statistics", "mapping", "store"),
     "tiers": ("placement", "trace", "schedule", "compute_tier", "device_tier", "device_memory", "device_clock",

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.bytes.moving import exit_code_of_child
-from tiered.bytes.address_ranges import AddressRanges
-from tiered.bytes.arena import PAGE_NBYTES, Arena, Buffer
+from tiered.bytes.arena import PAGE_NBYTES, AddressRanges, Arena, Buffer
 from tiered.errors import ClosedError, UsageError
 from tiered.units import KiB, MiB, round_up
 
