@@ -9,11 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.bytes.moving import WAIT_S
-from tiered.bytes.device.aio import AiofilesDevice
 from tiered.bytes.device.file_device import FileDevice
-from tiered.bytes.device.mmap import MmapDevice
 from tiered.bytes.device.ring import WRITE, Ring
-from tiered.bytes.device.threads import ThreadsDevice
+from tiered.bytes.device.threads import AiofilesDevice, MmapDevice, ThreadsDevice
 from tiered.bytes.device.uring import UringDevice
 from tiered.units import KiB, MiB
 

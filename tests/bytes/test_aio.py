@@ -9,8 +9,8 @@ import pytest
 
 from tests.bytes.moving import Batch, exit_code_of_child, fill, move
 from tiered.bytes.arena import Buffer
-from tiered.bytes.device.aio import AiofilesDevice
 from tiered.bytes.device.base import Operation
+from tiered.bytes.device.threads import AiofilesDevice
 from tiered.errors import DeviceError
 
 

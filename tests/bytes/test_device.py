@@ -16,11 +16,9 @@ from tests.devices.faults import FaultsDevice
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.devices.throttled import ThrottledDevice
 from tiered.bytes.arena import Arena, Buffer
-from tiered.bytes.device.aio import AiofilesDevice
 from tiered.bytes.device.base import SCRATCH, Device, IOClass
 from tiered.bytes.device.memory import MemoryDevice
-from tiered.bytes.device.mmap import MmapDevice
-from tiered.bytes.device.threads import ThreadsDevice
+from tiered.bytes.device.threads import AiofilesDevice, MmapDevice, ThreadsDevice
 from tiered.bytes.device.uring import UringDevice
 from tiered.errors import ClosedError, DeviceError
 from tiered.units import KiB, MiB

@@ -11,7 +11,7 @@ import pytest
 from tests.bytes.moving import Batch, exit_code_of_child, fill, move
 from tests.seccomp import forbid
 from tiered.bytes.arena import Arena, Buffer
-from tiered.bytes.device.mmap import _MADV_POPULATE_READ, MmapDevice, _copy
+from tiered.bytes.device.threads import _MADV_POPULATE_READ, MmapDevice, _copy
 from tiered.errors import DeviceError, UsageError
 from tiered.units import KiB, MiB
 

@@ -10,7 +10,7 @@ import pytest
 from tests.bytes.faulty import faulty
 from tests.bytes.moving import Batch, fill
 from tiered.bytes.arena import Buffer
-from tiered.bytes.device.pinning import address_of, pin
+from tiered.bytes.device.uring import address_of, pin
 from tiered.errors import DeviceError
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tiered.bytes.device.engines import DEVICES, open_device
-from tiered.bytes.device.switch_interval import ShortSwitchInterval
+from tiered.bytes.device.file_device import ShortSwitchInterval
 from tiered.errors import TieredError
 
 DEFAULT_S, SHORT_S = 0.005, 0.001

@@ -15,13 +15,12 @@ from tests.bytes.faulty import Gate, faulty
 from tests.bytes.moving import WAIT_S, Batch, exit_code_of_child, fill, move
 from tests.seccomp import forbid
 from tiered.bytes.arena import Buffer
-from tiered.bytes.device import engines, ring, uring, uring_probe
+from tiered.bytes.device import engines, ring, uring
 from tiered.bytes.device.base import IOClass
-from tiered.bytes.device.engines import choose_engine, open_device
+from tiered.bytes.device.engines import choose_engine, open_device, probe_uring
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.ring import Ring
 from tiered.bytes.device.uring import UringDevice
-from tiered.bytes.device.uring_probe import probe_uring
 from tiered.errors import DeadlineError, DeviceError, UsageError
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
@@ -106,7 +105,7 @@ def test_a_trial_that_does_not_complete_is_given_up_and_keeps_what_the_kernel_ha
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[tuple[Ring, object]] = []
-    monkeypatch.setattr(uring_probe, "_abandoned", kept)
+    monkeypatch.setattr(engines, "_abandoned", kept)
     with monkeypatch.context() as patch:
         patch.setattr(Ring, "completions", lambda ring_: [])
         refusal = probe_uring(tmp_path, deadline_s=0.05)

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from tests.devices.latency import Latencies, LatencyHistogram
-from tiered.bytes.device.adaptor import Adaptor, relay
-from tiered.bytes.device.base import Device, DeviceStatistics, IOClass, Operation
+from tiered.bytes.device.base import Adaptor, Device, DeviceStatistics, IOClass, Operation, relay
 
 __all__ = ["ClassStatistics", "CountingDevice", "CountingStatistics"]
 

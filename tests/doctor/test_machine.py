@@ -13,7 +13,7 @@ import pytest
 
 from tests.doctor.in_child import found_in_child
 from tests.seccomp import forbid
-from tiered.bytes.device.uring_probe import probe_uring
+from tiered.bytes.device.engines import probe_uring
 from tiered.doctor import machine
 from tiered.doctor.doctor import examine
 from tiered.doctor.finding import MACHINE, Finding, Outcome

@@ -16,7 +16,7 @@ from tests.rigs.job import contents, put_generation, violation
 from tests.rigs.room import Daemon, Room, room
 from tests.rigs.sweep import cases, short_deadlines, try_case
 from tests.store.rig import numbers
-from tiered.bytes.device import uring_probe
+from tiered.bytes.device import engines
 from tiered.bytes.device.ring import Ring
 from tiered.cli import main
 from tiered.errors import CapacityError, CorruptionError, DeviceError, TieredError, UsageError
@@ -240,7 +240,7 @@ def test_a_drive_that_has_an_open_try_again_for_ever_is_given_up(
 ) -> None:
     """The kernel itself tries an io_uring read again after EAGAIN: the trial of io_uring hung for as long."""
     kept: list[tuple[Ring, object]] = []
-    monkeypatch.setattr(uring_probe, "_abandoned", kept)
+    monkeypatch.setattr(engines, "_abandoned", kept)
     fault(drive, "read", file="scratch-*", errno=errno.EAGAIN, count=100_000_000)
     with short_deadlines(0.3), pytest.raises(DeviceError, match=r"did not complete within 0\.3 s"):
         opened(drive.mount / "tried", "uring")
@@ -268,7 +268,7 @@ def test_a_drive_that_is_gone_is_said_to_be(engine: str, a_room: Room) -> None:
 
 def test_no_error_of_any_call_does_harm(drive: Daemon, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[tuple[Ring, object]] = []  # of trials that never ended: the kernel has them until the drive answers
-    monkeypatch.setattr(uring_probe, "_abandoned", kept)
+    monkeypatch.setattr(engines, "_abandoned", kept)
     found = cases(drive, engine)
     assert len(found) > 4000
     outcomes = [try_case(drive, case) for case in found[:NUM_CASES]]

@@ -10,7 +10,7 @@ import torch
 from tests.rigs.available import needs
 from tests.rigs.room import Room, run
 from tests.store.rig import numbers
-from tiered.bytes.device.uring_probe import probe_uring
+from tiered.bytes.device.engines import probe_uring
 from tiered.errors import CapacityError, DeviceError
 from tiered.store.store import Store
 from tiered.units import MiB

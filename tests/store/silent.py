@@ -22,8 +22,7 @@ from tests.devices.faults import Fault, FaultKind, FaultsDevice
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, numbers, simulated_store
 from tiered.bytes.arena import Arena
-from tiered.bytes.device.adaptor import Adaptor, relay
-from tiered.bytes.device.base import Device, Operation
+from tiered.bytes.device.base import Adaptor, Device, Operation, relay
 from tiered.errors import CorruptionError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories

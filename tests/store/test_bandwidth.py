@@ -12,8 +12,7 @@ from tests.devices.faults import Fault, FaultsDevice
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.devices.throttled import Pace
 from tiered.bytes.arena import Arena
-from tiered.bytes.device.adaptor import Adaptor
-from tiered.bytes.device.base import Device, Operation
+from tiered.bytes.device.base import Adaptor, Device, Operation
 from tiered.bytes.device.memory import MemoryDevice
 from tiered.bytes.device.profile import Profile, write_profile
 from tiered.errors import ClosedError

@@ -12,8 +12,7 @@ from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.places import short_files
 from tests.store.rig import numbers, simulated_store
 from tests.store.test_bandwidth import PROFILE
-from tiered.bytes.device.adaptor import Adaptor
-from tiered.bytes.device.base import Device, Operation
+from tiered.bytes.device.base import Adaptor, Device, Operation
 from tiered.bytes.device.profile import write_profile
 from tiered.errors import CapacityError
 from tiered.store.records.records import Extents

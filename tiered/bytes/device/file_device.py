@@ -1,7 +1,11 @@
 """FileDevice: the shared part of all engines over numbered files: growing, queue, counters, forks, end.
 
-The engines (threads.py, uring.py, aio.py, mmap.py) move the bytes. files.py has the files of a directory,
-external_files.py files that are only read, and direct.py finds out whether they take direct I/O.
+The engines (threads.py, uring.py) move the bytes. files.py has the files of a directory, external_files.py files that
+are only read, and direct.py finds out whether they take direct I/O.
+
+CPython lets a busy thread keep the interpreter's lock for 5 ms. A drive moves 16 MiB in that time and would then idle.
+Beside a busy thread, 8 blocks of 4 MiB in flight move at 0.75 of the idle rate with an interval of 5 ms, and at 0.95
+with one of 1 ms. Two threads of pure Python that compete for the lock lose 6 % (bench/LOG.md).
 """
 
 from __future__ import annotations
@@ -22,11 +26,75 @@ from tiered.bytes.device.external_files import ExternalFiles
 from tiered.bytes.device.files import DataFile, NumberedFiles, open_data_files
 from tiered.bytes.device.in_flight import InFlight
 from tiered.bytes.device.queue import IOQueue
-from tiered.bytes.device.switch_interval import ShortSwitchInterval
 from tiered.bytes.exit_and_fork import after_fork, at_exit
 from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, UsageError
 
-__all__ = ["FileDevice", "Place"]
+__all__ = ["FileDevice", "Place", "ShortSwitchInterval"]
+
+
+_DEFAULT_S = 0.005  # of CPython
+_SHORT_S = 0.001
+
+
+class ShortSwitchInterval:
+    """Makes ``sys.setswitchinterval`` 1 ms in the whole process, from its construction to its ``end``. Thread-safe.
+
+    The first instance shortens the default, and the last one restores it. An interval that the program has set
+    itself, before or since, is kept.
+    """
+
+    __slots__ = ("_is_over",)
+
+    def __init__(self) -> None:
+        self._is_over = False
+        _interval.begin()
+
+    def end(self) -> None:
+        """Restore the interval, unless other instances need it short. Idempotent."""
+        if not self._is_over:
+            self._is_over = True
+            _interval.end()
+
+
+class _Interval:
+    """The process's interval and how many need it short."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._is_ours = False  # we have set it
+        after_fork(self, _Interval._end_in_child)
+
+    def begin(self) -> None:
+        with self._lock:
+            self._num_users += 1
+            if not self._is_ours and sys.getswitchinterval() == _DEFAULT_S:
+                sys.setswitchinterval(_SHORT_S)
+                self._is_ours = True
+
+    def end(self) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if not self._num_users:
+                self._restore()
+
+    def _restore(self) -> None:
+        if self._is_ours and sys.getswitchinterval() == _SHORT_S:
+            sys.setswitchinterval(_DEFAULT_S)
+        self._is_ours = False
+
+    def _end_in_child(self) -> None:
+        """Start anew: a child serves no drive, and another thread of its parent may have held the lock."""
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._restore()
+
+
+_interval = _Interval()
+
+
+# -- file device -------------------------------------------------------------------------------------------------------
+
 
 Place = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A directory, whose files a device reads and writes; or the paths of external files, which it only reads."""

@@ -5,6 +5,7 @@ The kernel's interface is in ring.py. Which engine a directory gets is decided i
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
@@ -14,20 +15,98 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
+import numpy as np
+import numpy.typing as npt
+
 from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.device.file_device import FileDevice, Place
 from tiered.bytes.device.files import DataFile, translate
 from tiered.bytes.device.in_flight import InFlight
-from tiered.bytes.device.pinning import address_of, pin
 from tiered.bytes.device.queue import CALM_NBYTES, IOQueue
 from tiered.bytes.device.requests import MOST_REQUESTS, Requests
 from tiered.bytes.device.ring import READ, WRITE, Ring
-from tiered.bytes.device.wake_up import WakeUp
 from tiered.errors import DeadlineError, DeviceError, TieredError
 from tiered.units import GiB, KiB, MiB
 
-__all__ = ["UringDevice"]
+__all__ = ["UringDevice", "WakeUp", "address_of", "pin"]
+
+
+address_of = ctypes.addressof
+"""The address of the result of ``pin``."""
+
+
+class _ReadOnly(ctypes.c_char):
+    """The first byte of read-only memory, which ctypes takes by its address alone."""
+
+    array: npt.NDArray[np.uint8]  # lifetime: holds the memory
+
+
+def pin(memory: memoryview, *, is_read_only: bool = False) -> ctypes.c_char:
+    """Return an object at the address of ``memory`` that keeps it mapped for as long as the object lives.
+
+    Raises TypeError for read-only memory unless ``is_read_only`` says that nothing will be written to it, and
+    ValueError for memory that was released or has no bytes.
+    """
+    try:
+        return ctypes.c_char.from_buffer(memory)
+    except TypeError:
+        if not is_read_only:
+            raise
+    array = np.frombuffer(memory, dtype=np.uint8)
+    pinned = _ReadOnly.from_address(array.ctypes.data)
+    pinned.array = array
+    return pinned
+
+
+# -- wake up -----------------------------------------------------------------------------------------------------------
+
+
+class WakeUp:
+    """Order: the thread says that it waits, then looks for work. A submitter queues its work, then wakes the thread.
+
+    ``wake`` and ``close`` from any thread, the others from the ring's alone.
+    """
+
+    def __init__(self) -> None:
+        self.is_waiting = False
+        self.fd = -1
+        self._lock = threading.Lock()  # guards the descriptor's life
+        self._buffer = ctypes.c_uint64()  # lifetime: the kernel writes here
+
+    def open(self) -> None:
+        """Open the descriptor. Raises OSError."""
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def arm(self, ring: Ring, slot: int, tag: int) -> None:
+        """Let ``ring`` have a completion tagged ``tag`` when it is woken; ``slot`` is that of the descriptor there."""
+        ring.prepare(READ, slot, ctypes.addressof(self._buffer), 8, 0, tag)
+
+    def wake(self) -> None:
+        """Wake the thread if it waits."""
+        if self.is_waiting:
+            with self._lock:  # order: never into a descriptor that was closed, and may be another file's by now
+                if self.fd >= 0:
+                    self.is_waiting = False
+                    os.eventfd_write(self.fd, 1)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        with self._lock:
+            self._close()
+
+    def close_in_child(self) -> None:
+        """Close it in a forked child, where some thread of the parent may have held the lock."""
+        self._close()
+
+    def _close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+# -- uring -------------------------------------------------------------------------------------------------------------
+
 
 _NUM_SLOTS = 128  # requests in flight; their bytes are bounded by the queue's budgets
 _LEAST_SLOTS = 8  # the rings count as locked memory on some kernels: fewer, where the limit is tight

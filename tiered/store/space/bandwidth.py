@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tiered.bytes.critical_section import CRITICAL_SECTION
-from tiered.bytes.device.adaptor import Adaptor, relay
-from tiered.bytes.device.base import Device, Operation
+from tiered.bytes.device.base import Adaptor, Device, Operation, relay
 from tiered.bytes.device.profile import Profile, load_profile
 from tiered.units import MiB
 
