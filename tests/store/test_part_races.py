@@ -18,7 +18,7 @@ from tiered.store.format.row import Page, Row
 from tiered.store.records.entry import Granted
 from tiered.store.records.pages import Pages
 from tiered.store.store import Store
-from tiered.store.waiting.nested_calls import NestedCalls
+from tiered.store.waiting.calling_thread import NestedCalls
 from tiered.units import KiB, MiB
 
 NBYTES = 48 * KiB

@@ -19,7 +19,7 @@ from tiered.store.residency.working_set import WorkingSet
 from tiered.store.space.space import Space
 from tiered.store.values.streaming import StreamedValues
 from tiered.store.values.values import Values
-from tiered.store.waiting.nested_calls import NestedCalls
+from tiered.store.waiting.calling_thread import NestedCalls
 
 __all__ = ["Assembly", "assemble"]
 

@@ -24,8 +24,8 @@ from tiered.store.generations.registry import Registry, committed_state, encode_
 from tiered.store.lifetime.confirmation import Confirmation
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.records.producers import Producers
-from tiered.store.residency.thread_number import this_thread
 from tiered.store.residency.working_set import WorkingSet
+from tiered.store.waiting.calling_thread import this_thread
 
 __all__ = ["Generations"]
 

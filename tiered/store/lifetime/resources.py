@@ -14,8 +14,8 @@ from tiered.store.lifetime.opening import Parts
 from tiered.store.records.records import Records
 from tiered.store.residency.residents import Residents
 from tiered.store.space.space import Space
+from tiered.store.waiting.calling_thread import NestedCalls
 from tiered.store.waiting.mark import CallMark
-from tiered.store.waiting.nested_calls import NestedCalls
 
 __all__ = ["Resources"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from tiered.store.waiting.nested_calls import NestedCalls
+from tiered.store.waiting.calling_thread import NestedCalls
 
 __all__ = ["Producer", "Producers"]
 

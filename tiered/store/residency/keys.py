@@ -10,8 +10,8 @@ from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.records import Records
 from tiered.store.residency.residents import Residents
 from tiered.store.residency.room import Room
-from tiered.store.residency.thread_number import this_thread
 from tiered.store.space.space import Space
+from tiered.store.waiting.calling_thread import this_thread
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.recorder import Wait
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tiered.errors import LeaseError, UsageError
 from tiered.store.format.spec import UnknownSpec
 from tiered.store.records.entry import Entry, EntryState
-from tiered.store.residency.thread_number import this_thread
+from tiered.store.waiting.calling_thread import this_thread
 
 __all__ = ["LeaseNeeds", "ReadPastError", "SwapsIn"]
 

@@ -19,7 +19,7 @@ from tiered.store.records.table import Table
 from tiered.store.residency.ended_leases import EndedLeases
 from tiered.store.residency.eviction_policy import EvictionPolicy, LeastRecentlyUsed
 from tiered.store.residency.share import Share
-from tiered.store.residency.thread_number import this_thread
+from tiered.store.waiting.calling_thread import this_thread
 
 __all__ = ["Residents"]
 

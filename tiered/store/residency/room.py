@@ -19,10 +19,10 @@ from tiered.store.records.entry import Entry, EntryState, Residence
 from tiered.store.records.records import Records
 from tiered.store.residency.eviction_policy import EvictionPolicy
 from tiered.store.residency.residents import Residents
-from tiered.store.residency.thread_number import this_thread
 from tiered.store.residency.write_back import Shortage, WriteBack
 from tiered.store.space.space import Space
 from tiered.store.transfers.transfer import SLAB_NBYTES, start_all
+from tiered.store.waiting.calling_thread import this_thread
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.recorder import Recorder, Wait
 from tiered.units import format_bytes

@@ -31,9 +31,9 @@ from tiered.store.residency.residents import Residents
 from tiered.store.residency.room import Room
 from tiered.store.residency.swap_in import SwapIn
 from tiered.store.space.space import Space
+from tiered.store.waiting.calling_thread import NestedCalls
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.mark import CallMark
-from tiered.store.waiting.nested_calls import NestedCalls
 from tiered.store.waiting.recorder import Recorder
 
 __all__ = ["EvictionPolicy", "Lease", "WorkingSet"]

@@ -16,7 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
-from tiered.store.residency.thread_number import be_thread
+from tiered.store.waiting.calling_thread import be_thread
 from tiered.store.waiting.recorder import Begun, Recorder
 from tiered.units import format_bytes
 from tiered.zero.frames import num_on_stack

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from tiered.store.residency.thread_number import this_thread
+from tiered.store.waiting.calling_thread import this_thread
 from tiered.zero.gradients.open_gradients import OpenGradients
 from tiered.zero.gradients.updates import Updates
 from tiered.zero.parameters.open_units import OpenUnits

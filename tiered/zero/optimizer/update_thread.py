@@ -20,9 +20,8 @@ from tiered.bytes.critical_section import BoundedThread
 from tiered.bytes.exit_and_fork import at_exit
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import CapacityError, DeviceError
-from tiered.store.residency.thread_number import this_thread
+from tiered.store.waiting.calling_thread import NestedCalls, this_thread
 from tiered.store.waiting.deadline import Deadline
-from tiered.store.waiting.nested_calls import NestedCalls
 from tiered.store.waiting.recorder import Wait
 from tiered.zero.engine import Engine
 from tiered.zero.optimizer.unit_update import UnitUpdate, outcome_of

@@ -9,7 +9,7 @@ import torch
 
 from tiered.bytes.host_tensor import storage_address
 from tiered.errors import UsageError
-from tiered.store.residency.thread_number import this_thread
+from tiered.store.waiting.calling_thread import this_thread
 from tiered.tiers.compute_tier import Gathered
 from tiered.zero.parameters.unit import Unit
 from tiered.zero.step import graph_task

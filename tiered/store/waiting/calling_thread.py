@@ -1,12 +1,15 @@
-"""NestedCalls: calls of a store within another call of it, in the same thread."""
+"""The calling thread, as a store knows it: its number, and whether it is within a call of the store already."""
 
 from __future__ import annotations
+
+import itertools
+import threading
 
 from tiered.bytes.condition import Condition
 from tiered.bytes.critical_section import CRITICAL_SECTION
 from tiered.errors import UsageError
 
-__all__ = ["NestedCalls"]
+__all__ = ["NestedCalls", "be_thread", "this_thread"]
 
 
 class NestedCalls:
@@ -33,3 +36,25 @@ class NestedCalls:
                 "interrupted a call of it in this very thread, or runs in one of tiered's own; only set a flag there "
                 "(threading.Event), and commit or drop keys in the loop that looks at it"
             )
+
+
+class _Thread(threading.local):
+    """A number of its own for each thread: the system's are used again, and tensors outlive threads."""
+
+    numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.number = next(self.numbers)
+
+
+_thread = _Thread()
+
+
+def this_thread() -> int:
+    """Return the number of the calling thread; no other thread of this process ever has it."""
+    return _thread.number
+
+
+def be_thread(number: int) -> None:
+    """Count the calling thread's leases as those of the thread of that number, which waits while this one runs."""
+    _thread.number = number
