@@ -30,8 +30,7 @@ import torch
 import tiered
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
-from tiered.store.format.extent import Extent
-from tiered.store.format.row import Row
+from tiered.store.format.row import Extent, Row
 from tiered.units import GiB, KiB, MiB, format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]

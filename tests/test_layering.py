@@ -235,8 +235,8 @@ def test_a_room_on_no_floor_is_found() -> None:
 def test_imports_against_the_order_of_a_floor_are_found() -> None:
     tree = {
         "tiered.store.waiting.deadline": "if TYPE_CHECKING:\n    from tiered.store.space import space",
-        "tiered.store.space.space": "from tiered.store.format.extent import Extent",
-        "tiered.store.format.extent": "",
+        "tiered.store.space.space": "from tiered.store.format.row import Extent",
+        "tiered.store.format.row": "",
         "tiered.store": "from tiered.store.space.space import Space",
         "tiered.store.cellar": "",
     }

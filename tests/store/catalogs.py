@@ -9,9 +9,8 @@ from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.simulated_catalog import SimulatedCatalog
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.checksum import PAGE_BLOCKS, num_blocks
-from tiered.store.format.extent import Extent
 from tiered.store.format.root import Root
-from tiered.store.format.row import Row, pages_of
+from tiered.store.format.row import Extent, Row, pages_of
 from tiered.units import KiB
 
 UUID = bytes(range(16))

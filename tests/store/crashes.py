@@ -23,8 +23,7 @@ from tests.store.simulated_catalog import SimulatedCatalog
 from tests.store.together import Together
 from tiered.errors import TieredError
 from tiered.store.catalog.catalog import GenerationName
-from tiered.store.format.extent import Extent
-from tiered.store.format.row import Row, part_of
+from tiered.store.format.row import Extent, Row, part_of
 from tiered.store.space import device_space
 from tiered.store.space.extents import ExtentAllocator
 from tiered.store.store import Store

@@ -23,8 +23,7 @@ from tiered.bytes.arena import Arena
 from tiered.bytes.device.profile import PROFILE_NAME, Profile, write_profile
 from tiered.errors import CorruptionError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
-from tiered.store.format.extent import Extent
-from tiered.store.format.row import Row, part_of
+from tiered.store.format.row import Extent, Row, part_of
 from tiered.store.lifetime.directory import CATALOG_NAME
 from tiered.store.lifetime.ledger import LEDGER_NAME
 from tiered.store.lifetime.opening import open_parts

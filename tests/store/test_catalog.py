@@ -24,9 +24,8 @@ from tests.store.catalogs import (
 )
 from tiered.errors import ClosedError, DeadlineError, UsageError
 from tiered.store.format.checksum import BLOCK_NBYTES
-from tiered.store.format.extent import Extent
 from tiered.store.format.root import encode_root
-from tiered.store.format.row import encode_row
+from tiered.store.format.row import Extent, encode_row
 
 
 @pytest.fixture(params=[SqliteHome, SimulatedHome])

@@ -22,9 +22,8 @@ from tiered.store.format import committed_rows as rows_module
 from tiered.store.format import root as root_module
 from tiered.store.format import row as row_module
 from tiered.store.format.committed_rows import CommittedRows
-from tiered.store.format.extent import Extent
 from tiered.store.format.root import ExternalFile, RootHeader, decode_root, encode_root
-from tiered.store.format.row import encode_row
+from tiered.store.format.row import Extent, encode_row
 from tiered.store.lifetime.identity import Identity
 
 

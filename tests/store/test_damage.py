@@ -14,9 +14,8 @@ from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import numbers, simulated_store
 from tests.store.simulated_catalog import changed_catalog
 from tiered.errors import CorruptionError, UsageError
-from tiered.store.format.extent import Extent
 from tiered.store.format.root import decode_root, encode_root
-from tiered.store.format.row import Row, decode_row, encode_row
+from tiered.store.format.row import Extent, Row, decode_row, encode_row
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 

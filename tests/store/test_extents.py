@@ -8,7 +8,7 @@ from tiered.bytes.device.base import SCRATCH
 from tiered.errors import CapacityError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.committed_rows import EXTENTS_DTYPE
-from tiered.store.format.extent import Extent, pieces
+from tiered.store.format.row import Extent, pieces
 from tiered.store.space.dealing import block_order
 from tiered.store.space.extents import GROWTH_NBYTES, ExtentAllocator, ExtentError
 from tiered.store.space.free_ranges import FreeRanges

@@ -21,8 +21,7 @@ from tiered.bytes.device.base import Device
 from tiered.bytes.device.file_device import FileDevice
 from tiered.cli import main
 from tiered.errors import CorruptionError, LeaseError, UsageError
-from tiered.store.format.row import ExternalRange
-from tiered.store.format.spec import Spec
+from tiered.store.format.row import ExternalRange, Spec
 from tiered.store.generations import external_digests
 from tiered.store.lifetime import external, external_match
 from tiered.store.store import Store

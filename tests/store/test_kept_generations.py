@@ -34,9 +34,8 @@ from tests.store.together import Together
 from tiered.errors import CorruptionError, DeadlineError, DeviceError, UsageError
 from tiered.store.catalog.catalog import GenerationName
 from tiered.store.format.checksum import PAGE_BLOCKS
-from tiered.store.format.extent import Extent
 from tiered.store.format.root import decode_root, encode_root
-from tiered.store.format.row import Page, Row, page_digest, pages_of, row_seed
+from tiered.store.format.row import Extent, Page, Row, page_digest, pages_of, row_seed
 from tiered.store.lifetime.leftovers import Leftovers
 from tiered.store.store import Store
 from tiered.units import MiB

@@ -15,7 +15,7 @@ from tiered.errors import (
     LeaseError,
     UsageError,
 )
-from tiered.store.format.spec import Spec
+from tiered.store.format.row import Spec
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.store import Store
 from tiered.units import KiB

@@ -16,8 +16,7 @@ import torch
 from tests.devices.simulated_disk import Policy, SimulatedDisk
 from tests.store.rig import numbers, simulated_store, stored
 from tiered.errors import CapacityError, CorruptionError, LeaseError, UsageError
-from tiered.store.format.extent import Extent
-from tiered.store.format.row import Row
+from tiered.store.format.row import Extent, Row
 from tiered.store.lifetime.directory import CATALOG_NAME
 from tiered.store.records.entry import EntryState
 from tiered.store.space.extents import ExtentAllocator

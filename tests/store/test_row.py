@@ -7,9 +7,8 @@ from tests.store.catalogs import ROOT, UUID, row_of
 from tiered.errors import CorruptionError
 from tiered.store.format import row as codec
 from tiered.store.format.committed_rows import CommittedRows
-from tiered.store.format.extent import Extent
 from tiered.store.format.root import ExternalFile, Root, RootHeader, decode_root, encode_root
-from tiered.store.format.row import ExternalRange, Row, encode_row, row_seed
+from tiered.store.format.row import Extent, ExternalRange, Row, encode_row, row_seed
 
 # --- the format is fixed ---
 

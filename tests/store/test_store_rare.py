@@ -16,7 +16,7 @@ from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import SCRATCH
 from tiered.bytes.device.memory import MemoryDevice
 from tiered.errors import CapacityError, DeadlineError, DeviceError, LeaseError, UsageError
-from tiered.store.format.extent import Extent
+from tiered.store.format.row import Extent
 from tiered.store.generations import commit as commit_module
 from tiered.store.lifetime import opening
 from tiered.store.lifetime.opening import Parts, dram_budget

@@ -12,8 +12,7 @@ import torch
 
 from tiered.bytes.condition import Condition
 from tiered.store.format.checksum import BLOCK_NBYTES
-from tiered.store.format.row import ExternalRange
-from tiered.store.format.spec import Spec
+from tiered.store.format.row import ExternalRange, Spec
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.records.producers import Producers
 from tiered.store.records.records import Records
@@ -113,9 +112,7 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         """
         self._values.write_part(self._producers.settled(key), start, value)
 
-    def adopt(
-        self, key: str, file: str | os.PathLike[str], name: str, *, block_size: int | str = BLOCK_NBYTES
-    ) -> None:
+    def adopt(self, key: str, file: str | os.PathLike[str], name: str, *, block_size: int | str = BLOCK_NBYTES) -> None:
         """Make ``key`` the tensor ``name`` of a safetensors ``file`` of ``external``, read in place; touches no bytes.
 
         Nothing of it is written to the store but, with the first commit, the digests of its blocks: the commit reads

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from tiered.errors import UsageError
-from tiered.store.format.row import ExternalRange
-from tiered.store.format.spec import Spec
+from tiered.store.format.row import ExternalRange, Spec
 from tiered.store.store import Store
 from tiered.units import format_bytes
 from tiered.zero.parameters.unit import Segment, Unit

@@ -25,6 +25,7 @@ from tiered.store.format.row import (
     PAGED,
     ROW_HEADER_NBYTES,
     Row,
+    Spec,
     content_nbytes,
     decode_page,
     decode_row,
@@ -35,7 +36,6 @@ from tiered.store.format.row import (
     row_seed,
     unpack_header,
 )
-from tiered.store.format.spec import Spec
 
 __all__ = ["EXTENTS_DTYPE", "CommittedRows"]
 

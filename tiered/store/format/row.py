@@ -1,4 +1,4 @@
-"""The rows of a catalog, and the pages of the large ones: their fields, and their bytes.
+"""The rows of a catalog, and the pages of the large ones: their fields, their bytes, the extents and specs in them.
 
 The layout is on the first screen of ``catalog.py``. Decoding trusts nothing: a field is used only after it has been
 seen to lie inside the bytes that there are, and a row only after its digest.
@@ -6,14 +6,17 @@ seen to lie inside the bytes that there are, and a row only after its digest.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import xxhash
 
+from tiered.errors import CorruptionError, UsageError
 from tiered.store.format.checksum import (
     BLOCK_NBYTES,
     DIGEST_NBYTES,
@@ -23,7 +26,6 @@ from tiered.store.format.checksum import (
     digest,
     num_blocks,
 )
-from tiered.store.format.extent import Extent, pieces
 from tiered.store.format.root import LIMIT, ExternalFile, RootHeader
 
 __all__ = [
@@ -36,24 +38,91 @@ __all__ = [
     "MAX_NUM_DIMS",
     "PAGED",
     "ROW_HEADER_NBYTES",
+    "Extent",
     "ExternalRange",
     "Page",
-    "PageSource",
     "Row",
+    "Spec",
+    "UnknownSpec",
     "content_nbytes",
+    "cut",
     "decode_page",
     "decode_row",
     "encode_page",
     "encode_row",
     "extents_problem",
+    "is_kept",
+    "join",
     "page_digest",
     "pages_of",
     "part_of",
+    "pieces",
     "place_problem",
     "row_problem",
     "row_seed",
     "unpack_header",
 ]
+
+
+class Extent(NamedTuple):
+    """A contiguous range of one file: the device's index, the file's number, offset and length in bytes."""
+
+    device: int
+    file: int
+    offset: int
+    nbytes: int
+
+
+def join(extents: Iterable[Extent]) -> tuple[Extent, ...]:
+    """Return ``extents`` with those that go on where the one before ends made one."""
+    joined: list[Extent] = []
+    for extent in extents:
+        last = joined[-1] if joined else None
+        if last is not None and last[:2] == extent[:2] and last.offset + last.nbytes == extent.offset:
+            joined[-1] = last._replace(nbytes=last.nbytes + extent.nbytes)
+        else:
+            joined.append(extent)
+    return tuple(joined)
+
+
+def cut(extents: Iterable[Extent], sizes: Iterable[int]) -> Iterator[tuple[Extent, ...]]:
+    """Yield, for each of ``sizes``, the parts of ``extents`` that hold the next so many bytes of their record."""
+    rest = iter(extents)
+    extent = Extent(0, 0, 0, 0)
+    for size in sizes:
+        found: list[Extent] = []
+        wanted = size
+        while wanted:
+            if not extent.nbytes:
+                extent = next(rest)
+            length = min(extent.nbytes, wanted)
+            found.append(extent._replace(nbytes=length))
+            extent = extent._replace(offset=extent.offset + length, nbytes=extent.nbytes - length)
+            wanted -= length
+        yield tuple(found)
+
+
+def pieces(extents: Iterable[Extent], start: int, nbytes: int) -> Iterator[Extent]:
+    """Yield, in order, the parts of ``extents`` that hold the logical bytes [start, start + nbytes) of their record.
+
+    Raises ValueError when the extents end before that.
+    """
+    skip, wanted = start, nbytes
+    for extent in extents:
+        if wanted == 0:
+            return
+        if skip >= extent.nbytes:
+            skip -= extent.nbytes
+            continue
+        length = min(extent.nbytes - skip, wanted)
+        yield extent._replace(offset=extent.offset + skip, nbytes=length)
+        skip, wanted = 0, wanted - length
+    if wanted:
+        raise ValueError(f"bytes [{start}, {start + nbytes}) end {wanted} bytes beyond their extents")
+
+
+# -- row ---------------------------------------------------------------------------------------------------------------
+
 
 HERE, INLINE, PAGED, EXTERNAL = range(4)
 """Where a row says that its bytes are: in extents it names, in itself, in extents its pages name, in external files."""
@@ -371,3 +440,92 @@ def row_seed(store_uuid: bytes) -> int:
 
 def _row_digest(key_id: int, body: bytes, seed: int) -> bytes:
     return digest(key_id.to_bytes(8, "little") + body, seed).to_bytes(DIGEST_NBYTES, "little")
+
+
+# -- spec --------------------------------------------------------------------------------------------------------------
+
+
+_QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_KEPT = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)} - _QUANTISED
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _KEPT}
+
+
+def is_kept(dtype: torch.dtype | str) -> bool:
+    """Whether a store keeps tensors of ``dtype``, given as itself or by the name that catalog rows have."""
+    return dtype in _DTYPES if isinstance(dtype, str) else dtype in _KEPT
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The looks of a tensor: its dtype and shape, and the bytes of it that are kept under one digest."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    block_nbytes: int = BLOCK_NBYTES
+    nbytes: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", math.prod(self.shape) * self.dtype.itemsize)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as catalog rows have it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor, block_nbytes: int = BLOCK_NBYTES) -> Spec:
+        """Return the spec of ``tensor``."""
+        return _spec(tensor.dtype, tuple(tensor.shape), block_nbytes)
+
+    @classmethod
+    def of(cls, row: Row) -> Spec:
+        """Return the spec a catalog row names. Raises CorruptionError when the row contradicts itself."""
+        spec = _spec_named(row.dtype, row.shape, row.block_nbytes) or UnknownSpec(row)
+        problem = ""
+        if spec.nbytes != row.nbytes:
+            problem = f"{row.nbytes} bytes for shape {row.shape} of {row.dtype}"
+        if problem:
+            raise CorruptionError(f"the catalog row of {row.name!r} has {problem}", key=row.name)
+        return spec
+
+
+class UnknownSpec(Spec):
+    """The spec of a row with a dtype of a newer torch. It has all facts of a tensor but the dtype itself."""
+
+    __slots__ = ("_row",)
+
+    _row: Row
+
+    def __init__(self, row: Row) -> None:
+        object.__setattr__(self, "shape", row.shape)
+        object.__setattr__(self, "block_nbytes", row.block_nbytes)
+        object.__setattr__(self, "nbytes", row.nbytes)
+        object.__setattr__(self, "_row", row)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Raise UsageError: the caller is about to make a tensor."""
+        raise self.refusal()
+
+    def refusal(self) -> UsageError:
+        """Return the error for a caller that wants the tensor."""
+        return UsageError(
+            f"{self._row.name!r} has a dtype that this torch does not know: {self._row.dtype!r}, this is torch "
+            f"{torch.__version__}; open the store with the torch that wrote it. Its other keys can be used"
+        )
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as the catalog row has it."""
+        return self._row.dtype
+
+
+@functools.lru_cache(maxsize=1024)  # of a million keys, most look alike
+def _spec(dtype: torch.dtype, shape: tuple[int, ...], block_nbytes: int) -> Spec:
+    return Spec(dtype, shape, block_nbytes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec_named(dtype_name: str, shape: tuple[int, ...], block_nbytes: int) -> Spec | None:
+    dtype = _DTYPES.get(dtype_name)
+    return None if dtype is None else Spec(dtype, shape, block_nbytes)

@@ -13,9 +13,7 @@ from typing import NamedTuple
 import torch
 
 from tiered.bytes.arena import Buffer, Watched
-from tiered.store.format.extent import Extent
-from tiered.store.format.row import INLINE_NBYTES, Row
-from tiered.store.format.spec import Spec, UnknownSpec
+from tiered.store.format.row import INLINE_NBYTES, Extent, Row, Spec, UnknownSpec
 
 __all__ = ["Alias", "Entry", "EntryState", "Granted", "Record", "Residence"]
 

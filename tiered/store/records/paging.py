@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
-from tiered.store.format.extent import Extent, join
-from tiered.store.format.row import Page, Row
+from tiered.store.format.row import Extent, Page, Row, join
 from tiered.store.records.entry import BlockWrites, Entry, EntryState
 from tiered.store.records.pages import PageChange, Pages, ReadPage, paged, places_of
 from tiered.store.space.readers import Readers

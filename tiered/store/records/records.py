@@ -14,9 +14,7 @@ import operator
 from collections.abc import Mapping
 
 from tiered.store.format.committed_rows import CommittedRows
-from tiered.store.format.extent import Extent
-from tiered.store.format.row import Row
-from tiered.store.format.spec import Spec
+from tiered.store.format.row import Extent, Row, Spec
 from tiered.store.records.entry import Alias, BlockWrites, Entry, EntryState, Record, Stored
 from tiered.store.records.pages import PageChange, Pages, ReadPage, num_pages
 from tiered.store.records.paging import Paging, Replaced

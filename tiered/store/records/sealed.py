@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from tiered.store.format.extent import Extent
-from tiered.store.format.row import Row
+from tiered.store.format.row import Extent, Row
 from tiered.store.records.entry import BlockWrites, Entry
 
 __all__ = ["Sealed"]

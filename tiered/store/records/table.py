@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tiered.store.format.committed_rows import CommittedRows
-from tiered.store.format.row import decode_row
-from tiered.store.format.spec import Spec
+from tiered.store.format.row import Spec, decode_row
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.pages import Pages, ReadPage
 from tiered.store.space.readers import Readers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from tiered.errors import ClosedError, LeaseError
-from tiered.store.format.spec import Spec
+from tiered.store.format.row import Spec
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.records import Records
 from tiered.store.residency.residents import Residents

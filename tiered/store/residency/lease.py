@@ -17,7 +17,7 @@ from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import address_of, storage_address
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import LeaseError, UsageError
-from tiered.store.format.spec import Spec
+from tiered.store.format.row import Spec
 from tiered.store.records.entry import Alias, Residence
 from tiered.store.residency.write_targets import flat_values, name_of, write_targets
 

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable
 
 from tiered.errors import LeaseError, UsageError
-from tiered.store.format.spec import UnknownSpec
+from tiered.store.format.row import UnknownSpec
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.waiting.calling_thread import this_thread
 

@@ -17,8 +17,7 @@ from tiered.bytes.arena import Buffer
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.stats import WorkingSetStatistics
-from tiered.store.format.row import MAX_NUM_DIMS
-from tiered.store.format.spec import Spec, is_kept
+from tiered.store.format.row import MAX_NUM_DIMS, Spec, is_kept
 from tiered.store.records.deferred_seal import DeferredSeal
 from tiered.store.records.entry import Alias, EntryState, Granted
 from tiered.store.records.records import Records

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tiered.store.format.extent import Extent
+from tiered.store.format.row import Extent
 from tiered.store.space.free_ranges import FreeRanges
 from tiered.units import MiB, round_up
 

@@ -14,7 +14,7 @@ import numpy as np
 from tiered.bytes.device.base import SCRATCH
 from tiered.errors import CapacityError
 from tiered.store.format.checksum import BLOCK_NBYTES
-from tiered.store.format.extent import Extent
+from tiered.store.format.row import Extent
 from tiered.store.space.dealing import Dealer
 from tiered.store.space.device_space import GROWTH_NBYTES, DeviceSpace
 from tiered.units import TiB, format_bytes, round_up

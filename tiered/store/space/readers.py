@@ -6,8 +6,7 @@ import heapq
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from tiered.store.format.extent import Extent
-from tiered.store.format.row import Page
+from tiered.store.format.row import Extent, Page
 
 __all__ = ["Readers", "Version"]
 

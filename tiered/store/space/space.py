@@ -15,8 +15,7 @@ from tiered.bytes.device.parallel import in_parallel
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, CorruptionError, UsageError
 from tiered.store.format.committed_rows import CommittedRows
-from tiered.store.format.extent import Extent, join
-from tiered.store.format.row import Row
+from tiered.store.format.row import Extent, Row, join
 from tiered.store.space.bandwidth import BandwidthMeter
 from tiered.store.space.extents import ExtentAllocator, ExtentError
 from tiered.store.space.readers import Readers

@@ -18,8 +18,7 @@ from tiered.bytes.device.base import Device, Operation
 from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import block_digests
-from tiered.store.format.extent import Extent
-from tiered.store.format.row import ExternalRange, Row
+from tiered.store.format.row import Extent, ExternalRange, Row
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
 from tiered.units import round_up
 

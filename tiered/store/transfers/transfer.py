@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tiered.bytes.device.base import Device, IOClass, Operation
 from tiered.errors import CorruptionError, DeviceError, TieredError
 from tiered.store.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_digests, block_seed, digest, num_blocks
-from tiered.store.format.extent import Extent, pieces
-from tiered.store.format.row import Row, part_of
+from tiered.store.format.row import Extent, Row, part_of, pieces
 from tiered.store.transfers.digest_threads import WORTHWHILE_NBYTES, DigestThreads
 from tiered.store.transfers.submission import NotSubmittedError, submit_all
 from tiered.units import round_up

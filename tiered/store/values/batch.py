@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tiered.bytes.device.base import Device, IOClass, Operation
 from tiered.errors import DeviceError
-from tiered.store.format.extent import Extent
-from tiered.store.format.row import INLINE_NBYTES
+from tiered.store.format.row import INLINE_NBYTES, Extent
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.transfers.submission import submit_all
 from tiered.units import KiB, MiB

@@ -10,9 +10,7 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
 from tiered.store.format.checksum import block_seed, digest
-from tiered.store.format.extent import Extent
-from tiered.store.format.row import Row
-from tiered.store.format.spec import Spec
+from tiered.store.format.row import Extent, Row, Spec
 from tiered.store.records.entry import EntryState
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.values.batch import Batch, batch_nbytes, is_small

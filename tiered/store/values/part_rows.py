@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tiered.store.format.checksum import DIGEST_NBYTES
-from tiered.store.format.extent import Extent, join, pieces
-from tiered.store.format.row import ExternalRange, Page, Row, part_of
+from tiered.store.format.row import Extent, ExternalRange, Page, Row, join, part_of, pieces
 from tiered.units import round_up
 
 __all__ = ["changed_page", "part_row"]

@@ -22,9 +22,7 @@ from tiered.bytes.host_tensor import address_of
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import LeaseError
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
-from tiered.store.format.extent import cut
-from tiered.store.format.row import INLINE_NBYTES, Row
-from tiered.store.format.spec import Spec
+from tiered.store.format.row import INLINE_NBYTES, Row, Spec, cut
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.pages import PageChange
 from tiered.store.residency.lease_needs import ReadPastError
@@ -66,9 +64,7 @@ class PartWrite:
     looked at is looked at again under the lock that installs the blocks; on a difference everything begins anew.
     """
 
-    def __init__(
-        self, working_set: WorkingSet, writing: set[str], key: str, start: int, value: torch.Tensor
-    ) -> None:
+    def __init__(self, working_set: WorkingSet, writing: set[str], key: str, start: int, value: torch.Tensor) -> None:
         """``value`` is contiguous; ``writing`` are the keys that parts are being written of."""
         self._working_set = working_set
         self._records = working_set.records

@@ -9,9 +9,7 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.interrupt import uninterrupted
-from tiered.store.format.extent import Extent
-from tiered.store.format.row import Row
-from tiered.store.format.spec import Spec
+from tiered.store.format.row import Extent, Row, Spec
 from tiered.store.records.entry import EntryState
 from tiered.store.residency.lease_needs import ReadPastError
 from tiered.store.residency.modes import refuse_modes

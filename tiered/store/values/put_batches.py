@@ -13,9 +13,7 @@ from tiered.bytes.host_tensor import address_of
 from tiered.bytes.interrupt import Lifted
 from tiered.errors import CapacityError
 from tiered.store.format.checksum import DIGEST_NBYTES, block_seed, digest
-from tiered.store.format.extent import Extent, pieces
-from tiered.store.format.row import Row
-from tiered.store.format.spec import Spec
+from tiered.store.format.row import Extent, Row, Spec, pieces
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
 from tiered.store.values.batch import Batch, batch_nbytes, is_small

@@ -18,9 +18,7 @@ from tiered.bytes.host_tensor import copy_contiguous
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import DIGEST_NBYTES, num_blocks
-from tiered.store.format.extent import Extent
-from tiered.store.format.row import Row, part_of
-from tiered.store.format.spec import Spec
+from tiered.store.format.row import Extent, Row, Spec, part_of
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
 from tiered.store.space.dealing import block_order

@@ -14,8 +14,7 @@ from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import address_of, copy_contiguous
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.store.format.checksum import MIN_BLOCK_SHIFT, block_digests
-from tiered.store.format.row import INLINE_NBYTES, Row
-from tiered.store.format.spec import Spec
+from tiered.store.format.row import INLINE_NBYTES, Row, Spec
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.residency.lease_needs import ReadPastError
 from tiered.store.residency.modes import refuse_modes
