@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.bytes.moving import Batch
 from tiered.bytes.arena import Buffer
-from tiered.bytes.device.aligned_range import aligned_range
 from tiered.bytes.device.engines import open_external
+from tiered.store.transfers.external_read import aligned_range
 
 PAGE = 4096
 

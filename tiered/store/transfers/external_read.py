@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tiered.bytes.device.aligned_range import AlignedRange, aligned_range
 from tiered.bytes.device.base import Device, Operation
 from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import CorruptionError
@@ -22,7 +21,31 @@ from tiered.store.format.row import Extent, ExternalRange, Row
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
 from tiered.units import round_up
 
-__all__ = ["ExternalRead"]
+__all__ = ["AlignedRange", "ExternalRead", "aligned_range"]
+
+
+class AlignedRange(NamedTuple):
+    """An aligned range of a file, to be read into memory, and the place of the wanted bytes in that memory."""
+
+    offset: int  # in the file, aligned
+    nbytes: int  # aligned
+    skip: int  # bytes of it before the wanted ones
+    wanted: int  # bytes
+
+    def copy_out(self, memory: memoryview, destination: memoryview) -> None:
+        """Copy the wanted bytes from ``memory``, which the range was read into, to all of ``destination``."""
+        destination[:] = memory[self.skip : self.skip + self.wanted]
+
+
+def aligned_range(offset: int, nbytes: int, alignment: int) -> AlignedRange:
+    """Return the smallest aligned range that holds ``nbytes`` at ``offset``; an empty one for no bytes."""
+    start = offset - offset % alignment
+    end = round_up(offset + nbytes, alignment) if nbytes else start
+    return AlignedRange(start, end - start, offset - start, nbytes)
+
+
+# -- external read -----------------------------------------------------------------------------------------------------
+
 
 _EDGE_PAGES = 4  # shorter ranges come through scratch memory as a whole
 

@@ -1,6 +1,7 @@
 """Transfer: some slabs of one record moved between a buffer and the devices, its blocks each under its digest.
 
-It knows neither residency nor generations; its owner knows the meaning of a finished transfer.
+It knows neither residency nor generations; its owner knows the meaning of a finished transfer. Operations handed to
+their devices are all accounted for, whatever comes in between.
 """
 
 from __future__ import annotations
@@ -18,10 +19,49 @@ from tiered.errors import CorruptionError, DeviceError, TieredError
 from tiered.store.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_digests, block_seed, digest, num_blocks
 from tiered.store.format.row import Extent, Row, part_of, pieces
 from tiered.store.transfers.digest_threads import WORTHWHILE_NBYTES, DigestThreads
-from tiered.store.transfers.submission import NotSubmittedError, submit_all
 from tiered.units import round_up
 
-__all__ = ["SLAB_NBYTES", "Progress", "Transfer", "start_all"]
+__all__ = ["SLAB_NBYTES", "NotSubmittedError", "Progress", "Transfer", "start_all", "submit_all"]
+
+
+def submit_all(devices: Sequence[Device], operations: Sequence[tuple[int, Operation]]) -> None:
+    """Submit operations, each with the number of its device; one that cannot be submitted ends with an error.
+
+    Those of one device are submitted together, in their order. An interrupt is raised: operations handed to a device by
+    then may be in flight, and end by themselves; the rest ends with an error.
+    """
+    by_device: dict[int, list[Operation]] = {}
+    handed: set[int] = set()  # devices
+    try:
+        for index, operation in operations:
+            by_device.setdefault(index, []).append(operation)
+        for index, group in by_device.items():
+            handed.add(index)
+            try:
+                devices[index].submit(group)
+            except (TieredError, OSError, ValueError) as error:  # none of them was started
+                _end(group, error)
+    except BaseException as error:
+        rest = [operation for index, operation in operations if index not in handed]
+        _end(rest, NotSubmittedError(error))
+        raise
+
+
+def _end(operations: Iterable[Operation], error: Exception) -> None:
+    for operation in operations:
+        operation.error = error
+        operation.on_done(operation)
+
+
+class NotSubmittedError(DeviceError):
+    """The caller's thread was kept from handing something to its device. It refers to no frames."""
+
+    def __init__(self, reason: BaseException) -> None:
+        super().__init__(f"it was not handed to the device: {reason!r}")
+
+
+# -- transfer ----------------------------------------------------------------------------------------------------------
+
 
 SLAB_NBYTES = BLOCK_NBYTES
 """Bytes of a record that are handed to the devices, and whose digests are computed, together: one block or several."""

@@ -13,7 +13,7 @@ from tiered.bytes.device.base import Device, IOClass, Operation
 from tiered.errors import DeviceError
 from tiered.store.format.row import INLINE_NBYTES, Extent
 from tiered.store.residency.working_set import WorkingSet
-from tiered.store.transfers.submission import submit_all
+from tiered.store.transfers.transfer import submit_all
 from tiered.units import KiB, MiB
 
 __all__ = ["Batch", "batch_nbytes", "is_small"]
