@@ -18,7 +18,7 @@ from typing import Any
 
 import tiered
 from tiered.bytes.interrupt import INTERRUPTS
-from tiered.store.waiting import fork_wait
+from tiered.store.catalog import sqlite_catalog
 
 __all__ = ["ctrl_c_once_it_waits", "end_blocks", "interrupt_at"]
 
@@ -69,7 +69,7 @@ class interrupt_at:
 
 def _is_in_finalizer(frame: FrameType | None) -> bool:
     """Whether a ``weakref.finalize`` or callback runs: what is raised there is printed and raised nowhere."""
-    codes = (weakref.finalize.__call__.__code__, fork_wait._forget.__code__)
+    codes = (weakref.finalize.__call__.__code__, sqlite_catalog._forget.__code__)
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None

@@ -26,7 +26,7 @@ from tests.store.crashes import Campaign
 from tests.store.rig import WAIT_S, GatedStore, assert_holds, filled, numbers, simulated_store, stored
 from tests.store.together import Together
 from tiered.errors import CorruptionError, DeadlineError, DeviceError, TieredError, UsageError
-from tiered.store.lifetime.confirmation import Confirmation
+from tiered.store.catalog.catalog import Confirmation
 from tiered.store.lifetime.directory import Directories
 from tiered.store.store import Store
 from tiered.store.waiting import deadline

@@ -17,11 +17,10 @@ from tiered.bytes.device.memory import MemoryDevice
 from tiered.bytes.pinned_arena import PinnedArena
 from tiered.bytes.registrar import Registrar
 from tiered.errors import TieredError
-from tiered.store.catalog.catalog import Catalog, GenerationName
+from tiered.store.catalog.catalog import Alone, Catalog, Confirmation, GenerationName
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.root import Root
 from tiered.store.format.row import Page, Row
-from tiered.store.lifetime.confirmation import Alone, Confirmation
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.residency.working_set import WorkingSet
@@ -215,9 +214,7 @@ class GatedCatalog(Catalog):
     def measure(self, root: Root) -> None:
         self._catalog.measure(root)
 
-    def apply(
-        self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False
-    ) -> None:
+    def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False) -> None:
         self.reached.set()
         assert self.may_apply.wait(WAIT_S)
         if self.failure is not None:

@@ -16,7 +16,7 @@ from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.catalogs import ROOT, UUID, SqliteHome, content_of, failing, inline_row, large_row, root_of, row_of
 from tests.store.simulated_catalog import SimulatedCatalog
 from tiered.errors import CorruptionError, DeviceError, UsageError
-from tiered.store.catalog.raw_rows import read_rows
+from tiered.store.catalog.sqlite_catalog import read_rows
 from tiered.store.catalog.sqlite_file import connect, make_durable, translated
 from tiered.store.format import committed_rows as rows_module
 from tiered.store.format import root as root_module

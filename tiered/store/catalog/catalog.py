@@ -48,16 +48,17 @@ two stay where they are in every version.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.root import Root, RootHeader, corrupt
 from tiered.store.format.row import Page, Row
 
-__all__ = ["Catalog", "GenerationName", "generation_names"]
+__all__ = ["Alone", "Catalog", "Confirmation", "GenerationName", "generation_names"]
 
 
 class GenerationName(NamedTuple):
@@ -103,9 +104,7 @@ class Catalog(ABC):
         """Raise CapacityError where ``root`` is larger than ``apply`` could write; writes nothing."""
 
     @abstractmethod
-    def apply(
-        self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False
-    ) -> None:
+    def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False) -> None:
         """Replace the root, insert or replace ``upserts``, drop the key ids ``deleted``: all or nothing, durable.
 
         With ``keeps_before`` the generation that was the newest stays beside it, until the next call. A key id in
@@ -121,3 +120,43 @@ class Catalog(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the file. Idempotent. Raises DeadlineError where a call of another thread does not end: as it was."""
+
+
+# -- confirmation ------------------------------------------------------------------------------------------------------
+
+
+class Confirmation(Protocol):
+    """The agreement of all that commit together. Called without locks; ``confirm`` in the commit's own thread."""
+
+    keeps_before: bool
+    """Whether generations need to be confirmed: the catalog then keeps the one before each."""
+
+    def choose(self, kept: Sequence[GenerationName]) -> GenerationName:
+        """Return which of the generations that this store has, the newest first, it is to open; blocks.
+
+        All that come after it are given up, for all: it must be the newest that everybody has. Raises DeadlineError,
+        CorruptionError where there is none.
+        """
+
+    def begin(self, number: int) -> int:
+        """Return the nonce of the generation ``number``, which is about to be sealed; blocks."""
+
+    def confirm(self, generation: GenerationName) -> None:
+        """Return once everybody has ``generation`` durable; blocks. It is unknown where this raises, not lost."""
+
+
+class Alone:
+    """The confirmation of a store that nobody shares: it is given at once."""
+
+    keeps_before = False
+
+    def choose(self, kept: Sequence[GenerationName]) -> GenerationName:
+        """Return the newest."""
+        return kept[0]
+
+    def begin(self, number: int) -> int:
+        """Return a random nonce."""
+        return int.from_bytes(os.urandom(8), "little")
+
+    def confirm(self, generation: GenerationName) -> None:
+        """Return."""

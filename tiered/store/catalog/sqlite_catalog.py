@@ -1,24 +1,31 @@
-"""SqliteCatalog: the catalog in an SQLite file, or in memory. The format and the crash argument are in catalog.py."""
+"""SqliteCatalog: the catalog in an SQLite file, or in memory. The format and the crash argument are in catalog.py.
+
+New files are built under another name and renamed when they are durable. Forks wait: a child never inherits a held
+lock, or data that was half changed under it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import sqlite3
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from tiered.bytes.private_file import create_private_file, fsync_directory
 from tiered.errors import CapacityError, ClosedError, CorruptionError, DeadlineError, DeviceError, UsageError
 from tiered.store.catalog.catalog import Catalog, GenerationName, generation_names
-from tiered.store.catalog.new_file import fill, make_file
-from tiered.store.catalog.raw_rows import damaged, read_pages, read_rows
 from tiered.store.catalog.sqlite_file import (
     BUSY,
+    PAGE_NBYTES,
     check_header,
     connect,
     make_durable,
@@ -43,9 +50,114 @@ from tiered.store.format.root import (
     refuse_other_version,
 )
 from tiered.store.format.row import Page, Row, decode_page, page_digest, row_seed
-from tiered.store.waiting.fork_wait import make_forks_wait
 
-__all__ = ["SqliteCatalog"]
+__all__ = ["SqliteCatalog", "damaged", "fill", "make_file", "make_forks_wait", "read_pages", "read_rows"]
+
+
+def make_file(path: Path, root: tuple[bytes, bytes]) -> None:
+    """Make a catalog without rows, durable under ``path`` when this returns. A half-made one is replaced.
+
+    ``root``: body and digest of the root row. Raises CapacityError, DeviceError, with nothing left behind.
+    """
+    new = path.with_name(path.name + ".new")
+    with translated(str(path), "create"):
+        # A journal of another file under this name would be played back into the new one.
+        beside = (path.with_name(path.name + side) for side in ("-journal", "-wal", "-shm"))
+        for leftover in (new, *beside):
+            leftover.unlink(missing_ok=True)
+        new.with_name(new.name + "-journal").unlink(missing_ok=True)
+        fd = create_private_file(new)
+        try:
+            try:
+                with contextlib.closing(connect(new, "rw", 0.0)) as connection:
+                    connection.execute("PRAGMA journal_mode=OFF")  # no other process sees the file before it is whole
+                    fill(connection, root)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(new, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                new.unlink()  # a full drive has no room for it
+            raise
+        fsync_directory(path.parent)
+
+
+def fill(connection: sqlite3.Connection, root: tuple[bytes, bytes]) -> None:
+    """Make the tables of a catalog without rows in an empty database."""
+    connection.execute(f"PRAGMA page_size={PAGE_NBYTES}")
+    connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
+    connection.execute("BEGIN")
+    for sql in SCHEMA.values():
+        connection.execute(sql)
+    connection.execute("INSERT INTO root VALUES (1, ?, ?, ?)", (FORMAT_VERSION, *root))
+    connection.execute("COMMIT")
+
+
+def read_rows(
+    connection: sqlite3.Connection, sql: str, file: str, nbytes_left: int
+) -> Iterator[tuple[int, bytes, bytes]]:
+    """Yield the rows that ``sql`` selects of the catalog ``file`` of ``nbytes_left``. Raises CorruptionError."""
+    last = 0
+    for row in connection.execute(sql):
+        key_id, body, digest = row
+        # Ascending: so damaged pages that lead back to themselves come to an end.
+        if type(body) is not bytes or type(digest) is not bytes or key_id <= last:
+            raise damaged(f"no such row can be (key id {key_id} after {last})", file)
+        last = key_id
+        nbytes_left -= len(body)
+        if nbytes_left < 0:
+            raise damaged("its rows hold more bytes than the file", file)
+        yield row
+
+
+def read_pages(connection: sqlite3.Connection, sql: str, file: str) -> Iterator[tuple[int, int, bytes, bytes]]:
+    """Yield the pages that ``sql`` selects of the catalog ``file``. Raises CorruptionError."""
+    last = (0, -1)
+    for row in connection.execute(sql):
+        if [type(value) for value in row] != [int, int, bytes, bytes] or row[:2] <= last or row[1] < 0:
+            raise damaged(f"no such page can be ({row[:2]} after {last})", file)
+        last = row[:2]
+        yield row
+
+
+def damaged(what: str, file: str) -> CorruptionError:
+    """Return the error for a file that is no catalog as a store writes it."""
+    return CorruptionError(f"catalog {file}: {what}. Restore the directory from a copy", file=file)
+
+
+_locks: dict[weakref.ref[object], threading.Lock] = {}  # an ordinary one: it is copied in one step
+_fork_lock = threading.Lock()
+_held: list[threading.Lock] = []  # across one fork; _fork_lock guards it
+_num_owners = itertools.count()
+
+
+def make_forks_wait(owner: object, lock: threading.Lock) -> None:
+    """Have every fork of this process wait for ``lock``, as long as ``owner`` lives."""
+    if next(_num_owners) == 0:  # atomic: hooks that were there twice would wait for their own lock at every fork
+        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+    _locks[weakref.ref(owner, _forget)] = lock
+
+
+def _forget(owner: weakref.ref[object]) -> None:
+    _locks.pop(owner, None)
+
+
+def _before_fork() -> None:
+    _fork_lock.acquire()
+    for lock in list(_locks.values()):
+        lock.acquire()
+        _held.append(lock)
+
+
+def _after_fork() -> None:
+    while _held:
+        _held.pop().release()
+    _fork_lock.release()
+
+
+# -- sqlite catalog ----------------------------------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 

@@ -13,10 +13,9 @@ from dataclasses import replace
 
 from tiered.bytes.critical_section import ServiceThread
 from tiered.errors import CapacityError, DeadlineError, DeviceError, LeaseError, TieredError
-from tiered.store.catalog.catalog import Catalog, GenerationName
+from tiered.store.catalog.catalog import Catalog, Confirmation, GenerationName
 from tiered.store.format.root import Root
 from tiered.store.generations.external_digests import are_known, find_digests
-from tiered.store.lifetime.confirmation import Confirmation
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.producers import Producer

@@ -17,11 +17,10 @@ import torch
 
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import DeadlineError, TieredError, UsageError
-from tiered.store.catalog.catalog import Catalog
+from tiered.store.catalog.catalog import Catalog, Confirmation
 from tiered.store.format.root import Root
 from tiered.store.generations.commit import Committer
 from tiered.store.generations.registry import Registry, committed_state, encode_user_state
-from tiered.store.lifetime.confirmation import Confirmation
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.records.producers import Producers
 from tiered.store.residency.working_set import WorkingSet

@@ -21,11 +21,10 @@ from tiered.bytes.free_memory import free_memory, memory_size
 from tiered.bytes.pinned_arena import PinnedArena
 from tiered.bytes.registrar import NoRegistrar, registrar_for
 from tiered.errors import CapacityError, TieredError, UsageError
-from tiered.store.catalog.catalog import Catalog
+from tiered.store.catalog.catalog import Alone, Catalog, Confirmation
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.root import Root
 from tiered.store.format.state_text import encode
-from tiered.store.lifetime.confirmation import Alone, Confirmation
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.lifetime.ledgers import Ledgers
