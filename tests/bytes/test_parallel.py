@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.bytes.moving import WAIT_S
-from tiered.bytes.device.parallel import in_parallel
+from tiered.store.space.space import in_parallel
 
 
 def test_calls_run_at_the_same_time() -> None:

@@ -24,7 +24,7 @@ from tests.store.together import Together
 from tiered.errors import TieredError
 from tiered.store.catalog.catalog import GenerationName
 from tiered.store.format.row import Extent, Row, part_of
-from tiered.store.space import device_space
+from tiered.store.space import extents as device_space
 from tiered.store.space.extents import ExtentAllocator
 from tiered.store.store import Store
 from tiered.units import KiB

@@ -12,7 +12,7 @@ from tiered.store.lifetime import external as external_module
 from tiered.store.lifetime.external_match import SlabReads
 from tiered.store.records.pages import Pages, places_of
 from tiered.store.residency.write_back import Shortage
-from tiered.store.space.readers import Readers
+from tiered.store.space.space import Readers
 from tiered.store.transfers.external_read import ExternalRead
 from tiered.store.values.part_write import PartWrite
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiered.store.space import device_space
+from tiered.store.space import extents
 from tiered.units import MiB
 
 __all__ = ["quick_directory", "short_files"]
@@ -30,9 +30,9 @@ def quick_directory() -> Iterator[Path]:
 @contextmanager
 def short_files() -> Iterator[None]:
     """Let files grow by 1 MiB at least, not by 64: in memory, where pages are cleared, that takes 23 ms of CPU time."""
-    saved = device_space.GROWTH_NBYTES
-    device_space.GROWTH_NBYTES = MiB
+    saved = extents.GROWTH_NBYTES
+    extents.GROWTH_NBYTES = MiB
     try:
         yield
     finally:
-        device_space.GROWTH_NBYTES = saved
+        extents.GROWTH_NBYTES = saved

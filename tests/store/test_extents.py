@@ -10,8 +10,7 @@ from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.committed_rows import EXTENTS_DTYPE
 from tiered.store.format.row import Extent, pieces
 from tiered.store.space.dealing import block_order
-from tiered.store.space.extents import GROWTH_NBYTES, ExtentAllocator, ExtentError
-from tiered.store.space.free_ranges import FreeRanges
+from tiered.store.space.extents import GROWTH_NBYTES, ExtentAllocator, ExtentError, FreeRanges
 from tiered.units import MiB, round_up
 
 PAGE = 4096

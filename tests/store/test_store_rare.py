@@ -22,8 +22,7 @@ from tiered.store.lifetime import opening
 from tiered.store.lifetime.opening import Parts, dram_budget
 from tiered.store.residency.lease import Lease
 from tiered.store.space.dealing import _whole
-from tiered.store.space.device_space import DeviceSpace
-from tiered.store.space.free_ranges import FreeRanges
+from tiered.store.space.extents import DeviceSpace, FreeRanges
 from tiered.store.store import Store
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import KiB, MiB

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
 from tiered.store.format.row import Extent, Page, Row, cut, pages_of
-from tiered.store.space.readers import Readers
+from tiered.store.space.space import Readers
 from tiered.units import divide_up
 
 __all__ = ["PageChange", "Pages", "ReadPage", "num_pages", "paged", "places_of"]

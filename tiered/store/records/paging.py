@@ -14,8 +14,7 @@ from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
 from tiered.store.format.row import Extent, Page, Row, join
 from tiered.store.records.entry import BlockWrites, Entry, EntryState
 from tiered.store.records.pages import PageChange, Pages, ReadPage, paged, places_of
-from tiered.store.space.readers import Readers
-from tiered.store.space.space import Space
+from tiered.store.space.space import Readers, Space
 
 __all__ = ["Paging", "Replaced"]
 

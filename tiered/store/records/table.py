@@ -9,7 +9,7 @@ from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.row import Spec, decode_row
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.pages import Pages, ReadPage
-from tiered.store.space.readers import Readers
+from tiered.store.space.space import Readers
 
 __all__ = ["Table"]
 

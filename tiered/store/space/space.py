@@ -1,31 +1,132 @@
 """Space: the bytes of all devices, taken and given back in extents; files grow here.
 
 Taking and giving back is bookkeeping under the store's lock; growing and flushing is I/O and happens without it.
+Flushes of several devices happen at the same time. No extent or page goes under those who read it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import heapq
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
+from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.base import SCRATCH, Device, IOClass
-from tiered.bytes.device.parallel import in_parallel
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, CorruptionError, UsageError
 from tiered.store.format.committed_rows import CommittedRows
-from tiered.store.format.row import Extent, Row, join
+from tiered.store.format.row import Extent, Page, Row, join
 from tiered.store.space.bandwidth import BandwidthMeter
 from tiered.store.space.extents import ExtentAllocator, ExtentError
-from tiered.store.space.readers import Readers
 from tiered.store.transfers.digest_threads import DigestThreads
 from tiered.store.transfers.external_read import ExternalRead
 from tiered.store.transfers.transfer import Progress, Transfer
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import format_bytes, round_up
 
-__all__ = ["Space"]
+__all__ = ["Readers", "Space", "in_parallel"]
+
+
+class Version(Protocol):
+    """One version of a record, as its readers see it."""
+
+    version: int
+
+    def keep(self, pages: Mapping[int, Page]) -> None:
+        """Have ``pages`` in memory, unless these are there."""
+
+
+class Readers:
+    """The readers of each version of a record, and the extents that wait for them. The store's lock guards it.
+
+    The invariant: an extent that a version gave up is free only when nobody reads a version older than that one.
+    """
+
+    __slots__ = ("_active", "_waiting", "last_version", "origin")
+
+    def __init__(self, origin: tuple[Extent, ...] = ()) -> None:
+        """``origin``: the extents of the row that the first version was before it had pages, which may be read, too."""
+        self.last_version = 0
+        self.origin = origin
+        self._active: dict[Version, int] = {}  # how many read it
+        self._waiting: list[tuple[int, list[Extent]]] = []  # a heap: the version that gave them up, the extents
+
+    def begin(self, version: Version) -> None:
+        """Note one more reader of ``version``."""
+        self._active[version] = self._active.get(version, 0) + 1
+
+    def end(self, version: Version) -> list[Extent]:
+        """Note one less; return the extents that nobody reads any more."""
+        self._active[version] -= 1
+        if not self._active[version]:
+            del self._active[version]
+        return self._released()
+
+    def keep(self, pages: Mapping[int, Page]) -> None:
+        """Have ``pages``, which are about to change, in the memory of all versions that are read.
+
+        Those that have others by then were read before an earlier change of them.
+        """
+        for version in self._active:
+            version.keep(pages)
+
+    @property
+    def are_there(self) -> bool:
+        """Whether anybody reads any version."""
+        return bool(self._active)
+
+    def give_up(self, extents: Iterable[Extent], version: int | None = None) -> list[Extent]:
+        """Take ``extents``, which ``version``, by default the next, does not have; return those that nobody reads."""
+        waiting = list(extents)
+        if waiting:
+            heapq.heappush(self._waiting, (self.last_version + 1 if version is None else version, waiting))
+        return self._released()
+
+    def _released(self) -> list[Extent]:
+        oldest = min((version.version for version in self._active), default=self.last_version + 1)
+        free: list[Extent] = []
+        while self._waiting and self._waiting[0][0] <= oldest:
+            free += heapq.heappop(self._waiting)[1]
+        return free
+
+
+def in_parallel(calls: Sequence[Callable[[], None]]) -> list[Exception]:
+    """Make all ``calls`` at the same time, the last one here; return the errors, in the order of the calls.
+
+    Blocks until all have returned; no thread is left. Where no thread can be started (limits, the end of the
+    interpreter) a call is made here.
+    """
+    errors: list[Exception | None] = [None] * len(calls)
+
+    def make(index: int) -> None:
+        try:
+            calls[index]()
+        except Exception as error:
+            errors[index] = error
+
+    started: list[ServiceThread] = []
+    try:
+        for index in range(len(calls) - 1):
+            thread = ServiceThread(target=make, args=(index,), name=f"tiered-flush-{index}")
+            try:
+                thread.start()
+            except CapacityError:
+                make(index)
+            else:
+                started.append(thread)
+        if calls:
+            make(len(calls) - 1)
+    finally:
+        for thread in started:
+            thread.join()
+    return [error for error in errors if error is not None]
+
+
+# -- space -------------------------------------------------------------------------------------------------------------
+
 
 Extents = tuple[Extent, ...]
 
