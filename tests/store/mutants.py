@@ -31,8 +31,7 @@ from tiered.store.generations.commit import Committer
 from tiered.store.lifetime import directory, lock
 from tiered.store.lifetime.service import Service
 from tiered.store.records.entry import Entry
-from tiered.store.records.records import Extents, Records
-from tiered.store.records.sealed import Sealed
+from tiered.store.records.records import Extents, Records, Sealed
 from tiered.store.space.space import Space
 from tiered.store.store import Store
 from tiered.store.transfers.transfer import Transfer

@@ -19,7 +19,7 @@ from tiered.store.generations.external_digests import are_known, find_digests
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.producers import Producer
-from tiered.store.records.sealed import Sealed
+from tiered.store.records.records import Sealed
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
 from tiered.store.transfers.transfer import start_all

@@ -17,7 +17,7 @@ from tiered.errors import UsageError
 from tiered.store.format.row import Row
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.records.entry import Entry
-from tiered.store.records.external_records import learned
+from tiered.store.records.records import learned
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
 from tiered.store.values.streaming import SlabJob

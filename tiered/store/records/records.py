@@ -2,7 +2,8 @@
 
 Bookkeeping only: every method runs under the store's lock, none does I/O, none touches DRAM. The rule that it keeps:
 *writes never touch committed bytes*. An entry has a committed set of extents, a sealed one while a commit runs, and
-``landing`` for the open generation; at most two of the three.
+``landing`` for the open generation; at most two of the three. A key that was not used since the store was opened is
+only its row.
 """
 
 from __future__ import annotations
@@ -11,19 +12,124 @@ import dataclasses
 import heapq
 import logging
 import operator
-from collections.abc import Mapping
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from tiered.store.format.committed_rows import CommittedRows
-from tiered.store.format.row import Extent, Row, Spec
+from tiered.store.format.row import Extent, ExternalRange, Row, Spec, decode_row
 from tiered.store.records.entry import Alias, BlockWrites, Entry, EntryState, Record, Stored
-from tiered.store.records.pages import PageChange, Pages, ReadPage, num_pages
-from tiered.store.records.paging import Paging, Replaced
-from tiered.store.records.sealed import Sealed
-from tiered.store.records.table import Table
-from tiered.store.space.space import Space
+from tiered.store.records.pages import PageChange, Pages, Paging, ReadPage, Replaced, num_pages
+from tiered.store.space.space import Readers, Space
 from tiered.units import format_bytes
 
-__all__ = ["Extents", "Records"]
+__all__ = ["Extents", "Records", "Sealed", "Table", "adopted", "learned"]
+
+
+class Sealed:
+    """The fixed contents of a generation; its rows are complete once every pending entry has landed."""
+
+    __slots__ = (
+        "freed", "generation", "is_applying", "num_pending", "parts", "phase", "removed", "rows", "state", "targets",
+        "thread", "to_write",
+    )  # fmt: skip
+
+    def __init__(self, generation: int, state: str) -> None:
+        self.generation = generation
+        self.state = state  # JSON text
+        self.rows: dict[Entry, Row] = {}  # changed entries whose bytes have landed
+        self.targets: dict[Entry, tuple[Extent, ...]] = {}  # changed entries whose bytes have not, and where they go
+        self.to_write: deque[Entry] = deque()  # the entries of ``targets`` that may need a write to be started
+        self.removed: list[Entry] = []
+        self.parts: dict[Entry, BlockWrites] = {}  # of the entries of ``rows`` with some blocks written by themselves
+        self.freed: dict[Entry, list[Extent]] = {}  # extents of committed rows that had to be looked up
+        self.num_pending = 0
+        self.is_applying = False  # the catalog is about to have it
+        self.phase = 0  # counts the steps of the commit, as a sign of progress
+        self.thread: threading.Thread | None = None  # that flushes it, where it has one of its own
+
+
+# -- the table of keys -------------------------------------------------------------------------------------------------
+
+
+class Table:
+    """Entries by name, in the order of creation. The store's lock guards it.
+
+    A committed row is kept as the catalog's bytes, a quarter of an entry's size, until its entry is asked for. From
+    then on the entry exists, always the same. ``peek`` is for callers that only look.
+    """
+
+    __slots__ = ("_entries", "_read_page")
+
+    def __init__(self, read_page: ReadPage | None = None) -> None:
+        self._entries: dict[str, Entry | bytes] = {}
+        self._read_page = read_page
+
+    def fill(self, rows: CommittedRows) -> None:
+        """Take over all of ``rows``; the table is empty."""
+        assert not self._entries
+        self._entries = dict(rows.encoded)
+
+    def get(self, name: str) -> Entry | None:
+        """Return the entry of ``name``, if there is one."""
+        found = self._entries.get(name)
+        if type(found) is bytes:
+            self._entries[name] = found = self._entry(found)
+        return found  # type: ignore[return-value]  # no bytes any more
+
+    def peek(self, name: str) -> Entry | None:
+        """Return the entry of ``name``, perhaps one of the caller's own: only to look at, and only under the lock."""
+        found = self._entries.get(name)
+        if type(found) is bytes:
+            entry = self._entry(found)
+            if entry.row is not None and entry.row.is_paged:  # its readers must know of each other
+                self._entries[name] = entry
+            return entry
+        return found  # type: ignore[return-value]
+
+    def version(self, name: str) -> int:
+        """Return the version of the bytes of ``name``; 0 where no entry was asked for. Needs no lock."""
+        found = self._entries.get(name)
+        return found.version if isinstance(found, Entry) else 0
+
+    def __getitem__(self, name: str) -> Entry:
+        entry = self.get(name)
+        if entry is None:
+            raise KeyError(name)
+        return entry
+
+    def __setitem__(self, name: str, entry: Entry) -> None:
+        self._entries[name] = entry
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def used(self) -> Iterator[Entry]:
+        """Yield the entries that were asked for: all that can be in DRAM."""
+        return (entry for entry in self._entries.values() if type(entry) is not bytes)  # type: ignore[misc]
+
+    def _entry(self, encoded: bytes) -> Entry:
+        row = decode_row(encoded)
+        if row.is_paged:
+            row = replace(row, pages=Pages(self._read_page, Readers()))
+        entry = Entry(row.name, row.key_id, Spec.of(row), scratch=False)
+        entry.row = entry.committed = row
+        entry.state = EntryState.STORED
+        return entry
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
 
 Extents = tuple[Extent, ...]
 
@@ -394,3 +500,16 @@ def _row(key_id: int, name: str, spec: Spec, *, generation: int, extents: Extent
         key_id=key_id, name=name, dtype=spec.dtype_name, shape=spec.shape, nbytes=spec.nbytes, generation=generation,
         extents=extents, digests=b"", inline=None, block_nbytes=spec.block_nbytes,
     )  # fmt: skip
+
+
+def adopted(records: Records, entry: Entry, ranges: tuple[ExternalRange, ...]) -> None:
+    """Note that the bytes of ``entry``, which is new, are those of ``ranges``; its digests are not known yet."""
+    records.touch(entry)
+    entry.row = replace(records.row_for(entry, ()), ranges=ranges)
+    entry.state = EntryState.STORED
+
+
+def learned(entry: Entry, row: Row, digests: bytes) -> None:
+    """Note the digests of the external ``row``, which was that of ``entry`` when they were computed."""
+    if entry.row is row:  # no sealed one: that had all digests before
+        entry.row = replace(row, digests=digests)

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Sequence
 
 from tiered.bytes.arena import Buffer
-from tiered.store.records.deferred_seal import DeferredSeal
 from tiered.store.records.entry import Entry, EntryState, Granted, Residence
+from tiered.store.records.producers import DeferredSeal
 from tiered.store.records.records import Records
 from tiered.store.residency.keys import Keys
 from tiered.store.residency.lease_needs import LeaseNeeds, ReadPastError, SwapsIn

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.condition import Condition
 from tiered.store.records.entry import Alias, Entry, EntryState, Residence, Stored
-from tiered.store.records.table import Table
+from tiered.store.records.records import Table
 from tiered.store.residency.ended_leases import EndedLeases
 from tiered.store.residency.eviction_policy import EvictionPolicy, LeastRecentlyUsed
 from tiered.store.residency.share import Share

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 from tiered.bytes.device.base import IOClass
 from tiered.stats import SwapStatistics
 from tiered.store.records.entry import Entry, EntryState, Residence
-from tiered.store.records.external_records import learned
-from tiered.store.records.records import Records
+from tiered.store.records.records import Records, learned
 from tiered.store.residency.residents import Residents
 from tiered.store.residency.room import Room
 from tiered.store.residency.write_back import WriteBack

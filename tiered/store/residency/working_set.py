@@ -18,8 +18,8 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.stats import WorkingSetStatistics
 from tiered.store.format.row import MAX_NUM_DIMS, Spec, is_kept
-from tiered.store.records.deferred_seal import DeferredSeal
 from tiered.store.records.entry import Alias, EntryState, Granted
+from tiered.store.records.producers import DeferredSeal
 from tiered.store.records.records import Records
 from tiered.store.residency.eviction_policy import EvictionPolicy
 from tiered.store.residency.keys import Keys

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.store.format.row import MAX_NUM_DIMS, ExternalRange, Spec
-from tiered.store.records.external_records import adopted
+from tiered.store.records.records import adopted
 from tiered.store.residency.working_set import WorkingSet
 
 __all__ = ["adopt"]
