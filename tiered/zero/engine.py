@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
-from tiered.store.residency.modes import is_in_transform
+from tiered.store.residency.lease import is_in_transform
 from tiered.store.store import Store
 from tiered.tiers.schedule import SharedSchedule
 from tiered.zero.activations.activations import Activations

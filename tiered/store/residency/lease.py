@@ -1,27 +1,169 @@
 """Lease: the counted right to use a resident tensor, and the views that the public face hands out.
 
-The working set decides whether a lease is granted; this file has a granted one's looks and its end.
+The working set decides whether a lease is granted; this file has the step that a lease needs first, a granted one's
+looks and its end. Under modes of torch in which a new tensor is not plain memory, nothing goes in or out of a store.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, MethodDescriptorType, TracebackType
 from typing import Any, Literal, Protocol
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor
+from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import address_of, storage_address
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import LeaseError, UsageError
-from tiered.store.format.row import Spec
-from tiered.store.records.entry import Alias, Residence
-from tiered.store.residency.write_targets import flat_values, name_of, write_targets
+from tiered.store.format.row import Spec, UnknownSpec
+from tiered.store.records.entry import Alias, Entry, EntryState, Residence
+from tiered.store.waiting.calling_thread import this_thread
 
-__all__ = ["EndedView", "Lease", "LeaseBlock", "Mode", "ReadOnlyView", "is_read_only", "plain_of", "tensor_over"]
+__all__ = [
+    "EndedView",
+    "Lease",
+    "LeaseBlock",
+    "LeaseNeeds",
+    "Mode",
+    "ReadOnlyView",
+    "ReadPastError",
+    "SwapsIn",
+    "flat_values",
+    "is_in_transform",
+    "is_read_only",
+    "name_of",
+    "plain_of",
+    "refuse_modes",
+    "tensor_over",
+    "write_targets",
+]
+
+
+SwapsIn = Callable[[Entry], bool]
+"""Whether a caller has bytes that are not in DRAM swapped in; under the lock."""
+
+
+class ReadPastError(Exception):
+    """A brief lease was not granted: its bytes have left DRAM, and the caller reads such past it."""
+
+
+class LeaseNeeds(enum.Enum):
+    """The step that an entry needs before a lease of it can be granted."""
+
+    NOTHING = enum.auto()
+    BUFFER = enum.auto()  # memory to write to
+    SWAP_IN = enum.auto()  # memory, and the bytes
+    WAIT = enum.auto()  # a transfer, a seal or another thread's update uses the bytes
+
+    @classmethod
+    def of(cls, entry: Entry, mode: str) -> LeaseNeeds:
+        """Return what ``entry`` lacks. Raises LeaseError for a lease in the way, UsageError for bytes never written."""
+        if isinstance(entry.spec, UnknownSpec):  # order: before a buffer is granted
+            raise entry.spec.refusal()
+        residence, state = entry.residence, entry.state
+        if residence is not None and (residence.open_writers or (mode != "r" and residence.open_readers)):
+            if residence.updater not in (None, this_thread()):
+                return cls.WAIT
+            open_mode = "writing" if residence.open_writers else "reading"
+            raise LeaseError(f"{entry.name!r} is leased for {open_mode}; release that lease before one with {mode!r}")
+        if state is EntryState.UNDEFINED and mode != "w":
+            raise UsageError(f'{entry.name!r} has no bytes yet: it was created and never written; lease it with "w"')
+        if state is EntryState.ARRIVING:
+            return cls.WAIT
+        if mode == "r":
+            return cls.SWAP_IN if state is EntryState.STORED else cls.NOTHING
+        if not entry.is_settled:
+            return cls.WAIT
+        if state in (EntryState.UNDEFINED, EntryState.STORED):
+            return cls.BUFFER if mode == "w" else cls.SWAP_IN
+        assert residence is not None
+        # Bytes that readers still use are not overwritten: copy on write. Writers that linger are joined.
+        return cls.BUFFER if residence.aliases and not residence.writers else cls.NOTHING
+
+
+_MODES = torch._C._TorchDispatchModeKey
+_REFUSED = {_MODES.FAKE: "FakeTensorMode", _MODES.FUNCTIONAL: "FunctionalTensorMode", _MODES.PROXY: "make_fx"}
+
+
+def refuse_modes(operation: str, key: str) -> None:
+    """Raise UsageError where the caller's mode makes tensors without bytes, or records the operations on them."""
+    if torch._C._len_torch_dispatch_stack():
+        for mode, name in _REFUSED.items():
+            if torch._C._get_dispatch_mode(mode) is not None:
+                raise UsageError(
+                    f"{operation} of {key!r} under {name}, in which new tensors are no memory to copy to; expected"
+                    " outside of it"
+                )
+    if is_in_transform():
+        raise UsageError(
+            f"{operation} of {key!r} inside torch.func (grad, vjp, jvp, functionalize, ...), which wraps each tensor"
+            " that is made there; expected before the transform: have the function take the tensor, or close over it"
+        )
+
+
+def is_in_transform() -> bool:
+    """Whether a transform of torch.func wraps each tensor that is made now: all but vmap do."""
+    stack = get_interpreter_stack()
+    return bool(stack) and any(interpreter.key() != TransformType.Vmap for interpreter in stack)
+
+
+# -- write targets -----------------------------------------------------------------------------------------------------
+
+
+_ALWAYS_WRITES = {"__setitem__", "__dlpack__", "__delitem__", "_typed_storage", "module_load", "storage"}
+_NO_WRITES = {"__index__", "__int__", "__invert__", "__init__", "__init_subclass__"}
+_SETTERS = {torch.Tensor.data.__set__, torch.Tensor.real.__set__, torch.Tensor.imag.__set__}  # type: ignore[attr-defined]
+_RUNNING = {functional.batch_norm: 1, functional.instance_norm: 1}  # where the running mean is; elsewhere it is fourth
+
+
+def write_targets(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the tensors that ``func(*args, **kwargs)``, as ``__torch_function__`` is given it, would write to.
+
+    Those of an ``inplace`` argument, and of operators with names of their own, torch alone knows.
+    """
+    name = name_of(func)
+    targets = flat_values((kwargs.get("out"),)) + _running_statistics(func, args, kwargs)
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    if func in _SETTERS or name in _ALWAYS_WRITES or (name.startswith("__i") and name not in _NO_WRITES):
+        is_in_place = True
+    if is_in_place:
+        targets += flat_values(args[:1] or tuple(kwargs.values())[:1])
+    if kwargs.get("max_norm") is not None:  # of an embedding, which renormalises rows of its weight
+        targets += flat_values((args[1:2], kwargs.get("weight")))
+    return targets
+
+
+def flat_values(values: Any) -> list[Any]:
+    """Return the leaves of nested lists, tuples and dicts."""
+    if isinstance(values, dict):
+        values = values.values()
+    leaves: list[Any] = []
+    for value in values:
+        leaves += flat_values(value) if isinstance(value, list | tuple | dict) else [value]
+    return leaves
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the name of ``func`` for messages."""
+    return getattr(func, "__name__", repr(func)).partition(".")[0]  # of an operator without its overload
+
+
+def _running_statistics(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the mean and variance that a normalisation in training updates; no schema says so."""
+    if not name_of(func).endswith(("batch_norm", "instance_norm")):
+        return []
+    is_training = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
+    first = _RUNNING.get(func, 3)
+    return [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")] if is_training else []
+
+
+# -- lease -------------------------------------------------------------------------------------------------------------
+
 
 Mode = Literal["r", "w", "rw"]
 

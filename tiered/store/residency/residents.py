@@ -8,20 +8,195 @@ from __future__ import annotations
 
 import functools
 import os
+import queue
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.condition import Condition
 from tiered.store.records.entry import Alias, Entry, EntryState, Residence, Stored
 from tiered.store.records.records import Table
-from tiered.store.residency.ended_leases import EndedLeases
-from tiered.store.residency.eviction_policy import EvictionPolicy, LeastRecentlyUsed
-from tiered.store.residency.share import Share
 from tiered.store.waiting.calling_thread import this_thread
 
-__all__ = ["Residents"]
+__all__ = ["EndedLeases", "EvictionPolicy", "LeastRecentlyUsed", "Residents", "Share"]
+
+
+class EndedLeases:
+    """The leases that finalizers report as ended, in a queue that is a waiter of the store's condition.
+
+    A finalizer must not take the store's lock to notify. So one thread at a time waits for the queue instead, which a
+    notification reaches as well, by None. The items that it finds stay in the queue.
+    """
+
+    def __init__(self, condition: Condition) -> None:
+        self.queue: queue.SimpleQueue[Alias | None] = queue.SimpleQueue()
+        self._condition = condition
+        self._is_awaited = False
+
+    def wait(self, timeout: float) -> None:
+        """Wait for an end or a notification, with the store's lock held."""
+        if self._is_awaited:
+            self._condition.wait(timeout)
+            return
+        self._is_awaited = True
+        try:
+            self._condition.wait(timeout, self)
+        finally:
+            self._is_awaited = False
+            self._condition.notify_all()  # another waiting thread takes this one's place
+
+    def take(self) -> Iterator[Alias]:
+        """Take the leases out of the queue, under the lock; leave a notification to the thread that waits for one."""
+        was_notified = False
+        while not self.queue.empty():
+            try:
+                alias = self.queue.get_nowait()
+            except queue.Empty:  # the waiting thread has it in hand, and puts it back before it goes on
+                break
+            if alias is not None:
+                yield alias
+            was_notified |= alias is None
+        if was_notified and self._is_awaited:
+            self.queue.put(None)
+
+    def release(self) -> None:
+        """Note that the condition was notified."""
+        self.queue.put(None)
+
+    def acquire(self, *, timeout: float = -1) -> bool:
+        """Wait until the queue has something; return False where the time is over."""
+        get = functools.partial(self.queue.get, True, None if timeout < 0 else timeout)
+        try:
+            # Order: no line of Python between taking an end and putting it back, where an interrupt would lose it.
+            next(map(self.queue.put, iter(get, None)), None)
+        except queue.Empty:
+            return False
+        return True
+
+
+class EvictionPolicy(Protocol):
+    """Chooses the keys to evict; it sees names and sizes, never bytes."""
+
+    def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
+        """Return the key to evict among ``evictable`` (name -> bytes, least recently used first).
+
+        ``incoming`` is the key that a prefetch wants room for, and None means that it should not have it. It is None
+        for a caller that waits: then there must be an answer. Called under the store's lock: never call the store.
+        """
+
+    def is_worth_waiting(self, victim: str, leaving: Iterable[str]) -> bool:
+        """Return whether to keep ``victim``, and wait for one of ``leaving``, which can be evicted once it is written.
+
+        As ``victim``, called under the store's lock.
+        """
+
+
+class LeastRecentlyUsed:
+    """The default policy: the key not used for longest goes first, also for prefetches, and at once."""
+
+    def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
+        return next(iter(evictable), None)
+
+    def is_worth_waiting(self, victim: str, leaving: Iterable[str]) -> bool:
+        return False
+
+
+# -- share -------------------------------------------------------------------------------------------------------------
+
+
+class Share:
+    """``nbytes`` of the budget that other callers leave to the one for which ``is_for()`` holds, and their use.
+
+    The invariant: *the leases and reservations of others, without held keys, are at most the budget less the held bytes
+    and* ``nbytes``. So that caller's leases wait for transfers, and never for bytes that others keep. Bytes change
+    between the two without being moved. Buffers that may be evicted count for no caller.
+    """
+
+    __slots__ = ("_budget_bytes", "_is_for", "_own", "held_bytes", "nbytes", "pinned_bytes", "used_bytes")
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.nbytes = 0
+        self.held_bytes = 0  # of keys that stay in DRAM for good
+        self.pinned_bytes = 0  # leased or reserved, by all callers
+        self.used_bytes = 0  # leased by the caller that the share is for
+        self._budget_bytes = budget_bytes
+        self._is_for: Callable[[], bool] = _nobody
+        self._own: set[Residence] = set()
+
+    def __repr__(self) -> str:
+        return f"Share({self.used_bytes} of {self.nbytes} B used, {self.pinned_bytes} B pinned in all)"
+
+    def set_aside(self, nbytes: int, is_for: Callable[[], bool]) -> None:
+        """Set ``nbytes`` aside from now on; 0: nothing."""
+        self.nbytes, self._is_for = nbytes, is_for
+
+    @property
+    def is_callers(self) -> bool:
+        """Whether the share is for the calling thread."""
+        return self.nbytes > 0 and self._is_for()
+
+    @property
+    def left_bytes(self) -> int:
+        """The bytes of the budget that are neither held nor pinned for others than the share's caller."""
+        return self._budget_bytes - self.held_bytes - (self.pinned_bytes - self.used_bytes)
+
+    def admits(self, nbytes: int) -> bool:
+        """Return whether the caller may lease or reserve ``nbytes`` more."""
+        if not self.nbytes or self._is_for():
+            return True
+        return nbytes + self.nbytes <= self.left_bytes
+
+    def pin(self, residence: Residence) -> None:
+        """Count the first lease of ``residence``, which is not held: held bytes have their own part of the budget."""
+        residence.pinned_nbytes = residence.buffer.nbytes
+        self.pinned_bytes += residence.pinned_nbytes
+        if self.is_callers:
+            self._take(residence)
+
+    def change(self, residence: Residence) -> None:
+        """Count the leased bytes of ``residence`` as the share's from now on."""
+        if residence.pinned_nbytes and residence not in self._own:
+            self._take(residence)
+
+    def hold(self, nbytes: int, residence: Residence | None) -> None:
+        """``nbytes`` more are held, fewer if negative; where they are leased as ``residence``, the count moves."""
+        self.held_bytes += nbytes
+        if residence is not None and residence.aliases:
+            self.unpin(residence) if nbytes > 0 else self.pin(residence)
+
+    def give_back(self, residence: Residence) -> None:
+        """Its caller is done with ``residence``, which living tensors of others keep."""
+        if residence in self._own:
+            self._own.remove(residence)
+            self.used_bytes -= residence.pinned_nbytes
+
+    def unpin(self, residence: Residence) -> None:
+        """Count the end of the last lease of ``residence``."""
+        self.give_back(residence)
+        self.pinned_bytes -= residence.pinned_nbytes
+        residence.pinned_nbytes = 0
+
+    def reserve(self, buffer: Buffer) -> None:
+        """Count ``buffer`` as reserved."""
+        self.pinned_bytes += buffer.nbytes
+
+    def unreserve(self, buffer: Buffer) -> None:
+        """Count ``buffer`` as reserved no more."""
+        self.pinned_bytes -= buffer.nbytes
+
+    def _take(self, residence: Residence) -> None:
+        self._own.add(residence)
+        self.used_bytes += residence.pinned_nbytes
+
+
+def _nobody() -> bool:
+    return False
+
+
+# -- residents ---------------------------------------------------------------------------------------------------------
+
 
 _MOVING = (EntryState.ARRIVING, EntryState.DEPARTING)  # a transfer has the buffer, perhaps one that was not started yet
 

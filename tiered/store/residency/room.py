@@ -17,8 +17,7 @@ from tiered.bytes.arena import Buffer
 from tiered.errors import CapacityError, DeadlineError, TieredError
 from tiered.store.records.entry import Entry, EntryState, Residence
 from tiered.store.records.records import Records
-from tiered.store.residency.eviction_policy import EvictionPolicy
-from tiered.store.residency.residents import Residents
+from tiered.store.residency.residents import EvictionPolicy, Residents
 from tiered.store.residency.write_back import Shortage, WriteBack
 from tiered.store.space.space import Space
 from tiered.store.transfers.transfer import SLAB_NBYTES, start_all

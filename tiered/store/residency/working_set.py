@@ -21,12 +21,9 @@ from tiered.store.format.row import MAX_NUM_DIMS, Spec, is_kept
 from tiered.store.records.entry import Alias, EntryState, Granted
 from tiered.store.records.producers import DeferredSeal
 from tiered.store.records.records import Records
-from tiered.store.residency.eviction_policy import EvictionPolicy
-from tiered.store.residency.keys import Keys
-from tiered.store.residency.lease import Lease, tensor_over
-from tiered.store.residency.lease_grants import LeaseGrants
-from tiered.store.residency.modes import refuse_modes
-from tiered.store.residency.residents import Residents
+from tiered.store.residency.lease import Lease, refuse_modes, tensor_over
+from tiered.store.residency.lease_grants import Keys, LeaseGrants
+from tiered.store.residency.residents import EvictionPolicy, Residents
 from tiered.store.residency.room import Room
 from tiered.store.residency.swap_in import SwapIn
 from tiered.store.space.space import Space

@@ -25,7 +25,7 @@ from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
 from tiered.store.format.row import INLINE_NBYTES, Row, Spec, cut
 from tiered.store.records.entry import Entry, EntryState
 from tiered.store.records.pages import PageChange
-from tiered.store.residency.lease_needs import ReadPastError
+from tiered.store.residency.lease import ReadPastError
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer, start_all

@@ -11,8 +11,7 @@ from tiered.bytes.device.base import IOClass
 from tiered.bytes.interrupt import uninterrupted
 from tiered.store.format.row import Extent, Row, Spec
 from tiered.store.records.entry import EntryState
-from tiered.store.residency.lease_needs import ReadPastError
-from tiered.store.residency.modes import refuse_modes
+from tiered.store.residency.lease import ReadPastError, refuse_modes
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
 from tiered.store.values.part_rows import part_row

@@ -16,8 +16,7 @@ from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.store.format.checksum import MIN_BLOCK_SHIFT, block_digests
 from tiered.store.format.row import INLINE_NBYTES, Row, Spec
 from tiered.store.records.entry import Entry, EntryState
-from tiered.store.residency.lease_needs import ReadPastError
-from tiered.store.residency.modes import refuse_modes
+from tiered.store.residency.lease import ReadPastError, refuse_modes
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.transfers.transfer import SLAB_NBYTES
 from tiered.store.values.get_batches import GetBatches

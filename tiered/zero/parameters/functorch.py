@@ -17,7 +17,7 @@ import torch._functorch.eager_transforms
 import torch._functorch.vmap
 
 from tiered.errors import UsageError
-from tiered.store.residency.modes import is_in_transform
+from tiered.store.residency.lease import is_in_transform
 from tiered.zero.parameters.parameter import TieredParameter
 
 __all__ = ["check_no_transform", "guard_functorch"]
