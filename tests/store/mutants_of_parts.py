@@ -14,7 +14,7 @@ from tiered.store.records.pages import Pages, places_of
 from tiered.store.residency.write_back import Shortage
 from tiered.store.space.space import Readers
 from tiered.store.transfers.external_read import ExternalRead
-from tiered.store.values.part_write import PartWrite
+from tiered.store.values.parts import PartWrite
 
 __all__: list[str] = []
 

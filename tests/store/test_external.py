@@ -26,7 +26,7 @@ from tiered.store.generations import external_digests
 from tiered.store.lifetime import external, external_match
 from tiered.store.store import Store
 from tiered.store.transfers.transfer import SLAB_NBYTES
-from tiered.store.values.adopted import adopt
+from tiered.store.values.values import adopt
 from tiered.units import KiB, MiB
 
 ENGINES = ["uring", "threads", "aiofiles", "mmap"]

@@ -18,9 +18,8 @@ from tiered.store.records.producers import Producers
 from tiered.store.records.records import Records
 from tiered.store.residency.lease import Lease, LeaseBlock, Mode
 from tiered.store.residency.working_set import WorkingSet
-from tiered.store.values.adopted import adopt
 from tiered.store.values.tensors import check_block
-from tiered.store.values.values import Values
+from tiered.store.values.values import Values, adopt
 from tiered.units import parse_bytes
 
 __all__ = ["TensorMapping"]

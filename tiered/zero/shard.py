@@ -23,7 +23,7 @@ from tiered.errors import UsageError
 from tiered.store.generations.registry import taking_apart
 from tiered.store.residency.lease import Lease
 from tiered.store.store import Store
-from tiered.store.values import adopted
+from tiered.store.values import values
 from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.compute_tier import ComputeTier
 from tiered.units import format_bytes
@@ -273,7 +273,7 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
         nbytes += sum(masters_nbytes(unit.segments) for unit, constructed in left.items() if constructed is None)
         store.reserve_space(nbytes, scratch=not store.durable)
         for key, (spec, ranges) in in_place.items():
-            adopted.adopt(working_set, key, spec, ranges)
+            values.adopt(working_set, key, spec, ranges)
     pending: Callable[[], None] = _nothing  # the end of a unit that is being read, while the next one begins
     with ExitStack() as leases, closing(source):  # order: nothing is read into them any more when they end
         for unit in units:

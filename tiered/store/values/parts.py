@@ -1,27 +1,473 @@
-"""Parts: some elements of a tensor read or written, without the rest of it."""
+"""Parts: some elements of a tensor read or written, without the rest of it.
+
+A write takes fresh extents for the blocks it touches; all others stay where they are, and with them their pages of the
+catalog. So a commit after it costs the changed blocks and their pages. Blocks that keep some bytes are read first, into
+the memory that the new ones are written from. A record in external files gets all of its blocks anew: it leaves these
+files.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
-from tiered.bytes.interrupt import uninterrupted
-from tiered.store.format.row import Extent, Row, Spec
-from tiered.store.records.entry import EntryState
+from tiered.bytes.host_tensor import address_of, copy_contiguous
+from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
+from tiered.errors import LeaseError
+from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
+from tiered.store.format.row import INLINE_NBYTES, Extent, ExternalRange, Page, Row, Spec, cut, join, part_of, pieces
+from tiered.store.records.entry import Entry, EntryState
+from tiered.store.records.pages import PageChange
 from tiered.store.residency.lease import ReadPastError, refuse_modes
 from tiered.store.residency.working_set import WorkingSet
-from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
-from tiered.store.values.part_rows import part_row
-from tiered.store.values.part_write import PartWrite, check_elements
+from tiered.store.residency.write_back import Shortage
+from tiered.store.space.space import Space
+from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer, start_all
 from tiered.store.values.streaming import SlabJob
 from tiered.store.values.tensors import flat_of, new_tensor, plain_value
 from tiered.store.values.window import Window
 from tiered.store.waiting.deadline import Deadline
+from tiered.units import divide_up, round_up
 
-__all__ = ["PartValues"]
+__all__ = ["PartValues", "PartWrite", "RewriteJob", "changed_page", "check_elements", "part_row"]
+
+
+def part_row(row: Row, first: int, blocks: int) -> Row:
+    """Return a row of some blocks of ``row``."""
+    if row.is_paged:
+        return part_of(row, first, blocks)
+    start = first * row.block_nbytes
+    nbytes = min(blocks * row.block_nbytes, row.nbytes - start)
+    if row.ranges:
+        digests = row.digests[DIGEST_NBYTES * first : DIGEST_NBYTES * (first + blocks)]
+        return replace(row, nbytes=nbytes, ranges=_cut(row.ranges, start, nbytes), digests=digests, base_block=first)
+    stored = sum(extent.nbytes for extent in row.extents) - start
+    return replace(
+        row,
+        nbytes=nbytes,
+        extents=tuple(pieces(row.extents, start, min(stored, round_up(nbytes, row.block_nbytes)))),
+        digests=row.digests[DIGEST_NBYTES * first : DIGEST_NBYTES * (first + blocks)],
+        base_block=first,
+    )
+
+
+def _cut(ranges: Iterable[ExternalRange], start: int, nbytes: int) -> tuple[ExternalRange, ...]:
+    """Return the ranges of the bytes [start, start + nbytes) of a record, by their place in these."""
+    found = []
+    for each in ranges:
+        begin, stop = max(start, each.start), min(start + nbytes, each.start + each.nbytes)
+        if begin < stop:
+            found.append(ExternalRange(begin - start, each.file, each.offset + begin - each.start, stop - begin))
+    return tuple(found) or (ExternalRange(0, 0, 0, 0),)
+
+
+def changed_page(
+    page: Page, block_nbytes: int, first: int, places: Iterable[Extent], digests: bytes, generation: int
+) -> Page:
+    """Return ``page`` with the blocks from ``first`` on in ``places``, written for ``generation``."""
+    stored = sum(extent.nbytes for extent in page.extents)
+    blocks = len(digests) // DIGEST_NBYTES
+    start, stop = first * block_nbytes, min((first + blocks) * block_nbytes, stored)
+    is_last = (first + blocks) * DIGEST_NBYTES == len(page.digests)
+    stop = stored if is_last else stop
+    extents = (*pieces(page.extents, 0, start), *places, *pieces(page.extents, stop, stored - stop))
+    new = generation.to_bytes(8, "little") * blocks
+    written = page.written or page.generation.to_bytes(8, "little") * (len(page.digests) // DIGEST_NBYTES)
+    written = written[: 8 * first] + new + written[8 * (first + blocks) :]
+    at = DIGEST_NBYTES * first
+    content = page.digests[:at] + digests + page.digests[at + len(digests) :]
+    if written == written[:8] * (len(written) // 8):
+        return Page(generation, join(extents), content, b"")
+    return Page(generation, join(extents), content, written)
+
+
+# -- rewrite -----------------------------------------------------------------------------------------------------------
+
+
+class RewriteJob:
+    """The job of writing one slab of ``new``, a row of some blocks of ``old`` without digests, through a buffer."""
+
+    __slots__ = (
+        "_begin", "_content", "_kept", "_new", "_old", "_on_done", "_space", "_start", "_use", "nbytes", "slab",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        space: Space,
+        old: Row,
+        new: Row,
+        slab: int,
+        start: int,
+        content: torch.Tensor,
+        use: Callable[[RewriteJob, Transfer], object],
+    ) -> None:
+        """``content``, (n,) uint8 on any compute device, goes over the bytes of ``old`` from ``start`` on.
+
+        ``use(job, transfer)`` comes after the write.
+        """
+        self.nbytes = min(new.nbytes, SLAB_NBYTES)
+        self.slab = slab
+        self._space = space
+        self._old = old
+        self._new = new
+        self._start = start
+        self._content = content
+        self._use = use
+        self._begin = new.base_block * new.block_nbytes + slab * SLAB_NBYTES  # of the slab in the record
+        self._kept = deque(self._kept_blocks())  # that are still to be read
+        self._on_done: Callable[[Transfer], None] = lambda transfer: None
+
+    def _kept_blocks(self) -> list[range]:
+        """Return the blocks of the slab that keep some bytes: before the new ones and behind them."""
+        nbytes = self._new.block_nbytes
+        begin = self._begin
+        end = min(begin + SLAB_NBYTES, self._new.base_block * nbytes + self._new.nbytes)
+        start, stop = min(max(self._start, begin), end), min(max(self._start + self._content.numel(), begin), end)
+        before = range(begin // nbytes, divide_up(start, nbytes)) if start > begin else range(0)
+        behind = range(stop // nbytes, divide_up(end, nbytes)) if stop < end else range(0)
+        if before and behind and behind.start <= before.stop:
+            return [range(before.start, behind.stop)]
+        return [blocks for blocks in (before, behind) if blocks]
+
+    def begin(self, buffer: Buffer, on_done: Callable[[Transfer], None]) -> Transfer:
+        self._on_done = on_done
+        return self._next(buffer)
+
+    def finish(self, transfer: Transfer, buffer: Buffer) -> Transfer | None:
+        transfer.check()
+        if transfer.error is not None:
+            raise transfer.error
+        if not transfer.is_write:
+            return self._next(buffer)
+        self._use(self, transfer)
+        return None
+
+    def _next(self, buffer: Buffer) -> Transfer:
+        """Return the read of the next blocks that keep some bytes, or else the write; blocks for pages."""
+        nbytes = self._new.block_nbytes
+        if self._kept:
+            blocks = self._kept.popleft()
+            row = part_row(self._old, blocks.start, len(blocks))
+            at = blocks.start * nbytes - self._begin
+            memory = buffer.memory[at : at + self._space.round_up(row.nbytes)]
+            return self._space.transfer(row, memory, IOClass.DEMAND, self._on_done, is_checked_by_owner=True)
+        begin = max(self._start, self._begin)
+        content = self._content[begin - self._start : max(0, self._begin + self.nbytes - self._start)]
+        copy_contiguous(buffer, content, to_buffer=True, start=begin - self._begin)
+        return self._space.transfer(
+            self._new, buffer.memory, IOClass.WRITE, self._on_done, first_slab=self.slab, is_checked_by_owner=True
+        )
+
+    def __str__(self) -> str:
+        return f"write of a part of {self._new.name!r}, slab {self.slab}"
+
+
+# -- part write --------------------------------------------------------------------------------------------------------
+
+
+class _Target(NamedTuple):
+    """Blocks that a write has extents for."""
+
+    entry: Entry
+    row: Row  # the entry's, with pages unless it lies in external files; a stream was begun on it
+    found: Row  # the entry's as it was found
+    new: Row  # of the blocks, in their new extents, without digests
+    start: int  # of the new bytes in the record
+
+    @property
+    def first(self) -> int:
+        return self.new.base_block
+
+    @property
+    def blocks(self) -> int:
+        return self.new.num_blocks
+
+
+class PartWrite:
+    """Writes ``value`` over the elements of a flattened tensor from ``start`` on.
+
+    The invariant: who has the turn needs no more memory; so who waits for either gets it in the end. All that was
+    looked at is looked at again under the lock that installs the blocks; on a difference everything begins anew.
+    """
+
+    def __init__(self, working_set: WorkingSet, writing: set[str], key: str, start: int, value: torch.Tensor) -> None:
+        """``value`` is contiguous; ``writing`` are the keys that parts are being written of."""
+        self._working_set = working_set
+        self._records = working_set.records
+        self._space = working_set.space
+        self._condition = working_set.condition
+        self._writing = writing
+        self._key = key
+        self._start = start
+        self._value = value
+        self._flat = flat_of(value)
+        self._deadline = Deadline(f"write of a part of {key!r}", working_set.deadline_s)
+        self._digests = bytearray()
+
+    def run(self) -> None:
+        """Write it; blocks.
+
+        Raises KeyError, ValueError for another dtype or for elements that the tensor does not have, LeaseError,
+        CapacityError, CorruptionError, DeviceError, DeadlineError.
+        """
+        room = self._working_set.room
+        content = b""
+        if self._value.nbytes <= INLINE_NBYTES:
+            host = self._value.cpu()
+            content = ctypes.string_at(address_of(host), host.nbytes) if host.nbytes else b""
+        while True:
+            nbytes = self._await_turn(content)
+            if not nbytes:
+                return room.pump()
+            buffer = room.reserve(nbytes)
+            try:
+                target = self._begin(nbytes)
+            except BaseException:
+                room.unreserve(buffer)
+                raise
+            if isinstance(target, _Target):
+                if self._write(target, buffer):
+                    return room.pump()
+                continue
+            room.unreserve(buffer)
+            if target is not None:
+                room.grow(target)
+
+    # Below: the turn
+
+    def _await_turn(self, content: bytes) -> int:
+        """Wait until the part can be written; return the bytes of memory that it takes, 0 where it is written.
+
+        ``content`` has the bytes of a part that an inline tensor may have. No memory is in hand.
+        """
+        working_set = self._working_set
+        self._deadline.renew()
+        while True:
+            INTERRUPTS.look()
+            working_set.deferred_seal.settle()
+            with self._condition:
+                entry = self._find()
+                if self._key in self._writing or not self._records.may_write(entry):
+                    self._wait()
+                    continue
+                if working_set.deferred_seal.is_closed:
+                    continue
+                if not self._flat.numel():
+                    return 0
+                if entry.is_inline and self._write_inline(entry, content):
+                    return 0
+                if entry.row is not None and not entry.is_inline:
+                    return self._buffer_nbytes(entry.row)
+            if entry.is_inline:
+                self._swap_in()
+            else:
+                self._write_out()
+
+    def _write_out(self) -> None:
+        """Take one step towards a tensor on the device, where its bytes are in DRAM alone: all of them go out first."""
+        with self._condition:
+            entry = self._find()
+            if entry.is_inline or entry.row is not None:
+                return
+            self._refuse_writers(entry)
+            transfers, shortage = self._working_set.room.write_back.plan([entry], entry.nbytes)
+            if not transfers and shortage is None:
+                self._wait()
+        start_all(transfers)
+        if shortage is not None:
+            self._working_set.room.grow(shortage)
+
+    def _swap_in(self) -> None:
+        """Bring the tensor into DRAM, where its bytes can be had under the lock."""
+        working_set = self._working_set
+        with contextlib.suppress(ReadPastError):  # the key has become a large one
+            is_inline = operator.attrgetter("is_inline")
+            alias, _, _ = working_set.grants.obtain(self._key, "r", self._deadline, swaps_in=is_inline)
+            working_set.residents.report_end(alias)
+            working_set.released([alias])
+
+    def _find(self) -> Entry:
+        """Return the entry, settled, with the elements to be written; may wait."""
+        entry = self._working_set.keys.settled(self._key, "write of a part")
+        if entry is None or self._records.find(self._key) is not entry:
+            raise KeyError(self._key)
+        check_elements(self._key, entry.spec, self._start, self._start + self._value.numel())
+        if self._value.dtype != entry.spec.dtype:
+            raise ValueError(f"write of a part of {self._key!r}: expected {entry.spec.dtype}, got {self._value.dtype}")
+        return entry
+
+    def _may_write(self, entry: Entry) -> bool:
+        """Whether a write now would be in the open generation, and leave those before as they are."""
+        return self._records.may_write(entry) and not self._working_set.deferred_seal.is_closed
+
+    def _wait(self) -> None:
+        progress = (self._records.commit_progress(), self._space.progress.num_blocks)
+        self._deadline.wait(self._condition, progress)
+
+    def _refuse_writers(self, entry: Entry) -> None:
+        if entry.residence is not None and entry.residence.writers:
+            raise LeaseError(
+                f"write of a part of {self._key!r}, and tensors of a lease for writing are alive; release them first"
+            )
+
+    def _span(self, row: Row) -> tuple[int, int, int]:
+        """Return where the new bytes begin in the record, and the first block to write and how many."""
+        start = self._start * self._value.dtype.itemsize
+        if row.ranges:
+            return start, 0, row.num_blocks
+        first = start // row.block_nbytes
+        return start, first, divide_up(start + self._flat.numel(), row.block_nbytes) - first
+
+    def _buffer_nbytes(self, row: Row) -> int:
+        _, first, blocks = self._span(row)
+        return min(SLAB_NBYTES, blocks * row.block_nbytes, row.nbytes - first * row.block_nbytes)
+
+    def _write_inline(self, entry: Entry, content: bytes) -> bool:
+        """Put ``content`` into the row of a small tensor; False where its bytes are in an external file alone."""
+        self._refuse_writers(entry)
+        if entry.row is None:
+            self._working_set.room.write_back.land_inline(entry)
+        assert entry.row is not None
+        before = entry.row.inline
+        if before is None and entry.residence is not None:
+            before = bytes(entry.residence.buffer.memory[: entry.nbytes])
+        if before is None:
+            return False
+        start = self._start * self._value.dtype.itemsize
+        self._working_set.residents.drop(entry)
+        self._records.touch(entry)
+        after = b"".join((before[:start], content, before[start + len(content) :]))
+        entry.row = self._records.inline_row(entry, after)
+        entry.state = EntryState.STORED
+        return True
+
+    def _begin(self, nbytes: int) -> _Target | Shortage | None:
+        """Take the turn, with ``nbytes`` of memory in hand: return where to write, with a stream begun on the row.
+
+        Or what the files must grow by first. None: it is to be waited for without memory.
+        """
+        self._deadline.renew()
+        with self._condition:
+            entry = self._find()
+            while self._key in self._writing:  # who has the turn needs no more memory
+                self._wait()
+                entry = self._find()
+            if entry.is_inline or entry.row is None or not self._may_write(entry):
+                return None
+            if self._buffer_nbytes(entry.row) > nbytes:
+                return None
+            if entry.state is EntryState.CLEAN:
+                self._working_set.residents.drop(entry)
+                entry.state = EntryState.STORED
+            found = entry.row
+            row = found if found.ranges else self._records.paging.begin(entry)
+            start, first, blocks = self._span(row)
+            own = min(blocks * row.block_nbytes, row.nbytes - first * row.block_nbytes)
+            needed = self._space.round_up(own)
+            extents = self._space.take_nowait(needed, scratch=entry.scratch)
+            if extents is None:
+                return Shortage(needed, entry.scratch)
+            new = replace(
+                row, nbytes=own, generation=self._records.open_generation, extents=extents, digests=b"", written=b"",
+                ranges=(), base_block=first, is_paged=False, pages=None,
+            )  # fmt: skip
+            target = _Target(entry, row, found, new, start)
+            for each in self._streams(target):
+                self._space.begin_stream(each)
+            self._writing.add(self._key)
+            return target
+
+    def _streams(self, target: _Target) -> tuple[Row, ...]:
+        return (target.row,) if target.found is target.row else (target.row, target.found)
+
+    # Below: with the turn
+
+    def _write(self, target: _Target, buffer: Buffer) -> bool:
+        """Write the blocks and make them the key's; False where it has changed meanwhile. The buffer goes back."""
+        window = Window(self._working_set)
+        is_own = True  # the extents are this write's to give back
+        try:
+            window.run(self._jobs(target), buffer)
+            changes = {} if target.row.ranges else self._changes(target)
+            is_own = not self._install(target, changes)
+        finally:
+            window.when_idle(functools.partial(self._end, target, window, is_own))
+        return not is_own
+
+    def _end(self, target: _Target, window: Window, is_own: bool) -> None:
+        """Let others write the key. Under the lock, with nothing in flight."""
+        self._writing.discard(self._key)
+        for each in self._streams(target):
+            self._space.end_stream(each)
+        if is_own:
+            (self._space.quarantine if window.has_failed else self._space.give_back)(target.new.extents)
+        self._condition.notify_all()
+
+    def _jobs(self, target: _Target) -> Iterator[RewriteJob]:
+        digests = self._digests = bytearray(target.blocks * DIGEST_NBYTES)
+        slab_nbytes = SLAB_NBYTES // target.new.block_nbytes * DIGEST_NBYTES  # of digests
+
+        def collect(job: RewriteJob, transfer: Transfer) -> None:
+            place = job.slab * slab_nbytes
+            digests[place : place + len(transfer.digests)] = transfer.digests
+
+        for slab in range(divide_up(target.new.nbytes, SLAB_NBYTES)):
+            yield RewriteJob(self._space, target.row, target.new, slab, target.start, self._flat, collect)
+
+    def _changes(self, target: _Target) -> dict[int, PageChange]:
+        """Return the pages of the blocks as they were and are to be; blocks."""
+        row, new, end = target.row, target.new, target.first + target.blocks
+        assert row.pages is not None
+        numbers = range(target.first // PAGE_BLOCKS, divide_up(end, PAGE_BLOCKS))
+        spans = [range(max(target.first, n * PAGE_BLOCKS), min(end, (n + 1) * PAGE_BLOCKS)) for n in numbers]
+        sizes = [len(span) * row.block_nbytes for span in spans]
+        sizes[-1] += sum(extent.nbytes for extent in new.extents) - sum(sizes)
+        found = {}
+        for number, span, places in zip(numbers, spans, cut(new.extents, sizes), strict=True):
+            before = row.pages.page(row, number)
+            first = span.start - number * PAGE_BLOCKS
+            at = (span.start - target.first) * DIGEST_NBYTES
+            digests = bytes(self._digests[at : at + len(span) * DIGEST_NBYTES])
+            after = changed_page(before, row.block_nbytes, first, places, digests, new.generation)
+            found[number] = PageChange(before, after, range(first, first + len(span)))
+        return found
+
+    def _install(self, target: _Target, changes: Mapping[int, PageChange]) -> bool:
+        """Make the blocks the key's; False where it has changed meanwhile, and all is to be done again."""
+        working_set, row = self._working_set, target.row
+        with self._condition:
+            entry = working_set.keys.settled(self._key, "write of a part")
+            if entry is not target.entry or entry.row is not target.found or not self._may_write(entry):
+                return False
+            working_set.residents.drop(entry)
+            if row.ranges:
+                self._records.streamed(entry, replace(target.new, digests=bytes(self._digests)))
+            else:
+                entry.state = EntryState.STORED
+                self._records.parts_written(entry, row, changes)
+            working_set.streamed_out_bytes += target.new.nbytes
+            return True
+
+
+def check_elements(key: str, spec: Spec, start: int, stop: int) -> None:
+    """Raise ValueError where a tensor of ``spec`` has no such elements."""
+    numel = spec.nbytes // spec.dtype.itemsize
+    if not 0 <= start <= stop <= numel:
+        raise ValueError(f"elements [{start}, {stop}) of {key!r}, which has {numel}; expected a range inside of it")
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
 
 Extents = tuple[Extent, ...]
 

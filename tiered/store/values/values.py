@@ -1,10 +1,10 @@
-"""Values: whole tensors in and out of the store, by copy."""
+"""Values: whole tensors in and out of the store, by copy; and keys whose bytes lie in the user's own files."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -13,21 +13,23 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import address_of, copy_contiguous
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
+from tiered.errors import UsageError
 from tiered.store.format.checksum import MIN_BLOCK_SHIFT, block_digests
-from tiered.store.format.row import INLINE_NBYTES, Row, Spec
+from tiered.store.format.row import INLINE_NBYTES, MAX_NUM_DIMS, ExternalRange, Row, Spec
 from tiered.store.records.entry import Entry, EntryState
+from tiered.store.records.records import adopted
 from tiered.store.residency.lease import ReadPastError, refuse_modes
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.transfers.transfer import SLAB_NBYTES
-from tiered.store.values.get_batches import GetBatches
+from tiered.store.values.batches import GetBatches, PutBatches, PutSource
 from tiered.store.values.parts import PartValues
-from tiered.store.values.put_batches import PutBatches, PutSource
 from tiered.store.values.streaming import StreamedValues
 from tiered.store.values.tensors import check_block, flat_of, plain_value, result_for
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import MiB
 
-__all__ = ["Values"]
+__all__ = ["Values", "adopt"]
+
 
 _LARGE_NBYTES = 8 * MiB  # from here on a put digests while it copies, and put_many has it written at once
 _NUM_AHEAD = 64  # keys that get_many prefetches
@@ -275,3 +277,30 @@ def _copy_and_digest(
         first = start // block_nbytes
         digests += block_digests(buffer.memory[start:end], store_uuid, key_id, block_nbytes, first, generation)
     return bytes(digests)
+
+
+@uninterrupted
+def adopt(working_set: WorkingSet, key: str, spec: Spec, ranges: Sequence[ExternalRange]) -> None:
+    """Make ``key`` a tensor of ``spec`` whose bytes are those of ``ranges``, ascending, and zeros between; no I/O.
+
+    An existing one is replaced. A write to it later, by a put or a lease, gives it bytes of the store's own. Raises
+    UsageError for one without bytes there, or with more dimensions than a row holds.
+    """
+    working_set.check(writing=True)
+    if not ranges or not spec.nbytes:
+        raise UsageError(f"adoption of {key!r}: it has no bytes in an external file; put it instead")
+    if len(spec.shape) > MAX_NUM_DIMS:  # order: before a commit has it, which would be lost
+        raise UsageError(
+            f"adoption of {key!r}: it has {len(spec.shape)} dimensions, of which a catalog row holds {MAX_NUM_DIMS}; "
+            "put it instead, flattened"
+        )
+    while True:
+        with working_set.mark:
+            working_set.deferred_seal.settle()
+        with working_set.mark, working_set.condition:
+            old = working_set.keys.settled(key, "adoption")
+            if working_set.deferred_seal.is_closed:  # a commit without it was asked for meanwhile
+                continue
+            entry = working_set.keys.replace(old, key, spec, scratch=not working_set.records.durable)
+            adopted(working_set.records, entry, tuple(ranges))
+            return

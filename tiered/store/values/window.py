@@ -1,7 +1,7 @@
 """Window: bytes moved past the working set through a few buffers, several movements in flight, finished in order.
 
-The jobs know which bytes move: blocks of large records (streaming.py), or many small records at a time (put_batches.py,
-get_batches.py).
+The jobs know which bytes move: blocks of large records (streaming.py), or many small records at a time (batches.py,
+batches.py).
 """
 
 from __future__ import annotations
