@@ -9,7 +9,7 @@ from tests.store import test_external, test_parts
 from tests.store.mutants import Patch, mutant
 from tiered.store.format.row import Page, Row
 from tiered.store.lifetime import external as external_module
-from tiered.store.lifetime.external_match import SlabReads
+from tiered.store.lifetime.external import SlabReads
 from tiered.store.records.pages import Pages, places_of
 from tiered.store.residency.write_back import Shortage
 from tiered.store.space.space import Readers

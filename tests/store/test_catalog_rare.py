@@ -24,7 +24,7 @@ from tiered.store.format import row as row_module
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.root import ExternalFile, RootHeader, decode_root, encode_root
 from tiered.store.format.row import Extent, encode_row
-from tiered.store.lifetime.identity import Identity
+from tiered.store.lifetime.directory import Identity
 
 
 class Passing:

@@ -17,8 +17,7 @@ from tiered.bytes.private_file import create_private_file
 from tiered.errors import CorruptionError, DeviceError, UsageError
 from tiered.store.lifetime import directory as directory_module
 from tiered.store.lifetime import lock as lock_module
-from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
-from tiered.store.lifetime.identity import Identity
+from tiered.store.lifetime.directory import CATALOG_NAME, Directories, Identity, scratch_directories
 from tiered.store.lifetime.lock import Lock
 from tiered.store.store import Store
 
@@ -318,7 +317,7 @@ def test_damaged_identity_is_corruption(tmp_path):
 
 
 def test_newer_identity_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("tiered.store.lifetime.identity._FORMAT", 2)
+    monkeypatch.setattr("tiered.store.lifetime.directory._FORMAT", 2)
     make_store(tmp_path)
     monkeypatch.undo()
     refused([tmp_path], match="format version 2")

@@ -23,7 +23,7 @@ from tiered.cli import main
 from tiered.errors import CorruptionError, LeaseError, UsageError
 from tiered.store.format.row import ExternalRange, Spec
 from tiered.store.generations import external_digests
-from tiered.store.lifetime import external, external_match
+from tiered.store.lifetime import external
 from tiered.store.store import Store
 from tiered.store.transfers.transfer import SLAB_NBYTES
 from tiered.store.values.values import adopt
@@ -820,7 +820,7 @@ def test_copies_are_not_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monk
     with Store(tmp_path / "run", dram="16MiB", external=[base]) as store:
         for number in range(12):
             store.adopt(f"{number}", base, f"{number:02}")
-    monkeypatch.setattr(external_match, "_MOST_READ", 4)
+    monkeypatch.setattr(external, "_MOST_READ", 4)
     with Store(tmp_path / "run", dram="16MiB", external=[copy, base]) as store:
         assert isinstance(store.external.device, FileDevice)
         assert store.external.paths[store.external.indices[0]] == str(base)

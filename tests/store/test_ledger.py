@@ -25,7 +25,7 @@ from tests.rigs.warm_python import WarmPython
 from tests.store.rig import await_true, numbers
 from tiered.cli import main
 from tiered.errors import CapacityError, DeviceError, UsageError
-from tiered.store.lifetime import ledger, ledgers
+from tiered.store.lifetime import ledger
 from tiered.store.lifetime.ledger import LEDGER_NAME, Ledger, LedgerFile, read_ledger
 from tiered.store.store import Store
 from tiered.units import KiB, MiB, format_bytes
@@ -212,11 +212,11 @@ def test_a_store_that_wrote_nothing_leaves_its_ledger_alone(run: Path, flushed_f
 
 
 def test_without_a_thread_close_writes_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoThread(ledgers.ServiceThread):
+    class NoThread(ledger.ServiceThread):
         def start(self) -> None:
             raise CapacityError("can't start new thread")
 
-    monkeypatch.setattr(ledgers, "ServiceThread", NoThread)
+    monkeypatch.setattr(ledger, "ServiceThread", NoThread)
     (data,), catalog = use(run)
     assert newest(run).write_bytes == data + catalog
 

@@ -27,7 +27,7 @@ from tiered.store.format.root import Root
 from tiered.store.format.state_text import encode
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
 from tiered.store.lifetime.external import ExternalSources
-from tiered.store.lifetime.ledgers import Ledgers
+from tiered.store.lifetime.ledger import Ledgers
 from tiered.store.space.bandwidth import profiled_weights
 from tiered.units import MiB, format_bytes, parse_bytes
 
