@@ -22,7 +22,7 @@ from tiered.bytes.device.file_device import FileDevice
 from tiered.cli import main
 from tiered.errors import CorruptionError, LeaseError, UsageError
 from tiered.store.format.row import ExternalRange, Spec
-from tiered.store.generations import external_digests
+from tiered.store.generations import commit
 from tiered.store.lifetime import external
 from tiered.store.store import Store
 from tiered.store.transfers.transfer import SLAB_NBYTES
@@ -172,7 +172,7 @@ def test_reads_of_external_files_are_counted_as_the_system_counts_them(tmp_path:
 def test_a_commit_that_reads_for_long_says_in_the_log_how_far_it_is(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(external_digests, "_EVERY_S", -1.0)
+    monkeypatch.setattr(commit, "_EVERY_S", -1.0)
     caplog.set_level(logging.INFO, "tiered")
     with opened(tmp_path, base) as store:
         store.adopt("large", base, "large")

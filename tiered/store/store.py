@@ -18,7 +18,7 @@ from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import UsageError
 from tiered.stats import StoreStatistics
 from tiered.store.assembly import assemble
-from tiered.store.generations.damage import DroppedKey, drop_damaged
+from tiered.store.generations.generations import DroppedKey, drop_damaged
 from tiered.store.generations.registry import Stateful, committed_state
 from tiered.store.lifetime.opening import Parts, dram_budget, new_arena, open_parts
 from tiered.store.lifetime.service import too_late, warn_of_nested_close
