@@ -43,7 +43,7 @@ ORDER = {
               "private_file", "memory_mapping", "arena", "registrar", "pinned_arena", "host_tensor", "device",
               "file_memory", "file_stream"),
     "store": ("waiting", "format", "transfers", "catalog", "space", "records", "residency", "values", "lifetime",
-              "generations", "assembly", "statistics", "mapping", "store"),
+              "generations", "assembly", "mapping", "store"),
     "tiers": ("placement", "trace", "schedule", "compute_tier", "device_tier", "device_memory", "device_clock",
               "copies", "accelerator", "update_place"),
     "ranks": ("comm",),

@@ -22,6 +22,7 @@ from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.files import DataFiles
 from tiered.bytes.device.in_flight import InFlight
 from tiered.errors import DeviceError
+from tiered.store.assembly import Service
 from tiered.store.catalog import sqlite_catalog as catalog_module
 from tiered.store.catalog import sqlite_catalog as new_file_module
 from tiered.store.catalog.catalog import Confirmation, GenerationName
@@ -29,7 +30,6 @@ from tiered.store.catalog.transaction import CatalogTransaction, discard_newest
 from tiered.store.format import committed_rows, root
 from tiered.store.generations.commit import Committer
 from tiered.store.lifetime import directory, lock
-from tiered.store.lifetime.service import Service
 from tiered.store.records.entry import Entry
 from tiered.store.records.records import Extents, Records, Sealed
 from tiered.store.space.space import Space

@@ -1,17 +1,24 @@
-"""Assembly: how the parts of a store are put together, from devices, an arena and a catalog."""
+"""Assembly: how the parts of a store are put together, from devices, an arena and a catalog; how they are given back.
+
+Resources are given back by ``close`` or once the store is garbage. Service says whether calls are served.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiered.bytes.condition import Condition
-from tiered.errors import CorruptionError, UsageError
+from tiered.errors import ClosedError, CorruptionError, TieredError, UsageError
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.root import Root
 from tiered.store.generations.generations import Generations
 from tiered.store.lifetime.opening import Parts, empty_root
-from tiered.store.lifetime.resources import Resources
-from tiered.store.lifetime.service import Service
 from tiered.store.records.producers import Producers
 from tiered.store.records.records import Records
 from tiered.store.residency.residents import Residents
@@ -20,8 +27,149 @@ from tiered.store.space.space import Space
 from tiered.store.values.streaming import StreamedValues
 from tiered.store.values.values import Values
 from tiered.store.waiting.calling_thread import NestedCalls
+from tiered.store.waiting.mark import CallMark
 
-__all__ = ["Assembly", "assemble"]
+__all__ = ["Resources", "Service", "assemble", "too_late", "warn_of_nested_close"]
+
+
+_log = logging.getLogger("tiered")
+
+
+class Resources:
+    """Threads, descriptors, locks and memory of one store.
+
+    They refer neither to the store nor to objects of its user (models, registered objects, policies).
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        space: Space,
+        residents: Residents,
+        records: Records,
+        nested_calls: NestedCalls,
+        mark: CallMark,
+        *,
+        condition: Condition,
+        deadline_s: float,
+    ) -> None:
+        """``deadline_s`` bounds how long a store that is garbage waits for its commit."""
+        self.name = ", ".join(device.name for device in parts.devices)
+        self._pid = os.getpid()
+        self._parts = parts
+        self._space = space
+        self._residents = residents
+        self._records = records
+        self._condition = condition
+        self._nested_calls = nested_calls
+        self._mark = mark
+        self._deadline_s = deadline_s
+        self._end: weakref.finalize[..., object] | None = None
+
+    def watch(self, store: object) -> None:
+        """Warn, and give everything back without a commit, should ``store`` be garbage before ``give_back``."""
+        self._end = weakref.finalize(store, self._give_back_unclosed)
+        self._end.atexit = False  # at the end of the process each part has its own end
+
+    def give_back(self) -> None:
+        """Close everything; blocks. Raises DeadlineError while something in flight does not complete: call it again."""
+        self._space.close()
+        self._parts.close(self._close_arena)
+        if self._end is not None:
+            self._end.detach()
+
+    def _close_arena(self) -> None:
+        with self._condition:  # which keeps finalizers, that a collection may run here, from the arena's own lock
+            try:
+                self._residents.close()
+            except Exception:
+                if not self._mark.reason:
+                    raise  # else what was cut short is half done, and some memory stays with the process
+            self._parts.arena.close()
+        self._residents.reap()
+
+    def _give_back_unclosed(self) -> None:
+        if self._pid != os.getpid():
+            return  # nothing of it is the child's to close
+        is_idle = self._can_wait() and self._has_committed()  # else a thread may still write
+        if is_idle:
+            self._give_back_uncommitted()
+        fate = "" if is_idle else ", and its directories stay locked until the process ends"
+        warnings.warn(
+            f"the store {self.name} was not closed: nothing is committed by that{fate}; close it, as in with"
+            " tiered.Store(...) as store",
+            ResourceWarning,
+            stacklevel=2,
+        )
+
+    def _has_committed(self) -> bool:
+        """Wait until a sealed generation is durable; return whether that, or its failure, came within the deadline."""
+        sealed = self._records.sealed
+        if sealed is None or sealed.thread is None:
+            return True
+        sealed.thread.join(self._deadline_s)
+        return not sealed.thread.is_alive()
+
+    def _give_back_uncommitted(self) -> None:
+        self._records.report_dropped()
+        try:
+            self.give_back()
+        except TieredError as error:
+            _log.error("the store %s was not closed, and could not be: %s", self.name, error)
+
+    def _can_wait(self) -> bool:
+        """Whether the calling thread may wait for others, which a finalizer that interrupted them must not."""
+        # Up to Python 3.12 threads start and end under this lock, and a collection may run under it.
+        threads_lock: threading.Lock | None = getattr(threading, "_shutdown_locks_lock", None)
+        return not self._nested_calls.is_inside() and not (threads_lock is not None and threads_lock.locked())
+
+
+# -- service -----------------------------------------------------------------------------------------------------------
+
+
+class Service:
+    """Asked by every call, also under the store's lock. Refers to no store: the parts that ask must not keep it."""
+
+    __slots__ = ("is_closed", "is_late", "pid", "refuse_failed")
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.is_closed = False  # no call is served any more
+        self.is_late = False  # the process ended first: the devices are closed, and nothing can be committed any more
+        self.refuse_failed: Callable[[], None] = lambda: None  # raises after a commit that failed
+
+    def refuse(self) -> None:
+        """Raise when no call can be served: ClosedError, UsageError in a fork, the error of a failed commit."""
+        if self.pid != os.getpid():
+            raise UsageError(
+                f"the store belongs to process {self.pid} and cannot be used in its fork {os.getpid()}; pass worker "
+                "processes plain tensors, or open a store of their own there"
+            )
+        if self.is_closed:
+            raise too_late() if self.is_late else ClosedError("the store is closed")
+        self.refuse_failed()
+
+
+def too_late() -> ClosedError:
+    """Return the error of a call that comes when the process is ending."""
+    return ClosedError(
+        "the process is ending, and the threads that move a store's bytes have ended before any atexit function; close "
+        "the store before: with tiered.Store(...) as store, or try and finally around the program, where threads that "
+        "use it are joined"
+    )
+
+
+def warn_of_nested_close(name: str) -> None:
+    """Warn that a call of close() has closed nothing: it came in the middle of another call, in the same thread."""
+    warnings.warn(
+        f"close() of {name} came from a finalizer or a signal handler that interrupted a call of it in this thread:"
+        " nothing was closed; close it where the program is done with it",
+        ResourceWarning,
+        stacklevel=5,
+    )
+
+
+# -- assembly ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
