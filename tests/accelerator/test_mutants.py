@@ -16,9 +16,9 @@ import tiered
 from tests.accelerator import mutants
 from tests.accelerator.mutants import Mutant
 from tests.accelerator.tier_program import PROGRAMS, Rig
+from tiered.tiers.accelerator import DevicePlace
 from tiered.tiers.copies import Copies
 from tiered.tiers.device_memory import DeviceBuffer
-from tiered.tiers.update_place import DevicePlace
 from tiered.units import MiB
 
 NOT_OF_ORDER = {"Copies._let_leave-left out-0": "the loop around it would ask again and again, without a pause"}

@@ -12,9 +12,8 @@ from torch import nn
 
 import tiered
 from tests.accelerator.training import ROOMY_NBYTES
-from tiered.tiers.accelerator import AcceleratorTier
+from tiered.tiers.accelerator import AcceleratorTier, DevicePlace
 from tiered.tiers.device_memory import DeviceBuffer, DeviceMemory
-from tiered.tiers.update_place import DevicePlace
 from tiered.units import KiB, MiB
 
 SIZES = (20 * KiB, 12 * KiB, 17 * KiB, 10 * KiB, 19 * KiB, 15 * KiB)

@@ -15,10 +15,9 @@ import tiered
 from tests.accelerator import simulated
 from tiered.ranks.comm import NullComm
 from tiered.tiers import copies
-from tiered.tiers.accelerator import AcceleratorTier
+from tiered.tiers.accelerator import AcceleratorTier, DevicePlace
 from tiered.tiers.device_memory import on_stream
 from tiered.tiers.device_tier import HostPlace, ParameterPlace, UnitBuffer
-from tiered.tiers.update_place import DevicePlace
 
 __all__ = ["PROGRAMS", "Rig"]
 

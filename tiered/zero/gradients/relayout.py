@@ -13,8 +13,7 @@ import torch
 from tiered.errors import UsageError
 from tiered.store.residency.working_set import Lease, WorkingSet
 from tiered.store.store import Store
-from tiered.tiers.placement import choose_held
-from tiered.tiers.schedule import SharedSchedule
+from tiered.tiers.schedule import SharedSchedule, choose_held
 from tiered.zero.formats.budget import share_out_again, work_sizes
 from tiered.zero.formats.codec import Bucket
 from tiered.zero.gradients.gradients import UnitGradients

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from tiered.errors import UsageError
-from tiered.tiers.accelerator import AcceleratorTier
-from tiered.tiers.update_place import DevicePlace
+from tiered.tiers.accelerator import AcceleratorTier, DevicePlace
 from tiered.zero.engine import Engine
 from tiered.zero.formats.codec import Bucket, Source, update_pieces
 from tiered.zero.formats.rules import Hyperparameters, Rule

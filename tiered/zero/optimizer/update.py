@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.tiers.accelerator import DevicePlace
 from tiered.tiers.compute_tier import UpdatePlace
 from tiered.tiers.device_tier import HostPlace, HostTier
-from tiered.tiers.update_place import DevicePlace
 from tiered.zero.formats.codec import Bucket, Piece, Source, update_pieces
 from tiered.zero.formats.tile_scratch import TileScratch
 
