@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tiered.zero.formats.compact_codes import PositiveMoment8, Remainder8, SignedMoment8, take_root
+from tiered.zero.formats.compact_kernels import CompactKernels
 from tiered.zero.formats.kernel_trial import compact_trial
 from tiered.zero.formats.tile_scratch import TileScratch
-from tiered.zero.kernels.compact_kernels import CompactKernels
 
 SPECIAL = [
     0x00000000, 0x80000000,  # zeros

@@ -16,6 +16,7 @@ from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
 from tests.zero.digests import digests_of_training
 from tiered.zero.formats import kernel_trial, layout
+from tiered.zero.formats.compact_kernels import compile_compact_kernels, compile_nothing, give_back_compiler
 from tiered.zero.formats.kernel_trial import (
     COMPACT_BITS,
     COMPACT_COST,
@@ -26,8 +27,6 @@ from tiered.zero.formats.kernel_trial import (
 )
 from tiered.zero.formats.layout import Layouts
 from tiered.zero.formats.rules import AdamWRule
-from tiered.zero.kernels.compact_kernels import compile_compact_kernels
-from tiered.zero.kernels.compiler import compile_nothing, give_back_compiler
 
 ROOT = Path(__file__).parents[2]
 

@@ -28,8 +28,8 @@ from tiered.bytes.registrar import NoRegistrar, registrar_for
 from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
 from tiered.errors import DeviceError
 from tiered.units import KiB, MiB, format_bytes
+from tiered.zero.formats.compact_kernels import compile_nothing
 from tiered.zero.formats.kernel_trial import COMPACT_COST, INSTALL_COMPACT
-from tiered.zero.kernels.compiler import compile_nothing
 
 __all__ = ["machine_checks"]
 

@@ -17,8 +17,8 @@ import torch
 
 from tiered.units import round_up
 from tiered.zero.formats.codes import Field
+from tiered.zero.formats.compact_kernels import CompactKernels
 from tiered.zero.formats.tile_scratch import Dither, Rows
-from tiered.zero.kernels.compact_kernels import CompactKernels
 
 __all__ = ["BLOCK_NUMEL", "PositiveMoment8", "Remainder8", "SignedMoment8", "take_root"]
 

@@ -15,9 +15,8 @@ import torch
 
 from tiered.zero.formats.codes import MomentCode
 from tiered.zero.formats.compact_codes import PositiveMoment8, Remainder8, SignedMoment8
+from tiered.zero.formats.compact_kernels import CompactKernels, compile_compact_kernels, give_back_compiler
 from tiered.zero.formats.tile_scratch import TileScratch
-from tiered.zero.kernels.compact_kernels import CompactKernels, compile_compact_kernels
-from tiered.zero.kernels.compiler import give_back_compiler
 
 __all__ = ["COMPACT_COST", "INSTALL_COMPACT", "Trial", "compact_trial", "tried_compact_kernels"]
 

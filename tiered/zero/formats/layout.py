@@ -19,10 +19,10 @@ import torch
 from tiered.units import round_up
 from tiered.zero.formats.codes import Field, MarkedRemainder, MasterCode, MomentCode, RawMoment, Remainder
 from tiered.zero.formats.compact_codes import PositiveMoment8, Remainder8, SignedMoment8
+from tiered.zero.formats.compact_kernels import CompactKernels
 from tiered.zero.formats.kernel_trial import tried_compact_kernels
 from tiered.zero.formats.rules import Hyperparameters, Moment, Rule
 from tiered.zero.formats.tile_scratch import Rows, TileScratch
-from tiered.zero.kernels.compact_kernels import CompactKernels
 
 __all__ = ["FORMATS", "Layout", "Layouts", "Tile"]
 

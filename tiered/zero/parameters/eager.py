@@ -21,7 +21,7 @@ _log = logging.getLogger("tiered")
 _REASON = "the modules of a sharded model move their parameters in and out, and run as they are"
 
 _OWN = (
-    *("bytes", "store", "tiers", "zero.activations", "zero.engine", "zero.formats", "zero.gradients", "zero.kernels"),
+    *("bytes", "store", "tiers", "zero.activations", "zero.engine", "zero.formats", "zero.gradients"),
     *("zero.step", "zero.optimizer", "zero.shard", "zero.unsharded", "zero.parameters.access"),
     *("zero.parameters.calls", "zero.parameters.methods", "zero.parameters.outputs", "zero.parameters.parameter"),
     *("zero.parameters.open_units", "zero.parameters.placeholder", "zero.parameters.unit"),
