@@ -21,7 +21,6 @@ from tiered.tiers.schedule import SharedSchedule
 from tiered.zero.activations.activations import Activations
 from tiered.zero.activations.forward import Forward
 from tiered.zero.activations.saved import SavedPairs
-from tiered.zero.forks import forget_in_children
 from tiered.zero.formats.codec import Bucket
 from tiered.zero.gradients.backward import Backward
 from tiered.zero.gradients.gradients import UnitGradients
@@ -34,8 +33,7 @@ from tiered.zero.parameters.access import Access, end_interrupted
 from tiered.zero.parameters.calls import Calls
 from tiered.zero.parameters.conductor import MasterKeeper
 from tiered.zero.parameters.functorch import check_no_transform, guard_functorch
-from tiered.zero.parameters.gather_ahead import ahead_on
-from tiered.zero.parameters.open_units import OpenUnits
+from tiered.zero.parameters.open_units import OpenUnits, ahead_on, forget_in_children
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Event, Phase, graph_task
 

@@ -21,7 +21,7 @@ from tiered.units import format_bytes
 from tiered.zero.accelerator_state import accelerator_type, generator_states, set_generator_states
 from tiered.zero.engine import Engine
 from tiered.zero.export import room_for_copies
-from tiered.zero.frames import num_on_stack
+from tiered.zero.parameters.calls import num_on_stack
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Unit
 

@@ -21,7 +21,7 @@ from tiered.zero.gradients.backward import Backward
 from tiered.zero.one_rank import refuse_distributed
 from tiered.zero.parameters.access import check_forward
 from tiered.zero.parameters.conductor import Conductor
-from tiered.zero.parameters.outputs import any_requires_grad, own
+from tiered.zero.parameters.methods import any_requires_grad, own
 from tiered.zero.parameters.unit import Unit
 from tiered.zero.step import Event, graph_task, in_graph_task
 

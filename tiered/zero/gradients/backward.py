@@ -19,9 +19,9 @@ from tiered.errors import UsageError
 from tiered.store.waiting.calling_thread import be_thread
 from tiered.store.waiting.recorder import Begun, Recorder
 from tiered.units import format_bytes
-from tiered.zero.frames import num_on_stack
 from tiered.zero.gradients.failed_backwards import report_failures_to
 from tiered.zero.gradients.used_gradients import check_used, show_used
+from tiered.zero.parameters.calls import num_on_stack
 from tiered.zero.parameters.conductor import Conductor
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit

@@ -7,7 +7,7 @@ import torch
 from tiered.errors import UsageError
 from tiered.tiers.compute_tier import GradientBuffer
 from tiered.zero.gradients.own_gradients import OwnGradients
-from tiered.zero.parameters.metadata import without_dispatch
+from tiered.zero.parameters.placeholder import without_dispatch
 from tiered.zero.parameters.unit import Segment
 
 __all__ = ["BETWEEN_CLIP_AND_STEP", "ClipFactors"]

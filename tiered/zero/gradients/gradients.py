@@ -21,7 +21,7 @@ from tiered.zero.gradients.stand_in import Change, StandIn
 from tiered.zero.gradients.stored_gradient import Compute, StoredGradient, with_pending
 from tiered.zero.gradients.taken_gradients import TakenGradients
 from tiered.zero.gradients.used_gradients import UsedGradient
-from tiered.zero.parameters.metadata import without_dispatch
+from tiered.zero.parameters.placeholder import without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["UnitGradients"]

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from tiered.errors import UsageError
 from tiered.zero.gradients.stand_in import Change, StandIn
-from tiered.zero.parameters.metadata import without_dispatch
+from tiered.zero.parameters.placeholder import without_dispatch
 from tiered.zero.parameters.unit import Unit
 
 __all__ = ["UsedGradient", "check_used", "show_used"]

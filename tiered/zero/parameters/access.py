@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
-from tiered.zero.frames import num_on_stack, stack
-from tiered.zero.parameters.calls import Calls, HookPair
+from tiered.zero.parameters.calls import Calls, HookPair, num_on_stack, stack
 from tiered.zero.parameters.conductor import Conductor
 from tiered.zero.parameters.methods import touched_by_method
 from tiered.zero.parameters.parameter import is_write, name_of

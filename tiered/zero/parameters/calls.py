@@ -1,21 +1,39 @@
 """Calls: the module calls of a sharded model that are under way, and the one pair of saved-tensor hooks around them.
 
-The engine decides which operations a call may do, and whether its unit stays open.
+The engine decides which operations a call may do, and whether its unit stays open. The frames of a thread tell which
+calls it is in, where torch does not report them.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from tiered.zero.frames import stack
 from tiered.zero.parameters.unit import Segment, Unit
 
-__all__ = ["Call", "Calls", "HookPair", "Method"]
+__all__ = ["Calls", "HookPair", "Method", "num_on_stack", "stack"]
+
+
+def stack() -> Iterator[FrameType]:
+    """Yield this thread's frames, the caller's first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def num_on_stack(code: CodeType) -> int:
+    """Return how many calls of the function with ``code`` this thread is in."""
+    return sum(frame.f_code is code for frame in stack())
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
 
 
 class HookPair(Protocol):

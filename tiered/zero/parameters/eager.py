@@ -23,7 +23,7 @@ _REASON = "the modules of a sharded model move their parameters in and out, and 
 _OWN = (
     *("bytes", "store", "tiers", "zero.activations", "zero.engine", "zero.formats", "zero.gradients"),
     *("zero.step", "zero.optimizer", "zero.shard", "zero.unsharded", "zero.parameters.access"),
-    *("zero.parameters.calls", "zero.parameters.methods", "zero.parameters.outputs", "zero.parameters.parameter"),
+    *("zero.parameters.calls", "zero.parameters.methods", "zero.parameters.parameter"),
     *("zero.parameters.open_units", "zero.parameters.placeholder", "zero.parameters.unit"),
 )
 """The modules that are not traced; those in ``parameters`` singly, for the guard of torch.func is there."""

@@ -1,20 +1,29 @@
 """OpenUnits: the units of one model that are leased now, by age and by address.
 
-This is mechanism only: the engine decides which unit is opened and when, the working set where parked bytes go.
+This is mechanism only: the engine decides which unit is opened and when, the working set where parked bytes go. The
+bytes of the next units go to a compute device while a unit computes. Forked children own none of the parent's leases,
+so every engine in a child forgets its open units. Before the fork the parent finishes its updates: a child must not
+find a lock that a thread of the parent's holds.
 """
 
 from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from tiered.bytes.host_tensor import storage_address
 from tiered.errors import UsageError
 from tiered.store.waiting.calling_thread import this_thread
-from tiered.tiers.compute_tier import Gathered
+from tiered.tiers.accelerator import AcceleratorTier
+from tiered.tiers.compute_tier import ComputeTier, Gathered
 from tiered.zero.parameters.unit import Unit
 from tiered.zero.step import graph_task
 
-__all__ = ["Ahead", "OpenUnits"]
+__all__ = ["Ahead", "OpenUnits", "ahead_on", "forget_in_children"]
 
 
 class Ahead:
@@ -128,3 +137,78 @@ class OpenUnits:
         for unit in list(self._units):
             unit.forget()
         self._units.clear()
+
+
+# -- gather ahead ------------------------------------------------------------------------------------------------------
+
+
+_NUM_UNITS = 2  # ahead of the one that computes
+
+
+class GatherAhead(Ahead):
+    """Copies begin as a unit opens, or at an operation of it, once the next unit's bytes are in DRAM and updated.
+
+    A hint: a wrong one costs a copy. The unit after the next one is what followed the same two units last time.
+    """
+
+    def __init__(self, tier: AcceleratorTier, is_pending: Callable[[Unit], bool]) -> None:
+        """``is_pending(unit)``: whether an update is about to change its bytes."""
+        self._tier = tier
+        self._is_pending = is_pending
+        self._followers: dict[tuple[Unit | None, Unit | None], Unit] = {}
+        self._last: tuple[Unit | None, Unit | None] = (None, None)
+        self._wanted: list[Unit] = []
+
+    def opened(self, unit: Unit) -> None:
+        """``unit`` was opened: those that follow it are wanted."""
+        self._followers[self._last] = unit
+        self._last = self._last[1], unit
+        self._wanted.clear()
+        two: tuple[Unit | None, Unit | None] = self._last
+        while len(self._wanted) < _NUM_UNITS and (follower := self._followers.get(two)) is not None:
+            self._wanted.append(follower)
+            two = two[1], follower
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Begin the copies that can begin, in their order."""
+        wanted = self._wanted
+        while wanted and (wanted[0].is_open or self._begin(wanted[0])):
+            del wanted[0]
+
+    def _begin(self, unit: Unit) -> bool:
+        return not self._is_pending(unit) and all(map(self._tier.gather_ahead, unit.keys))
+
+
+def ahead_on(tier: ComputeTier, is_pending: Callable[[Unit], bool]) -> Ahead:
+    """Return what works ahead on ``tier``."""
+    return GatherAhead(tier, is_pending) if isinstance(tier, AcceleratorTier) else Ahead()
+
+
+class _Forgetful(Protocol):
+    def forget(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+
+_forgetful: weakref.WeakSet[_Forgetful] = weakref.WeakSet()
+_is_watching = False
+
+
+def forget_in_children(engine: _Forgetful) -> None:
+    """Have ``engine.settle()`` called before each fork and ``engine.forget()`` in each child, as long as it lives."""
+    global _is_watching
+    _forgetful.add(engine)
+    if not _is_watching:
+        _is_watching = True
+        os.register_at_fork(before=_settle_all, after_in_child=_forget_all)
+
+
+def _settle_all() -> None:
+    for engine in list(_forgetful):
+        engine.settle()
+
+
+def _forget_all() -> None:
+    for engine in list(_forgetful):
+        engine.forget()

@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
-from tiered.zero.parameters.metadata import LAYOUT, METADATA, name_of, without_dispatch
-from tiered.zero.parameters.placeholder import ordinary_tensors
+from tiered.zero.parameters.placeholder import LAYOUT, METADATA, name_of, ordinary_tensors, without_dispatch
 
 __all__ = [
     "TieredParameter",

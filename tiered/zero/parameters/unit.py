@@ -22,8 +22,7 @@ from tiered.store.waiting.recorder import Begun
 from tiered.tiers.compute_tier import ComputeTier
 from tiered.tiers.device_tier import BufferState, ParameterPlace, UnitBuffer
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
-from tiered.zero.parameters.metadata import without_dispatch
-from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder, unrecorded
+from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder, unrecorded, without_dispatch
 
 __all__ = ["ParameterOwner", "Segment", "Unit", "UnitOwner", "dense_strides", "digest"]
 
