@@ -1,8 +1,7 @@
 """Floor 4: training through the tiers: units, parameters that fault in, gradients, the streaming optimizer."""
 
 from tiered.zero.construct import construct
-from tiered.zero.gradients.clipping import clip_grad_norm_
-from tiered.zero.gradients.grad_scaler import GradScaler
+from tiered.zero.gradients.clipping import GradScaler, clip_grad_norm_
 from tiered.zero.optimizer.optimizer import SGD, AdamW, Lion
 from tiered.zero.shard import shard
 from tiered.zero.unsharded import accumulate, unsharded

@@ -24,8 +24,7 @@ from tiered.zero.activations.saved import SavedPairs
 from tiered.zero.formats.codec import Bucket
 from tiered.zero.gradients.backward import Backward
 from tiered.zero.gradients.gradients import UnitGradients
-from tiered.zero.gradients.open_gradients import OpenGradients
-from tiered.zero.gradients.reclaimer import Reclaimer
+from tiered.zero.gradients.open_gradients import OpenGradients, Reclaimer
 from tiered.zero.gradients.relayout import Moves, UnitLayouts
 from tiered.zero.gradients.updates import NO_UPDATES, Updates
 from tiered.zero.layout import Shares

@@ -1,14 +1,20 @@
 """One backward, as the units see it: which gradients have come, which are final, when it is over.
 
-Autograd reports each accumulated gradient and the end of each graph task. A failed backward reports nothing; ``settle``
-notices it. Reentrant checkpoints nest backwards: only the end of the outermost one counts.
+Autograd reports each accumulated gradient and the end of each graph task. Reentrant checkpoints nest backwards: only
+the end of the outermost one counts. A failed backward reports nothing; ``settle`` notices it. For models on compute
+devices, the function through which every backward goes is replaced, in the torch module that calls it, by one that
+reports the error and raises it again. Nothing changes for backwards that end well, and nothing before the first
+``shard`` of a model on a compute device.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import threading
 import weakref
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,15 +25,53 @@ from tiered.errors import UsageError
 from tiered.store.waiting.calling_thread import be_thread
 from tiered.store.waiting.recorder import Begun, Recorder
 from tiered.units import format_bytes
-from tiered.zero.gradients.failed_backwards import report_failures_to
-from tiered.zero.gradients.used_gradients import check_used, show_used
+from tiered.zero.gradients.open_gradients import check_used, show_used
 from tiered.zero.parameters.calls import num_on_stack
 from tiered.zero.parameters.conductor import Conductor
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Event, in_graph_task, is_autograds_own
 
-__all__ = ["Backward"]
+__all__ = ["Backward", "report_failures_to"]
+
+
+class _Listener(Protocol):
+    def failed(self, error: BaseException) -> None:
+        """A backward has raised ``error``."""
+
+
+_lock = threading.Lock()
+_listeners: weakref.WeakSet[_Listener] = weakref.WeakSet()
+_is_replaced = False
+
+
+def report_failures_to(listener: _Listener) -> None:
+    """Have ``listener`` hear of each backward that fails from now on, as long as it lives. Thread-safe."""
+    global _is_replaced
+    with _lock:
+        _listeners.add(listener)
+        if not _is_replaced:
+            _is_replaced = True
+            torch.autograd._engine_run_backward = _reporting(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+
+
+def _reporting(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run_backward)
+    def reporting(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run_backward(*args, **kwargs)
+        except Exception as error:
+            with _lock:
+                listeners = list(_listeners)
+            for listener in listeners:
+                listener.failed(error)
+            raise
+
+    return reporting
+
+
+# -- backward ----------------------------------------------------------------------------------------------------------
+
 
 _log = logging.getLogger("tiered")
 

@@ -1,12 +1,12 @@
 """The gradients of a unit: one flat buffer, a scratch key of the store, shown as the parameters' ``.grad``.
 
 Gradients stay in DRAM while the budget allows; under pressure they go to NVMe and ``.grad`` becomes a stand-in. Where
-all keys are in DRAM for good, they stay where autograd put them, and are not copied.
+all keys are in DRAM for good, they stay where autograd put them, and are not copied (OwnGradients).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -14,17 +14,142 @@ import torch
 from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
 from tiered.tiers.compute_tier import GradientBuffer
-from tiered.zero.gradients.clip_factors import BETWEEN_CLIP_AND_STEP, ClipFactors
-from tiered.zero.gradients.open_gradients import OpenGradients
-from tiered.zero.gradients.own_gradients import OwnGradients
+from tiered.zero.gradients.open_gradients import Compute, OpenGradients, StoredGradient, UsedGradient, with_pending
 from tiered.zero.gradients.stand_in import Change, StandIn
-from tiered.zero.gradients.stored_gradient import Compute, StoredGradient, with_pending
 from tiered.zero.gradients.taken_gradients import TakenGradients
-from tiered.zero.gradients.used_gradients import UsedGradient
 from tiered.zero.parameters.placeholder import without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
 
-__all__ = ["UnitGradients"]
+__all__ = ["BETWEEN_CLIP_AND_STEP", "ClipFactors", "OwnGradients", "UnitGradients"]
+
+
+class OwnGradients:
+    """The gradients of one unit while they stay where autograd put them, beside an empty buffer of their size.
+
+    The invariant: *while such gradients are there, the unit's buffer is leased and its pages are the system's*. So they
+    count in the budget as if they lay in it, no byte of theirs is copied, and the move into the buffer waits for
+    nothing. ``buffer`` is kept from step to step; ``key`` is its key.
+    """
+
+    __slots__ = ("_clipped", "are_there", "buffer", "key")
+
+    def __init__(self) -> None:
+        self.are_there = False
+        self.key = ""
+        self.buffer: GradientBuffer | None = None
+        # As the factors were made, with their versions. Lifetime: a tensor that is kept lends its address to no other.
+        self._clipped: dict[Segment, tuple[torch.Tensor, int]] = {}
+
+    def __repr__(self) -> str:
+        return f"OwnGradients({'there' if self.are_there else 'none'}, buffer {self.key!r})"
+
+    def keep(self, key: str, buffer: GradientBuffer) -> None:
+        """Keep ``buffer``, whose bytes in DRAM are undefined, and its ``key``."""
+        assert buffer.lease is not None
+        buffer.lease.buffer.give_pages_back()
+        self.key, self.buffer = key, buffer
+
+    def take_buffer(self) -> tuple[str, GradientBuffer | None]:
+        """Return the key and the buffer, for the gradients to be moved there; none are here any more."""
+        found, self.key, self.buffer = (self.key, self.buffer), "", None
+        self.drop()
+        return found
+
+    def drop(self) -> None:
+        """Note that no gradient is here any more; the buffer is kept."""
+        self.are_there = False
+        self._clipped.clear()
+
+    @staticmethod
+    def can_have(segment: Segment, gradient: torch.Tensor) -> bool:
+        """Return whether ``gradient`` is one that an update can read as it lies, and keeps no other bytes alive."""
+        return (
+            type(gradient) is torch.Tensor
+            and gradient.layout is torch.strided
+            and gradient.dtype == segment.dtype
+            and gradient.stride() == segment.strides
+            and segment.grad_offset >= 0
+            and not gradient.is_neg()  # its bytes have the other sign, and kernels read bytes
+            and gradient.untyped_storage().nbytes() <= segment.nbytes
+        )
+
+    @staticmethod
+    def flat(gradient: torch.Tensor) -> torch.Tensor:
+        """Return the (numel,) view of ``gradient``, which ``can_have`` has seen, in memory order."""
+        return gradient.detach().as_strided((gradient.numel(),), (1,))
+
+    def note_clipped(self, factors: Mapping[Segment, torch.Tensor]) -> None:
+        """The ``factors`` are for the gradients as they are now."""
+        gradients = {segment: segment.parameter.grad for segment in factors}
+        self._clipped = {s: (g.detach(), g._version) for s, g in gradients.items() if g is not None}
+
+    def changes(self, factors: dict[Segment, torch.Tensor]) -> bool:
+        """Drop the factors of gradients that were replaced since; return whether others were written in place."""
+        is_changed = False
+        for segment in list(factors):
+            before, now = self._clipped.get(segment), segment.parameter.grad
+            if before is None or now is None or before[0].data_ptr() != now.data_ptr():
+                del factors[segment]
+            elif before[1] != now._version:
+                is_changed = True
+        return is_changed
+
+
+# -- clip factors ------------------------------------------------------------------------------------------------------
+
+
+BETWEEN_CLIP_AND_STEP = (
+    "between tiered.clip_grad_norm_, whose factor is applied by the step, and optimizer.step(); expected changes, such"
+    " as those of scaler.unscale_, before the clipping"
+)
+
+
+class ClipFactors:
+    """The factors, () fp32 each, of the gradients as they were when they were clipped.
+
+    Invariant: gradients that were written in place since are noticed before their bytes are elsewhere.
+    """
+
+    __slots__ = ("_is_changed", "_version", "factors")
+
+    def __init__(self) -> None:
+        self.factors: dict[Segment, torch.Tensor] = {}
+        self._version = 0  # of the buffer, when the factors were made for it
+        self._is_changed = False  # in place, since then
+
+    def clear(self) -> None:
+        """There are no factors."""
+        self.factors.clear()
+        self._is_changed = False
+
+    def note(self, buffer: GradientBuffer | None, own: OwnGradients) -> None:
+        """The factors are for the gradients as they are now."""
+        if buffer is not None:
+            self._version = buffer.tensor._version
+        elif own.are_there and self.factors:
+            with without_dispatch():
+                own.note_clipped(self.factors)
+
+    def note_changes(self, buffer: GradientBuffer | None, own: OwnGradients) -> None:
+        """Take note of gradients that were written in place."""
+        if not self.factors:
+            return
+        if buffer is not None and buffer.tensor._version != self._version:
+            self._is_changed = True
+        elif own.are_there:
+            with without_dispatch():
+                self._is_changed |= own.changes(self.factors)
+
+    def check(self, name: str) -> None:
+        """Raise UsageError where gradients of the unit ``name`` were clipped and then written in place."""
+        if self._is_changed:
+            raise UsageError(
+                f"unit {name!r}: gradients written in place {BETWEEN_CLIP_AND_STEP}, or a new tensor as .grad, which is"
+                " taken as it is"
+            )
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
 
 
 class UnitGradients:

@@ -1,23 +1,204 @@
-"""OpenGradients: the gradients of one model that are in DRAM, within their share of the budget."""
+"""OpenGradients: the gradients of one model that are in DRAM, within their share of the budget.
+
+StoredGradient and UsedGradient are the sources of stand-ins for those that are not. The Reclaimer gives memory back to
+a caller that waits for bytes beyond the shares of the budget.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Protocol
+import os
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NoReturn, Protocol, TypeAlias
 
 import torch
 
+from tiered.bytes.interrupt import uninterrupted_block
+from tiered.errors import UsageError
 from tiered.store.residency.working_set import WorkingSet
-from tiered.tiers.compute_tier import GradientBuffer, UpdatePlace
+from tiered.store.waiting.calling_thread import this_thread
+from tiered.tiers.compute_tier import ComputeTier, GradientBuffer, UpdatePlace
 from tiered.tiers.device_tier import HostPlace
 from tiered.tiers.schedule import Rooms
-from tiered.zero.gradients.stored_gradient import Compute, StoredGradient
-from tiered.zero.gradients.used_gradients import UsedGradient
+from tiered.zero.gradients.stand_in import Change, StandIn
+from tiered.zero.gradients.updates import Updates
 from tiered.zero.parameters.open_units import OpenUnits
+from tiered.zero.parameters.placeholder import without_dispatch
 from tiered.zero.parameters.unit import Unit
 from tiered.zero.step import graph_task
 
-__all__ = ["OpenGradients"]
+__all__ = [
+    "Compute",
+    "OpenGradients",
+    "Reclaimer",
+    "StoredGradient",
+    "UsedGradient",
+    "check_used",
+    "show_used",
+    "with_pending",
+]
+
+
+Compute: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""A question about a gradient's values."""
+
+
+class GradientOwner(Protocol):
+    """The owner of the bytes of gradients."""
+
+    def asked(self, question: Hashable, compute: Compute) -> None:
+        """``question`` was asked: where that is cheap, the next gradients may answer it before they are stored."""
+
+    def read(self, source: StoredGradient) -> AbstractContextManager[torch.Tensor]:
+        """Lend the values of ``source`` as ``GradientSource.read`` does."""
+
+    def change(self, source: StoredGradient, change: Change) -> None:
+        """Apply ``change`` to the values of ``source`` now, or have it pending there."""
+
+
+class StoredGradient:
+    """One gradient of a unit, from its first way to NVMe to its end; see ``GradientSource``.
+
+    ``pending`` are the changes that the stored bytes lack, in the order in which they were asked for. ``answers`` are
+    those to questions that were asked before; they are of the stored bytes.
+    """
+
+    __slots__ = ("_owner", "answers", "name", "pending")
+
+    where = "on NVMe"
+    advice = (
+        "norms, finite checks and scalings in place by numbers, as torch.nn.utils.clip_grad_norm_ and"
+        " torch.amp.GradScaler do, or a store with a larger dram=, in which gradients find room"
+    )
+    is_readable = True
+
+    def __init__(self, name: str, owner: GradientOwner) -> None:
+        self.name = name
+        self.pending: list[Change] = []
+        self.answers: dict[Hashable, torch.Tensor] = {}
+        # Lifetime: the parameter's gradient leads here, and the collector does not look into torch's objects.
+        self._owner = weakref.ref(owner)
+
+    def answer(self, question: Hashable | None, compute: Compute) -> torch.Tensor:
+        """Return ``compute(values)``, reading them unless the answer is known. None: a question of this time alone."""
+        if not self.pending and question in self.answers:
+            return self.answers[question]
+        if question is not None:
+            self._owner_there().asked(question, compute)
+        with self.read() as values:
+            try:
+                return compute(values)
+            finally:
+                del values  # lifetime: the bytes are lent
+
+    def read(self) -> AbstractContextManager[torch.Tensor]:
+        """Lend the values, a read of the whole unit's gradients if need be. Blocks."""
+        return self._owner_there().read(self)
+
+    def change(self, change: Change) -> None:
+        """Apply ``change`` now where the values are in DRAM, else when they are read."""
+        self._owner_there().change(self, change)
+
+    def take_pending(self) -> list[Change]:
+        """Return the changes that the stored bytes lack; the caller applies them, and may change the bytes further."""
+        self.answers = {}
+        pending, self.pending = self.pending, []
+        return pending
+
+    def gone(self) -> UsageError:
+        """Return the error to raise once the owner has forgotten this gradient."""
+        return UsageError(
+            f"parameter {self.name}: the gradient that this stood for is gone: optimizer.step() has used it, or it was"
+            " dropped or replaced; expected parameter.grad as it is now"
+        )
+
+    def _owner_there(self) -> GradientOwner:
+        owner = self._owner()
+        if owner is None:
+            raise self.gone()
+        return owner
+
+
+@uninterrupted_block
+def with_pending(tier: ComputeTier, stored: torch.Tensor, pending: Sequence[Change]) -> Iterator[torch.Tensor]:
+    """Lend ``stored``, or where changes are pending a copy of it with these, within the budget of ``tier``.
+
+    ``stored`` is a dense tensor and stays as it is. Blocks where memory is short.
+    """
+    if not pending or not stored.numel():
+        yield stored
+        return
+    with tier.scratch(stored.nbytes) as flat:
+        copy = flat.view(stored.dtype).as_strided(stored.shape, stored.stride()).copy_(stored)
+        del flat, stored  # lifetime: only the caller refers to the copy
+        for change in pending:
+            change(copy)
+        yield copy
+        del copy
+
+
+# -- used gradients ----------------------------------------------------------------------------------------------------
+
+
+class UsedGradient:
+    """A gradient that an update in a backward has used, until the step concludes; it has no values."""
+
+    __slots__ = ("name",)
+
+    where = 'used up, by the backward under update="backward"'
+    advice = 'tiered.AdamW(..., update="step") for clipping, scaling and looking at gradients'
+    is_readable = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def answer(self, question: object, compute: object) -> NoReturn:
+        """Never called: there is nothing to ask about."""
+        raise AssertionError(self.name)
+
+    def read(self) -> NoReturn:
+        """Never called: there is nothing to read."""
+        raise AssertionError(self.name)
+
+    def change(self, change: Change) -> NoReturn:
+        """Never called: there is nothing to change."""
+        raise AssertionError(self.name)
+
+    def take_pending(self) -> list[Change]:
+        """Return nothing: there is nothing to change."""
+        return []
+
+
+def check_used(unit: Unit) -> None:
+    """Raise UsageError where the caller has put or dropped a gradient of ``unit`` that the backward has used."""
+    with without_dispatch():
+        dropped = next((segment for segment in unit.gradients.sources if segment.parameter.grad is None), None)
+    if dropped is not None:
+        raise UsageError(
+            f"parameter {dropped.name}: .grad dropped between backward and optimizer.step() under"
+            ' update="backward", which has used it: the step cannot be skipped any more; expected step() once more,'
+            ' or tiered.AdamW(..., update="step")'
+        )
+    for segment, _ in unit.gradients.changed_by_hand():
+        raise UsageError(
+            f'parameter {segment.name}: a gradient put into .grad by hand under update="backward", where gradients'
+            ' are used up as they become final; expected tiered.AdamW(..., update="step")'
+        )
+
+
+def show_used(unit: Unit) -> None:
+    """Let each ``.grad`` of ``unit`` say again that the backward has used it; the caller's own tensors there go."""
+    sources = unit.gradients.sources
+    with without_dispatch():
+        for segment in unit.segments:
+            source = sources.get(segment)
+            looks = segment.shape, segment.strides, segment.dtype, unit.tier.device
+            segment.parameter.grad = StandIn.of(source, *looks) if source is not None else None
+
+
+# -- open gradients ----------------------------------------------------------------------------------------------------
+
 
 _MOST_QUESTIONS = 4  # about a gradient: the norms that a loop clips with and a scaler looks at
 _NUM_UNITS_AHEAD = 2  # one is being read while the other is waited for
@@ -292,3 +473,63 @@ class OpenGradients:
         self._open.clear()
         self.spares.clear()
         self._lent = None
+
+
+# -- reclaimer ---------------------------------------------------------------------------------------------------------
+
+
+class Reclaimer:
+    """Gives back leases of one model that the model can do without for now.
+
+    Shares make that rare. The reclaimer helps where tensors of the user's keep bytes that are in no share, or where
+    the forward of one unit calls another's. ``updates()`` returns the present updates.
+    """
+
+    def __init__(self, open_units: OpenUnits, open_gradients: OpenGradients, updates: Callable[[], Updates]) -> None:
+        self._open_units = open_units
+        self._open_gradients = open_gradients
+        self._updates = updates
+        self._pid = os.getpid()
+
+    def reclaim(self, nbytes: int) -> bool:
+        """Help the caller; return whether a lease was given back. The update thread asks the training thread."""
+        if os.getpid() != self._pid:
+            return False
+        updates, tier = self._updates(), self._open_units.root.tier
+        if tier.settle_one():
+            return True
+        if updates.is_this_thread():
+            return updates.ask()
+        if this_thread() != self._open_units.thread:
+            return False
+        return self.give_back() or updates.wait_for_one()
+
+    def give_back(self) -> bool:
+        """In the training thread: give the working set memory back; return whether there was some.
+
+        A model on a compute device has nothing in DRAM but gradients that wait.
+        """
+        if self._open_units.root.tier.computes_in_dram:
+            return self.make_way()
+        return self._open_gradients.let_go_one() or self._updates().release_gradients()
+
+    def make_way(self) -> bool:
+        """In the training thread: give memory back where the model computes; return whether there was some.
+
+        Idle units go first, then gradients. Units of a backward come late, for they are about to be used, and so does
+        the root.
+        """
+        return (
+            self._open_units.park_one(root=False, in_backward=False)
+            or self._open_gradients.store_away_one()
+            or self._open_units.park_one(root=True, in_backward=True)
+            or self._updates_make_way()
+            or self._open_gradients.store_away_one(in_use=True)
+        )
+
+    def _updates_make_way(self) -> bool:
+        """Have updates that are pending give back what they have where the model computes."""
+        updates, tier = self._updates(), self._open_units.root.tier
+        if tier.computes_in_dram:
+            return updates.release_gradients()
+        return tier.keeps_gradients and updates.wait_for_one()
