@@ -6,7 +6,7 @@ import gc
 import threading
 
 from tests.interrupts import interrupt_at
-from tiered.zero.activations.freed_objects import FreedObjects
+from tiered.zero.activations.swapped import FreedObjects
 
 
 class Watched:

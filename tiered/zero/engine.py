@@ -18,8 +18,7 @@ from tiered.errors import UsageError
 from tiered.store.residency.lease import is_in_transform
 from tiered.store.store import Store
 from tiered.tiers.schedule import SharedSchedule
-from tiered.zero.activations.activations import Activations
-from tiered.zero.activations.forward import Forward
+from tiered.zero.activations.activations import Activations, Forward
 from tiered.zero.activations.saved import SavedPairs
 from tiered.zero.formats.codec import Bucket
 from tiered.zero.gradients.backward import Backward
