@@ -2,7 +2,7 @@
 
 from tiered.zero.construct import construct
 from tiered.zero.gradients.clipping import GradScaler, clip_grad_norm_
-from tiered.zero.optimizer.optimizer import SGD, AdamW, Lion
+from tiered.zero.optimizer.streaming_optimizer import SGD, AdamW, Lion
 from tiered.zero.shard import shard
 from tiered.zero.unsharded import accumulate, unsharded
 

@@ -1,6 +1,6 @@
 """StateAccess: the ways that an optimizer offers to its state, which lies in a store: read, load and reset.
 
-The store's own way, at commits and resumes, is in committed_optimizer.py.
+The store's own way, at commits and resumes, is in loaded_state.py.
 """
 
 from __future__ import annotations

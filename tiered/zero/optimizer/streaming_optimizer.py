@@ -1,11 +1,14 @@
 """StreamingOptimizer: a ``torch.optim.Optimizer`` whose state lives in a store, for sharded parameters and plain ones.
 
-rules.py has the arithmetic, codec.py lays the state out, update.py streams it; the optimizers that users make are in
-optimizer.py.
+AdamW, SGD and Lion, which users make, are thin classes over it. rules.py has the arithmetic, codec.py lays the state
+out, update.py streams it. accelerate wraps optimizers in one of its own, which copies their whole state to a device and
+back, and lets no step and no ``zero_grad`` through while it accumulates gradients. Here the state stays, and that rule
+is kept: accelerate's ``prepare()`` leaves the optimizer as it is.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -19,12 +22,11 @@ from tiered.store.store import Store
 from tiered.zero.engine import Engine
 from tiered.zero.formats.codec import Source
 from tiered.zero.formats.layout import FORMATS, Layouts
-from tiered.zero.formats.rules import Rule
+from tiered.zero.formats.rules import AdamWRule, LionRule, Rule, SGDRule
 from tiered.zero.layout import bucket_numel_for, tile_numel_for, whole_pages
 from tiered.zero.model_state import check_added
 from tiered.zero.one_rank import refuse_distributed
-from tiered.zero.optimizer.accelerate_gate import AccelerateGate
-from tiered.zero.optimizer.committed_optimizer import (
+from tiered.zero.optimizer.loaded_state import (
     RegisteredOptimizer,
     bucket_numel_of,
     compare,
@@ -38,17 +40,50 @@ from tiered.zero.optimizer.committed_optimizer import (
     withhold_steps,
 )
 from tiered.zero.optimizer.masters import taken_over
-from tiered.zero.optimizer.optimizer_state import OptimizerState, StateUnit
-from tiered.zero.optimizer.place_choice import choose_place, give_place
-from tiered.zero.optimizer.plain import PlainUnit
+from tiered.zero.optimizer.optimizer_state import OptimizerState, PlainUnit, StateUnit
 from tiered.zero.optimizer.state_access import StateAccess
-from tiered.zero.optimizer.unit_update import UnitUpdate
-from tiered.zero.optimizer.update import PlainSupply, UpdatePipeline
+from tiered.zero.optimizer.update import PlainSupply, UnitUpdate, UpdatePipeline, choose_place, give_place
 from tiered.zero.optimizer.update_thread import UpdateThread
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
 
-__all__ = ["StreamingOptimizer"]
+__all__ = ["SGD", "AccelerateGate", "AdamW", "Lion", "StreamingOptimizer"]
+
+
+class AccelerateGate:
+    """An optimizer that counts as prepared by accelerate; accelerate is never imported here."""
+
+    step_was_skipped = False  # accelerate asks after each step
+    _gradient_state: Any = None  # accelerate's, once its prepare() has seen this optimizer
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer within, which accelerate looks for to find its scheduler: this one."""
+        return self
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """Take note: accelerate's prepare() sets this. Raises UsageError for fp16, whose scaler steps for it."""
+        state: Any = sys.modules["accelerate.state"]
+        if state.AcceleratorState().mixed_precision == "fp16":
+            raise UsageError(
+                'Accelerator(mixed_precision="fp16") steps optimizers through a scaler of its own; expected "no", and'
+                " tiered.shard(param_dtype=torch.bfloat16), or tiered.GradScaler in a loop of your own"
+            )
+        self._gradient_state = state.GradientState()
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether accelerate accumulates gradients now: ``step`` and ``zero_grad`` do nothing then."""
+        return self._gradient_state is not None and not self._gradient_state.sync_gradients
+
+
+# -- streaming optimizer -----------------------------------------------------------------------------------------------
+
 
 _UPDATES = ("auto", "step", "backward")
 
@@ -390,3 +425,138 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         for name, parameter in self._beside.items():
             parameter.data.copy_(state.get("beside", {}).get(name, parameter))  # older commits lack it
         self._is_behind = False
+
+
+# -- optimizer ---------------------------------------------------------------------------------------------------------
+
+
+class AdamW(StreamingOptimizer):
+    """AdamW with decoupled weight decay, streaming its state through a store.
+
+    ``params``: parameters or groups as for any torch optimizer, sharded by ``tiered.shard`` or plain; plain ones need
+    ``store``. ``update="step"`` updates in ``step()``; ``update="backward"`` updates each unit as soon as its gradient
+    is final, and ``step()`` only concludes. ``state`` names the format of the state; here with its bytes per bf16
+    parameter, the parameter included:
+
+    - ``state="exact"`` (12): fp32 moments and the bits of an fp32 master; the numbers are those of
+      ``torch.optim.AdamW(fused=True)`` on fp32 masters
+    - ``state="compact"`` (5.1): the moments in 8 bits with a scale per 128 elements, the master in 24 bits
+
+    compact rounds by a hash of parameter, step and position: right on average, the same bits in every run, under any
+    budget and after a resume. fp32 parameters are their own masters; fp64 ones keep exact state in any format.
+
+    ``foreach`` and ``fused`` are torch's and change nothing: the arithmetic is always that of ``fused=True``.
+    ``amsgrad``, ``capturable`` and ``differentiable`` can only be False.
+
+    A store that already holds this optimizer's state is adopted: call ``store.resume()``. Not thread-safe. Raises
+    ValueError for hyperparameters out of range, TypeError for a switch of torch's that this lacks, UsageError for
+    unknown words or a store that holds another optimizer, CapacityError when the device has no room for the state.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        update: str = "step",
+        state: str = "exact",
+        store: Store | None = None,
+    ) -> None:
+        _need_false("AdamW", amsgrad=amsgrad, capturable=capturable, differentiable=differentiable)
+        if not float(lr) >= 0 or not eps >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                f"expected lr, eps, weight_decay >= 0 and betas in [0, 1), got lr={lr}, eps={eps},"
+                f" weight_decay={weight_decay}, betas={betas}"
+            )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, AdamWRule(), update=update, state=state, store=store)
+
+
+class SGD(StreamingOptimizer):
+    """Stochastic gradient descent with momentum, streaming its state through a store.
+
+    The numbers are those of ``torch.optim.SGD(fused=True)`` on fp32 masters. ``params``, ``update``, ``state``,
+    ``store``, torch's switches and errors as for ``tiered.AdamW``; bytes per bf16 parameter are 8.1 and 4.0,
+    without momentum 4.1 and 3. Momentum in any group lays a buffer out for all groups. An optimizer that was made
+    without momentum cannot be given any later.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        update: str = "step",
+        state: str = "exact",
+        store: Store | None = None,
+    ) -> None:
+        _need_false("SGD", differentiable=differentiable)
+        if not float(lr) >= 0 or not momentum >= 0 or not weight_decay >= 0:
+            raise ValueError(
+                f"expected lr, momentum, weight_decay >= 0, got lr={lr}, momentum={momentum},"
+                f" weight_decay={weight_decay}"
+            )
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                f"nesterov=True with momentum={momentum}, dampening={dampening}; expected a momentum and no dampening"
+            )
+        defaults = {
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
+            "nesterov": nesterov, "maximize": maximize,
+        }  # fmt: skip
+        params = list(params)
+        groups = [group for group in params if isinstance(group, dict)]
+        with_momentum = any(group.get("momentum", momentum) for group in groups) if groups else momentum != 0
+        rule = SGDRule(with_momentum=bool(with_momentum))
+        super().__init__(params, defaults, rule, update=update, state=state, store=store)
+
+
+class Lion(StreamingOptimizer):
+    """Lion, the sign of an interpolated momentum with decoupled weight decay, streaming its state through a store.
+
+    On fp32 masters. ``params``, ``update``, ``state``, ``store`` and errors as for ``tiered.AdamW``; bytes per bf16
+    parameter are 8.1 and 4.0. A usual learning rate is a third to a tenth of AdamW's.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        update: str = "step",
+        state: str = "exact",
+        store: Store | None = None,
+    ) -> None:
+        if not float(lr) >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                f"expected lr, weight_decay >= 0 and betas in [0, 1), got lr={lr}, weight_decay={weight_decay},"
+                f" betas={betas}"
+            )
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, LionRule(), update=update, state=state, store=store)
+
+
+def _need_false(name: str, **switches: bool) -> None:
+    for switch, value in switches.items():
+        if value:
+            raise TypeError(f"tiered.{name}({switch}={value!r}) is not supported; expected {switch}=False")

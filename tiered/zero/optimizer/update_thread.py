@@ -24,7 +24,7 @@ from tiered.store.waiting.calling_thread import NestedCalls, this_thread
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.recorder import Wait
 from tiered.zero.engine import Engine
-from tiered.zero.optimizer.unit_update import UnitUpdate, outcome_of
+from tiered.zero.optimizer.update import UnitUpdate, outcome_of
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.placeholder import is_in_mode
 from tiered.zero.parameters.unit import Unit
