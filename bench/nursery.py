@@ -103,7 +103,7 @@ def warm_up() -> None:
 
     import tiered.cli
     import tiered.train.run  # noqa: F401
-    from tiered.zero.parameters.eager import stay_eager
+    from tiered.zero.shard import stay_eager
 
     for late in ("torch._dynamo", "typer._adapters"):  # the first optimizer and the command line import them
         with suppress(ModuleNotFoundError):  # what is their own may move

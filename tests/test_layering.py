@@ -47,10 +47,9 @@ ORDER = {
     "tiers": ("trace", "schedule", "compute_tier", "device_tier", "device_memory", "device_clock", "copies",
               "accelerator"),
     "ranks": ("comm",),
-    "zero": ("layout", "committed_layout", "division", "export", "accelerator_state", "step", "one_rank", "formats",
-             "parameters", "gradients", "activations", "engine", "store_events", "model_state", "model_values",
-             "optimizer", "compute_device", "construct", "deferred_tensor", "deferred_files", "weights", "in_place",
-             "shard", "unsharded"),
+    "zero": ("layout", "division", "export", "accelerator_state", "step", "one_rank", "formats", "parameters",
+             "gradients", "activations", "engine", "model_state", "optimizer", "compute_device", "construct",
+             "deferred_tensor", "deferred_files", "weights", "shard", "unsharded"),
 }  # fmt: skip
 """The rooms of each floor, files of the floor itself among them: each imports only what stands before it."""
 

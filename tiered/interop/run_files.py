@@ -19,10 +19,9 @@ from tiered.store.generations.registry import taking_apart
 from tiered.store.residency.lease import Lease
 from tiered.store.store import Store
 from tiered.units import MiB, format_bytes, parse_bytes
-from tiered.zero.committed_layout import committed_layouts
 from tiered.zero.deferred_files import DeferredFiles, safetensors_files
 from tiered.zero.deferred_tensor import DeferredTensor
-from tiered.zero.layout import SegmentSpec, UnitLayout
+from tiered.zero.layout import SegmentSpec, UnitLayout, committed_layouts
 
 __all__ = ["export", "import_files"]
 

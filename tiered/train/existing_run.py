@@ -31,11 +31,10 @@ from tiered.store.lifetime.ledger import LEDGER_NAME, read_ledger
 from tiered.store.lifetime.leftovers import Leftovers
 from tiered.store.lifetime.lock import LOCK_NAME
 from tiered.units import MiB, divide_up, format_bytes
-from tiered.zero.committed_layout import committed_layouts, count_in, text_in
 from tiered.zero.formats.codec import divide
 from tiered.zero.formats.layout import FORMATS, Layouts
 from tiered.zero.formats.rules import AdamWRule, LionRule, Rule, SGDRule
-from tiered.zero.layout import CUT_NUMEL, SegmentSpec
+from tiered.zero.layout import CUT_NUMEL, SegmentSpec, committed_layouts, count_in, text_in
 
 __all__ = [
     "ExistingRun",

@@ -1,14 +1,15 @@
 """Layout: pure arithmetic of the places of a model's parameters: units, spans, segments, cut points, shards, shares.
 
 A unit is one or more spans; a span is one key of the store and has one dtype and one trainability. This file touches no
-bytes and knows no store: its readers are shard, the plan of a run, the optimizer's buckets and the ranks.
+bytes and knows no store: its readers are shard, the plan of a run, the optimizer's buckets and the ranks. A commit
+describes the layouts of a model's units: they are read back without the model, from bytes that may be anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,9 +19,6 @@ __all__ = [
     "CUT_NUMEL",
     "LEAST_BUCKET_NUMEL",
     "PAGE_NBYTES",
-    "TILE_NUMEL",
-    "Cut",
-    "Place",
     "SegmentSpec",
     "ShardLayout",
     "Shares",
@@ -28,13 +26,17 @@ __all__ = [
     "UnitLayout",
     "WorkSizes",
     "bucket_numel_for",
+    "committed_layouts",
+    "count_in",
     "cut",
     "lay_out",
     "share_out",
     "smallest_budget",
+    "text_in",
     "tile_numel_for",
     "whole_pages",
 ]
+
 
 CUT_NUMEL = 128
 """Elements: each segment starts at a multiple of it in its span, and a parameter is cut at multiples of it alone.
@@ -312,3 +314,41 @@ def share_out(units: Sequence[UnitLayout], sizes: WorkSizes, budget_bytes: int, 
 def smallest_budget(units: Sequence[UnitLayout], sizes: WorkSizes) -> int:
     """Return the smallest DRAM budget in bytes for ``units``: root + 2 largest with gradients, 3 buckets, scratch."""
     return share_out(units, sizes, 0, held=0).smallest
+
+
+# -- committed layout --------------------------------------------------------------------------------------------------
+
+
+_LARGEST = 1 << 53  # of a number in a description
+
+
+def committed_layouts(state: Mapping[str, Any]) -> Iterator[tuple[str, UnitLayout]]:
+    """Yield the name and the layout of each unit in ``state``, what ``ModelState.state_dict`` returned.
+
+    Raises LookupError, TypeError, ValueError, AttributeError for a description that no version writes.
+    """
+    for unit, described in state["units"].items():
+        trained = set(map(text_in, state["trained"][unit]))
+        yield text_in(unit), lay_out(unit, [_spec(each, trained) for each in described])
+
+
+def _spec(described: Mapping[str, Any], trained: set[str]) -> SegmentSpec:
+    name, dtype = text_in(described["name"]), getattr(torch, text_in(described["dtype"]).removeprefix("torch."))
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a parameter of dtype {dtype}")
+    shape, strides = (tuple(map(count_in, described[word])) for word in ("shape", "strides"))
+    return SegmentSpec(name, shape, strides, dtype, name in trained)
+
+
+def text_in(value: object) -> str:
+    """Return ``value`` of a description if it is a text. Raises TypeError."""
+    if not isinstance(value, str):
+        raise TypeError("a name that is no text")
+    return value
+
+
+def count_in(value: object) -> int:
+    """Return ``value`` of a description if it is a whole number from 0 on. Raises ValueError."""
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise ValueError("a number out of range")
+    return value

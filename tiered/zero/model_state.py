@@ -1,13 +1,15 @@
 """The small state of a sharded model that rides along with a commit, and the model's state_dict / load_state_dict.
 
 The parameters themselves are keys of the store; here are the buffers, the description that a resumed store must agree
-with, and the random number generators.
+with, and the random number generators. ModelValues reads the tensors of a ``state_dict()`` one at a time.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 from tiered.bytes.file_memory import FileMemory
+from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, UsageError
 from tiered.store.store import Store
 from tiered.units import format_bytes
@@ -23,9 +26,10 @@ from tiered.zero.engine import Engine
 from tiered.zero.export import room_for_copies
 from tiered.zero.parameters.calls import num_on_stack
 from tiered.zero.parameters.parameter import TieredParameter
-from tiered.zero.parameters.unit import Unit
+from tiered.zero.parameters.unit import Segment, Unit
 
-__all__ = ["ModelState", "RandomState", "check_added", "hook_state_dicts", "refuse_missing"]
+__all__ = ["ModelState", "ModelValues", "RandomState", "check_added", "hook_state_dicts", "opened", "refuse_missing"]
+
 
 MAX_ADDED_NBYTES = 64 << 20
 """Most bytes of parameters added after ``shard``: each commit's text holds 4/3 of them, and memory holds them."""
@@ -291,3 +295,60 @@ def _memory_for(module: nn.Module, engine: Engine) -> FileMemory | None:
         " a commit `tiered export RUN FOLDER`"
     )
     return room_for_copies(devices, [segment.nbytes for segment in segments], "state_dict()", next_step)
+
+
+# -- model values ------------------------------------------------------------------------------------------------------
+
+
+class ModelValues:
+    """``state`` is what ``model.state_dict()`` gives, with a meta tensor for each sharded parameter.
+
+    Names of one tied parameter have meta tensors of one storage. Between steps only.
+    """
+
+    def __init__(self, model: nn.Module, what: str) -> None:
+        """``what`` names the caller in messages. Reads no parameter. Raises UsageError at the wrong time."""
+        parameters = [p for p in model.parameters() if isinstance(p, TieredParameter)]
+        segments: list[Segment] = [p.segment for p in parameters if isinstance(p.segment.unit, Unit)]
+        self._segments = {segment.layout().untyped_storage()._cdata: segment for segment in segments}
+        self.engines: list[Engine] = list(dict.fromkeys(segment.unit.engine for segment in segments))  # type: ignore[misc]
+        units = list(dict.fromkeys(segment.unit for segment in segments))
+        self._next = dict(itertools.pairwise(units))
+        for engine in self.engines:
+            engine.check_idle(what)
+            engine.phase.export.only_looks = True
+        try:
+            self.state: dict[str, Any] = dict(model.state_dict())
+        finally:
+            for engine in self.engines:
+                engine.phase.export.only_looks = False
+
+    def segment_of(self, tensor: torch.Tensor) -> Segment | None:
+        """Return the parameter that ``tensor`` of ``state`` stands for, None for a tensor that has its values."""
+        return self._segments.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+
+    @uninterrupted
+    def read(self, segment: Segment) -> torch.Tensor:
+        """Return the values of a parameter in DRAM, with its shape and strides: the store's own bytes, to be read.
+
+        They stay as long as the tensor lives, and take room of the budget meanwhile.
+        """
+        with segment.unit.working_set.mark:
+            unit = segment.unit
+            is_first = not unit.is_open
+            span = unit.open("r")[segment.span]
+            if is_first and unit in self._next:
+                unit.working_set.prefetch(self._next[unit].keys)
+            unit.buffer.use()
+            return segment.view(span).detach().cpu()
+
+
+@contextmanager
+def opened(model: nn.Module, what: str) -> Iterator[ModelValues]:
+    """Lend the values of ``model``; its units are parked afterwards."""
+    values = ModelValues(model, what)
+    try:
+        yield values
+    finally:
+        for engine in values.engines:
+            engine.open_units.park_all()

@@ -1,6 +1,9 @@
 """shard: give a model's parameters to a store, divide them into units, and hook the model up.
 
-The values move a unit at a time; the engine does all work at run time afterwards.
+The values move a unit at a time; the engine does all work at run time afterwards. At commit, rollback, resume and close
+of the store, pending work is finished, dropped or refused. Under torch.compile a graph would take the parameters past
+tiered, and the code that moves them in and out cannot be traced. So the compiler leaves all of the model alone, and
+compiles the code around it.
 """
 
 from __future__ import annotations
@@ -9,8 +12,8 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from torch import nn
 from torch.utils import swap_tensors
 
 from tiered.bytes.host_tensor import address_of
-from tiered.errors import UsageError
+from tiered.errors import StepAbandonedError, UsageError
 from tiered.store.generations.registry import taking_apart
 from tiered.store.residency.lease import Lease
 from tiered.store.store import Store
@@ -33,22 +36,142 @@ from tiered.zero.construct import ConstructedParameter
 from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
 from tiered.zero.formats.budget import share_out_as_asked
-from tiered.zero.in_place import find_in_place
 from tiered.zero.layout import Shares
 from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, refuse_missing
 from tiered.zero.one_rank import DistributedLater, refuse_ranks
 from tiered.zero.optimizer.masters import Masters, masters_nbytes, offsets_of, write_masters
-from tiered.zero.parameters.eager import eager, stay_eager
 from tiered.zero.parameters.methods import copied, running
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.placeholder import placeholder
 from tiered.zero.parameters.unit import Segment, Unit
-from tiered.zero.store_events import prepare_for, returning
-from tiered.zero.weights import Weights
+from tiered.zero.step import in_graph_task
+from tiered.zero.weights import Weights, find_in_place
 
-__all__ = ["shard"]
+__all__ = ["eager", "prepare_for", "returning", "shard", "stay_eager"]
+
 
 _log = logging.getLogger("tiered")
+
+_REASON = "the modules of a sharded model move their parameters in and out, and run as they are"
+
+_OWN = (
+    *("bytes", "store", "tiers", "zero.activations", "zero.engine", "zero.formats", "zero.gradients"),
+    *("zero.step", "zero.optimizer", "zero.shard", "zero.unsharded", "zero.parameters.access"),
+    *("zero.parameters.calls", "zero.parameters.methods", "zero.parameters.parameter"),
+    *("zero.parameters.open_units", "zero.parameters.placeholder", "zero.parameters.unit"),
+)
+"""The modules that are not traced; those in ``parameters`` singly, for the guard of torch.func is there."""
+
+
+def eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` as one that torch.compile does not look into, nor into the functions that it calls."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function, reason=_REASON)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def stay_eager(module: nn.Module) -> None:
+    """Have torch.compile leave calls of ``module`` as they are; ``module.compile()`` warns the user of that."""
+    if module._compiled_call_impl is not None:
+        _warn(module)
+    vars(module)["_compiled_call_impl"] = eager(module._call_impl)
+    if type(module).compile is nn.Module.compile:
+        module.compile = functools.partial(_warn, module)  # type: ignore[method-assign]
+    _skip_own_functions()
+
+
+@functools.cache
+def _skip_own_functions() -> None:
+    """Have torch.compile trace no function that runs a model, such as those autograd calls for saved tensors.
+
+    The guard of torch.func is traced: it stands before transforms of ordinary tensors as well.
+    """
+    for name in _OWN:
+        torch._dynamo.trace_rules.add(f"tiered.{name}")
+
+
+def _warn(module: nn.Module, *_: Any, **__: Any) -> None:
+    _log.warning("compile() of %s, which is sharded, changes nothing: %s", type(module).__name__, _REASON)
+
+
+# -- events of the store -----------------------------------------------------------------------------------------------
+
+
+def prepare_for(engine: Engine, word: str) -> None:
+    """Get ``engine`` ready for an event of the store: "commit", "rollback", "resume" or "close".
+
+    Pending updates are finished before a close and dropped for a return; a commit asks for them itself. A step
+    that was left half done is not committed by a close: it is rolled back. A step whose updates are dropped stays
+    abandoned where the event does not come, as the store may refuse it yet. Raises UsageError at the wrong time, and
+    the error of an update that failed.
+    """
+    if word == "commit":
+        engine.check_between_steps("commit")
+        return
+    if in_graph_task():
+        raise UsageError(f"{word} inside a backward; expected between steps")
+    if word != "close":
+        engine.store.wait_for_commit()  # order: the first one may be running
+        if not engine.store.generation:
+            return  # there is nothing to return to, so nothing is given up
+    is_half_done = engine.phase.is_half_done
+    failure: Exception | None = None
+    is_committing = word == "close" and engine.store.durable
+    if is_committing and not is_half_done:
+        try:
+            engine.updates.finish_all()
+        except Exception as error:  # whatever it is, the step is half done
+            failure, is_half_done = error, True
+    is_half_done = is_half_done or engine.updates.is_busy or engine.updates.failure is not None
+    if is_half_done and word != "close":  # which nothing refuses any more
+        engine.phase.abandon(f"its updates were dropped for a {word} that did not come to its end")
+    _forget_step(engine)
+    if is_committing and is_half_done:
+        _drop_half_done(engine, failure)
+
+
+@contextmanager
+def returning(engine: Engine) -> Iterator[None]:
+    """Hold ``engine`` back while the store loads the last commit, and let it go on where that has come to its end."""
+    engine.phase.abandon("the return to the last commit did not come to its end")
+    yield
+    engine.phase.restored()
+
+
+def _drop_half_done(engine: Engine, failure: Exception | None) -> None:
+    """Keep ``close`` from committing a step left half done, because of ``failure`` if that was not raised yet."""
+    engine.store.wait_for_commit()  # order: the first one may be running
+    if engine.store.generation:
+        engine.store.rollback()
+    elif failure is None:
+        raise StepAbandonedError("closed in the middle of a step, and nothing was ever committed: all is dropped")
+    if failure is not None:
+        raise failure
+
+
+def _forget_step(engine: Engine) -> None:
+    """Forget the step under way; the bytes in the store are the truth."""
+    engine.updates.cancel()
+    engine.calls.clear()
+    engine.backward.reset()
+    engine.activations.reset()
+    engine.phase.forget_step()
+    engine.open_units.shielded.clear()
+    for unit in engine.units:
+        unit.num_ops = 0
+        unit.outdate()
+    try:
+        engine.open_units.park_all()
+        for unit in engine.units:
+            unit.gradients.drop()
+        engine.open_gradients.end_spares()
+    finally:  # of a device that has failed, whose copies keep leases
+        engine.tier.forget()
+    engine.backward.forget_touches()
+    engine.schedule.forget()
+
+
+# -- shard -------------------------------------------------------------------------------------------------------------
+
 
 _CLASSES = {
     "parameters": "parameters",
