@@ -157,3 +157,11 @@ def test_a_graph_of_values_that_were_written_since_is_refused(
         change(model, None)
         with pytest.raises(UsageError, match="updated since the forward"):
             loss.backward()
+
+
+def test_a_move_of_the_model_to_where_it_is_changes_nothing(accelerator: Any, tmp_path: Path) -> None:
+    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES, durable=False) as store:
+        model = tiered.shard(build(), store, device=DEVICE)
+        assert model.to(DEVICE) is model and model.to(f"{DEVICE}:0") is model
+        with pytest.raises(UsageError, match="device= to"):
+            model.to("meta")

@@ -292,9 +292,10 @@ def _is_no_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _is_here(device: torch.device | int | str | None, target: torch.Tensor) -> bool:
     """Return whether ``target`` lies on ``device``: without an index that of the current one, as torch reads it."""
-    there, here = target.device if device is None else torch.device(device), target.device
-    index = torch.accelerator.current_device_index() if there.index is None and here.index is not None else there.index
-    return (there.type, index) == (here.type, here.index)
+    there = target.device if device is None else torch.device(device)
+    if str(there) == target.device.type != "cpu":
+        there = torch.device(there.type, torch.accelerator.current_device_index())
+    return there == target.device
 
 
 def _describe(parameter: TieredParameter) -> str:
