@@ -238,7 +238,6 @@ def test_a_whole_model_has_the_bits_of_plain_torch(
     recipe = Recipe(updates_on="cpu" if update_on == "cpu" else "", adamw={"lr": 1e-2})
     expected = train(model, MasterAdamW(model, recipe), whole, **options)
     accelerator.reset()
-    accelerator.guard_pinned()
     accelerator.set_query_delay(3)
     with tiered.Store(tmp_path, dram="24MiB", device_memory="24MiB") as store:
         sharding = {"device": DEVICE, "activations": activations, "update_on": update_on, "hold": 0}

@@ -169,6 +169,7 @@ def test_torch_reserves_little_more_than_the_device_budget(update_on: str, facto
             tiered.shard(uneven(), store, **options)
     budget = int(factor * device_memory_named_in(refusal.value))
     torch.cuda.empty_cache()
+    torch.cuda.reset_accumulated_memory_stats()  # of checks before
     with tiered.Store(tmp_path / "store", dram="384MiB", device_memory=budget, durable=False) as store:
         model = tiered.shard(uneven(), store, **options)
         optimizer = tiered.AdamW(model.parameters())
