@@ -256,8 +256,12 @@ class Copies:
             for key in list(self._in_flight):
                 self.settle(key)
         except torch.AcceleratorError:
-            while self._in_flight:
-                for copy in self._in_flight.popitem()[1]:
+            with self._sweeping:
+                with self._lock:
+                    copies = [copy for each in self._in_flight.values() for copy in each]
+                    self._in_flight.clear()
+                    self._leaving.clear()
+                for copy in copies:
                     copy.lease.release()
             raise
 
