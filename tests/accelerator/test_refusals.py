@@ -59,3 +59,35 @@ def test_a_close_after_the_device_has_failed_says_so_and_the_last_commit_is_ther
         session = start(case_on("cpu", "gpt"), Recipe(), store, **(OPTIONS | {"device": "cpu"}))
         assert store.resume()["step"] == 2
         assert all(torch.equal(value, values[name]) for name, value in session.model.state_dict().items())
+
+
+def test_a_layer_of_the_device_is_added_before_shard_or_trained_by_torch(sim: ModuleType, tmp_path: Path) -> None:
+    def parts() -> list[torch.nn.Module]:
+        torch.manual_seed(0)
+        return [torch.nn.Linear(8, 8).to("sim") for _ in range(2)]
+
+    def trained(optimizers: list[torch.optim.Optimizer], layers: list[torch.nn.Module]) -> torch.Tensor:
+        for _ in range(2):
+            layers[1](layers[0](torch.ones(2, 8, device="sim"))).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return layers[1].state_dict()["weight"].cpu()
+
+    plain = torch.nn.Sequential(*parts())
+    expected = trained([torch.optim.AdamW(plain.parameters(), fused=True)], list(plain))
+    with tiered.Store(tmp_path / "after", dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        base, head = parts()
+        base = tiered.shard(base, store, device="sim")
+        with pytest.raises(UsageError, match=r"\(8, 8\), is in ordinary memory of sim:0.*before tiered.shard\("):
+            tiered.AdamW([*base.parameters(), *head.parameters()])
+        ours, theirs = tiered.AdamW(base.parameters()), torch.optim.AdamW(head.parameters(), fused=True)
+        assert torch.equal(trained([ours, theirs], [base, head]), expected)
+    with tiered.Store(tmp_path / "before", dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        whole = tiered.shard(torch.nn.Sequential(*parts()), store, device="sim")
+        optimizer = tiered.AdamW(whole.parameters())
+        for _ in range(2):
+            whole(torch.ones(2, 8, device="sim")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(whole.state_dict()["1.weight"].cpu(), expected)

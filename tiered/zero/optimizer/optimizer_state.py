@@ -64,7 +64,11 @@ class PlainUnit:
         self.segments: list[PlainSegment] = []
         for name, parameter in parameters:
             if parameter.device.type != "cpu":
-                raise UsageError(f"parameter {name} is on {parameter.device}; expected the CPU, or a sharded model")
+                raise UsageError(
+                    f"parameter {name}, {tuple(parameter.shape)}, is in ordinary memory of {parameter.device}; expected"
+                    " the CPU, a layer or an adapter that is added before tiered.shard(...), or an optimizer of torch's"
+                    " own for it"
+                )
             segment = PlainSegment(name, parameter, parameter.dtype)  # type: ignore[arg-type]
             if segment.strides != parameter.stride():
                 raise UsageError(
