@@ -26,7 +26,7 @@ from training import Settings, add_arguments, check, environment, measure, media
 
 import tiered
 from tiered.errors import CapacityError
-from tiered.train.task import GPT
+from tiered.tools.train.task import GPT
 from tiered.units import MiB, parse_bytes, round_up
 
 

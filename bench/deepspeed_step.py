@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-MODEL = Path(__file__).parents[1] / "tiered" / "train" / "model.py"
+MODEL = Path(__file__).parents[1] / "tiered" / "tools" / "train" / "task.py"
 
 
 def free_port() -> int:

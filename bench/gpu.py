@@ -35,9 +35,9 @@ import torch
 from bench.gpu_device import part_arguments, said, simulated_device
 from bench.gpu_runs import in_device_memory, train
 from bench.gpu_sizes import IN_MEMORY, INTERIOR, LAYERS, TINY, Machine, Sizes, io_bound, sizes_for
-from tiered.measure.command import BenchRequest, bench
-from tiered.measure.settings import QUICK
-from tiered.train.bound import matrix_flop_per_s, profiled_bandwidth
+from tiered.tools.bench.command import BenchRequest, bench
+from tiered.tools.bench.settings import QUICK
+from tiered.tools.train.bound import matrix_flop_per_s, profiled_bandwidth
 from tiered.units import GiB, MiB, format_bytes
 from tiered.zero.accelerator_state import describe_device
 from tiered.zero.compute_device import named_device

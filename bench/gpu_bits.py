@@ -42,7 +42,7 @@ from tests.models import Case
 from tests.reference import Recipe, Trained
 from tests.zero.training import Session, assert_same, reference, start
 from tiered.errors import CapacityError
-from tiered.train.task import GPT, VOCAB, Shape
+from tiered.tools.train.task import GPT, VOCAB, Shape
 from tiered.units import MiB
 from tiered.zero.compute_device import named_device
 

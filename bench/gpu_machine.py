@@ -94,7 +94,7 @@ def room(folder: Path) -> dict[str, Any]:
 
 def doctor(folder: Path) -> dict[str, Any]:
     """Return whether `tiered doctor` finds the machine in order; its answer goes to the log."""
-    text, why = answer(sys.executable, "-m", "tiered.cli", "doctor", str(folder), timeout_s=20)
+    text, why = answer(sys.executable, "-m", "tiered.tools.cli", "doctor", str(folder), timeout_s=20)
     print(text)
     return {"wrong": f"tiered doctor: {why}"} if why else {"says": text.strip().splitlines()[-1]}
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import tiered
 from bench.gpu_sizes import Sizes
 from tests.accelerator import simulated
-from tiered.cli import main as tiered_command
-from tiered.train.task import GPT
+from tiered.tools.cli import main as tiered_command
+from tiered.tools.train.task import GPT
 from tiered.units import spell_bytes
 
 __all__ = [

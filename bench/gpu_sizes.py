@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from tiered.train.bound import Bandwidth
-from tiered.train.task import Shape
+from tiered.tools.train.bound import Bandwidth
+from tiered.tools.train.task import Shape
 from tiered.units import MiB, format_bytes, format_count
 
 __all__ = ["INTERIOR", "IN_MEMORY", "LAYERS", "TINY", "Machine", "Sizes", "io_bound", "sizes_for"]

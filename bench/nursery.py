@@ -48,7 +48,7 @@ def _instrument(pipe: int) -> None:
     """Report every I/O call before it is made, the opening of the store, and each commit's begin and end."""
     from tiered.store.catalog.sqlite_catalog import SqliteCatalog
     from tiered.store.store import Store
-    from tiered.train.run import TrainingLoop
+    from tiered.tools.train.run import TrainingLoop
 
     for name in _CALLS:
         setattr(os, name, _reported(pipe, name, getattr(os, name)))
@@ -82,17 +82,17 @@ def _instrument(pipe: int) -> None:
 
 def _run(is_simulated: bool) -> int:
     """Run the command line; where there is the simulated accelerator, a race is a failure, too."""
-    import tiered.cli
+    import tiered.tools.cli
 
     if not is_simulated:
-        return tiered.cli.main()
+        return tiered.tools.cli.main()
     from tests.accelerator import simulated
     from tests.accelerator.registrar import SimulatedRegistrar
     from tiered.bytes.registrar import add_registrar
 
     simulated.enable()
     add_registrar("sim", SimulatedRegistrar())
-    status, races = tiered.cli.main(), simulated.races()
+    status, races = tiered.tools.cli.main(), simulated.races()
     print(*races, sep="\n", file=sys.stderr)
     return status or min(len(races), 1)
 
@@ -101,8 +101,8 @@ def warm_up() -> None:
     """Do once what every child that runs ``tiered`` would do. It starts no thread: those would not survive a fork."""
     import torch
 
-    import tiered.cli
-    import tiered.train.run  # noqa: F401
+    import tiered.tools.cli
+    import tiered.tools.train.run  # noqa: F401
     from tiered.zero.shard import stay_eager
 
     for late in ("torch._dynamo", "typer._adapters"):  # the first optimizer and the command line import them

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import tiered
-from tiered.train.task import GPT, Corpus, Loader, Shape
+from tiered.tools.train.task import GPT, Corpus, Loader, Shape
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,16 +15,16 @@ import pytest
 
 import tiered
 from tests.rigs.warm_python import WarmPython
-from tiered import cli
-from tiered.cli import main
-from tiered.console.interruption import Interruption
 from tiered.errors import CapacityError, UsageError
 from tiered.store.lifetime.opening import CATALOG_NBYTES
-from tiered.train.config import RunConfig, RunDials
-from tiered.train.plan import Plan
-from tiered.train.run import Display
-from tiered.train.summary import StepRecord
-from tiered.train.task import Corpus
+from tiered.tools import cli
+from tiered.tools.cli import main
+from tiered.tools.console.interruption import Interruption
+from tiered.tools.train.config import RunConfig, RunDials
+from tiered.tools.train.plan import Plan
+from tiered.tools.train.run import Display
+from tiered.tools.train.summary import StepRecord
+from tiered.tools.train.task import Corpus
 from tiered.units import format_bytes, parse_bytes, parse_count, spell_bytes, spell_count
 
 TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "32", "--dram", "32MiB")
@@ -273,7 +273,7 @@ class TestPlan:
         assert 0.5 * plans[0].write_nbytes < written <= plans[0].write_nbytes
 
     def test_above_10_tb_the_dials_are_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tiered.train.plan.multiplies_bf16_slowly", lambda: False)
+        monkeypatch.setattr("tiered.tools.train.plan.multiplies_bf16_slowly", lambda: False)
         assert not plan().warnings()
         (warning,) = plan(steps=3000).warnings()
         assert all(dial in warning for dial in ("--dram", "--commit-every", "--no-durable", "--state"))
@@ -281,7 +281,7 @@ class TestPlan:
     def test_long_steps_in_bf16_are_warned_of_where_the_cpu_is_slow_at_them(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("tiered.train.plan.multiplies_bf16_slowly", lambda: True)
+        monkeypatch.setattr("tiered.tools.train.plan.multiplies_bf16_slowly", lambda: True)
         (warning,) = plan().warnings()
         assert "--dtype fp32" in warning
         assert not plan(dtype="fp32").warnings() and not plan(layers=1, width=64, heads=4, batch=1).warnings()
@@ -293,7 +293,7 @@ class TestPlan:
         tiny = RunConfig.of_given({"params": 100_000})
         short = Plan(tiny, RunDials(), directories, durable=True, first_step=0)
         needed = short.space_nbytes + CATALOG_NBYTES
-        monkeypatch.setattr("tiered.train.plan._free_nbytes", lambda path: needed - 1)
+        monkeypatch.setattr("tiered.tools.train.plan._free_nbytes", lambda path: needed - 1)
         with pytest.raises(CapacityError, match=rf"one, .*two: it needs {format_bytes(needed)}"):
             short.check_space()
         Plan(tiny, RunDials(), directories, durable=False, first_step=0).check_space()
@@ -367,7 +367,8 @@ class TestInterruption:
         self, times: int, tmp_path: Path, text: Path, warm_python: WarmPython
     ) -> None:
         store = str(tmp_path / "run")
-        command = [warm_python.executable, "-m", "tiered.cli", "train", *TINY, "--data", str(text), "--store", store]
+        options = [*TINY, "--data", str(text), "--store", store]
+        command = [warm_python.executable, "-m", "tiered.tools.cli", "train", *options]
         root = Path(__file__).parents[1]
         with subprocess.Popen(
             [*command, "--steps", "100000"], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -392,7 +393,7 @@ class TestInterruption:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setenv("COLUMNS", "60")
-        monkeypatch.setattr("tiered.train.plan._free_nbytes", lambda path: 1 << 50)  # or the drive may be too small
+        monkeypatch.setattr("tiered.tools.train.plan._free_nbytes", lambda path: 1 << 50)  # the drive may be too small
         command = ["train", "--store", str(tmp_path / "run"), "--params", "1B", "--dram", "16MiB"]
         assert main(command) == 2
         said = capsys.readouterr().err
@@ -425,8 +426,17 @@ class TestInterruption:
 
 def test_what_is_refused_is_refused_before_torch_is_imported():
     source = (
-        "import sys; from tiered.cli import main;"
+        "import sys; from tiered.tools.cli import main;"
         " assert main(['train', '--dram', 'much']) == 2; assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "much" in done.stderr, done.stderr
+
+
+def test_the_library_loads_no_tool():
+    source = (
+        "import sys, tiered; [getattr(tiered, name) for name in tiered.__all__];"
+        " assert not [name for name in sys.modules if name.startswith('tiered.tools')]"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

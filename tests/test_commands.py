@@ -22,7 +22,7 @@ from tests.measure.test_bench import FEW
 from tests.store.places import quick_directory, short_files
 from tests.test_docs import PAGES, blocks, moved
 from tiered.bytes.device.profile import PROFILE_NAME
-from tiered.cli import main
+from tiered.tools.cli import main
 
 IN_BLOCKS = {
     line.partition("#")[0].strip()
@@ -87,10 +87,10 @@ def train(run: str) -> None:
 @pytest.fixture
 def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = SimpleNamespace(isatty=lambda: True)
-    monkeypatch.setattr("tiered.console.question.sys", SimpleNamespace(stdin=terminal, stdout=terminal))
+    monkeypatch.setattr("tiered.tools.console.question.sys", SimpleNamespace(stdin=terminal, stdout=terminal))
     monkeypatch.setattr("builtins.input", lambda question: "y")
-    monkeypatch.setattr("tiered.measure.command.FULL", FEW)
-    monkeypatch.setattr("tiered.measure.command.QUICK", FEW)
+    monkeypatch.setattr("tiered.tools.bench.command.FULL", FEW)
+    monkeypatch.setattr("tiered.tools.bench.command.QUICK", FEW)
 
 
 @pytest.mark.usefixtures("at_a_terminal")

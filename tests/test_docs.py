@@ -20,7 +20,7 @@ from torch import nn
 
 import tiered
 from tests.store.places import quick_directory, short_files
-from tiered.cli import main
+from tiered.tools.cli import main
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -22,7 +22,7 @@ from tests.rigs.warm_python import WarmPython
 from tests.store.places import quick_directory, short_files
 from tests.test_docs import blocks
 from tests.train.test_loop import TINY
-from tiered.cli import main
+from tiered.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("ended_workers")
 

@@ -8,9 +8,9 @@ import operator
 import pytest
 
 import tiered
-from tiered.cli import main
 from tiered.errors import UsageError
 from tiered.removed import REMOVED
+from tiered.tools.cli import main
 
 OPTIONS = {
     "tiered bench --plot": "bench nvme0 --plot bench.png",

@@ -18,7 +18,7 @@ from tests.zero.training import start
 from tiered.store.waiting.recorder import Recorder, Wait
 from tiered.tiers import device_clock
 from tiered.tiers.device_clock import COMPUTE, COPY_AHEAD, COPY_IN, COPY_OUT, COPY_TO_UPDATE, UPDATE, DeviceClock
-from tiered.train.summary import write_timeline
+from tiered.tools.train.summary import write_timeline
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -14,8 +14,8 @@ import tiered
 from tests.accelerator.test_measure import TINY
 from tests.accelerator.training import DEVICE
 from tests.test_docs import ROOT, blocks
-from tiered.cli import main
-from tiered.measure.accelerator import BOUND_TITLE
+from tiered.tools.bench.accelerator import BOUND_TITLE
+from tiered.tools.cli import main
 
 PAGE = ROOT / "docs/accelerator.md"
 
@@ -39,7 +39,7 @@ def test_the_snippet_trains(accelerator: Any, tmp_path: Path) -> None:
 def test_the_command_measures_the_device(
     accelerator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tiered.measure.command.FULL", TINY)
+    monkeypatch.setattr("tiered.tools.bench.command.FULL", TINY)
     (line,) = [each for text in blocks(PAGE, "") for each in text.splitlines() if "--device cuda" in each]
     (tmp_path / "run").mkdir()
     words = line.partition("#")[0].replace("/nvme0", str(tmp_path)).replace("cuda", DEVICE).split()

@@ -15,10 +15,8 @@ import torch
 import tiered
 from tests.measure.test_bench import FEW, written_nbytes
 from tiered.bytes.device.profile import LINK_PROFILE_NAME, PROFILE_NAME, load_link_profile
-from tiered.cli import main
-from tiered.doctor.description import machine_description
 from tiered.errors import CapacityError, UsageError
-from tiered.measure.accelerator import (
+from tiered.tools.bench.accelerator import (
     BOUND_TITLE,
     COPY_OPS,
     COPY_TITLE,
@@ -27,8 +25,8 @@ from tiered.measure.accelerator import (
     measure_link,
     measure_three_tiers,
 )
-from tiered.measure.command import BenchRequest, bench
-from tiered.measure.report import (
+from tiered.tools.bench.command import BenchRequest, bench
+from tiered.tools.bench.report import (
     BenchReport,
     ComputeDeviceReport,
     CopyRow,
@@ -37,9 +35,11 @@ from tiered.measure.report import (
     median_ratio,
     spread,
 )
-from tiered.measure.session import Session
-from tiered.measure.settings import NUM_TIER_WARM_UPS, BenchSettings
-from tiered.train.bound import profiled_link
+from tiered.tools.bench.session import Session
+from tiered.tools.bench.settings import NUM_TIER_WARM_UPS, BenchSettings
+from tiered.tools.cli import main
+from tiered.tools.doctor.description import machine_description
+from tiered.tools.train.bound import profiled_link
 from tiered.units import KiB, MiB
 
 TINY = replace(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.accelerator.training import DEVICE
-from tiered.cli import main
+from tiered.tools.cli import main
 from tiered.zero.compute_device import named_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -18,7 +18,7 @@ from tests.accelerator.training import ROOMY_NBYTES, case_on, reference_on, smal
 from tests.reference import Recipe
 from tests.zero.training import Session, assert_same, start
 from tiered.bytes.critical_section import BoundedThread
-from tiered.cli import main
+from tiered.tools.cli import main
 from tiered.zero.activations import swapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")

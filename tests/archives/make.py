@@ -40,7 +40,7 @@ from programs import (  # this script's folder comes first in the path
 )
 
 import tiered
-from tiered.cli import main
+from tiered.tools.cli import main
 
 COMMIT = "2ca5acb8bb64e8be9240b5e4f9af7ce9a6ef7186"
 

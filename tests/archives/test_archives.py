@@ -50,8 +50,8 @@ from tests.archives.programs import (
     unpack,
 )
 from tests.reference import MasterAdamW, Recipe
-from tiered.cli import main
 from tiered.errors import UsageError
+from tiered.tools.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 

@@ -16,10 +16,10 @@ import torch
 
 import tiered
 from tests.measure.test_bench import TINY as TINY_BENCH
-from tiered.cli import main
-from tiered.doctor.doctor import DoctorReport
-from tiered.doctor.finding import MACHINE, broken, slower
-from tiered.measure.command import BenchRequest, bench
+from tiered.tools.bench.command import BenchRequest, bench
+from tiered.tools.cli import main
+from tiered.tools.doctor.doctor import DoctorReport
+from tiered.tools.doctor.finding import MACHINE, broken, slower
 
 COMMANDS = ("train", "inspect", "verify", "gc", "doctor", "bench", "import")
 TINY = ("--layers", "1", "--width", "64", "--heads", "4", "--context", "32", "--dram", "32MiB", "--steps", "2")
@@ -142,12 +142,12 @@ def modules_after(program: str) -> set[str]:
 def test_the_command_line_answers_without_what_is_heavy() -> None:
     calls = [["--help"], *([command, "--help"] for command in COMMANDS), ["--version"], ["trian"]]
     found = modules_after(
-        "import json, sys\nfrom tiered.cli import main\n"
+        "import json, sys\nfrom tiered.tools.cli import main\n"
         f"for call in {calls}: main(call)\n"
         "print(json.dumps(sorted(sys.modules)))"
     )
     assert "typer" in found and not HEAVY & found
-    assert not [name for name in found if name.startswith(("tiered.store", "tiered.zero", "tiered.train"))]
+    assert not [name for name in found if name.startswith(("tiered.store", "tiered.zero", "tiered.tools.train"))]
 
 
 def test_the_package_imports_its_parts_at_their_first_use() -> None:

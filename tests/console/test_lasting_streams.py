@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 import tiered
-import tiered.train.existing_run
+import tiered.tools.inspect
 from tests.train.test_loop import TINY
-from tiered.cli import main
-from tiered.console.interruption import Interruption
-from tiered.console.lasting_streams import _fill_descriptors, lasting_streams
-from tiered.train.existing_run import find_run
-from tiered.train.task import Loader
+from tiered.tools.cli import main
+from tiered.tools.console.interruption import Interruption
+from tiered.tools.console.lasting_streams import _fill_descriptors, lasting_streams
+from tiered.tools.inspect import find_run
+from tiered.tools.train.task import Loader
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_the_doctors_status_is_that_of_the_machine_whoever_reads(
             print("a table", flush=True)
             return status
 
-        monkeypatch.setattr("tiered.doctor.doctor.doctor", show)
+        monkeypatch.setattr("tiered.tools.doctor.doctor.doctor", show)
         assert main(["doctor"]) == status
 
 
@@ -109,7 +109,7 @@ def test_ctrl_c_is_answered_in_every_command(
         raise KeyboardInterrupt
 
     for name in ("inspect_run", "check", "clean"):
-        monkeypatch.setattr(tiered.train.existing_run, name, interrupted)
+        monkeypatch.setattr(tiered.tools.inspect, name, interrupted)
     assert main([command, str(tmp_path)]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiered.console.page import columns, fold, page_width, say, shorten
+from tiered.tools.console.page import columns, fold, page_width, say, shorten
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import tiered
-import tiered.measure.command
+import tiered.tools.bench.command
 from tests.measure.test_bench import FEW
-from tiered.cli import main
-from tiered.doctor.description import directory_description, machine_description
+from tiered.tools.cli import main
+from tiered.tools.doctor.description import directory_description, machine_description
 from tiered.units import GiB
 
 KEY = "model/parameters/blocks.1"
@@ -89,10 +89,10 @@ def test_a_bench_that_writes_more_than_a_tenth_of_what_is_free_is_asked_about(
 ) -> None:
     described = replace(directory_description(tmp_path), free_nbytes=GiB)
     machine = replace(machine_description(), directories=(described,))
-    monkeypatch.setattr(tiered.measure.command, "machine_description", lambda directories: machine)
+    monkeypatch.setattr(tiered.tools.bench.command, "machine_description", lambda directories: machine)
     assert main(["bench", str(tmp_path), "--quick"]) == 2
     error = capsys.readouterr().err
     assert "1.0 GiB free" in error and "there is no terminal to ask on: add --yes" in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(tiered.measure.command, "QUICK", FEW)
+    monkeypatch.setattr(tiered.tools.bench.command, "QUICK", FEW)
     assert main(["bench", str(tmp_path), "--quick", "--yes"]) == 0

@@ -13,10 +13,10 @@ import torch
 from tests.bytes.registrars import WatchedRegistrar
 from tests.doctor.in_child import found_in_child
 from tiered.bytes.registrar import add_registrar
-from tiered.doctor import machine
-from tiered.doctor.doctor import examine
-from tiered.doctor.finding import Finding, Outcome
-from tiered.doctor.machine import (
+from tiered.tools.doctor import machine
+from tiered.tools.doctor.doctor import examine
+from tiered.tools.doctor.finding import Finding, Outcome
+from tiered.tools.doctor.machine import (
     check_compact_kernels,
     check_compute_device,
     check_driver,

@@ -16,8 +16,8 @@ import torch
 import tiered
 from tiered.bytes import kernel_file
 from tiered.bytes.device.mount import Mount, find_mount, mounts
-from tiered.doctor.description import machine_description
-from tiered.doctor.drive import find_block_device
+from tiered.tools.doctor.description import machine_description
+from tiered.tools.doctor.drive import find_block_device
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:

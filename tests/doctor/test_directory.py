@@ -18,12 +18,12 @@ from tests.doctor.in_child import found_in_child
 from tests.seccomp import forbid
 from tiered.bytes.device.mount import RAM_COST, RAM_MEND
 from tiered.bytes.device.profile import PROFILE_NAME, Profile, write_profile
-from tiered.doctor import directory as directory_module
-from tiered.doctor import drive as drives
-from tiered.doctor.directory import check_drives, check_flush, check_profile, directory_checks, drive_checks
-from tiered.doctor.doctor import examine
-from tiered.doctor.drive import by_drive
-from tiered.doctor.finding import Finding, Outcome
+from tiered.tools.doctor import directory as directory_module
+from tiered.tools.doctor import drive as drives
+from tiered.tools.doctor.directory import check_drives, check_flush, check_profile, directory_checks, drive_checks
+from tiered.tools.doctor.doctor import examine
+from tiered.tools.doctor.drive import by_drive
+from tiered.tools.doctor.finding import Finding, Outcome
 from tiered.units import MiB
 
 Mount = Callable[..., Path]

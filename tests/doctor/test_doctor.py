@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tiered.cli import main
-from tiered.doctor.description import machine_description
-from tiered.doctor.doctor import DoctorReport, examined
-from tiered.doctor.finding import MACHINE, Finding, Outcome, broken, ok, slower
+from tiered.tools.cli import main
+from tiered.tools.doctor.description import machine_description
+from tiered.tools.doctor.doctor import DoctorReport, examined
+from tiered.tools.doctor.finding import MACHINE, Finding, Outcome, broken, ok, slower
 
 FINDINGS = (
     ok(MACHINE, "SQLite", "version 3"),
@@ -155,7 +155,7 @@ class TestCommandLine:
         assert [described.path for described in report.machine.directories] == [str(tmp_path / "~root")]
 
     def test_what_is_broken_is_the_exit_status_of_the_program(self, tmp_path: Path) -> None:
-        command = [sys.executable, "-m", "tiered.cli", "doctor", str(tmp_path / "missing")]
+        command = [sys.executable, "-m", "tiered.tools.cli", "doctor", str(tmp_path / "missing")]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 1 and not done.stderr
         assert "mkdir -p -m 700" in done.stdout

@@ -17,11 +17,11 @@ import pytest
 
 from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
-from tiered.cli import main
-from tiered.doctor import doctor as doctor_module
-from tiered.doctor.directory import directory_checks
-from tiered.doctor.doctor import examine
-from tiered.doctor.finding import Check, Finding, broken, ok
+from tiered.tools.cli import main
+from tiered.tools.doctor import doctor as doctor_module
+from tiered.tools.doctor.directory import directory_checks
+from tiered.tools.doctor.doctor import examine
+from tiered.tools.doctor.finding import Check, Finding, broken, ok
 
 ANSWER_S = 60.0  # longer than what does not hang takes anywhere
 DEADLINES_S = (0.5, 2.0, 20.0)  # the next one where the machine is too busy to begin within the last
@@ -146,14 +146,14 @@ def test_closed_streams_are_in_nobodys_way(closed: tuple[int, ...], tmp_path: Pa
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_a_command_with_a_check_that_hangs_ends(is_interrupted: bool, warm_python: WarmPython) -> None:
     program = (
-        "import os, signal, threading, tiered.cli\n"
-        "from tiered.doctor import directory, doctor\n"
+        "import os, signal, threading, tiered.tools.cli\n"
+        "from tiered.tools.doctor import directory, doctor\n"
         "def hang(place):\n"
         f"    if {is_interrupted}: os.kill(os.getpid(), signal.SIGINT)\n"
         "    threading.Event().wait()\n"
         "directory.check_flush = hang\n"
         f"doctor.examined.__defaults__ = ({ANSWER_S if is_interrupted else 2.0},)\n"
-        "raise SystemExit(tiered.cli.main(['doctor', '/dev/shm', '--json', '-']))\n"
+        "raise SystemExit(tiered.tools.cli.main(['doctor', '/dev/shm', '--json', '-']))\n"
     )
     done = subprocess.run([warm_python.executable, "-c", program], capture_output=True, text=True, timeout=300)
     if is_interrupted:

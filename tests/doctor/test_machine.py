@@ -14,10 +14,16 @@ import pytest
 from tests.doctor.in_child import found_in_child
 from tests.seccomp import forbid
 from tiered.bytes.device.engines import probe_uring
-from tiered.doctor import machine
-from tiered.doctor.doctor import examine
-from tiered.doctor.finding import MACHINE, Finding, Outcome
-from tiered.doctor.machine import check_huge_pages, check_io_uring, check_memlock, check_open_files, machine_checks
+from tiered.tools.doctor import machine
+from tiered.tools.doctor.doctor import examine
+from tiered.tools.doctor.finding import MACHINE, Finding, Outcome
+from tiered.tools.doctor.machine import (
+    check_huge_pages,
+    check_io_uring,
+    check_memlock,
+    check_open_files,
+    machine_checks,
+)
 from tiered.units import KiB
 
 _PR_SET_THP_DISABLE = 41

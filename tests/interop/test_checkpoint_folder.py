@@ -23,9 +23,9 @@ from torch import nn
 
 import tiered
 from tests.rigs.warm_python import WarmPython
-from tiered.cli import main
 from tiered.errors import UsageError
 from tiered.interop.checkpoint_folder import write_checkpoint, write_files
+from tiered.tools.cli import main
 from tiered.zero.deferred_tensor import DeferredTensor
 
 VALUES = {"a": torch.arange(5000.0), "b": torch.ones(7)}

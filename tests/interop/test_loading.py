@@ -19,7 +19,7 @@ from tests.interop.checkpoints import MODELS, assert_same_tensors, bert, gpt2, m
 from tests.interop.test_saving import Unsteady
 from tests.zero.training import debug_store
 from tiered.errors import UsageError
-from tiered.interop.run_files import import_files
+from tiered.tools.export import import_files
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's own
 

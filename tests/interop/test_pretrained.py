@@ -13,7 +13,7 @@ import transformers
 import tiered
 from tests.interop.checkpoints import assert_same_tensors, tensors_in
 from tests.zero.training import debug_store
-from tiered.cli import main
+from tiered.tools.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 

@@ -16,7 +16,7 @@ from torch import nn
 import tiered
 from tests.interop.checkpoints import MODELS, assert_same_tensors, gpt2, mixtral, tensors_in
 from tests.zero.training import debug_store
-from tiered.cli import main
+from tiered.tools.cli import main
 from tiered.units import MiB
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -154,7 +154,7 @@ def test_an_import_that_fails_leaves_nothing_committed(tmp_path: Path, monkeypat
             if count == 5:
                 raise OSError(5, "Input/output error", "model.safetensors")
 
-        patch.setattr("tiered.interop.run_files._put", fail)
+        patch.setattr("tiered.tools.export._put", fail)
         assert main(["import", str(tmp_path / "files"), str(tmp_path / "run")]) == 2
     with tiered.Store(tmp_path / "run", dram="16MiB", mode="r") as store:
         assert store.generation == 0 and len(store) == 0
@@ -196,7 +196,7 @@ def test_units_of_more_than_half_of_the_budget_are_exported(
     dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No part of one is referred to any more when the next is swapped in."""
-    monkeypatch.setattr("tiered.interop.run_files._LEAST_DRAM_NBYTES", 8 * MiB)
+    monkeypatch.setattr("tiered.tools.export._LEAST_DRAM_NBYTES", 8 * MiB)
     with tiered.Store(tmp_path / "run", dram="128MiB") as store:
         model = tiered.shard(nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(3)]), store, unit=nn.Linear)
         expected = model.state_dict()

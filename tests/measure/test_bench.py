@@ -16,14 +16,14 @@ import pytest
 from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
 from tiered.bytes.device.profile import PROFILE_NAME, load_profile
-from tiered.cli import main
-from tiered.doctor.description import directory_description, machine_description
 from tiered.errors import UsageError
-from tiered.measure.command import BenchRequest, _finish, _terminated, bench, confirm_writes
-from tiered.measure.report import BenchReport, Best, DirectoryReport, SwapRates
-from tiered.measure.session import Session
-from tiered.measure.settings import FULL, QUICK, BenchSettings
-from tiered.measure.suite import read_smart
+from tiered.tools.bench.command import BenchRequest, _finish, _terminated, bench, confirm_writes
+from tiered.tools.bench.report import BenchReport, Best, DirectoryReport, SwapRates
+from tiered.tools.bench.session import Session
+from tiered.tools.bench.settings import FULL, QUICK, BenchSettings
+from tiered.tools.bench.suite import read_smart
+from tiered.tools.cli import main
+from tiered.tools.doctor.description import directory_description, machine_description
 from tiered.units import GiB, KiB, MiB, format_bytes
 
 TINY = BenchSettings(
@@ -251,7 +251,7 @@ class TestRefusals:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path, warm_python: WarmPython) -> None:
-    command = [warm_python.executable, "-m", "tiered.cli", "bench", str(tmp_path), "--quick", "--yes"]
+    command = [warm_python.executable, "-m", "tiered.tools.cli", "bench", str(tmp_path), "--quick", "--yes"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -14,9 +14,9 @@ import pytest
 from tiered.bytes.device.base import SCRATCH
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import DeviceError
-from tiered.measure.rounds import Pattern
-from tiered.measure.scratch_file import Fio, FioError, ScratchFile, open_file_path
-from tiered.measure.suite import measure_pairs, row_of
+from tiered.tools.bench.rounds import Pattern
+from tiered.tools.bench.scratch_file import Fio, FioError, ScratchFile, open_file_path
+from tiered.tools.bench.suite import measure_pairs, row_of
 from tiered.units import KiB, MiB
 
 FILE = 4 * MiB

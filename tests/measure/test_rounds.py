@@ -16,7 +16,7 @@ from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import SCRATCH, Device, IOClass, Operation
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import ClosedError, DeviceError
-from tiered.measure.rounds import Latency, Pattern, Round, run_round
+from tiered.tools.bench.rounds import Latency, Pattern, Round, run_round
 from tiered.units import KiB, MiB
 
 BLOCK, DEPTH, FILE = 64 * KiB, 4, MiB

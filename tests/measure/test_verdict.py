@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tiered.measure.report import (
+from tiered.tools.bench.report import (
     Best,
     ComputeDeviceReport,
     CopyRow,

@@ -18,9 +18,9 @@ from tests.rigs.sweep import cases, short_deadlines, try_case
 from tests.store.rig import numbers
 from tiered.bytes.device import engines
 from tiered.bytes.device.ring import Ring
-from tiered.cli import main
 from tiered.errors import CapacityError, CorruptionError, DeviceError, TieredError, UsageError
 from tiered.store.store import Store
+from tiered.tools.cli import main
 from tiered.units import KiB
 
 pytestmark = needs("faulty file system")

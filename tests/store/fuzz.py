@@ -34,7 +34,7 @@ from tiered.bytes.device.profile import find_profile
 from tiered.errors import CorruptionError, TieredError
 from tiered.store.lifetime.directory import CATALOG_NAME
 from tiered.store.store import Store
-from tiered.train.existing_run import inspect_run
+from tiered.tools.inspect import inspect_run
 
 __all__ = ["batch", "fuzz", "run_in_child"]
 

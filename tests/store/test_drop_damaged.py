@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.store.rig import Counter, GatedStore, numbers
-from tiered.cli import main
 from tiered.errors import CapacityError, DeviceError, UsageError
 from tiered.store.store import Store
+from tiered.tools.cli import main
 from tiered.units import KiB, MiB
 
 DRAM = "16MiB"

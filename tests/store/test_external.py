@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from tests.store.rig import GatedDevice, numbers, simulated_store
 from tiered.bytes.device.base import Device
 from tiered.bytes.device.file_device import FileDevice
-from tiered.cli import main
 from tiered.errors import CorruptionError, LeaseError, UsageError
 from tiered.store.format.row import ExternalRange, Spec
 from tiered.store.generations import commit
@@ -27,6 +26,7 @@ from tiered.store.lifetime import external
 from tiered.store.store import Store
 from tiered.store.transfers.transfer import SLAB_NBYTES
 from tiered.store.values.values import adopt
+from tiered.tools.cli import main
 from tiered.units import KiB, MiB
 
 ENGINES = ["uring", "threads", "aiofiles", "mmap"]

@@ -13,9 +13,9 @@ import pytest
 import xxhash
 
 from tests.store.rig import numbers
-from tiered.cli import main
 from tiered.errors import UsageError
 from tiered.store.store import Store
+from tiered.tools.cli import main
 
 OLDER = "version 1; this tiered reads version 2: open it once with tiered 0.2.0 and commit, which writes version 2"
 NEWER = "version 3; this tiered reads version 2: open it with the version of tiered that wrote it"

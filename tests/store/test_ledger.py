@@ -23,11 +23,11 @@ import torch
 from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
 from tests.store.rig import await_true, numbers
-from tiered.cli import main
 from tiered.errors import CapacityError, DeviceError, UsageError
 from tiered.store.lifetime import ledger
 from tiered.store.lifetime.ledger import LEDGER_NAME, Ledger, LedgerFile, read_ledger
 from tiered.store.store import Store
+from tiered.tools.cli import main
 from tiered.units import KiB, MiB, format_bytes
 
 DRAM = "8MiB"

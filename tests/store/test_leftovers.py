@@ -15,11 +15,11 @@ import torch
 from tests.rigs.warm_python import WarmPython
 from tests.store.rig import numbers
 from tiered.bytes.device.profile import LINK_PROFILE_NAME, PROFILE_NAME
-from tiered.cli import main
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.lifetime.directory import Directories
 from tiered.store.lifetime.leftovers import Leftovers
 from tiered.store.store import Store
+from tiered.tools.cli import main
 from tiered.units import MiB
 
 DRAM = "16MiB"

@@ -25,9 +25,9 @@ from tests.bytes.test_profile import PROFILE
 from tests.store.rig import numbers
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.profile import PROFILE_NAME, load_profile, write_profile
-from tiered.cli import main
 from tiered.errors import TieredError, UsageError
 from tiered.store.store import Store
+from tiered.tools.cli import main
 from tiered.units import KiB, MiB
 
 DRAM = "8MiB"

@@ -11,7 +11,7 @@ import pytest
 
 import tiered
 from tiered.bytes.device.profile import LinkProfile, Profile, write_link_profile, write_profile
-from tiered.train.bound import Bandwidth, Bound, profiled_bandwidth, profiled_link
+from tiered.tools.train.bound import Bandwidth, Bound, profiled_bandwidth, profiled_link
 
 PROFILE = Profile(
     engine="threads", read_bytes_per_s=3e9, write_bytes_per_s=2e9, block_nbytes=4 << 20, read_depth=8,
@@ -105,7 +105,7 @@ def test_the_bandwidth_of_directories_is_that_of_each_drive_once(
 ) -> None:
     """Two file systems of one disk share it."""
     disks = {tmp_path / "a": ("sda",), tmp_path / "b": ("sda",), tmp_path / "c": ("sdb",)}
-    monkeypatch.setattr("tiered.doctor.drive._disks", lambda directory: disks[Path(directory)])
+    monkeypatch.setattr("tiered.tools.doctor.drive._disks", lambda directory: disks[Path(directory)])
     for directory in disks:
         directory.mkdir()
         write_profile(directory, PROFILE)

@@ -7,9 +7,9 @@ import torch
 
 import tiered
 from tiered.errors import CapacityError
-from tiered.train.config import RunConfig, RunDials
-from tiered.train.plan import Plan
-from tiered.train.task import GPT, Shape
+from tiered.tools.train.config import RunConfig, RunDials
+from tiered.tools.train.plan import Plan
+from tiered.tools.train.task import GPT, Shape
 
 
 @pytest.mark.parametrize(("word", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered.errors import UsageError
-from tiered.train.task import Corpus, Loader
+from tiered.tools.train.task import Corpus, Loader
 
 
 @pytest.fixture

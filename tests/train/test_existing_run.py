@@ -12,9 +12,9 @@ import tiered
 from tests.store.together import Together
 from tests.train.test_loop import TINY
 from tiered.bytes.arena import Arena
-from tiered.cli import main
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.opening import open_parts
+from tiered.tools.cli import main
 
 KEY = "model/parameters/blocks.1"
 

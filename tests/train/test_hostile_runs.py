@@ -23,15 +23,15 @@ import torch
 import tiered
 import tiered.store.generations.generations
 import tiered.store.store
-import tiered.train.run
+import tiered.tools.train.run
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import simulated_store
 from tests.train.test_loop import TINY
 from tiered.bytes.device.profile import Profile, write_profile
-from tiered.cli import main
 from tiered.errors import TieredError
 from tiered.store.generations.registry import committed_state
-from tiered.train.existing_run import find_run
+from tiered.tools.cli import main
+from tiered.tools.inspect import find_run
 from tiered.units import MiB
 
 MOST_S = 30.0  # of the clock, on a machine that is busy: a hang takes for ever
@@ -215,12 +215,12 @@ def test_whatever_a_commit_holds_a_run_goes_on_or_is_refused(
 ) -> None:
     found = find_run([made / "run"])
     assert found is not None
-    monkeypatch.setattr(tiered.train.run, "TrainingLoop", FakeJob)
+    monkeypatch.setattr(tiered.tools.train.run, "TrainingLoop", FakeJob)
     num_refused, rng = 0, random.Random(11)
     for number in range(120):
         state = spoilt(found.state, rng)
         state = state if isinstance(state, dict) else {"config": state, "dials": state, "step": state}
-        monkeypatch.setattr(tiered.train.run, "find_run", lambda _, state=state: replace(found, state=state))
+        monkeypatch.setattr(tiered.tools.train.run, "find_run", lambda _, state=state: replace(found, state=state))
         status = main([*COMMANDS["resume" if number % 4 else "without a word"], str(made / "run")])
         said = capsys.readouterr().err
         assert status == 0 or (status == 2 and said.startswith("tiered: ") and len(said) < 6000), state

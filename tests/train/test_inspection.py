@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import tiered
-from tiered.cli import main
+from tiered.tools.cli import main
 
 LONG = "a_name_that_is_longer_than_any_column_has_room_for_and_still_has_to_be_read_whole"
 

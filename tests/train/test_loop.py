@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import tiered
-from tiered.cli import main
 from tiered.errors import CapacityError
-from tiered.train.run import TrainingLoop
-from tiered.train.task import Loader
+from tiered.tools.cli import main
+from tiered.tools.train.run import TrainingLoop
+from tiered.tools.train.task import Loader
 
 TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "32", "--dram", "32MiB")
 JSON_KEYS = {

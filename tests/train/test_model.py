@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tiered.train.task import GPT, VOCAB, Shape
+from tiered.tools.train.task import GPT, VOCAB, Shape
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 16, 1, 8), Shape(3, 48, 4, 32)])

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import tiered
-from tiered.train.config import RunConfig, RunDials
-from tiered.train.plan import Plan
-from tiered.train.summary import RunSummary, StepRecord
+from tiered.tools.train.config import RunConfig, RunDials
+from tiered.tools.train.plan import Plan
+from tiered.tools.train.summary import RunSummary, StepRecord
 
 
 def test_the_first_step_is_left_out_of_how_long_the_others_waited(tmp_path: Path) -> None:

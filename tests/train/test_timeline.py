@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered.store.waiting.recorder import CALLER, Interval
-from tiered.train.summary import trace_events, write_timeline
+from tiered.tools.train.summary import trace_events, write_timeline
 
 SPANS = [
     Interval("wait: demand read", "model/parameters/root", CALLER, 10.0, 10.5, 0),

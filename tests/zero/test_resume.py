@@ -16,8 +16,8 @@ from tests.pairwise import pairwise
 from tests.reference import Recipe, Trained
 from tests.zero.test_invisible import by_decay, cosine
 from tests.zero.training import Session, assert_same, debug_store, reference, smallest_budget, start
-from tiered.cli import main
 from tiered.errors import CorruptionError, LeaseError, StepAbandonedError, StoreLostError, UsageError
+from tiered.tools.cli import main
 from tiered.zero.formats import layout
 
 NUM_STEPS = 6

@@ -24,12 +24,12 @@ import numpy as np
 import torch
 
 import tiered
-from tiered.console.report_file import write_report
 from tiered.stats import StoreStatistics
 from tiered.store.waiting.recorder import CALLER, Interval
 from tiered.tiers.device_clock import COMPUTE, UPDATE
-from tiered.train.bound import Bound, profiled_bandwidth, profiled_link
-from tiered.train.plan import Plan
+from tiered.tools.console.report_file import write_report
+from tiered.tools.train.bound import Bound, profiled_bandwidth, profiled_link
+from tiered.tools.train.plan import Plan
 from tiered.units import format_bytes
 
 __all__ = ["CAPACITY", "RunSummary", "StepRecord", "Stopwatch", "trace_events", "write_timeline"]

@@ -22,10 +22,8 @@ import numpy as np
 import torch
 
 import tiered
-from tiered.doctor.description import DirectoryDescription
-from tiered.doctor.drive import BlockDevice, find_block_device
 from tiered.errors import DeviceError
-from tiered.measure.report import (
+from tiered.tools.bench.report import (
     POINT_TITLE,
     Best,
     DemandLatency,
@@ -41,10 +39,12 @@ from tiered.measure.report import (
     row_title,
     spread,
 )
-from tiered.measure.rounds import DEMAND_OPS, OPS, Latency, Pattern, Round, run_round
-from tiered.measure.scratch_file import Fio, FioError, FioRound, ScratchFile, forget
-from tiered.measure.session import Session
-from tiered.measure.settings import NUM_TENSOR_WARM_UPS, BenchSettings
+from tiered.tools.bench.rounds import DEMAND_OPS, OPS, Latency, Pattern, Round, run_round
+from tiered.tools.bench.scratch_file import Fio, FioError, FioRound, ScratchFile, forget
+from tiered.tools.bench.session import Session
+from tiered.tools.bench.settings import NUM_TENSOR_WARM_UPS, BenchSettings
+from tiered.tools.doctor.description import DirectoryDescription
+from tiered.tools.doctor.drive import BlockDevice, find_block_device
 from tiered.units import MiB, divide_up, format_bytes
 
 __all__ = ["Suite", "measure_pairs", "measure_together", "new_source", "put_tensors", "read_smart", "row_of"]

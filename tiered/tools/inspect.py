@@ -16,9 +16,6 @@ import torch
 
 import tiered
 from tiered.bytes.private_file import fsync_directory
-from tiered.console.page import columns, fold, say
-from tiered.console.question import confirm
-from tiered.console.report_file import check_writable, write_report
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.catalog.catalog import GenerationName
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
@@ -30,6 +27,9 @@ from tiered.store.lifetime.directory import CATALOG_NAME, Directories, owned_fil
 from tiered.store.lifetime.ledger import LEDGER_NAME, read_ledger
 from tiered.store.lifetime.leftovers import Leftovers
 from tiered.store.lifetime.lock import LOCK_NAME
+from tiered.tools.console.page import columns, fold, say
+from tiered.tools.console.question import confirm
+from tiered.tools.console.report_file import check_writable, write_report
 from tiered.units import MiB, divide_up, format_bytes
 from tiered.zero.formats.codec import divide
 from tiered.zero.formats.layout import FORMATS, Layouts

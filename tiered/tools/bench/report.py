@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from tiered.bytes.device.profile import LinkProfile, Profile
-from tiered.doctor.description import MachineDescription
-from tiered.doctor.drive import by_drive
-from tiered.measure.rounds import Latency
-from tiered.measure.settings import BenchSettings
+from tiered.tools.bench.rounds import Latency
+from tiered.tools.bench.settings import BenchSettings
+from tiered.tools.doctor.description import MachineDescription
+from tiered.tools.doctor.drive import by_drive
 from tiered.units import format_bytes, format_short
 
 __all__ = [

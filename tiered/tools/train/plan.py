@@ -15,8 +15,8 @@ import torch
 
 from tiered.errors import CapacityError
 from tiered.store.lifetime.opening import CATALOG_NBYTES, dram_budget
-from tiered.train.config import DTYPES, RunConfig, RunDials
-from tiered.train.task import GPT, Corpus
+from tiered.tools.train.config import DTYPES, RunConfig, RunDials
+from tiered.tools.train.task import GPT, Corpus
 from tiered.units import KiB, divide_up, format_bytes, format_count
 from tiered.zero.accelerator_state import describe_device
 from tiered.zero.division import divide_into_units

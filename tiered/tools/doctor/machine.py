@@ -25,8 +25,8 @@ from tiered.bytes.arena import Arena
 from tiered.bytes.device.ring import Ring
 from tiered.bytes.pinned_arena import PinnedArena
 from tiered.bytes.registrar import NoRegistrar, registrar_for
-from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
 from tiered.errors import DeviceError
+from tiered.tools.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
 from tiered.units import KiB, MiB, format_bytes
 from tiered.zero.formats.compact_kernels import compile_nothing
 from tiered.zero.formats.kernel_trial import COMPACT_COST, INSTALL_COMPACT

@@ -28,7 +28,7 @@ from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.bytes.device.uring import UringDevice
 from tiered.errors import CapacityError, DeviceError
-from tiered.measure.rounds import Latency, Moved, Pattern, Round, run_round
+from tiered.tools.bench.rounds import Latency, Moved, Pattern, Round, run_round
 from tiered.units import MiB, format_bytes, round_up
 
 __all__ = ["Fio", "FioError", "FioRound", "ScratchFile", "forget", "open_file_path"]

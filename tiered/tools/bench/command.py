@@ -13,18 +13,18 @@ from pathlib import Path
 
 from tiered.bytes.device.engines import DEVICES
 from tiered.bytes.device.profile import write_link_profile, write_profile
-from tiered.console.interruption import INTERRUPTED, Interruption
-from tiered.console.page import say
-from tiered.console.question import confirm
-from tiered.console.report_file import check_writable, write_report
-from tiered.doctor.description import DirectoryDescription, machine_description
-from tiered.doctor.directory import drive_checks
 from tiered.errors import TieredError, UsageError
-from tiered.measure.accelerator import accelerator_of, measure_link, measure_swap
-from tiered.measure.report import BenchReport, DirectoryReport, compute_verdict_of, verdict_of
-from tiered.measure.session import Session
-from tiered.measure.settings import FULL, QUICK, BenchSettings
-from tiered.measure.suite import Suite, measure_together
+from tiered.tools.bench.accelerator import accelerator_of, measure_link, measure_swap
+from tiered.tools.bench.report import BenchReport, DirectoryReport, compute_verdict_of, verdict_of
+from tiered.tools.bench.session import Session
+from tiered.tools.bench.settings import FULL, QUICK, BenchSettings
+from tiered.tools.bench.suite import Suite, measure_together
+from tiered.tools.console.interruption import INTERRUPTED, Interruption
+from tiered.tools.console.page import say
+from tiered.tools.console.question import confirm
+from tiered.tools.console.report_file import check_writable, write_report
+from tiered.tools.doctor.description import DirectoryDescription, machine_description
+from tiered.tools.doctor.directory import drive_checks
 from tiered.units import format_bytes
 
 __all__ = ["BenchRequest", "bench", "confirm_writes"]

@@ -16,7 +16,11 @@ import torch
 
 import tiered
 from tiered.errors import CapacityError, UsageError
-from tiered.measure.report import (
+from tiered.store.lifetime.opening import MIN_DRAM_NBYTES
+from tiered.tiers.accelerator import AcceleratorTier
+from tiered.tiers.device_memory import DeviceBuffer, on_stream
+from tiered.tiers.schedule import Rooms, SharedSchedule
+from tiered.tools.bench.report import (
     ComputeDeviceReport,
     CopyRow,
     LinkRates,
@@ -27,13 +31,9 @@ from tiered.measure.report import (
     row_title,
     spread,
 )
-from tiered.measure.session import Session
-from tiered.measure.settings import NUM_TIER_WARM_UPS
-from tiered.measure.suite import new_source, put_tensors
-from tiered.store.lifetime.opening import MIN_DRAM_NBYTES
-from tiered.tiers.accelerator import AcceleratorTier
-from tiered.tiers.device_memory import DeviceBuffer, on_stream
-from tiered.tiers.schedule import Rooms, SharedSchedule
+from tiered.tools.bench.session import Session
+from tiered.tools.bench.settings import NUM_TIER_WARM_UPS
+from tiered.tools.bench.suite import new_source, put_tensors
 from tiered.zero.compute_device import named_device
 
 __all__ = [

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from tiered.console.question import confirm
 from tiered.errors import UsageError
 from tiered.interop.checkpoint_folder import holds_checkpoint, write_checkpoint
 from tiered.interop.saving import cast
 from tiered.store.generations.registry import taking_apart
 from tiered.store.residency.lease import Lease
 from tiered.store.store import Store
+from tiered.tools.console.question import confirm
 from tiered.units import MiB, format_bytes, parse_bytes
 from tiered.zero.deferred_files import DeferredFiles, safetensors_files
 from tiered.zero.deferred_tensor import DeferredTensor

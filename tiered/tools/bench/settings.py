@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tiered.bytes.device.engines import DEVICES
-from tiered.measure.rounds import OPS, Pattern
 from tiered.store.lifetime.opening import MIN_DRAM_NBYTES
+from tiered.tools.bench.rounds import OPS, Pattern
 from tiered.units import GiB, KiB, MiB, divide_up, round_up
 
 __all__ = ["FULL", "NUM_TENSOR_WARM_UPS", "NUM_TIER_WARM_UPS", "QUICK", "BenchSettings"]

@@ -17,11 +17,11 @@ import typer
 from typer.exceptions import TyperException
 
 from tiered import __version__
-from tiered.console.interruption import INTERRUPTED
-from tiered.console.lasting_streams import lasting_streams
-from tiered.console.page import fold
 from tiered.errors import TieredError
 from tiered.removed import removed_option
+from tiered.tools.console.interruption import INTERRUPTED
+from tiered.tools.console.lasting_streams import lasting_streams
+from tiered.tools.console.page import fold
 from tiered.units import parse_bytes, parse_count
 
 __all__ = ["app", "main"]
@@ -211,7 +211,7 @@ def train(
         hold=hold if hold == "auto" else _parsed("--hold", parse_bytes, hold),
         data=tuple(str(p.absolute()) for p in data or ()) or None, params=_parsed("--params", parse_count, params),
     )  # fmt: skip
-    from tiered.train.run import Request, train  # torch takes a second or two: not for a mistyped option
+    from tiered.tools.train.run import Request, train  # torch takes a second or two: not for a mistyped option
 
     return train(
         Request(
@@ -233,7 +233,7 @@ def train(
 @_command
 def inspect(run: Run, parameters: Parameters = False, json: Json = None) -> int:
     """Show what a run's last commit holds: keys, parameters, generation and state; also while it is in use."""
-    from tiered.train.existing_run import inspect_run
+    from tiered.tools.inspect import inspect_run
 
     return inspect_run(run, parameters=parameters, json_file=json)
 
@@ -241,7 +241,7 @@ def inspect(run: Run, parameters: Parameters = False, json: Json = None) -> int:
 @_command
 def verify(run: Run, drop: Drop = None, external: External = None, yes: Yes = False) -> int:
     """Read and check every byte of a run; exit status 1 and key, file and offset on damage."""
-    from tiered.train.existing_run import check
+    from tiered.tools.inspect import check
 
     return check(run, drop or (), external=external or (), yes=yes)
 
@@ -252,7 +252,7 @@ def gc(run: Run, dry_run: DryRun = False, yes: Yes = False, json: ReportFile = N
 
     The store uses the space of other deleted keys again; the file keeps that space.
     """
-    from tiered.train.existing_run import clean
+    from tiered.tools.inspect import clean
 
     return clean(run, dry_run=dry_run, yes=yes, json_file=json)
 
@@ -269,7 +269,7 @@ def export(
     yes: Yes = False,
 ) -> int:
     """Write a run's last commit as safetensors files, which transformers, tiered and others load."""
-    from tiered.interop.run_files import export
+    from tiered.tools.export import export
 
     return export(run, folder, dtype=dtype, max_shard_size=max_shard_size, external=external or (), yes=yes)
 
@@ -282,7 +282,7 @@ def import_(
     run: Annotated[Path, typer.Argument(parser=_path, metavar="RUN", help="A new directory for the store.")],
 ) -> int:
     """Put the tensors of safetensors files into a new store."""
-    from tiered.interop.run_files import import_files
+    from tiered.tools.export import import_files
 
     return import_files(source, run)
 
@@ -298,7 +298,7 @@ def doctor(
     ] = None,
 ) -> int:
     """Show what works on this machine and in DIR, what each lack costs and how to mend it; status 1 if broken."""
-    from tiered.doctor.doctor import doctor
+    from tiered.tools.doctor.doctor import doctor
 
     return doctor(directories or [Path()], json)
 
@@ -314,7 +314,7 @@ def bench(
     yes: Yes = False,
 ) -> int:
     """Measure what the drives under DIR give for tensor swap, beside fio where it is installed."""
-    from tiered.measure.command import BenchRequest, bench
+    from tiered.tools.bench.command import BenchRequest, bench
 
     return bench(
         BenchRequest(
@@ -360,7 +360,7 @@ def _program() -> str:
     """Return how the user calls us: the bare name when that is on the path, else where we lie."""
     called = Path(sys.argv[0])
     if called.suffix == ".py":
-        return "python -m tiered.cli"
+        return "python -m tiered.tools.cli"
     found = shutil.which(called.name)
     is_found = found is not None and (not called.exists() or os.path.samefile(found, called))
     return called.name if is_found else os.path.relpath(called)

@@ -19,13 +19,13 @@ from rich.text import Text
 
 from tiered.bytes import kernel_file
 from tiered.bytes.critical_section import BoundedThread
-from tiered.console.interruption import INTERRUPTED
-from tiered.console.page import fold, page_width
-from tiered.console.report_file import check_writable, write_report
-from tiered.doctor.description import MachineDescription, machine_description
-from tiered.doctor.directory import directory_checks, drive_checks
-from tiered.doctor.finding import MACHINE, Check, Finding, Outcome, broken
-from tiered.doctor.machine import machine_checks
+from tiered.tools.console.interruption import INTERRUPTED
+from tiered.tools.console.page import fold, page_width
+from tiered.tools.console.report_file import check_writable, write_report
+from tiered.tools.doctor.description import MachineDescription, machine_description
+from tiered.tools.doctor.directory import directory_checks, drive_checks
+from tiered.tools.doctor.finding import MACHINE, Check, Finding, Outcome, broken
+from tiered.tools.doctor.machine import machine_checks
 
 __all__ = ["DoctorReport", "doctor", "examine", "examined"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from tiered.console.page import fold
 from tiered.errors import UsageError
+from tiered.tools.console.page import fold
 
 __all__ = ["confirm"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tiered.errors import UsageError
-from tiered.train.task import Shape
+from tiered.tools.train.task import Shape
 from tiered.units import MiB, format_bytes
 from tiered.zero.formats.layout import FORMATS
 

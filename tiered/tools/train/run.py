@@ -24,17 +24,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 import tiered
-from tiered.console.interruption import Interruption
-from tiered.console.page import fold, page_width, say
-from tiered.console.question import confirm
-from tiered.console.report_file import check_writable, write_report
 from tiered.errors import CapacityError, TieredError, UsageError
-from tiered.train.bound import matrix_flop_per_s
-from tiered.train.config import DTYPES, RunConfig, RunDials, committed_step
-from tiered.train.existing_run import find_run, holds_any_file, holds_store, remove_store
-from tiered.train.plan import Plan
-from tiered.train.summary import CAPACITY, RunSummary, StepRecord, Stopwatch, write_timeline
-from tiered.train.task import GPT, Corpus, Loader
+from tiered.tools.console.interruption import Interruption
+from tiered.tools.console.page import fold, page_width, say
+from tiered.tools.console.question import confirm
+from tiered.tools.console.report_file import check_writable, write_report
+from tiered.tools.inspect import find_run, holds_any_file, holds_store, remove_store
+from tiered.tools.train.bound import matrix_flop_per_s
+from tiered.tools.train.config import DTYPES, RunConfig, RunDials, committed_step
+from tiered.tools.train.plan import Plan
+from tiered.tools.train.summary import CAPACITY, RunSummary, StepRecord, Stopwatch, write_timeline
+from tiered.tools.train.task import GPT, Corpus, Loader
 from tiered.units import MiB, spell_bytes, spell_count
 from tiered.zero.compute_device import named_device
 

@@ -17,14 +17,14 @@ from tiered.bytes.device.direct import open_unnamed
 from tiered.bytes.device.engines import choose_engine
 from tiered.bytes.device.mount import RAM_COST, RAM_MEND, find_mount
 from tiered.bytes.device.profile import Profile, find_profile
-from tiered.doctor.description import directory_description
-from tiered.doctor.drive import by_drive
-from tiered.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
+from tiered.tools.doctor.description import directory_description
+from tiered.tools.doctor.drive import by_drive
+from tiered.tools.doctor.finding import MACHINE, Check, Finding, broken, ok, slower
 from tiered.units import KiB, MiB, format_bytes, format_count
 
 __all__ = ["directory_checks", "drive_checks"]
 
-_PARAM_NBYTES = 31  # the most space that training takes per parameter; see tiered/train/plan.py
+_PARAM_NBYTES = 31  # the most space that training takes per parameter; see tiered/tools/train/plan.py
 _LEAST_FREE_NBYTES = 64 * MiB  # below it no store of any use grows
 _BLOCK_NBYTES = 4 * KiB
 _NUM_FLUSHES = 5

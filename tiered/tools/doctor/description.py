@@ -20,7 +20,7 @@ from tiered.bytes.device.direct import DirectProbe, probe_direct
 from tiered.bytes.device.mount import Mount, find_mount
 from tiered.bytes.free_memory import memory_limit
 from tiered.bytes.kernel_file import said
-from tiered.doctor.drive import BlockDevice, find_block_device
+from tiered.tools.doctor.drive import BlockDevice, find_block_device
 from tiered.units import KiB, format_bytes
 
 __all__ = ["DirectoryDescription", "MachineDescription", "directory_description", "machine_description"]

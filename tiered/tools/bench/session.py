@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tiered.bytes.device.profile import write_profile
-from tiered.console.page import fold, say
-from tiered.measure.report import BenchReport
-from tiered.measure.settings import BenchSettings
+from tiered.tools.bench.report import BenchReport
+from tiered.tools.bench.settings import BenchSettings
+from tiered.tools.console.page import fold, say
 
 __all__ = ["Session"]
 

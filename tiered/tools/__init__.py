@@ -1,0 +1,1 @@
+"""The commands: each imports the library, which imports none of them; `tiered.tools.cli` reads their options."""
