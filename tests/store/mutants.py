@@ -22,7 +22,6 @@ from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.files import DataFiles
 from tiered.bytes.device.in_flight import InFlight
 from tiered.errors import DeviceError
-from tiered.store.assembly import Service
 from tiered.store.catalog import sqlite_catalog as catalog_module
 from tiered.store.catalog import sqlite_catalog as new_file_module
 from tiered.store.catalog.catalog import Confirmation, GenerationName
@@ -37,6 +36,7 @@ from tiered.store.store import Store
 from tiered.store.transfers.transfer import Transfer
 from tiered.store.waiting import deadline
 from tiered.store.waiting.deadline import Deadline
+from tiered.store.waiting.refusals import Refusals
 
 Patch = pytest.MonkeyPatch
 Check = Callable[..., object]
@@ -453,4 +453,4 @@ def the_umask_decides_on_directories(patch: Patch) -> None:
 
 @mutant(checks.a_fork_is_refused)
 def a_forked_child_is_served(patch: Patch) -> None:
-    patch.setattr(Service, "refuse", lambda service: service.refuse_failed())
+    patch.setattr(Refusals, "_note_fork", lambda refusals: None)

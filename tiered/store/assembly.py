@@ -1,6 +1,6 @@
 """Assembly: how the parts of a store are put together, from devices, an arena and a catalog; how they are given back.
 
-Resources are given back by ``close`` or once the store is garbage. Service says whether calls are served.
+Resources are given back by ``close`` or once the store is garbage.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiered.bytes.condition import Condition
-from tiered.errors import ClosedError, CorruptionError, TieredError, UsageError
+from tiered.errors import CorruptionError, TieredError, UsageError
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.root import Root
 from tiered.store.generations.generations import Generations
@@ -26,10 +25,10 @@ from tiered.store.residency.working_set import WorkingSet
 from tiered.store.space.space import Space
 from tiered.store.values.streaming import StreamedValues
 from tiered.store.values.values import Values
-from tiered.store.waiting.calling_thread import NestedCalls
 from tiered.store.waiting.mark import CallMark
+from tiered.store.waiting.refusals import Refusals
 
-__all__ = ["Resources", "Service", "assemble", "too_late", "warn_of_nested_close"]
+__all__ = ["Resources", "assemble", "warn_of_nested_close"]
 
 
 _log = logging.getLogger("tiered")
@@ -47,8 +46,7 @@ class Resources:
         space: Space,
         residents: Residents,
         records: Records,
-        nested_calls: NestedCalls,
-        mark: CallMark,
+        refusals: Refusals,
         *,
         condition: Condition,
         deadline_s: float,
@@ -61,8 +59,8 @@ class Resources:
         self._residents = residents
         self._records = records
         self._condition = condition
-        self._nested_calls = nested_calls
-        self._mark = mark
+        self._nested_calls = refusals.nested_calls  # not ``refusals``, which may keep a failed commit
+        self._mark = refusals.mark
         self._deadline_s = deadline_s
         self._end: weakref.finalize[..., object] | None = None
 
@@ -124,41 +122,6 @@ class Resources:
         return not self._nested_calls.is_inside() and not (threads_lock is not None and threads_lock.locked())
 
 
-# -- service -----------------------------------------------------------------------------------------------------------
-
-
-class Service:
-    """Asked by every call, also under the store's lock. Refers to no store: the parts that ask must not keep it."""
-
-    __slots__ = ("is_closed", "is_late", "pid", "refuse_failed")
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.is_closed = False  # no call is served any more
-        self.is_late = False  # the process ended first: the devices are closed, and nothing can be committed any more
-        self.refuse_failed: Callable[[], None] = lambda: None  # raises after a commit that failed
-
-    def refuse(self) -> None:
-        """Raise when no call can be served: ClosedError, UsageError in a fork, the error of a failed commit."""
-        if self.pid != os.getpid():
-            raise UsageError(
-                f"the store belongs to process {self.pid} and cannot be used in its fork {os.getpid()}; pass worker "
-                "processes plain tensors, or open a store of their own there"
-            )
-        if self.is_closed:
-            raise too_late() if self.is_late else ClosedError("the store is closed")
-        self.refuse_failed()
-
-
-def too_late() -> ClosedError:
-    """Return the error of a call that comes when the process is ending."""
-    return ClosedError(
-        "the process is ending, and the threads that move a store's bytes have ended before any atexit function; close "
-        "the store before: with tiered.Store(...) as store, or try and finally around the program, where threads that "
-        "use it are joined"
-    )
-
-
 def warn_of_nested_close(name: str) -> None:
     """Warn that a call of close() has closed nothing: it came in the middle of another call, in the same thread."""
     warnings.warn(
@@ -177,8 +140,7 @@ class Assembly:
     """The parts that a store's methods call; all of them share ``condition``, the one lock of the store."""
 
     condition: Condition
-    service: Service
-    nested_calls: NestedCalls
+    refusals: Refusals
     working_set: WorkingSet
     streams: StreamedValues
     values: Values
@@ -214,8 +176,8 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
     if root.num_directories != len(parts.devices):
         raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
     parts.external.match(root, rows)
-    condition, service = Condition(), Service()
-    nested_calls = NestedCalls(condition)
+    condition = Condition()
+    refusals = Refusals(condition, CallMark(), is_read_only=is_read_only)
     space = Space(
         parts.devices,
         root.store_uuid,
@@ -241,17 +203,12 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
         space,
         condition,
         deadline_s=deadline_s,
-        refuse=service.refuse,
-        nested_calls=nested_calls,
-        is_read_only=is_read_only,
+        refusals=refusals,
     )
     streams, producers = StreamedValues(working_set), Producers()
     generations = Generations(working_set, parts.catalog, root, producers, parts.confirmation, parts.external)
-    service.refuse_failed = generations.refuse
     generations.watch_commits(parts.ledgers.note_commit, parts.check_locks)
-    resources = Resources(
-        parts, space, residents, records, nested_calls, working_set.mark, condition=condition, deadline_s=deadline_s
-    )
+    resources = Resources(parts, space, residents, records, refusals, condition=condition, deadline_s=deadline_s)
     # Order: last, for a store that is refused is not written to, and no generation is given up for one that cannot be
     # opened: its catalog or files are damaged, or an external file is missing.
     if parts.catalog is not None and is_before and not is_read_only:
@@ -259,8 +216,7 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
     parts.ledgers.start()
     return Assembly(
         condition=condition,
-        service=service,
-        nested_calls=nested_calls,
+        refusals=refusals,
         working_set=working_set,
         streams=streams,
         values=Values(working_set, streams),

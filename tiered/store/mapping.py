@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from abc import abstractmethod
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, MutableMapping, ValuesView
 from typing import Any
 
@@ -20,6 +19,7 @@ from tiered.store.residency.lease import Lease, LeaseBlock, Mode
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.values.tensors import check_block
 from tiered.store.values.values import Values, adopt
+from tiered.store.waiting.refusals import Refusals
 from tiered.units import parse_bytes
 
 __all__ = ["TensorMapping"]
@@ -49,14 +49,11 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
 
     external: ExternalSources  # the user's own files that tensors may lie in
     working_set: WorkingSet
+    _refusals: Refusals
     _condition: Condition
     _producers: Producers
     _records: Records
     _values: Values
-
-    @abstractmethod
-    def _check(self) -> None:
-        """Raise when this call, or any more calls, cannot be served."""
 
     def __getitem__(self, key: str) -> torch.Tensor:
         """Return a copy of the tensor of ``key``, the caller's own. KeyError."""
@@ -147,18 +144,18 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         self.working_set.delete([self._producers.settled(key) for key in self])
 
     def __contains__(self, key: object) -> bool:
-        self._check()
+        self._refusals.check()
         with self._condition:
             return isinstance(key, str) and key in self._records
 
     def __len__(self) -> int:
-        self._check()
+        self._refusals.check()
         with self._condition:
             return len(self._records)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over a snapshot of the names."""
-        self._check()
+        self._refusals.check()
         with self._condition:
             return iter(self._records.names())
 

@@ -17,7 +17,7 @@ from tiered.bytes.exit_and_fork import at_exit
 from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import UsageError
 from tiered.stats import StoreStatistics
-from tiered.store.assembly import assemble, too_late, warn_of_nested_close
+from tiered.store.assembly import assemble, warn_of_nested_close
 from tiered.store.generations.generations import DroppedKey, Generations, drop_damaged
 from tiered.store.generations.registry import Stateful, committed_state
 from tiered.store.lifetime.opening import Parts, dram_budget, new_arena, open_parts
@@ -26,6 +26,7 @@ from tiered.store.records.entry import Record
 from tiered.store.records.producers import Producer
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.values.streaming import VerifyReport
+from tiered.store.waiting.refusals import Service
 from tiered.units import parse_bytes
 
 __all__ = ["Store", "store_statistics"]
@@ -142,7 +143,7 @@ class Store(TensorMapping):
         self.working_set = made.working_set
         self._parts, self._resources = parts, made.resources
         self.external = parts.external
-        self._condition, self._service, self._nested_calls = made.condition, made.service, made.nested_calls
+        self._refusals, self._condition = made.refusals, made.condition
         self._records, self._streams, self._values = made.working_set.records, made.streams, made.values
         self._producers, self._generations = made.producers, made.generations
         self._resources.watch(self)
@@ -195,7 +196,7 @@ class Store(TensorMapping):
 
     def wait_for_commit(self) -> None:
         """Wait until the last commit is durable. Raises DeviceError when it is lost, DeadlineError."""
-        self._check()
+        self._refusals.check()
         self._generations.wait()
 
     def rollback(self) -> None:
@@ -212,7 +213,7 @@ class Store(TensorMapping):
         A state committed under a name that is not registered now stays in every commit, until ``drop_state``.
         Raises TypeError when the state has something that cannot be kept, naming where; UsageError for a taken name.
         """
-        self._check()
+        self._refusals.check()
         self._generations.registry.add(name, item)
 
     def registered(self, name: str) -> Any:
@@ -269,7 +270,7 @@ class Store(TensorMapping):
 
     def verify(self) -> VerifyReport:
         """Read every block on the devices and check it; blocks. Damage is in the report. Raises DeviceError."""
-        self._check()
+        self._refusals.check()
         return self._streams.verify()
 
     def drop_damaged(self, keys: Iterable[str]) -> tuple[DroppedKey, ...]:
@@ -282,18 +283,18 @@ class Store(TensorMapping):
 
     def records(self) -> list[Record]:
         """Return a record of each key, in the order of creation. Touches no bytes."""
-        self._check()
+        self._refusals.check()
         with self._condition:
             return self._records.records()
 
     def statistics(self) -> StoreStatistics:
         """Return the counters of the store, its working set and its devices."""
-        self._nested_calls.refuse()
+        self._refusals.nested_calls.refuse()
         return store_statistics(self.working_set, self._generations, self._parts.ledgers.earlier_bytes)
 
     def __repr__(self) -> str:
         state = f"open, {len(self._records)} keys, generation {self.generation}"
-        state = "closed" if self._service.is_closed else state
+        state = "closed" if self._refusals.service in (Service.CLOSED, Service.LATE) else state
         return f"<Store {', '.join(device.name for device in self._parts.devices)}: {state}, {self._parts.arena!r}>"
 
     # Below: the end
@@ -312,7 +313,7 @@ class Store(TensorMapping):
         self._close(commit=commit)
 
     def __enter__(self) -> Store:
-        self._service.refuse()
+        self._refusals.refuse()
         return self
 
     def __exit__(
@@ -327,32 +328,28 @@ class Store(TensorMapping):
 
     @uninterrupted
     def _close(self, *, commit: bool) -> None:
-        if self._service.pid != os.getpid():
+        refusals = self._refusals
+        if refusals.service is Service.FORKED:
             return  # nothing of it is the child's to close
-        if self._nested_calls.is_inside() or self._producers.is_inside() or self._closing.is_held_here():
+        if refusals.nested_calls.is_inside() or self._producers.is_inside() or self._closing.is_held_here():
             return warn_of_nested_close(repr(self))
         with self._closing:
             if self._is_released:
                 return
-            service = self._service
-            failure = None if service.is_closed else self._generations.finish(commit=commit)
-            if service.is_late and self._generations.report_dropped() and commit:
-                failure = too_late()
-            service.is_closed = True
+            failure: Exception | None = None
+            if refusals.service is Service.LATE:
+                failure = refusals.too_late() if self._generations.report_dropped() and commit else None
+            elif refusals.service is not Service.CLOSED:
+                failure = self._generations.finish(commit=commit)
+            refusals.service = Service.CLOSED
             self._resources.give_back()
             self._is_released = True
         if failure is not None:
             raise failure
 
     def _finish_at_exit(self) -> None:
-        service = self._service
-        if not service.is_closed and service.pid == os.getpid():
+        if self._refusals.service in (Service.SERVES, Service.FAILED):
             try:
                 self._generations.finish_at_exit()
             finally:
-                service.is_closed = service.is_late = True
-
-    def _check(self) -> None:
-        """Raise when this call, or any more calls, cannot be served."""
-        self._nested_calls.refuse()
-        self._service.refuse()
+                self._refusals.service = Service.LATE

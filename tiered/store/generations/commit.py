@@ -139,7 +139,7 @@ class Committer:
     """Takes a store from one generation to the next, one commit at a time.
 
     The flush runs in a thread that ends with it, so a caller may wait or go on. After a failure there nothing can be
-    written any more: ``failure`` has the reason, and reopening the store decides which generation it holds. A catalog
+    written any more: ``Refusals`` refuses, and reopening the store decides which generation it holds. A catalog
     that refuses and has changed nothing is no failure: the next ``wait`` applies the sealed generation again.
     """
 
@@ -152,9 +152,6 @@ class Committer:
         external: ExternalSources,
     ) -> None:
         self.root = root  # the last committed generation's
-        self.failure: Exception | None = None
-        self.lost_generation = 0
-        self._fate = ""  # of the lost generation
         self.num_commits = 0
         self.catalog_write_bytes = 0
         self.on_commit: Callable[[int], None] = lambda catalog_write_bytes: None  # after each, without the lock
@@ -265,7 +262,7 @@ class Committer:
             self._apply(sealed, refused[0])
 
     def _is_running(self) -> bool:
-        is_ended = self.failure is not None or self._refused is not None or self._working_set.mark.reason
+        is_ended = self._working_set.refusals.has_failed or self._refused is not None or self._working_set.mark.reason
         return self._records.sealed is not None and not is_ended
 
     def roll_back(self) -> None:
@@ -411,22 +408,8 @@ class Committer:
         fate = "is durable here, but not confirmed by all that share the store" if is_durable else "was not committed"
         _log.error("generation %d %s: %s", sealed.generation, fate, error)
         with self._condition:
-            self._fate = fate
-            self.failure = error
-            self.lost_generation = sealed.generation
+            self._working_set.refusals.fail(error, f"generation {sealed.generation} {fate}")
             self._condition.notify_all()
-
-    def refusal(self) -> TieredError | None:
-        """Return what every call must raise after a failed commit."""
-        if self.failure is None:
-            return None
-        kind = CapacityError if isinstance(self.failure, CapacityError) else DeviceError
-        refusal = kind(
-            f"generation {self.lost_generation} {self._fate}: {self.failure}. Nothing can be done with this store "
-            "but close() it; opened again it holds the last committed generation, with its digests checked"
-        )
-        refusal.__cause__ = self.failure
-        return refusal
 
 
 def _written_nbytes() -> int:

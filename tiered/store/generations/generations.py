@@ -57,12 +57,12 @@ class Generations:
         self._producers = producers
         self._working_set = working_set
         self._records = working_set.records
+        self._refusals = working_set.refusals
         self._committer = None if catalog is None else Committer(working_set, catalog, root, confirmation, external)
         self._user_text = encode_user_state(committed_state(root.state)[0])  # order: it checks the text
         self.registry = Registry(root.state)
         self._root = root
         self._turn = threading.RLock()  # reentrant: loading a state may ask for one of these again
-        self._told: set[int] = set()  # threads, by number, that know of the failure
         self.withheld_for = ""  # why a close must not commit, as a guard has said
 
     @property
@@ -87,15 +87,6 @@ class Generations:
         if self._committer is not None:
             self._committer.on_commit = on_commit
             self._committer.check_locks = check_locks
-
-    def refuse(self) -> None:
-        """Raise when a commit has failed, or a call was cut short: nothing can be done any more."""
-        refusal: TieredError | None = self._working_set.mark.refusal()
-        if refusal is None and self._committer is not None:
-            refusal = self._committer.refusal()
-        if refusal is not None:
-            self._told.add(this_thread())
-            raise refusal
 
     @uninterrupted
     def commit(self, state: Mapping[str, Any] | None, *, wait: bool) -> int:
@@ -148,7 +139,7 @@ class Generations:
             self._working_set.deferred_seal.settle()
             if self._committer is not None:
                 self._committer.wait()
-        self.refuse()
+        self._refusals.refuse()
 
     @uninterrupted
     def roll_back(self) -> None:
@@ -210,8 +201,8 @@ class Generations:
             failure = self._end_all()
             if self._committer is not None:
                 self._committer.wait()
-            if self._committer is not None and this_thread() not in self._told and failure is None:
-                self.refuse()
+            if self._committer is not None and this_thread() not in self._refusals.told and failure is None:
+                self._refusals.refuse()
                 if commit and self.withheld_for:
                     _log.warning("%s", self.withheld_for)
                 elif commit and not self._end_unchanged():
@@ -235,7 +226,7 @@ class Generations:
             _log.error("closed at generation %d, since the compute device has failed for good: %s", generation, reason)
             failure = None
         # Order: last, for what a mark stays for is said once to each thread.
-        return None if self._working_set.mark.reason and this_thread() in self._told else failure
+        return None if self._working_set.mark.reason and this_thread() in self._refusals.told else failure
 
     def _end_unchanged(self) -> bool:
         """Take no more changes, unless there are some to commit; return whether that is so."""

@@ -15,7 +15,6 @@ import torch
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.interrupt import uninterrupted
-from tiered.errors import UsageError
 from tiered.stats import WorkingSetStatistics
 from tiered.store.format.row import MAX_NUM_DIMS, Spec, is_kept
 from tiered.store.records.entry import Alias, EntryState, Granted
@@ -27,10 +26,9 @@ from tiered.store.residency.residents import EvictionPolicy, Residents
 from tiered.store.residency.room import Room
 from tiered.store.residency.swap_in import SwapIn
 from tiered.store.space.space import Space
-from tiered.store.waiting.calling_thread import NestedCalls
 from tiered.store.waiting.deadline import Deadline
-from tiered.store.waiting.mark import CallMark
 from tiered.store.waiting.recorder import Recorder
+from tiered.store.waiting.refusals import Refusals
 
 __all__ = ["EvictionPolicy", "Lease", "WorkingSet"]
 
@@ -51,11 +49,9 @@ class WorkingSet:
         condition: threading.Condition,
         *,
         deadline_s: float,
-        refuse: Callable[[], None],
-        nested_calls: NestedCalls,
-        is_read_only: bool = False,
+        refusals: Refusals,
     ) -> None:
-        """``refuse`` raises when no more calls are served, ``nested_calls`` refuses some. Shared: ``condition``."""
+        """``condition`` is the store's one lock."""
         self.budget_bytes = residents.arena.nbytes
         self.condition = condition
         self.residents = residents
@@ -63,8 +59,12 @@ class WorkingSet:
         self.space = space
         self.deadline_s = deadline_s
         self.recorder = Recorder()
-        self.mark = CallMark()
-        self.room = Room(residents, records, space, condition, self.recorder, deadline_s=deadline_s, refuse=refuse)
+        self.refusals = refusals
+        self.check = refusals.check  # raises where a call cannot be served
+        self.mark = refusals.mark
+        self.room = Room(
+            residents, records, space, condition, self.recorder, deadline_s=deadline_s, refuse=refusals.refuse
+        )
         self.deferred_seal = DeferredSeal(records, condition, self._progress, deadline_s=deadline_s)
         self.swap_in = SwapIn(residents, records, space, condition, self.room)
         self.keys = Keys(records, residents, self.room, space, condition, deadline_s=deadline_s)
@@ -72,9 +72,6 @@ class WorkingSet:
             residents, records, space, condition, self.room, self.keys, self.swap_in, self.deferred_seal
         )
         self.streamed_in_bytes = self.streamed_out_bytes = 0
-        self._refuse = refuse
-        self._nested_calls = nested_calls
-        self._is_read_only = is_read_only
         self._pid = os.getpid()
         residents.watch(records.entries)
 
@@ -191,9 +188,7 @@ class WorkingSet:
         """Note that leases were released; return whether their last tensors have died. Works after close as well."""
         if self._pid != os.getpid():
             return True  # in a forked child there is nothing to give back
-        try:
-            self._nested_calls.refuse()
-        except UsageError:
+        if self.refusals.nested_calls.is_inside():
             return True  # a finalizer inside of a call: the death of the tensor says the same, and is noted soon
         with self.mark:
             with self.condition:
@@ -350,13 +345,6 @@ class WorkingSet:
             )
 
     # Below: for the rest of the store
-
-    def check(self, *, writing: bool) -> None:
-        """Raise when the store is closed, failed or forked, or read only where ``writing``; not under the lock."""
-        self._nested_calls.refuse()
-        self._refuse()
-        if writing and self._is_read_only:
-            raise UsageError('the store was opened with mode="r": nothing can be written; open it with mode="a"')
 
     @uninterrupted
     def delete(self, keys: Iterable[str]) -> None:
