@@ -216,8 +216,8 @@ def test_a_put_between_batches_waits_for_room_with_none_in_its_hands(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads that each kept buffers while they waited for one would wait for each other."""
-    batches = store._values._put_batches
-    put, kept = batches._put, []
+    values_of_store = store._values
+    put, kept = values_of_store.put, []
 
     def watched(key: str, value: torch.Tensor) -> None:
         statistics = store.working_set.statistics()
@@ -225,7 +225,7 @@ def test_a_put_between_batches_waits_for_room_with_none_in_its_hands(
         put(key, value)
 
     store.put_many({f"before {i}": numbers(32 * KiB, i) for i in range(8)})
-    monkeypatch.setattr(batches, "_put", watched)
+    monkeypatch.setattr(values_of_store, "put", watched)
     values = {f"{size} {i}": numbers(size, i) for i in range(4) for size in (4096, 72 * KiB)}
     store.put_many(values)
     assert len(kept) >= 4 and not any(kept)

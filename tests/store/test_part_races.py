@@ -70,7 +70,7 @@ def test_a_reader_of_parts_that_were_rolled_back_keeps_what_they_stand_on(what: 
         store.commit()
         store.write_part("a", 5000, numbers(100, 2))
         value[5000:5100] = numbers(100, 2)
-        row = store._values._stored_row("a")  # as get does
+        row = store._values._row_past("a")  # as get does
         assert row is not None and row.pages is not None
         store.rollback()
         store.write_part("a", 20_000, numbers(12_000, 3))
@@ -100,7 +100,7 @@ def test_a_reader_of_parts_of_one_key_is_nothing_to_the_key_that_had_the_extents
         assert first is not None and second is not None and first.extents == second.extents
         store.write_part("b", 5000, numbers(100, 4))
         value[5000:5100] = numbers(100, 4)
-        row = store._values._stored_row("b")
+        row = store._values._row_past("b")
         assert row is not None and row.pages is not None
         store.write_part("a", 0, numbers(10, 5))
         store["b"] = numbers(NBYTES, 6)
@@ -117,7 +117,7 @@ def test_a_page_that_goes_while_a_reader_asks_for_it_is_no_damage() -> None:
         value = numbers(LARGE, 1)
         store.put("a", value, block_size="4KiB")
         store.commit()
-        row = store._values._stored_row("a")
+        row = store._values._row_past("a")
         assert row is not None and isinstance(row.pages, Pages)
         pages, from_catalog = row.pages, row.pages._read
 

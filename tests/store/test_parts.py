@@ -221,7 +221,7 @@ def test_a_reader_sees_the_tensor_that_was_there_when_it_began() -> None:
         value = numbers(LARGE, 1)
         store.put("a", value, block_size="4KiB")
         store.commit()
-        row = store._values._stored_row("a")  # as get does
+        row = store._values._row_past("a")  # as get does
         assert row is not None and row.pages is not None
         for number in range(1, 4):
             for _ in range(2):
@@ -232,7 +232,7 @@ def test_a_reader_sees_the_tensor_that_was_there_when_it_began() -> None:
         assert torch.equal(read(store, row), value)
         value[4 * MiB - 6000 :][:300_000] = numbers(300_000, 3)
         assert torch.equal(store["a"], value)
-        row = store._values._stored_row("a")
+        row = store._values._row_past("a")
         assert row is not None
         store["a"] = numbers(LARGE, 9)
         store.commit()
@@ -259,7 +259,7 @@ def test_a_reader_of_parts_that_are_replaced_keeps_what_they_stand_on() -> None:
         store.commit()
         store.write_part("a", 5000, numbers(100, 2))
         value[5000:5100] = numbers(100, 2)
-        row = store._values._stored_row("a")
+        row = store._values._row_past("a")
         assert row is not None and row.pages is not None
         store["a"] = numbers(48 * KiB, 3)
         store.commit()
@@ -274,7 +274,7 @@ def test_a_reader_of_a_tensor_without_pages_keeps_its_blocks_when_parts_are_writ
         value = numbers(48 * KiB, 1)
         store.put("a", value, block_size="4KiB")
         store.commit()
-        row = store._values._stored_row("a")
+        row = store._values._row_past("a")
         assert row is not None and row.pages is None
         for number in range(3):
             store.write_part("a", 5000, numbers(20_000, 2 + number))
@@ -308,7 +308,7 @@ def test_a_stream_keeps_each_page_that_any_later_version_changes() -> None:
         value = numbers(LARGE, 1)
         store.put("a", value, block_size="4KiB")
         store.commit()
-        row = store._values._stored_row("a")
+        row = store._values._row_past("a")
         assert row is not None
         store.write_part("a", 0, numbers(5000, 2))
         store.write_part("a", 4 * MiB + 100, numbers(5000, 3))

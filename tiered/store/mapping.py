@@ -17,6 +17,7 @@ from tiered.store.records.producers import Producers
 from tiered.store.records.records import Records
 from tiered.store.residency.lease import Lease, LeaseBlock, Mode
 from tiered.store.residency.working_set import WorkingSet
+from tiered.store.values.batches import get_many, put_many
 from tiered.store.values.tensors import check_block
 from tiered.store.values.values import Values, adopt
 from tiered.store.waiting.refusals import Refusals
@@ -96,7 +97,7 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         Only the blocks that they are in are read, and none becomes resident. Blocks. Raises KeyError, ValueError,
         LeaseError, CorruptionError.
         """
-        return self._values.read_part(self._producers.settled(key), start, stop)
+        return self._values.parts.read(self._producers.settled(key), start, stop)
 
     def write_part(self, key: str, start: int, value: torch.Tensor) -> None:
         """Write ``value`` over as many elements of the flattened tensor of ``key``, from element ``start`` on; blocks.
@@ -106,7 +107,7 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         DRAM alone: then these go out first; or in an external file: then all of it is copied to the store's own. Raises
         KeyError, ValueError, LeaseError, CapacityError, CorruptionError.
         """
-        self._values.write_part(self._producers.settled(key), start, value)
+        self._values.parts.write(self._producers.settled(key), start, value)
 
     def adopt(self, key: str, file: str | os.PathLike[str], name: str, *, block_size: int | str = BLOCK_NBYTES) -> None:
         """Make ``key`` the tensor ``name`` of a safetensors ``file`` of ``external``, read in place; touches no bytes.
@@ -161,7 +162,7 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
 
     def get_many(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return copies of the tensors of ``keys``, in their order, read ahead. KeyError before anything is read."""
-        return self._values.get_many([self._producers.settled(key) for key in keys])
+        return get_many(self._values, [self._producers.settled(key) for key in keys])
 
     def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Put each of ``values``, a mapping or pairs, in order: where one fails, all before it are put, none after.
@@ -171,7 +172,7 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         computed from what an earlier pair of the same call puts.
         """
         pairs = values.items() if isinstance(values, Mapping) else values
-        self._values.put_many((self._producers.settled(key), value) for key, value in pairs)
+        put_many(self._values, ((self._producers.settled(key), value) for key, value in pairs))
 
     def prefetch(self, keys: Iterable[str]) -> int:
         """Hint that ``keys`` are needed soon, in this order; never blocks on I/O. Returns bytes in DRAM or coming.

@@ -29,11 +29,11 @@ from tiered.store.records.records import Sealed, learned
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer, start_all
-from tiered.store.values.streaming import SlabJob
-from tiered.store.values.window import Window
+from tiered.store.values.streaming import slab_jobs, slab_transfer
+from tiered.store.values.window import OnDone, Window
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.recorder import Wait
-from tiered.units import MiB, divide_up, format_bytes
+from tiered.units import MiB, format_bytes
 
 __all__ = ["Committer", "are_known", "find_digests"]
 
@@ -99,17 +99,14 @@ def _refuse_lost(working_set: WorkingSet, lost: Mapping[int, str]) -> None:
 def _read(working_set: WorkingSet, entry: Entry, row: Row, progress: _Progress) -> None:
     digests: list[bytes] = []
 
-    def note(job: SlabJob, transfer: Transfer, buffer: Buffer) -> None:
-        if transfer.error is not None:
-            raise transfer.error
+    def read(slab: int, buffer: Buffer, on_done: OnDone) -> Iterator[Transfer]:
+        transfer = slab_transfer(working_set.space, row, slab, buffer, IOClass.PREFETCH, on_done)
+        yield transfer
+        transfer.raise_error()
         digests.append(bytes(transfer.digests))  # in order, as the window finishes its jobs
-        progress.note(min(SLAB_NBYTES, row.nbytes - job.slab * SLAB_NBYTES))
+        progress.note(min(SLAB_NBYTES, row.nbytes - slab * SLAB_NBYTES))
 
-    def jobs() -> Iterator[SlabJob]:
-        for slab in range(divide_up(row.nbytes, SLAB_NBYTES)):
-            yield SlabJob(working_set.space, row, slab, IOClass.PREFETCH, use=note)
-
-    Window(working_set).run(jobs())
+    Window(working_set).run(slab_jobs(row, read))
     with working_set.condition:
         learned(entry, row, b"".join(digests))
 

@@ -340,6 +340,12 @@ class Transfer:
         for slab in self._slabs:
             self.error = self.error or self._check(slab)
 
+    def raise_error(self) -> None:
+        """Raise the error of a transfer that is done, for an owner that waited for it; ``check`` comes first."""
+        self.check()
+        if self.error is not None:
+            raise self.error
+
     def unreadable(self) -> CorruptionError | None:
         """Return the CorruptionError, for a reader of every byte, of a sector that gave none; None for another error.
 

@@ -12,10 +12,9 @@ import contextlib
 import ctypes
 import functools
 import operator
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -31,18 +30,19 @@ from tiered.store.records.pages import PageChange
 from tiered.store.residency.lease import ReadPastError, refuse_modes
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
-from tiered.store.space.space import Space
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer, start_all
-from tiered.store.values.streaming import SlabJob
+from tiered.store.values.streaming import slab_jobs, slab_transfer
 from tiered.store.values.tensors import flat_of, new_tensor, plain_value
-from tiered.store.values.window import Window
+from tiered.store.values.window import OnDone, Window
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import divide_up, round_up
 
-__all__ = ["PartValues", "PartWrite", "RewriteJob", "changed_page", "check_elements", "part_row"]
+__all__ = ["PartValues", "PartWrite", "read_resident"]
+
+_T = TypeVar("_T")
 
 
-def part_row(row: Row, first: int, blocks: int) -> Row:
+def _part_row(row: Row, first: int, blocks: int) -> Row:
     """Return a row of some blocks of ``row``."""
     if row.is_paged:
         return part_of(row, first, blocks)
@@ -71,7 +71,7 @@ def _cut(ranges: Iterable[ExternalRange], start: int, nbytes: int) -> tuple[Exte
     return tuple(found) or (ExternalRange(0, 0, 0, 0),)
 
 
-def changed_page(
+def _changed_page(
     page: Page, block_nbytes: int, first: int, places: Iterable[Extent], digests: bytes, generation: int
 ) -> Page:
     """Return ``page`` with the blocks from ``first`` on in ``places``, written for ``generation``."""
@@ -91,88 +91,16 @@ def changed_page(
     return Page(generation, join(extents), content, written)
 
 
-# -- rewrite -----------------------------------------------------------------------------------------------------------
-
-
-class RewriteJob:
-    """The job of writing one slab of ``new``, a row of some blocks of ``old`` without digests, through a buffer."""
-
-    __slots__ = (
-        "_begin", "_content", "_kept", "_new", "_old", "_on_done", "_space", "_start", "_use", "nbytes", "slab",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        space: Space,
-        old: Row,
-        new: Row,
-        slab: int,
-        start: int,
-        content: torch.Tensor,
-        use: Callable[[RewriteJob, Transfer], object],
-    ) -> None:
-        """``content``, (n,) uint8 on any compute device, goes over the bytes of ``old`` from ``start`` on.
-
-        ``use(job, transfer)`` comes after the write.
-        """
-        self.nbytes = min(new.nbytes, SLAB_NBYTES)
-        self.slab = slab
-        self._space = space
-        self._old = old
-        self._new = new
-        self._start = start
-        self._content = content
-        self._use = use
-        self._begin = new.base_block * new.block_nbytes + slab * SLAB_NBYTES  # of the slab in the record
-        self._kept = deque(self._kept_blocks())  # that are still to be read
-        self._on_done: Callable[[Transfer], None] = lambda transfer: None
-
-    def _kept_blocks(self) -> list[range]:
-        """Return the blocks of the slab that keep some bytes: before the new ones and behind them."""
-        nbytes = self._new.block_nbytes
-        begin = self._begin
-        end = min(begin + SLAB_NBYTES, self._new.base_block * nbytes + self._new.nbytes)
-        start, stop = min(max(self._start, begin), end), min(max(self._start + self._content.numel(), begin), end)
-        before = range(begin // nbytes, divide_up(start, nbytes)) if start > begin else range(0)
-        behind = range(stop // nbytes, divide_up(end, nbytes)) if stop < end else range(0)
-        if before and behind and behind.start <= before.stop:
-            return [range(before.start, behind.stop)]
-        return [blocks for blocks in (before, behind) if blocks]
-
-    def begin(self, buffer: Buffer, on_done: Callable[[Transfer], None]) -> Transfer:
-        self._on_done = on_done
-        return self._next(buffer)
-
-    def finish(self, transfer: Transfer, buffer: Buffer) -> Transfer | None:
-        transfer.check()
-        if transfer.error is not None:
-            raise transfer.error
-        if not transfer.is_write:
-            return self._next(buffer)
-        self._use(self, transfer)
-        return None
-
-    def _next(self, buffer: Buffer) -> Transfer:
-        """Return the read of the next blocks that keep some bytes, or else the write; blocks for pages."""
-        nbytes = self._new.block_nbytes
-        if self._kept:
-            blocks = self._kept.popleft()
-            row = part_row(self._old, blocks.start, len(blocks))
-            at = blocks.start * nbytes - self._begin
-            memory = buffer.memory[at : at + self._space.round_up(row.nbytes)]
-            return self._space.transfer(row, memory, IOClass.DEMAND, self._on_done, is_checked_by_owner=True)
-        begin = max(self._start, self._begin)
-        content = self._content[begin - self._start : max(0, self._begin + self.nbytes - self._start)]
-        copy_contiguous(buffer, content, to_buffer=True, start=begin - self._begin)
-        return self._space.transfer(
-            self._new, buffer.memory, IOClass.WRITE, self._on_done, first_slab=self.slab, is_checked_by_owner=True
-        )
-
-    def __str__(self) -> str:
-        return f"write of a part of {self._new.name!r}, slab {self.slab}"
-
-
 # -- part write --------------------------------------------------------------------------------------------------------
+
+
+def _kept_blocks(begin: int, start: int, stop: int, end: int, block_nbytes: int) -> list[range]:
+    """Return the blocks in [begin, end) of a record that keep some bytes beside new ones in [start, stop)."""
+    before = range(begin // block_nbytes, divide_up(start, block_nbytes)) if start > begin else range(0)
+    behind = range(stop // block_nbytes, divide_up(end, block_nbytes)) if stop < end else range(0)
+    if before and behind and behind.start <= before.stop:
+        return [range(before.start, behind.stop)]
+    return [blocks for blocks in (before, behind) if blocks]
 
 
 class _Target(NamedTuple):
@@ -183,14 +111,6 @@ class _Target(NamedTuple):
     found: Row  # the entry's as it was found
     new: Row  # of the blocks, in their new extents, without digests
     start: int  # of the new bytes in the record
-
-    @property
-    def first(self) -> int:
-        return self.new.base_block
-
-    @property
-    def blocks(self) -> int:
-        return self.new.num_blocks
 
 
 class PartWrite:
@@ -289,19 +209,15 @@ class PartWrite:
 
     def _swap_in(self) -> None:
         """Bring the tensor into DRAM, where its bytes can be had under the lock."""
-        working_set = self._working_set
         with contextlib.suppress(ReadPastError):  # the key has become a large one
-            is_inline = operator.attrgetter("is_inline")
-            alias, _, _ = working_set.grants.obtain(self._key, "r", self._deadline, swaps_in=is_inline)
-            working_set.residents.report_end(alias)
-            working_set.released([alias])
+            read_resident(self._working_set, self._key, lambda *_: None, operator.attrgetter("is_inline"))
 
     def _find(self) -> Entry:
         """Return the entry, settled, with the elements to be written; may wait."""
         entry = self._working_set.keys.settled(self._key, "write of a part")
         if entry is None or self._records.find(self._key) is not entry:
             raise KeyError(self._key)
-        check_elements(self._key, entry.spec, self._start, self._start + self._value.numel())
+        _check_elements(self._key, entry.spec, self._start, self._start + self._value.numel())
         if self._value.dtype != entry.spec.dtype:
             raise ValueError(f"write of a part of {self._key!r}: expected {entry.spec.dtype}, got {self._value.dtype}")
         return entry
@@ -397,7 +313,8 @@ class PartWrite:
         window = Window(self._working_set)
         is_own = True  # the extents are this write's to give back
         try:
-            window.run(self._jobs(target), buffer)
+            self._digests = bytearray(target.new.num_blocks * DIGEST_NBYTES)
+            window.run(slab_jobs(target.new, functools.partial(self._rewrite, target)), buffer)
             changes = {} if target.row.ranges else self._changes(target)
             is_own = not self._install(target, changes)
         finally:
@@ -413,32 +330,43 @@ class PartWrite:
             (self._space.quarantine if window.has_failed else self._space.give_back)(target.new.extents)
         self._condition.notify_all()
 
-    def _jobs(self, target: _Target) -> Iterator[RewriteJob]:
-        digests = self._digests = bytearray(target.blocks * DIGEST_NBYTES)
-        slab_nbytes = SLAB_NBYTES // target.new.block_nbytes * DIGEST_NBYTES  # of digests
-
-        def collect(job: RewriteJob, transfer: Transfer) -> None:
-            place = job.slab * slab_nbytes
-            digests[place : place + len(transfer.digests)] = transfer.digests
-
-        for slab in range(divide_up(target.new.nbytes, SLAB_NBYTES)):
-            yield RewriteJob(self._space, target.row, target.new, slab, target.start, self._flat, collect)
+    def _rewrite(self, target: _Target, slab: int, buffer: Buffer, on_done: OnDone) -> Iterator[Transfer]:
+        """Read the blocks of a slab of ``target.new`` that keep some bytes; write the slab with the new bytes in it."""
+        new, space, content = target.new, self._space, self._flat
+        begin = new.base_block * new.block_nbytes + slab * SLAB_NBYTES  # of the slab in the record
+        end = min(begin + SLAB_NBYTES, new.base_block * new.block_nbytes + new.nbytes)
+        start, stop = (min(max(at, begin), end) for at in (target.start, target.start + content.numel()))
+        for blocks in _kept_blocks(begin, start, stop, end, new.block_nbytes):
+            row = _part_row(target.row, blocks.start, len(blocks))
+            at = blocks.start * new.block_nbytes - begin
+            memory = buffer.memory[at : at + space.round_up(row.nbytes)]
+            reading = space.transfer(row, memory, IOClass.DEMAND, on_done, is_checked_by_owner=True)
+            yield reading
+            reading.raise_error()
+        piece = content[start - target.start : stop - target.start]
+        copy_contiguous(buffer, piece, to_buffer=True, start=start - begin)
+        writing = slab_transfer(space, new, slab, buffer, IOClass.WRITE, on_done)
+        yield writing
+        writing.raise_error()
+        place = slab * (SLAB_NBYTES // new.block_nbytes) * DIGEST_NBYTES
+        self._digests[place : place + len(writing.digests)] = writing.digests
 
     def _changes(self, target: _Target) -> dict[int, PageChange]:
         """Return the pages of the blocks as they were and are to be; blocks."""
-        row, new, end = target.row, target.new, target.first + target.blocks
+        row, new = target.row, target.new
+        begin, end = new.base_block, new.base_block + new.num_blocks
         assert row.pages is not None
-        numbers = range(target.first // PAGE_BLOCKS, divide_up(end, PAGE_BLOCKS))
-        spans = [range(max(target.first, n * PAGE_BLOCKS), min(end, (n + 1) * PAGE_BLOCKS)) for n in numbers]
+        numbers = range(begin // PAGE_BLOCKS, divide_up(end, PAGE_BLOCKS))
+        spans = [range(max(begin, n * PAGE_BLOCKS), min(end, (n + 1) * PAGE_BLOCKS)) for n in numbers]
         sizes = [len(span) * row.block_nbytes for span in spans]
         sizes[-1] += sum(extent.nbytes for extent in new.extents) - sum(sizes)
         found = {}
         for number, span, places in zip(numbers, spans, cut(new.extents, sizes), strict=True):
             before = row.pages.page(row, number)
             first = span.start - number * PAGE_BLOCKS
-            at = (span.start - target.first) * DIGEST_NBYTES
+            at = (span.start - begin) * DIGEST_NBYTES
             digests = bytes(self._digests[at : at + len(span) * DIGEST_NBYTES])
-            after = changed_page(before, row.block_nbytes, first, places, digests, new.generation)
+            after = _changed_page(before, row.block_nbytes, first, places, digests, new.generation)
             found[number] = PageChange(before, after, range(first, first + len(span)))
         return found
 
@@ -459,7 +387,7 @@ class PartWrite:
             return True
 
 
-def check_elements(key: str, spec: Spec, start: int, stop: int) -> None:
+def _check_elements(key: str, spec: Spec, start: int, stop: int) -> None:
     """Raise ValueError where a tensor of ``spec`` has no such elements."""
     numel = spec.nbytes // spec.dtype.itemsize
     if not 0 <= start <= stop <= numel:
@@ -469,7 +397,21 @@ def check_elements(key: str, spec: Spec, start: int, stop: int) -> None:
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-Extents = tuple[Extent, ...]
+def read_resident(
+    working_set: WorkingSet, key: str, copy: Callable[[Spec, Buffer], _T], swaps_in: Callable[[Entry], bool]
+) -> _T:
+    """Return ``copy(spec, buffer)`` of the bytes of ``key``, under a brief lease for reading; blocks.
+
+    Bytes that are on the device alone are swapped in where ``swaps_in(entry)``. Else raises ReadPastError.
+    """
+    deadline = Deadline(f"lease of {key!r} for 'r'", working_set.deadline_s)
+    alias, spec, _ = working_set.grants.obtain(key, "r", deadline, swaps_in=swaps_in)
+    try:
+        return copy(spec, alias.residence.buffer)
+    finally:
+        with working_set.condition:
+            working_set.residents.report_end(alias)  # no tensor was made over its bytes
+            working_set.residents.drain()
 
 
 class PartValues:
@@ -504,7 +446,7 @@ class PartValues:
             if entry is None:
                 raise KeyError(key)
             spec = entry.spec
-            check_elements(key, spec, start, stop)
+            _check_elements(key, spec, start, stop)
             row = entry.row if entry.state is EntryState.STORED else None
             if row is not None:
                 self._space.begin_stream(row)
@@ -519,49 +461,41 @@ class PartValues:
         return result
 
     def _read_resident(self, key: str, start: int, stop: int) -> torch.Tensor:
-        working_set = self._working_set
-        deadline = Deadline(f"lease of {key!r} for 'r'", working_set.deadline_s)
-        # Order: the looks are those of these bytes; since the caller looked, the key may have become another.
-        alias, spec, _ = working_set.grants.obtain(key, "r", deadline, swaps_in=lambda _: False)
-        try:
-            check_elements(key, spec, start, stop)
+        def copy(spec: Spec, buffer: Buffer) -> torch.Tensor:
+            # Order: the looks are those of these bytes; since the caller looked, the key may have become another.
+            _check_elements(key, spec, start, stop)
             result = new_tensor(Spec(spec.dtype, (stop - start,)), key)
             begin = start * spec.dtype.itemsize
-            memory = alias.residence.buffer.memory[begin : begin + result.nbytes]
+            memory = buffer.memory[begin : begin + result.nbytes]
             if len(memory):
                 flat_of(result).copy_(torch.frombuffer(memory, dtype=torch.uint8))
-        finally:
-            working_set.residents.report_end(alias)
-            working_set.released([alias])
-        return result
+            return result
+
+        return read_resident(self._working_set, key, copy, lambda _: False)
 
     def _read_row(self, window: Window, row: Row, start: int, flat: torch.Tensor) -> None:
-        """Read the bytes of ``row`` from ``start`` on into ``flat``."""
+        """Read the bytes of ``row`` from ``start`` on into ``flat``, by the blocks that they are in."""
         if not flat.numel():
             return
         if row.inline is not None:
             flat.copy_(torch.frombuffer(bytearray(row.inline), dtype=torch.uint8)[start : start + flat.numel()])
             return
-        self._read_blocks(window, row, start, flat)
-        with self._condition:
-            self._working_set.streamed_in_bytes += flat.numel()
-
-    def _read_blocks(self, window: Window, row: Row, start: int, flat: torch.Tensor) -> None:
-        """Read bytes of ``row`` from ``start`` on into ``flat``, by the blocks that they are in."""
         first = start // row.block_nbytes
-        part = part_row(row, first, (start + flat.numel() - 1) // row.block_nbytes - first + 1)
+        part = _part_row(row, first, (start + flat.numel() - 1) // row.block_nbytes - first + 1)
         skip = start - first * row.block_nbytes
 
-        def copy(job: SlabJob, transfer: Transfer, buffer: Buffer) -> None:
-            if transfer.error is not None:
-                raise transfer.error
-            begin = job.slab * SLAB_NBYTES - skip  # of the buffer, in ``flat``
+        def read(slab: int, buffer: Buffer, on_done: OnDone) -> Iterator[Transfer]:
+            transfer = slab_transfer(self._space, part, slab, buffer, IOClass.DEMAND, on_done)
+            yield transfer
+            transfer.raise_error()
+            begin = slab * SLAB_NBYTES - skip  # of the buffer, in ``flat``
             wanted = flat[max(0, begin) : begin + SLAB_NBYTES]
             source = torch.frombuffer(buffer.memory, dtype=torch.uint8)
             wanted.copy_(source[max(0, -begin) : max(0, -begin) + wanted.numel()])
 
-        slabs = range(-(-part.nbytes // SLAB_NBYTES))
-        window.run(SlabJob(self._space, part, slab, IOClass.DEMAND, use=copy) for slab in slabs)
+        window.run(slab_jobs(part, read))
+        with self._condition:
+            self._working_set.streamed_in_bytes += flat.numel()
 
     @uninterrupted
     def write(self, key: str, start: int, value: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ Nothing becomes resident. A stream keeps the extents it reads as they are until 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,11 +25,13 @@ from tiered.store.residency.write_back import Shortage
 from tiered.store.space.dealing import block_order
 from tiered.store.space.space import Space
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
-from tiered.store.values.window import Window
+from tiered.store.values.window import Job, OnDone, Window
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import divide_up
 
-__all__ = ["SlabJob", "StreamedValues", "VerifyReport"]
+__all__ = [
+    "StreamedValues", "VerifyReport", "give_back", "install", "new_row", "slab_jobs", "slab_transfer", "take_extents",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,61 +57,33 @@ class StreamedValues:
         self._space = working_set.space
         self._condition = working_set.condition
 
-    def must_stream(self, nbytes: int) -> bool:
-        """Whether put and get of so many bytes go through bounce buffers: more than a quarter of the budget."""
-        return nbytes > self._working_set.budget_bytes // 4
-
     def put(self, key: str, flat: torch.Tensor, spec: Spec, *, scratch: bool) -> None:
         """Write ``flat``, (nbytes,) uint8 on any compute device, as the new tensor of ``key``; blocks.
 
         The old tensor stays readable until all of the new one has landed.
         """
-        row = self.new_row(key, spec, scratch=scratch)
+        working_set, window = self._working_set, Window(self._working_set)
+        deadline = Deadline(f"put of {key!r}", working_set.deadline_s)
+        extents, generation, key_id = take_extents(working_set, [key], spec.nbytes, deadline, scratch=scratch)
+        row = new_row(key_id, key, spec, generation, extents)
         digests = bytearray(row.num_blocks * DIGEST_NBYTES)
 
-        def fill(slab: int, buffer: Buffer) -> None:
+        def write(slab: int, buffer: Buffer, on_done: OnDone) -> Iterator[Transfer]:
             copy_contiguous(buffer, flat[slab * SLAB_NBYTES : (slab + 1) * SLAB_NBYTES], to_buffer=True)
-
-        def collect(job: SlabJob, transfer: Transfer, buffer: Buffer) -> None:
-            if transfer.error is not None:
-                raise transfer.error
-            first = job.slab * (SLAB_NBYTES // row.block_nbytes) * DIGEST_NBYTES
+            transfer = slab_transfer(self._space, row, slab, buffer, IOClass.WRITE, on_done)
+            yield transfer
+            transfer.raise_error()
+            first = slab * (SLAB_NBYTES // row.block_nbytes) * DIGEST_NBYTES
             digests[first : first + len(transfer.digests)] = transfer.digests
 
-        working_set, window = self._working_set, Window(self._working_set)
-        is_own = True  # the extents are this put's to give back
+        rows = deque([row])
         try:
-            blocks = _order(row, self._space)
-            window.run(SlabJob(self._space, row, slab, IOClass.WRITE, fill=fill, use=collect) for slab in blocks)
-            while is_own:
-                working_set.deferred_seal.settle()
-                with self._condition:
-                    old = working_set.keys.settled(key, "put")  # raises for a lease that was opened meanwhile
-                    if working_set.deferred_seal.is_closed:
-                        continue
-                    is_own = False
-                    entry = working_set.keys.replace(old, key, spec, scratch=scratch, key_id=row.key_id)
-                    self._records.streamed(entry, dataclasses.replace(row, digests=bytes(digests)))
-                    working_set.streamed_out_bytes += row.nbytes
+            window.run(slab_jobs(row, write, _order(row, self._space)))
+            rows[0] = dataclasses.replace(row, digests=bytes(digests))
+            install(working_set, rows, 1, scratch=scratch)
         except BaseException:
-            if is_own:
-                space = self._space
-                window.when_idle(lambda: (space.quarantine if window.has_failed else space.give_back)(row.extents))
+            give_back(window, rows, self._space)
             raise
-
-    def new_row(self, key: str, spec: Spec, *, scratch: bool) -> Row:
-        """Return the row of a tensor to be written to extents, and under a key id, of its own."""
-        deadline = Deadline(f"put of {key!r}", self._working_set.deadline_s)
-        while True:
-            with self._condition:
-                old = self._working_set.keys.settled(key, "put")
-                if old is not None and not self._records.may_write(old):
-                    deadline.wait(self._condition, self._records.commit_progress())
-                    continue
-                extents = self._space.take_nowait(spec.nbytes, scratch=scratch)
-                if extents is not None:
-                    return self._records.new_row(key, spec, extents)
-            self._working_set.room.grow(Shortage(self._space.round_up(spec.nbytes), scratch))
 
     def get(self, row: Row, flat: torch.Tensor) -> None:
         """Read ``row`` into ``flat``, (nbytes,) uint8 on any compute device; blocks.
@@ -116,15 +91,15 @@ class StreamedValues:
         The caller has begun a stream on its extents; this ends it. Raises CorruptionError, DeviceError.
         """
 
-        def copy(job: SlabJob, transfer: Transfer, buffer: Buffer) -> None:
-            if transfer.error is not None:
-                raise transfer.error
-            copy_contiguous(buffer, flat[job.slab * SLAB_NBYTES : (job.slab + 1) * SLAB_NBYTES], to_buffer=False)
+        def read(slab: int, buffer: Buffer, on_done: OnDone) -> Iterator[Transfer]:
+            transfer = slab_transfer(self._space, row, slab, buffer, IOClass.DEMAND, on_done)
+            yield transfer
+            transfer.raise_error()
+            copy_contiguous(buffer, flat[slab * SLAB_NBYTES : (slab + 1) * SLAB_NBYTES], to_buffer=False)
 
         window = Window(self._working_set)
         try:
-            blocks = _order(row, self._space)
-            window.run(SlabJob(self._space, row, slab, IOClass.DEMAND, use=copy) for slab in blocks)
+            window.run(slab_jobs(row, read, _order(row, self._space)))
         finally:
             window.when_idle(lambda: self._space.end_stream(row))
         with self._condition:
@@ -140,14 +115,17 @@ class StreamedValues:
         counts = [0, 0, 0]  # keys, blocks, bytes
         reading: deque[Row] = deque()  # whose blocks are being read, oldest first
 
-        def check(job: SlabJob, transfer: Transfer, buffer: Buffer) -> None:
-            row, slab = job.row, job.slab
+        def check(row: Row, slab: int, buffer: Buffer, on_done: OnDone) -> Iterator[Transfer]:
+            transfer = slab_transfer(self._space, row, slab, buffer, IOClass.PREFETCH, on_done)
+            yield transfer
+            transfer.check()
             unreadable = transfer.unreadable()
             if unreadable is not None:
                 errors.append(unreadable)
             else:
-                counts[1] += divide_up(min(SLAB_NBYTES, row.nbytes - slab * SLAB_NBYTES), row.block_nbytes)
-                counts[2] += min(SLAB_NBYTES, row.nbytes - slab * SLAB_NBYTES)
+                nbytes = min(SLAB_NBYTES, row.nbytes - slab * SLAB_NBYTES)
+                counts[1] += divide_up(nbytes, row.block_nbytes)
+                counts[2] += nbytes
             if isinstance(transfer.error, CorruptionError):
                 errors.append(transfer.error)
             elif transfer.error is not None and unreadable is None:
@@ -156,7 +134,7 @@ class StreamedValues:
                 with self._condition:
                     self._space.end_stream(reading.popleft())
 
-        def jobs() -> Iterator[SlabJob]:
+        def jobs() -> Iterator[Job]:
             for name in names:
                 with self._condition:
                     entry = self._records.peek(name)
@@ -169,8 +147,11 @@ class StreamedValues:
                         reading.append(row)
                 counts[0] += entry is not None
                 for row in found:
-                    for slab in range(num_blocks(row.nbytes, SLAB_NBYTES)):
-                        yield SlabJob(self._space, row, slab, IOClass.PREFETCH, use=check)
+                    yield from slab_jobs(row, functools.partial(check, row))
+
+        def end_streams() -> None:
+            for row in reading:
+                self._space.end_stream(row)
 
         with self._condition:
             names = self._records.names() if only is None else only
@@ -179,58 +160,103 @@ class StreamedValues:
             try:
                 window.run(jobs())
             finally:
-                window.when_idle(lambda: self._end_streams(reading))
+                window.when_idle(end_streams)
         return VerifyReport(counts[0], counts[1], counts[2], tuple(errors))
 
-    def _end_streams(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            self._space.end_stream(row)
+
+# -- slabs -------------------------------------------------------------------------------------------------------------
 
 
-class SlabJob:
-    """The job of moving one slab of a record through a buffer."""
-
-    __slots__ = ("_fill", "_io_class", "_space", "_use", "nbytes", "row", "slab")
-
-    def __init__(
-        self,
-        space: Space,
-        row: Row,
-        slab: int,
-        io_class: IOClass,
-        *,
-        fill: Callable[[int, Buffer], object] | None = None,
-        use: Callable[[SlabJob, Transfer, Buffer], object],
-    ) -> None:
-        """``fill(slab, buffer)`` comes before a write, ``use(job, transfer, buffer)`` after every movement."""
-        self.nbytes = min(row.nbytes, SLAB_NBYTES)
-        self.row = row
-        self.slab = slab
-        self._space = space
-        self._io_class = io_class
-        self._fill = fill
-        self._use = use
-
-    def begin(self, buffer: Buffer, on_done: Callable[[Transfer], None]) -> Transfer:
-        if self._fill is not None:
-            self._fill(self.slab, buffer)
-        return self._space.transfer(
-            self.row, buffer.memory, self._io_class, on_done, first_slab=self.slab, is_checked_by_owner=True
-        )
-
-    def finish(self, transfer: Transfer, buffer: Buffer) -> None:
-        transfer.check()
-        self._use(self, transfer, buffer)
-
-    def __str__(self) -> str:
-        return f"transfer of slab {self.slab} of {self.row.name!r}"
+def slab_jobs(
+    row: Row, move: Callable[[int, Buffer, OnDone], Iterator[Transfer]], slabs: Iterable[int] | None = None
+) -> Iterator[Job]:
+    """Yield a job for each of ``slabs`` of ``row`` (default: all, in order); its movements are ``move(slab, ...)``."""
+    nbytes = min(row.nbytes, SLAB_NBYTES)
+    for slab in range(num_blocks(row.nbytes, SLAB_NBYTES)) if slabs is None else slabs:
+        yield Job(nbytes, f"transfer of slab {slab} of {row.name!r}", functools.partial(move, slab))
 
 
-def _order(row: Row, space: Space) -> list[int]:
+def slab_transfer(space: Space, row: Row, slab: int, buffer: Buffer, io_class: IOClass, on_done: OnDone) -> Transfer:
+    """Return the transfer of one slab of ``row`` through ``buffer``; a read is checked by ``raise_error``."""
+    return space.transfer(row, buffer.memory, io_class, on_done, first_slab=slab, is_checked_by_owner=True)
+
+
+def _order(row: Row, space: Space) -> Iterable[int]:
     """Return the slabs of ``row`` in an order that keeps every device busy; blocks where it has pages."""
     extents: Iterable[Extent] = row.extents
     if row.ranges or (row.pages is not None and len(space.devices) == 1):
-        return list(range(num_blocks(row.nbytes, SLAB_NBYTES)))
+        return range(num_blocks(row.nbytes, SLAB_NBYTES))
     if row.pages is not None:
         extents = part_of(row, 0, row.num_blocks).extents
     return block_order([(extent.device, extent.nbytes) for extent in extents])
+
+
+# -- rows past the working set -----------------------------------------------------------------------------------------
+
+
+def take_extents(
+    working_set: WorkingSet, keys: Iterable[str], nbytes: int, deadline: Deadline, *, scratch: bool
+) -> tuple[tuple[Extent, ...], int, int]:
+    """Return fresh extents, the generation to write for, and the first of new ids, one for each of ``keys``; blocks.
+
+    Waits until each of ``keys`` may be put. Raises LeaseError, CapacityError.
+    """
+    names, records = list(keys), working_set.records
+    while True:
+        working_set.deferred_seal.settle()
+        with working_set.condition:
+            olds = (working_set.keys.settled(name, "put") for name in names)
+            if not all(old is None or records.may_write(old) for old in olds):
+                deadline.wait(working_set.condition, records.commit_progress())
+                continue
+            extents = working_set.space.take_nowait(nbytes, scratch=scratch)
+            if extents is not None:
+                return extents, records.open_generation, records.new_key_ids(len(names))
+        working_set.room.grow(Shortage(working_set.space.round_up(nbytes), scratch))
+
+
+def new_row(
+    key_id: int, key: str, spec: Spec, generation: int, extents: tuple[Extent, ...], digests: bytes = b""
+) -> Row:
+    """Return the row of a tensor that is written to extents, and under a key id, of its own."""
+    return Row(
+        key_id=key_id,
+        name=key,
+        dtype=spec.dtype_name,
+        shape=spec.shape,
+        nbytes=spec.nbytes,
+        generation=generation,
+        extents=extents,
+        digests=digests,
+        inline=None,
+        block_nbytes=spec.block_nbytes,
+    )
+
+
+def install(working_set: WorkingSet, rows: deque[Row], number: int, *, scratch: bool) -> None:
+    """Make the first ``number`` of ``rows``, whose bytes have landed, the tensors of their names; blocks.
+
+    A row leaves ``rows`` with its installation. Raises LeaseError for a lease that was opened meanwhile.
+    """
+    last = len(rows) - number
+    while len(rows) > last:
+        working_set.deferred_seal.settle()
+        with working_set.condition:
+            while len(rows) > last:
+                old = working_set.keys.settled(rows[0].name, "put")
+                if working_set.deferred_seal.is_closed:  # a commit without these was asked for meanwhile
+                    break
+                row = rows.popleft()
+                entry = working_set.keys.replace(old, row.name, Spec.of(row), scratch=scratch, key_id=row.key_id)
+                working_set.records.streamed(entry, row)
+                working_set.streamed_out_bytes += row.nbytes
+
+
+def give_back(window: Window, rows: Iterable[Row], space: Space) -> None:
+    """Give the extents of ``rows`` back once nothing of ``window`` is in flight."""
+
+    def end() -> None:
+        for row in rows:
+            (space.quarantine if window.has_failed else space.give_back)(row.extents)
+
+    window.when_idle(end)

@@ -1,21 +1,21 @@
 """Window: bytes moved past the working set through a few buffers, several movements in flight, finished in order.
 
-The jobs know which bytes move: blocks of large records (streaming.py), or many small records at a time (batches.py,
-batches.py).
+The jobs know which bytes move: blocks of large records (streaming.py, parts.py), or many small records at a time
+(batches.py).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.waiting.deadline import Deadline
 
-__all__ = ["NUM_IN_FLIGHT", "Movement", "Window", "WindowJob"]
+__all__ = ["NUM_IN_FLIGHT", "Job", "Movement", "OnDone", "Window"]
 
 NUM_IN_FLIGHT = 3
 """Movements of at most 4 MiB that keep one drive busy. It may complete all that it has at once: with more of them the
@@ -37,22 +37,21 @@ class Movement(Protocol):
     def start(self) -> None: ...
 
 
-class WindowJob(Protocol):
-    """One use of one buffer. Its methods are called by the window's caller, without the store's lock."""
+OnDone = Callable[[Any], None]
+"""What a movement calls with itself once it is done."""
 
-    nbytes: int  # of the buffer it needs
 
-    def begin(self, buffer: Buffer, on_done: Callable[[Any], None]) -> Movement:
-        """Fill the buffer, where that is needed, and return the movement to start."""
+class Job(NamedTuple):
+    """One use of one buffer.
 
-    def finish(self, movement: Any, buffer: Buffer) -> Movement | None:
-        """Use the moved bytes, and return the movement to go on with in the same buffer, if there is one.
+    ``movements(buffer, on_done)`` runs in the window's caller, without the store's lock. The iterator fills the buffer
+    and yields a movement to be started; it goes on once that movement is done, uses the moved bytes, and may yield the
+    next movement in the same buffer. An exception of the iterator ends the window.
+    """
 
-        Raising ends the window.
-        """
-
-    def __str__(self) -> str:
-        """Return a description for messages about waiting."""
+    nbytes: int  # of the buffer
+    what: str  # for messages about waiting
+    movements: Callable[[Buffer, OnDone], Iterator[Movement]]
 
 
 class Window:
@@ -65,7 +64,7 @@ class Window:
     def __init__(self, working_set: WorkingSet) -> None:
         self.has_failed = False  # a write has
         self._working_set = working_set
-        self._flying: deque[tuple[WindowJob, Movement]] = deque()  # oldest first
+        self._flying: deque[tuple[Job, Iterator[Movement], Movement]] = deque()  # oldest first
         self._buffers: dict[Movement, Buffer] = {}
         self._num_done = 0
         self._num_moving = 0
@@ -73,7 +72,7 @@ class Window:
         self._is_abandoned = False
         self._on_idle: Callable[[], object] | None = None
 
-    def run(self, jobs: Iterable[WindowJob], first: Buffer | None = None) -> None:
+    def run(self, jobs: Iterable[Job], first: Buffer | None = None) -> None:
         """Carry out ``jobs``; the first exception of one of them ends it.
 
         ``first``, reserved by the caller, becomes the window's: jobs that fit in it never wait for memory.
@@ -84,8 +83,8 @@ class Window:
                 INTERRUPTS.look()
                 buffer = self._next_buffer(idle, job.nbytes)
                 idle.append(buffer)
-                movement = job.begin(buffer, self._done)
-                self._start(job, movement, idle.pop())
+                movements = job.movements(buffer, self._done)
+                self._start(job, movements, next(movements), idle.pop())
             self._drain(idle)
         finally:
             for buffer in idle:
@@ -113,8 +112,8 @@ class Window:
         while self._flying:
             self._finish_oldest(idle)
 
-    def _start(self, job: WindowJob, movement: Movement, buffer: Buffer) -> None:
-        self._flying.append((job, movement))
+    def _start(self, job: Job, movements: Iterator[Movement], movement: Movement, buffer: Buffer) -> None:
+        self._flying.append((job, movements, movement))
         with self._working_set.condition:
             self._buffers[movement] = buffer
             self._num_moving += 1
@@ -135,7 +134,7 @@ class Window:
             extra = self._extra_buffer(nbytes)
             if extra is not None:
                 return extra
-            if self._flying[0][1].is_done:
+            if self._flying[0][2].is_done:
                 self._finish_oldest(idle)
             else:
                 self._wait_for_oldest()
@@ -152,8 +151,8 @@ class Window:
         return room.reserve_nowait(nbytes)
 
     def _wait_for_oldest(self) -> None:
-        job, movement = self._flying[0]
-        deadline = Deadline(str(job), self._working_set.deadline_s)
+        job, _, movement = self._flying[0]
+        deadline = Deadline(job.what, self._working_set.deadline_s)
         with self._working_set.condition:
             while not movement.is_done:
                 deadline.wait(self._working_set.condition, self._num_done)
@@ -161,14 +160,14 @@ class Window:
     def _finish_oldest(self, idle: list[Buffer]) -> None:
         """Wait for the oldest movement; its buffer is ``idle`` then, or on the way with the job's next one."""
         self._wait_for_oldest()
-        job, movement = self._flying.popleft()
-        following = job.finish(movement, self._buffers[movement])
+        job, movements, movement = self._flying.popleft()
+        following = next(movements, None)
         with self._working_set.condition:
             buffer = self._buffers.pop(movement)
         if following is None:
             idle.append(buffer)
         else:
-            self._start(job, following, buffer)
+            self._start(job, movements, following, buffer)
 
     def _done(self, movement: Movement) -> None:
         with self._working_set.condition:
