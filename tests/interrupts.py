@@ -1,7 +1,7 @@
 """Ctrl-C at the n-th place where the interpreter would take notice of one, in what tiered runs in this thread.
 
 CPython looks for signals on the way into a function of Python, and when a function of C has returned: what it tells a
-profiler of. The signal is a real one, so that whoever has a say in SIGINT has it here.
+profiler of. The action in force is called, with the frame, so that whoever has a say in SIGINT has it here.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from types import FrameType, ModuleType
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType, ModuleType
+from typing import Any, ParamSpec, TypeVar, cast
 
 import tiered
-from tiered.bytes.interrupt import INTERRUPTS
+from tiered.bytes.interrupt import Interrupts
 from tiered.store.catalog import sqlite_catalog
 
-__all__ = ["ctrl_c_once_it_waits", "end_blocks", "interrupt_at"]
+__all__ = ["ctrl_c_once_it_waits", "in_ours", "interrupt_at"]
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _PACKAGE = os.path.dirname(tiered.__file__) + os.sep
 _CALLED: tuple[ModuleType, ...] = (contextlib, threading, weakref)  # whose code does tiered's work in between
 _FILES = {module.__file__ for module in _CALLED}
@@ -64,7 +66,9 @@ class interrupt_at:
             self.hits.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_qualname}{after}")
             if self._error is not None:
                 raise self._error
-            signal.raise_signal(signal.SIGINT)
+            action = signal.getsignal(signal.SIGINT)
+            assert callable(action)
+            action(signal.SIGINT, frame)  # as the interpreter calls it there
 
 
 def _is_in_finalizer(frame: FrameType | None) -> bool:
@@ -75,23 +79,24 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def end_blocks() -> None:
-    """End the blocks that a strike has kept from their end, as the next signal does."""
-    if INTERRUPTS.num_blocks:
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+def in_ours(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Return ``function`` as if a module of tiered's had it, so that interrupts wait for the end of its calls."""
+    assert isinstance(function, FunctionType)
+    names = function.__globals__ | {"__name__": "tiered.bytes.imagined"}
+    ours = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    return cast("Callable[_P, _T]", ours)
 
 
 @contextlib.contextmanager
 def ctrl_c_once_it_waits() -> Iterator[None]:
-    """Send SIGINT to this thread, from another one, once it waits among ``INTERRUPTS`` in the block: nowhere else."""
-    is_over = threading.Event()
+    """Send SIGINT to this thread, from another one, once it waits in a call of ours in the block: nowhere else."""
+    is_over, me = threading.Event(), threading.get_ident()
 
     def send() -> None:
-        while not INTERRUPTS._is_waiting:
+        while sys._current_frames()[me].f_code is not Interrupts.acquire.__code__:
             if is_over.wait(0.001):
                 return
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        signal.pthread_kill(me, signal.SIGINT)
 
     thread = threading.Thread(target=send)
     thread.start()

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.interrupts import end_blocks, interrupt_at
+from tests.interrupts import in_ours, interrupt_at
 from tests.store.rig import numbers, simulated_store
 from tests.store.test_interrupts import BUDGET_NBYTES, CALLS, NUM_TRIED, STORED, Call, num_places, stored_disk
-from tiered.bytes import interrupt as interrupts
 from tiered.errors import CapacityError, DeviceError, UsageError
 from tiered.store.store import Store
 from tiered.store.waiting.mark import CallMark
@@ -30,7 +29,6 @@ def few_objects() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
-    end_blocks()
 
 
 def _strike(store: Store, call: Call, number: int) -> str:
@@ -201,11 +199,13 @@ def test_a_signal_acts_at_once_in_the_callers_own_code() -> None:
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         signal.raise_signal(signal.SIGUSR1)
         assert seen == [signal.SIGUSR1]
-        with interrupts.INTERRUPTS:
-            signal.raise_signal(signal.SIGUSR1)
-            assert len(seen) == 1
+        assert in_ours(raise_and_count)() == 1  # of a call of ours in there, at its end
         assert len(seen) == 2
         yield "new", numbers(4 * KiB)
+
+    def raise_and_count() -> int:
+        signal.raise_signal(signal.SIGUSR1)
+        return len(seen)
 
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
     try:

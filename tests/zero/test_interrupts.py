@@ -13,7 +13,7 @@ from torch import nn
 
 import tiered
 from tests.devices.simulated_disk import SimulatedDisk
-from tests.interrupts import end_blocks, interrupt_at
+from tests.interrupts import interrupt_at
 from tests.store.rig import simulated_store
 from tiered.errors import TieredError, UsageError
 from tiered.store.store import Store
@@ -144,7 +144,6 @@ def test_a_time_limit_anywhere_leaves_a_training_that_goes_on_or_a_store_that_re
             with interrupt_at(number, error=TimeLimit) as places:
                 with contextlib.suppress(TimeLimit):
                     act(trained)
-            end_blocks()
             try:
                 trained.store.rollback()
             except UsageError as error:

@@ -1,27 +1,34 @@
-"""Interrupts: the action of a signal, such as Ctrl-C's, waits for the end of the call that it strikes.
+"""Interrupts: the action of a signal, such as Ctrl-C's, waits for the end of the call of tiered that it strikes.
 
 Between any two lines of Python such an action may run and raise. No code that changes several facts can undo all of
-what it has done at each of them; so none runs there, but at the end of the call, or where the call waits.
+what it has done at each of them; so none runs there. While a store is open, an action of ours stands before that of
+the program and looks for frames of ours on the stack. Where there is one, the program's action runs as the outermost
+of them returns, or where the call waits. A call that no signal strikes pays nothing.
 """
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # what signal wraps, which makes enums of numbers and costs ten times
-import functools
+import opcode
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from signal import SIGALRM, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2
 from threading import get_ident
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-__all__ = ["INTERRUPTS", "Acquirable", "Interrupts", "Lifted", "uninterrupted", "uninterrupted_block"]
+__all__ = ["INTERRUPTS", "Acquirable", "Interrupts", "outside"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _NUMBERS = tuple(map(int, (SIGINT, SIGALRM, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2)))  # what programs have actions for
+_ROOMS = ("tiered.bytes.", "tiered.store.", "tiered.tiers.", "tiered.zero.")  # whose frames are ours
+_ENTRIES = {"__enter__", "enter_context"}  # whose caller must know that a block has begun
+_YIELD = opcode.opmap["YIELD_VALUE"]
+_RETURNS = {_YIELD, *(opcode.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in opcode.opmap)}
 
 
 class Acquirable(Protocol):
@@ -30,179 +37,199 @@ class Acquirable(Protocol):
     def acquire(self, *, timeout: float = -1) -> bool: ...
 
 
-class Interrupts:
-    """``with INTERRUPTS:`` around code that no action of a signal may cut short. Nests; costs a microsecond.
+def outside(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Call code of the program's from within a call of ours: there, actions of signals run at once, and may raise."""
+    INTERRUPTS.look()
+    return function(*args, **kwargs)
 
-    In the outermost block the signals whose actions are functions of Python, KeyboardInterrupt's or the program's own,
-    have an action of ours, which notes them. Theirs run, and may raise, at the end of that block, or inside of it in
-    ``look`` and ``acquire``, where the block says that they may. Nothing else is changed, and in other threads, in
-    which Python runs no such action, it does nothing.
+
+class _Deferred:
+    """The action of ours for one signal, before ``action`` of the program's."""
+
+    __slots__ = ("action", "number")
+
+    def __init__(self, number: int, action: Callable[[int, FrameType | None], Any]) -> None:
+        self.number = number
+        self.action = action
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        INTERRUPTS._note(self, frame)
+
+
+class Interrupts:
+    """``INTERRUPTS``, of which there is one: whose actions wait for calls of ours, and what waits now.
+
+    ``signal.getsignal`` shows an action of ours while an object that has begun this lives, for each signal whose action
+    was a function of Python, KeyboardInterrupt's or the program's own. An action that the program sets later stands
+    alone until the main thread opens a store or waits. In other threads, in which Python runs no action, nothing waits.
     """
 
-    __slots__ = ("_actions", "_is_waiting", "_note_it", "_noted", "_outermost", "lifted_at", "num_blocks", "thread")
+    __slots__ = ("_noted", "_users", "_watch", "thread")
 
     def __init__(self) -> None:
-        self.num_blocks = 0  # that are open; the main thread's, as all of this
-        self.lifted_at = 0  # how many are open around code of the caller, in which actions run at once
-        self._actions: dict[int, Callable[[int, FrameType | None], Any]] = {}  # by number, where ours is in its place
-        self._noted: dict[int, None] = {}  # in the order in which they came
-        self._is_waiting = False  # inside of ``acquire``
-        self._outermost: FrameType | None = None  # the frame with the outermost block
-        self.thread = threading.main_thread().ident  # no other thread ever has it, nor does one in a forked child
-        self._note_it = self._note  # one object, to be known by
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._noted: dict[_Deferred, None] = {}  # in the order in which the signals came
+        self._watch: _Watch | None = None
+        self.thread = threading.main_thread().ident
 
-    def __enter__(self) -> None:
-        if get_ident() != self.thread:
-            return
-        if not self.num_blocks:
-            self._noted.clear()
-            self.lifted_at = 0
-            self._outermost = sys._getframe(1)
-            try:
-                for number in _NUMBERS:
-                    action = _signal.getsignal(number)
-                    if action is not None and action.__class__ is not int and action is not self._note_it:
-                        self._actions[number] = action
-                        _signal.signal(number, self._note_it)  # order: from here on nothing of it is raised
-            except BaseException:  # an action that came before
-                self._outermost = None
-                self._restore()
-                raise
-        self.num_blocks += 1
+    def begin(self, user: object) -> None:
+        """Have actions wait for the end of calls of ours as long as ``user`` lives, or until its ``end``."""
+        self._users.add(user)
+        self._stand_before_actions()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.num_blocks or get_ident() != self.thread:
+    def end(self, user: object) -> None:
+        """Give the actions back to the interpreter once no user is left."""
+        self._users.discard(user)
+        if self._users or get_ident() != self.thread:
             return
-        self.num_blocks -= 1
-        if self.num_blocks:
-            if self._noted and self.num_blocks == self.lifted_at:
-                self._act()
-            return
-        try:
-            self._restore()
-        except BaseException:  # an action that came once it was restored
-            self._restore()
-            raise
-        finally:
-            self._outermost = None
-            if self._noted:
-                self._act()
+        for number in _NUMBERS:
+            ours = action = _signal.getsignal(number)
+            while isinstance(action, _Deferred):
+                action = action.action
+            if action is not ours:
+                _signal.signal(number, action)  # order: one that comes from here on runs at once
 
-    def _restore(self) -> None:
-        for number, action in self._actions.items():
-            if _signal.getsignal(number) is self._note_it:  # or the program has given it another one meanwhile
-                _signal.signal(number, action)  # order: one that comes from here on runs by itself
+    def _stand_before_actions(self) -> None:
+        if get_ident() != self.thread or not self._users:
+            return
+        for number in _NUMBERS:
+            action = _signal.getsignal(number)
+            if action is not None and action.__class__ not in (int, _Deferred):
+                _signal.signal(number, _Deferred(number, action))
 
     def look(self) -> None:
-        """Run the actions that were noted, which may raise: for blocks that take long, where they can be left."""
-        if self._noted and self.num_blocks and get_ident() == self.thread:
-            self._act()
+        """Run the actions that wait, which may raise: for calls that take long, where they can be left."""
+        if self._noted and get_ident() == self.thread:
+            self._act(_program_of(sys._getframe()))
 
     def acquire(self, lock: Acquirable, timeout_s: float | None = None) -> bool:
-        """Acquire ``lock`` as itself does; in a block of the main thread, the action of a signal may raise instead."""
-        timeout_s = -1 if timeout_s is None else timeout_s
-        if not self.num_blocks or get_ident() != self.thread:
-            return lock.acquire(timeout=timeout_s)
-        try:
-            self._is_waiting = True  # order: an earlier signal is noted and looked for, a later one acts at once
-            self.look()
-            return lock.acquire(timeout=timeout_s)
-        finally:
-            self._is_waiting = False
+        """Acquire ``lock`` as itself does; in the main thread, the action of a signal may raise instead."""
+        self._stand_before_actions()
+        self.look()  # order: a signal that comes from here on acts at once
+        return lock.acquire(timeout=-1 if timeout_s is None else timeout_s)
 
-    def _act(self) -> None:
-        """Run what was noted, each once, all of it even where one raises."""
-        number = next(iter(self._noted))
-        del self._noted[number]
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def _note(self, deferred: _Deferred, frame: FrameType | None) -> None:
+        """Run the action of a signal that struck ``frame``, now or at the end of the call of ours."""
+        self._noted[deferred] = None
+        call = _call_of_ours(frame)
+        if call is None or (frame is not None and frame.f_code is Interrupts.acquire.__code__):
+            self._act(_program_of(frame))
+        elif self._watch is None or self._watch.call is not call:
+            self._watch = _Watch(call)
+
+    def _act(self, frame: FrameType | None) -> None:
+        """Run what was noted, each once, all of it even where one raises; ``frame`` is the program's."""
+        deferred = next(iter(self._noted))
+        del self._noted[deferred]
         try:
-            self._actions[number](number, sys._getframe())
+            outside(deferred.action, deferred.number, frame)
         finally:
             if self._noted:
-                self._act()
+                self._act(frame)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        is_inside = self._is_inside(frame)
-        if not is_inside:  # an exception of another kind may have kept a block from its end
-            self.num_blocks = self.lifted_at = 0
-        if is_inside and not self._is_waiting and self.num_blocks != (self.lifted_at or -1):
-            self._noted[number] = None  # lifetime: not the frame, which keeps whatever it calls
-            return
-        waiting, self._is_waiting = self._is_waiting, False
-        self._actions[number](number, frame)
-        self._is_waiting = waiting  # order: not where it raises
-
-    def _is_inside(self, frame: FrameType | None) -> bool:
-        """Whether ``frame``, which a signal has struck, has the outermost block, or one that begins, or runs in it."""
-        while frame is not None and frame is not self._outermost:
-            frame = frame.f_back
-        return frame is not None
+    def _returned(self, frame: FrameType | None) -> None:
+        """Act at the end of a call of ours, which the program's ``frame`` made."""
+        self._watch = None
+        if self._noted:
+            self._act(frame)
 
 
 INTERRUPTS = Interrupts()
 
 
-class Lifted:
-    """``with Lifted():`` around code of the caller's within a block: there actions run at once, and may raise."""
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        self._before = INTERRUPTS.lifted_at
-        if INTERRUPTS.num_blocks and get_ident() == INTERRUPTS.thread:
-            INTERRUPTS.look()
-            INTERRUPTS.lifted_at = INTERRUPTS.num_blocks
-
-    def __exit__(self, *_: object) -> None:
-        if INTERRUPTS.num_blocks and get_ident() == INTERRUPTS.thread:
-            INTERRUPTS.lifted_at = self._before
+def _call_of_ours(frame: FrameType | None) -> FrameType | None:
+    """Return the outermost frame of ours in which ``frame`` runs; None where it is the program's own code."""
+    found, is_ours = None, True
+    while frame is not None and frame.f_code is not outside.__code__:
+        module = str(frame.f_globals.get("__name__"))
+        # Those of contextlib between a block and its user must end, too; but for "inner", which runs what it decorates.
+        is_ours = module.startswith(_ROOMS) or (is_ours and module == "contextlib" and frame.f_code.co_name != "inner")
+        found = frame if is_ours else found
+        frame = frame.f_back
+    return found
 
 
-def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Defer the actions of signals in ``function`` to the end of the call: see ``Interrupts``."""
+def _program_of(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of the program in which ``frame`` runs, itself or the caller of ours."""
+    call = _call_of_ours(frame)
+    return frame if call is None else call.f_back
 
-    @functools.wraps(function)
-    def whole(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if INTERRUPTS.num_blocks > INTERRUPTS.lifted_at or get_ident() != INTERRUPTS.thread:  # less than one more block
-            return function(*args, **kwargs)
-        with INTERRUPTS:
-            return function(*args, **kwargs)
 
-    return whole
+def _pass_over(frame: FrameType, event: str, argument: Any) -> None:
+    """Trace nothing in new frames."""
+
+
+class _Watch:
+    """Is told by the interpreter, as a debugger is, when ``call`` returns, and runs the actions then.
+
+    A call that returns a value raises instead. Where it has begun a block or yielded, its caller must know of that:
+    there the actions run in the caller, at its next instruction. A debugger or the measurement of coverage keeps the
+    place that it has; then a profiler's is taken for the rest of the call.
+    """
+
+    __slots__ = ("_error", "_is_in_caller", "_profile", "_traces", "call")
+
+    def __init__(self, call: FrameType) -> None:
+        self.call = call
+        self._error: BaseException | None = None  # the last one in the call
+        self._is_in_caller = False
+        self._traces = sys.gettrace() in (None, _pass_over)
+        self._profile = sys.getprofile()
+        if self._traces:
+            call.f_trace, call.f_trace_lines = self, False
+            sys.settrace(_pass_over)
+        else:
+            sys.setprofile(self)
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Be told of an event: when tracing in the call and its caller, else in all frames."""
+        if frame is self.call:
+            if event == "exception":
+                self._error = argument[1]
+            if event != "return":
+                return
+            instruction = frame.f_code.co_code[frame.f_lasti]
+            if instruction in _RETURNS:
+                self._error = None
+                if (instruction == _YIELD or frame.f_code.co_name in _ENTRIES) and frame.f_back is not None:
+                    self._go_on_in(frame.f_back)
+                    return
+        elif not self._is_in_caller:
+            return
+        self._end()
+        try:
+            INTERRUPTS._returned(self.call.f_back)
+        except BaseException as raised:
+            if raised.__context__ is None and raised is not self._error:
+                raised.__context__ = self._error
+            raise
+
+    def _go_on_in(self, caller: FrameType) -> None:
+        self._is_in_caller = True
+        if self._traces:
+            caller.f_trace, caller.f_trace_opcodes = self, True
+            sys.settrace(_pass_over)  # order: the interpreter looks for frames that are traced by instruction here
+
+    def _end(self) -> None:
+        for frame in (self.call, self.call.f_back):
+            if frame is not None and frame.f_trace is self:
+                frame.f_trace, frame.f_trace_opcodes = None, False
+        if not self._traces:
+            sys.setprofile(self._profile if callable(self._profile) else None)
+        elif sys.gettrace() is _pass_over:
+            sys.settrace(None)
+
+
+# Below: gone once no call site is left
+
+
+def uninterrupted(function: _T) -> _T:
+    return function
 
 
 def uninterrupted_block(function: Callable[_P, Iterator[_T]]) -> Callable[_P, AbstractContextManager[_T]]:
-    """Work as ``contextlib.contextmanager``, with interrupts deferred at the two ends of the block, not in it."""
-    make = contextmanager(function)
-
-    @functools.wraps(function)
-    def block(*args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[_T]:
-        return _UninterruptedBlock(make(*args, **kwargs))
-
-    return block
-
-
-class _UninterruptedBlock(AbstractContextManager[_T]):
-    """One block around another, which defers interrupts at its two ends."""
-
-    def __init__(self, inner: AbstractContextManager[_T]) -> None:
-        self._inner = inner
-
-    def __enter__(self) -> _T:
-        has_begun = False
-        try:
-            with INTERRUPTS:
-                value = self._inner.__enter__()
-                has_begun = True
-            return value
-        except BaseException as error:
-            if has_begun:  # else the block would never be left
-                self.__exit__(type(error), error, error.__traceback__)
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        with INTERRUPTS:
-            return self._inner.__exit__(kind, error, trace)
+    return contextmanager(function)

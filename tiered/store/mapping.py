@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, MutableMapping, ValuesView
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from tiered.bytes.condition import Condition
+from tiered.bytes.interrupt import outside
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import ExternalRange, Spec
 from tiered.store.lifetime.external import ExternalSources
@@ -172,7 +174,8 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         computed from what an earlier pair of the same call puts.
         """
         pairs = values.items() if isinstance(values, Mapping) else values
-        put_many(self._values, ((self._producers.settled(key), value) for key, value in pairs))
+        each = iter(functools.partial(outside, next, iter(pairs)), object())  # the caller's code, which may take long
+        put_many(self._values, ((self._producers.settled(key), value) for key, value in each))
 
     def prefetch(self, keys: Iterable[str]) -> int:
         """Hint that ``keys`` are needed soon, in this order; never blocks on I/O. Returns bytes in DRAM or coming.

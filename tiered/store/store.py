@@ -118,13 +118,15 @@ class Store(TensorMapping):
         self.process_group = process_group
         self.device_memory = None if device_memory is None else parse_bytes(device_memory)
         try:
-            with INTERRUPTS:
-                arena = _arena or new_arena(dram_budget(dram), serves_accelerator=self.device_memory != 0)
-                parts = open_parts(directories, arena, durable=durable, engine=engine, mode=mode, external=external)
-                self._assemble(parts, durable=durable, mode=mode, deadline_s=_DEADLINE_S)
-        except BaseException:  # an interrupt may have come when all was open, and the caller has no store
+            INTERRUPTS.begin(self)
+            arena = _arena or new_arena(dram_budget(dram), serves_accelerator=self.device_memory != 0)
+            parts = open_parts(directories, arena, durable=durable, engine=engine, mode=mode, external=external)
+            self._assemble(parts, durable=durable, mode=mode, deadline_s=_DEADLINE_S)
+            INTERRUPTS.look()  # order: here the store can be closed, which the caller has not yet
+        except BaseException:
             if hasattr(self, "_generations"):
                 self._close(commit=False)
+            INTERRUPTS.end(self)
             raise
 
     @classmethod
@@ -132,6 +134,7 @@ class Store(TensorMapping):
         """Return a store of given parts; it closes them."""
         store = cls.__new__(cls)
         store.device_memory = None
+        INTERRUPTS.begin(store)
         store._assemble(parts, durable=durable, mode="a", deadline_s=deadline_s)
         return store
 
@@ -344,6 +347,7 @@ class Store(TensorMapping):
             refusals.service = Service.CLOSED
             self._resources.give_back()
             self._is_released = True
+            INTERRUPTS.end(self)
         if failure is not None:
             raise failure
 

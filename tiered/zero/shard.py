@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils import swap_tensors
 
 from tiered.bytes.host_tensor import address_of
+from tiered.bytes.interrupt import INTERRUPTS, outside
 from tiered.errors import StepAbandonedError, UsageError
 from tiered.store.generations.registry import taking_apart
 from tiered.store.residency.lease import Lease
@@ -400,6 +401,7 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
     pending: Callable[[], None] = _nothing  # the end of a unit that is being read, while the next one begins
     with ExitStack() as leases, closing(source):  # order: nothing is read into them any more when they end
         for unit in units:
+            INTERRUPTS.look()
             constructed: Mapping[Segment, Any] = {}
             if not adopt:
                 begun = _begin_unit(store, unit, source, in_place, leases)
@@ -516,6 +518,6 @@ def _wrap(method: Callable[..., Any], module: nn.Module, engine: Engine, unit: U
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         with running(engine, module, unit) as hand_out:
-            return hand_out(method(*args, **kwargs))
+            return hand_out(outside(method, *args, **kwargs))
 
     return eager(call)

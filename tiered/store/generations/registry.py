@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-from tiered.bytes.interrupt import Lifted
+from tiered.bytes.interrupt import outside
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.format.state_text import decode, encode
 
@@ -105,8 +105,7 @@ class Registry:
         """Return the text of a commit: every registered object's state, others' as committed, and ``user_text``."""
         states = {name: text for name, text in self._carried.items() if name not in self._objects}
         for name, item in list(self._objects.items()):  # another thread may register meanwhile
-            with _around(item):
-                state = item.state_dict()
+            state = _call(item, "state_dict")
             states[name] = encode(state, name=f"{name}.state_dict()")
         parts = (f"{json.dumps(name)}:{text}" for name, text in states.items())
         return f'{{"registered":{{{",".join(parts)}}},"state":{user_text}}}'
@@ -133,13 +132,14 @@ class Registry:
     def load(self, committed: Mapping[str, Any]) -> None:
         """Hand every registered object its state. UsageError where one cannot take it; those before it have theirs."""
         for name, item in list(self._objects.items()):
-            with taking_apart(name, by=type(item).__name__), _around(item):
-                item.load_state_dict(committed[name])
+            with taking_apart(name, by=type(item).__name__):
+                _call(item, "load_state_dict", committed[name])
 
 
-def _around(item: Stateful) -> AbstractContextManager[None]:
-    """Return a block around calls of ``item``, in which the actions of signals run at once where it is the caller's."""
-    return nullcontext() if type(item).__module__.partition(".")[0] == "tiered" else Lifted()
+def _call(item: Stateful, name: str, *args: Any) -> Any:
+    """Call a method of ``item``; where it is the caller's, the actions of signals run at once there."""
+    method = getattr(item, name)
+    return method(*args) if type(item).__module__.partition(".")[0] == "tiered" else outside(method, *args)
 
 
 def encode_user_state(state: object) -> str:

@@ -19,7 +19,7 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import Device, IOClass, Operation
 from tiered.bytes.host_tensor import address_of
-from tiered.bytes.interrupt import INTERRUPTS, Lifted, uninterrupted
+from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import CapacityError
 from tiered.store.format.checksum import DIGEST_NBYTES, block_seed, digest
 from tiered.store.format.row import INLINE_NBYTES, Extent, Row, Spec, pieces
@@ -293,8 +293,7 @@ class _Puts:
         """Take the next value in hand."""
         self._value = None
         try:
-            with Lifted():  # the caller's values may come slowly
-                key, value = next(self._pairs)
+            key, value = next(self._pairs)
             plain = plain_value(key, value)
             self._key, self._spec, self._value = key, self._values.spec_of(key, plain), plain
         except StopIteration:

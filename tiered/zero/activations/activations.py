@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
+from tiered.bytes.interrupt import INTERRUPTS, outside, uninterrupted
 from tiered.errors import UsageError
 from tiered.store.waiting.recorder import Begun
 from tiered.units import format_bytes
@@ -48,11 +48,11 @@ def recomputed(conductor: Conductor, unit: Unit, module: nn.Module) -> Callable[
         if in_graph_task():
             args, kwargs = with_repeated_arguments(args, kwargs)
         with running(conductor, module, unit):  # puts a pair of ours above checkpoint's
-            return forward(*args, **kwargs)
+            return outside(forward, *args, **kwargs)
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())  # checkpoint has autograd keep no keyword argument
-        return checkpoint(functools.partial(run, tuple(kwargs)), *values, use_reentrant=False)
+        return outside(checkpoint, functools.partial(run, tuple(kwargs)), *values, use_reentrant=False)
 
     return checkpointed
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
+from tiered.bytes.interrupt import INTERRUPTS, outside, uninterrupted
 from tiered.errors import UsageError
 from tiered.store.format.state_text import encode
 from tiered.store.generations.registry import taking_apart
@@ -260,7 +260,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         if self.is_held_back:
             return None
         with torch.enable_grad():
-            loss = None if closure is None else closure()
+            loss = None if closure is None else outside(closure)
         with INTERRUPTS, self._store.working_set.mark, torch.no_grad():
             if self.in_backward:
                 self._check_unchanged()

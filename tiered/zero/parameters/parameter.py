@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from tiered.bytes.interrupt import INTERRUPTS
+from tiered.bytes.interrupt import INTERRUPTS, outside
 from tiered.errors import UsageError
 from tiered.zero.parameters.placeholder import LAYOUT, METADATA, name_of, ordinary_tensors, without_dispatch
 
@@ -266,8 +266,8 @@ def _run_from_edges(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             return tuple(get_gradient_edge(v) if isinstance(v, TieredParameter) else v for v in values)
 
     if len(args) > 1:
-        return func(args[0], edges(args[1]), *args[2:], **kwargs)
-    return func(*args, **kwargs | {"inputs": edges(kwargs["inputs"])})
+        return outside(func, args[0], edges(args[1]), *args[2:], **kwargs)
+    return outside(func, *args, **kwargs | {"inputs": edges(kwargs["inputs"])})
 
 
 def _is_no_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
