@@ -52,18 +52,13 @@ class Engine:
         self.units, self.tier = list(units), units[0].tier  # the root unit first, then in the order of the modules
         self.updates: Updates = NO_UPDATES
         self.model = weakref.ref(model)
-        self.calls = Calls(SavedPairs(self, lambda tensor: self.activations.pack(tensor)))
-        self.phase = Phase(
-            is_durable=store.durable,
-            generation=lambda: store.generation,
-            has_gradients=lambda: self.open_gradients.are_there(),
-            is_calling=lambda: bool(self.calls),
-            raise_failure=lambda: self.updates.raise_failure() if self.updates.failure is not None else None,
-        )
         self.activations = Activations(self)  # order: asked before the units to give bytes back
+        self.calls = Calls(SavedPairs(self, self.activations.pack))
         self.open_units = OpenUnits(self.units[0])
         distance, may_stay = (lambda key: self.schedule.distance(key)), (lambda: self.schedule.is_settled)
         self.open_gradients = OpenGradients(self.open_units, distance=distance, may_stay=may_stay)
+        has_gradients = self.open_gradients.are_there
+        self.phase = Phase(store, self.updates, calls_under_way=self.calls.under_way, has_gradients=has_gradients)
         self.reclaimer = Reclaimer(self.open_units, self.open_gradients, lambda: self.updates)
         self.working_set.add_reclaimer(self.reclaimer.reclaim)
         self.ahead = ahead_on(self.tier, lambda unit: self.updates.is_pending(unit))
@@ -223,7 +218,7 @@ class Engine:
         self, updates: Updates, submit: Callable[[Unit], None], buckets: Mapping[Unit, Sequence[Bucket[Segment]]]
     ) -> None:
         """An optimizer was made: ``submit`` hands over the update of a unit, ``buckets`` hold the optimizer's state."""
-        self.updates = updates
+        self.updates = self.phase.updates = updates
         self.backward.submit = submit
         self.layouts.set_state(buckets, updates_in_backward=self.phase.updates_in_backward)
         self.expect_steps()

@@ -23,20 +23,17 @@ LEAST_IN_FILE_NBYTES = 64 << 20
 class Export:
     """The calls of ``state_dict()`` that are under way, each module's inside its parent's.
 
-    ``only_looks``: the calls give meta tensors, and no parameter is read. Invariant: outside of them there are no
-    copies.
+    ``num_calls`` nest now. ``only_looks``: the calls give meta tensors, and no parameter is read. Invariant: outside of
+    the calls there are no copies.
     """
 
-    __slots__ = ("_copies", "_memory", "_num_calls", "only_looks")
+    __slots__ = ("_copies", "_memory", "num_calls", "only_looks")
 
     def __init__(self) -> None:
         self._copies: dict[object, torch.Tensor] = {}
         self._memory: FileMemory | None = None
-        self._num_calls = 0
+        self.num_calls = 0
         self.only_looks = False
-
-    def __bool__(self) -> bool:
-        return self._num_calls > 0
 
     def begin(self, memory: FileMemory | None) -> None:
         """The outermost call begins; its copies go to ``memory``, or to ordinary memory."""
@@ -44,17 +41,17 @@ class Export:
 
     def enter(self) -> None:
         """A call begins."""
-        self._num_calls += 1
+        self.num_calls += 1
 
     def leave(self) -> None:
         """A call ends; with the outermost one the copies are the caller's alone."""
-        self._num_calls -= 1
-        if not self:
+        self.num_calls -= 1
+        if not self.num_calls:
             self.end()
 
     def end(self) -> None:
         """Forget all calls, also those that an exception has left in the middle."""
-        self._num_calls = 0
+        self.num_calls = 0
         self._copies.clear()
         if self._memory is not None:
             self._memory.close()

@@ -247,16 +247,16 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
     """Make ``state_dict`` copy and ``load_state_dict`` write parameters, of the model and of each of its modules."""
 
     def begin_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if engine.phase.export and num_on_stack(nn.Module.state_dict.__code__) == 1:
+        if engine.phase.export.num_calls and num_on_stack(nn.Module.state_dict.__code__) == 1:
             engine.phase.export.end()  # one before this failed in the middle, in a hook of the caller's say
-        if not engine.phase.export:
+        if not engine.phase.export.num_calls:
             engine.check_idle("state_dict()")
             engine.phase.export.begin(None if engine.phase.export.only_looks else _memory_for(module, engine))
         engine.phase.export.enter()
 
     def end_export(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         engine.phase.export.leave()
-        if not engine.phase.export:
+        if not engine.phase.export.num_calls:
             engine.open_units.park_all()
 
     def begin_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import enum
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sized
+from typing import Protocol
 
 import torch
 
 from tiered.errors import StepAbandonedError, StoreLostError, UsageError
+from tiered.store.store import Store
 from tiered.zero.export import Export
 
 __all__ = ["Event", "Phase", "Running", "Settled", "graph_task", "in_graph_task", "is_autograds_own"]
@@ -49,9 +51,7 @@ class Event(enum.Enum):
     BETWEEN_STEPS = "commit, state_dict(), unsharded and what else expects a whole model"
 
 
-_PENDING = (
-    "with gradients pending; expected after optimizer.step(), or after optimizer.zero_grad(), which drops them"
-)
+_PENDING = "with gradients pending; expected after optimizer.step(), or after optimizer.zero_grad(), which drops them"
 
 _REFUSED: dict[Settled, dict[Event, str]] = {
     Settled.CLEAN: {},
@@ -100,6 +100,15 @@ def is_autograds_own() -> bool:
     return not mine or isinstance(mine[0], threading._DummyThread)  # one that Python did not start
 
 
+class Failing(Protocol):
+    """Updates on another thread that may have failed."""
+
+    failure: BaseException | None  # not raised yet
+
+    def raise_failure(self) -> None:
+        """Raise ``failure``, wrapped; the step is abandoned."""
+
+
 class Phase:
     """The facts about the step of one model; one thread changes them.
 
@@ -111,15 +120,14 @@ class Phase:
 
     def __init__(
         self,
+        store: Store,
+        updates: Failing,
         *,
-        is_durable: bool,
-        generation: Callable[[], int],
+        calls_under_way: Sized,
         has_gradients: Callable[[], bool],
-        is_calling: Callable[[], bool],
-        raise_failure: Callable[[], None],
     ) -> None:
-        """``raise_failure`` raises the error of an update on another thread, if one has failed since the last call."""
-        self.is_durable = is_durable
+        self.is_durable = store.durable
+        self.updates = updates
         self.abandoned = ""
         self.must_resume = False
         self.is_between = False
@@ -131,10 +139,9 @@ class Phase:
         self.num_accumulating = 0  # inside tiered.accumulate
         self.updates_in_backward = False  # update="backward"
         self.pid = os.getpid()
-        self._generation = generation
         self.has_gradients = has_gradients
-        self._is_calling = is_calling
-        self._raise_failure = raise_failure
+        self._store = store
+        self._calls_under_way = calls_under_way
 
     def __repr__(self) -> str:
         return f"Phase({self.settled.value}, {self.running.value})"
@@ -155,7 +162,7 @@ class Phase:
         """The innermost call that runs now in this thread."""
         if in_graph_task():
             return Running.BACKWARD
-        return Running.FORWARD if self._is_calling() else Running.NOTHING
+        return Running.FORWARD if self._calls_under_way else Running.NOTHING
 
     @property
     def is_half_done(self) -> bool:
@@ -167,7 +174,8 @@ class Phase:
 
         Raises the error of a failed update; then StepAbandonedError or StoreLostError; then UsageError.
         """
-        self._raise_failure()
+        if self.updates.failure is not None:
+            self.updates.raise_failure()
         if not (self.abandoned or self.must_resume or self.has_updated) and event is not Event.BETWEEN_STEPS:
             return  # CLEAN and PENDING refuse nothing else: gradients are not looked through for it
         settled = self.settled
@@ -181,7 +189,7 @@ class Phase:
         if settled is Settled.ABANDONED:
             raise StepAbandonedError(f"{what}: {refusal.format(reason=self.abandoned)}")
         if settled is Settled.MUST_RESUME:
-            raise UsageError(f"{what}: {refusal.format(generation=self._generation())}")
+            raise UsageError(f"{what}: {refusal.format(generation=self._store.generation)}")
         raise UsageError(f"{what} {refusal}")
 
     def check_not_running(self, what: str) -> None:

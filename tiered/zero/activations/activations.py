@@ -237,7 +237,8 @@ class Activations:
         return Kept(tensor) if swapped is None else swapped
 
     def _pack_within_room(self, unit: Unit, tensor: torch.Tensor) -> Kept | SwappedTensor:
-        self._forget_ended()
+        if self._freed:
+            self._forget_ended()
         if tensor.layout is not torch.strided:
             return Kept(tensor)
         storage = tensor.untyped_storage()
@@ -256,12 +257,10 @@ class Activations:
                 self._kept[address] = weakref.ref(counted)
                 self._kept_bytes += nbytes
                 self._freed.watch(counted, (address, nbytes))
-        return CountedKept(tensor, counted)
+        return Kept(tensor, counted)
 
     def _forget_ended(self) -> None:
         """Take the storages that are not kept any more out of the count."""
-        if not self._freed:  # costs less than a block that waits for interrupts
-            return
         with INTERRUPTS:
             while (ended := self._freed.next_freed()) is not None:
                 address, nbytes = ended
@@ -275,16 +274,6 @@ class _KeptStorage:
     """A token that lives as long as a tensor on one storage is kept."""
 
     __slots__ = ("__weakref__",)
-
-
-class CountedKept(Kept):
-    """A saved tensor that is kept and counted."""
-
-    __slots__ = ("counted",)
-
-    def __init__(self, tensor: torch.Tensor, counted: _KeptStorage) -> None:
-        super().__init__(tensor)
-        self.counted = counted
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------

@@ -122,9 +122,10 @@ class Kept:
     gradient: the saved tensor may be an output of the very node that saves it, and the two would keep each other alive.
     """
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("counted", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, counted: object = None) -> None:
+        self.counted = counted  # lifetime: a token that "auto" counts the bytes by
         self.tensor = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
 

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
+from tiered.tiers.device_tier import BufferState
 from tiered.zero.parameters.calls import Calls, HookPair, num_on_stack, stack
 from tiered.zero.parameters.conductor import Conductor
 from tiered.zero.parameters.methods import touched_by_method
 from tiered.zero.parameters.parameter import is_write, name_of
 from tiered.zero.parameters.unit import Segment, Unit
-from tiered.zero.step import Event, in_graph_task
+from tiered.zero.step import Event, graph_task
 
 __all__ = ["Access", "check_forward", "end_interrupted"]
 
@@ -63,7 +64,7 @@ class Access:
     def detached(self, segment: Segment, result: torch.Tensor) -> torch.Tensor:
         """``parameter.detach()``: inside state_dict() the caller's own."""
         export = self.conductor.phase.export
-        return export.copy(segment, result) if export else result
+        return export.copy(segment, result) if export.num_calls else result
 
     def set(self, segment: Segment, source: torch.Tensor) -> None:
         """``parameter.set_(source)``: raises UsageError."""
@@ -83,12 +84,12 @@ class Access:
         """A parameter's ``requires_grad`` was set: follow its gradient."""
         self.conductor.watch(parameter)
 
-    def check(self, segment: Segment, name: str, *, is_write: bool) -> bool:
+    def check(self, segment: Segment, name: str, *, is_write: bool, in_task: bool) -> bool:
         """Raise UsageError unless the operation ``name`` may read, or write, ``segment``'s parameter now.
 
         Return whether it is part of a merge of adapters, which writes to what ``.data`` has given.
         """
-        conductor, phase = self.conductor, self.conductor.phase
+        conductor, phase, calls = self.conductor, self.conductor.phase, self.conductor.calls
         what = f"parameter {segment.name}: {name}"
         if os.getpid() != phase.pid:
             raise UsageError(
@@ -97,13 +98,14 @@ class Access:
             )
         if phase.must_resume and _is_in_merge(_MAKERS):
             return True  # resume() gives the adapter its values, and the base those of the commit
-        in_task = in_graph_task()
-        phase.check(_event(conductor.calls, in_task=in_task), what)
-        end_interrupted(conductor)
-        if (name == ".data" or not (conductor.calls or in_task)) and _is_in_merge():
+        phase.check(_event(calls, in_task=in_task), what)
+        if phase.export.num_calls or phase.num_loading:
+            end_interrupted(conductor)
+        is_in_model = bool(calls.under_way) or in_task
+        if (name == ".data" or not is_in_model) and _is_in_merge():
             conductor.check_idle(what)
             return True
-        is_unsharded = self.is_unsharded(segment)
+        is_unsharded = segment.unit in conductor.open_units.shielded
         if is_write:
             if is_unsharded or phase.num_loading:
                 return False
@@ -112,15 +114,15 @@ class Access:
                 f"{what} writes a sharded parameter; expected inside `with tiered.unsharded(module):` between steps,"
                 " or by the optimizer; a new shape or dtype before tiered.shard"
             )
-        if is_unsharded or phase.export or phase.num_loading:
+        if is_unsharded or phase.export.num_calls or phase.num_loading:
             return False
         if in_task:
             conductor.backward.seen()
         if segment.unit in phase.done:
             raise UsageError(f'{what} after its unit was updated in this backward; expected before: use update="step"')
-        if conductor.calls.methods and not in_task:
+        if calls.methods and not in_task:
             touched_by_method(conductor)
-        if not (conductor.calls or in_task or phase.is_between):
+        if not (is_in_model or calls.under_way or phase.is_between):
             _refuse_strangers(what)
             raise UsageError(f"{what} outside a forward or backward; {_hint(name)}{_NOT_NOW}")
         return False
@@ -149,27 +151,30 @@ class _Operation:
         if conductor.phase.export.only_looks:
             return
         try:
-            self._begin(is_write(self._func, self._args, self._kwargs), name_of(self._func))
-            self._pair = conductor.calls.pair_for_operation()
+            self._show_units(is_write(self._func, self._args, self._kwargs), name_of(self._func))
+            self._pair = conductor.calls.pair_if_needed()
             if self._pair is not None:
                 self._pair.enter()
         except BaseException:
             self._end()
             raise
 
-    def _begin(self, write: bool, name: str) -> None:
+    def _show_units(self, write: bool, name: str) -> None:
         access, conductor = self._access, self._access.conductor
-        is_counted = not in_graph_task()
+        in_task = graph_task() != -1
         for segment in self._segments:
             unit = segment.unit
             is_new = unit not in self._units  # the check of one parameter is that of all of its unit
-            is_merge = access.check(segment, name, is_write=write) if is_new or write else False
-            if is_counted:
+            is_merge = (is_new or write) and access.check(segment, name, is_write=write, in_task=in_task)
+            if not in_task:
                 conductor.calls.touched(segment)
             if write and (conductor.phase.num_loading or is_merge):
                 self._written.append(segment)
             if is_new:
-                unit.show("rw" if write or (is_merge and name == ".data") else "r")
+                mode = "rw" if write or (is_merge and name == ".data") else "r"
+                buffer = unit.buffer
+                if buffer.state is not BufferState.SHOWN or (mode == "rw" and buffer.mode == "r"):
+                    unit.show(mode)
                 unit.buffer.use()
                 conductor.ahead.go_on()
                 unit.num_ops += 1
@@ -206,7 +211,7 @@ def _event(calls: Calls, *, in_task: bool) -> Event:
     """Return the event that an operation on a parameter is a part of."""
     if in_task:
         return Event.BACKWARD
-    if not calls and calls.touching_method() is None:
+    if not calls.under_way and calls.touching_method() is None:
         return Event.TOUCH
     return Event.FORWARD if torch.is_grad_enabled() else Event.EVALUATION
 
@@ -214,7 +219,7 @@ def _event(calls: Calls, *, in_task: bool) -> Event:
 def end_interrupted(conductor: Conductor) -> None:
     """End a state_dict() or load_state_dict() that an exception left in the middle: torch calls no hook for it."""
     phase = conductor.phase
-    if phase.export and not num_on_stack(nn.Module.state_dict.__code__):
+    if phase.export.num_calls and not num_on_stack(nn.Module.state_dict.__code__):
         phase.export.end()
     if phase.num_loading and not num_on_stack(nn.Module.load_state_dict.__code__):
         phase.num_loading = 0

@@ -137,8 +137,8 @@ class Calls:
 
     def enter_pair(self, call: Call) -> None:
         """Put a pair of hooks in force for ``call`` unless one of ours is already, or nothing is saved."""
-        if self._needs_pair():
-            pair = self._pair()
+        pair = self.pair_if_needed()
+        if pair is not None:
             pair.enter()
             call.pair = pair
             self._num_pairs += 1
@@ -160,7 +160,7 @@ class Calls:
 
     def begin_method(self, module: nn.Module, unit: Unit | None) -> Method:
         """A method begins outside any forward."""
-        pair = self._pair() if self._needs_pair() else None
+        pair = self.pair_if_needed()
         if pair is not None:
             pair.enter()
             self._num_pairs += 1
@@ -222,19 +222,15 @@ class Calls:
         """In a forked child: the calls are the parent's."""
         self.under_way.clear()
 
-    def pair_for_operation(self) -> HookPair | None:
-        """Return a pair of hooks for an operation outside any call; None inside one, where one is in force."""
-        return self._pair() if self._needs_pair() else None
-
-    def _pair(self) -> HookPair:
-        return self._pairs.make(is_outermost=self._num_pairs == 0)
-
-    def _needs_pair(self) -> bool:
+    def pair_if_needed(self) -> HookPair | None:
+        """Return a new pair of hooks, not in force yet; None where one of ours is in force, or nothing is saved."""
         if not torch.is_grad_enabled():
-            return False
+            return None
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         innermost = getattr(hooks[0], "__self__", None) if hooks else None
-        return getattr(innermost, "calls", None) is not self
+        if getattr(innermost, "calls", None) is self:
+            return None
+        return self._pairs.make(is_outermost=self._num_pairs == 0)
 
 
 def _num_under_way(module: nn.Module) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -88,21 +88,23 @@ class TieredParameter(nn.Parameter):
             return _describe(first)
         if func in _FORBIDDEN:
             raise UsageError(f"parameter {first.segment.name}: refused {_FORBIDDEN[func]}")
-        if _is_no_op(func, args, kwargs):
+        if func in _MAYBE_NO_OPS and _is_no_op(func, args, kwargs):
             return first
         if func in _BACKWARDS and _is_about_places(args, kwargs):
             return _run_from_edges(func, args, kwargs)
         if func is torch.Tensor.view_as and args[0] is args[-1] and (refusal := _refusal_of_values(first)):
             return _ViewWithoutValues.of(first, refusal)
-        with INTERRUPTS, _access(parameters, func, args, kwargs), without_dispatch():
+        owner: Any = first.segment.unit.owner
+        access = owner.access if len(parameters) == 1 else _access_all
+        with INTERRUPTS, access([each.segment for each in parameters], func, args, kwargs), without_dispatch():
             if func == _GET_DATA:  # shares the version counter, so that a write through it is noticed
                 return args[0].detach()
             if func == _SET_DATA:  # the bytes stay the store's own
-                return first.segment.unit.owner.assign(first.segment, args[1])
+                return owner.assign(first.segment, args[1])
             if func in _AS_STRIDED:
                 args, kwargs = _in_buffer(_AS_STRIDED[func], args, kwargs)
             result = func(*args, **kwargs)
-            return first.segment.unit.owner.detached(first.segment, result) if func is _DETACH else result
+            return owner.detached(first.segment, result) if func is _DETACH else result
 
     def __repr__(self) -> str:  # type: ignore[override]
         return _describe(self)
@@ -177,23 +179,15 @@ def _refusal_of_values(parameter: TieredParameter) -> str:
         return str(error)
 
 
-def _access(
-    parameters: Sequence[TieredParameter], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> AbstractContextManager[object]:
-    """Return a block in which all ``parameters`` are shown for the operation ``func``."""
-    segments = [parameter.segment for parameter in parameters]
-    owner: Any = segments[0].unit.owner
-    is_only = len(segments) == 1 or all(segment.unit.owner is owner for segment in segments[1:])
-    block: AbstractContextManager[object] = (owner.access if is_only else _access_each)(segments, func, args, kwargs)
-    return block
-
-
 @contextmanager
-def _access_each(segments: Sequence[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """The parameters of several models, or of a model that is being made, meet in one operation."""
+def _access_all(segments: Sequence[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Show the parameters of ``segments``, of one model or of several, for the operation ``func``."""
+    by_owner: dict[Any, list[Any]] = {}
+    for segment in segments:
+        by_owner.setdefault(segment.unit.owner, []).append(segment)
     with ExitStack() as stack:
-        for segment in segments:
-            stack.enter_context(segment.unit.owner.access([segment], func, args, kwargs))
+        for owner, its_segments in by_owner.items():
+            stack.enter_context(owner.access(its_segments, func, args, kwargs))
         yield
 
 
@@ -273,7 +267,7 @@ def _run_from_edges(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _is_no_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether ``func`` would hand back its first argument itself, as in ``model.to(...)`` without a change."""
     target = args[0] if args else None
-    if func not in _MAYBE_NO_OPS or not isinstance(target, TieredParameter):
+    if not isinstance(target, TieredParameter):
         return False
     if func == _SET_DATA:
         return args[1] is target
