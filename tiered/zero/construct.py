@@ -25,8 +25,8 @@ from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.compute_tier import Gathered
 from tiered.tiers.device_tier import HostTier
 from tiered.zero.compute_device import give_room, named_device, tier_of
-from tiered.zero.parameters.calls import num_on_stack
 from tiered.zero.parameters.functorch import guard_functorch
+from tiered.zero.parameters.module_calls import num_on_stack
 from tiered.zero.parameters.parameter import TieredParameter, name_of, without_dispatch
 from tiered.zero.parameters.placeholder import placeholder
 from tiered.zero.parameters.unit import Segment

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,8 +18,7 @@ from tiered.errors import UsageError
 from tiered.store.residency.lease import is_in_transform
 from tiered.store.store import Store
 from tiered.tiers.schedule import SharedSchedule
-from tiered.zero.activations.activations import Activations, Forward
-from tiered.zero.activations.saved import SavedPairs
+from tiered.zero.activations.activations import Activations
 from tiered.zero.formats.codec import Bucket
 from tiered.zero.gradients.backward import Backward
 from tiered.zero.gradients.gradients import UnitGradients
@@ -27,15 +26,21 @@ from tiered.zero.gradients.open_gradients import OpenGradients, Reclaimer
 from tiered.zero.gradients.relayout import Moves, UnitLayouts
 from tiered.zero.gradients.updates import NO_UPDATES, Updates
 from tiered.zero.layout import Shares
-from tiered.zero.parameters.access import Access, end_interrupted
-from tiered.zero.parameters.calls import Calls
-from tiered.zero.parameters.conductor import MasterKeeper
-from tiered.zero.parameters.functorch import check_no_transform, guard_functorch
+from tiered.zero.parameters.fault_in import Access, end_interrupted
+from tiered.zero.parameters.functorch import guard_functorch
+from tiered.zero.parameters.module_calls import ModuleCalls
 from tiered.zero.parameters.open_units import OpenUnits, ahead_on, forget_in_children
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Event, Phase, graph_task
 
 __all__ = ["Engine"]
+
+
+class MasterKeeper(Protocol):
+    """The owner of the fp32 masters: the optimizer, and before there is one, ``Masters``."""
+
+    def set_master(self, segment: Segment, source: torch.Tensor | None) -> None:
+        """The caller has replaced the values of ``segment``: its master becomes ``source``, or those values."""
 
 
 class Engine:
@@ -53,7 +58,7 @@ class Engine:
         self.updates: Updates = NO_UPDATES
         self.model = weakref.ref(model)
         self.activations = Activations(self)  # order: asked before the units to give bytes back
-        self.calls = Calls(SavedPairs(self, self.activations.pack))
+        self.calls = ModuleCalls(self, self.activations.pack)
         self.open_units = OpenUnits(self.units[0])
         distance, may_stay = (lambda key: self.schedule.distance(key)), (lambda: self.schedule.is_settled)
         self.open_gradients = OpenGradients(self.open_units, distance=distance, may_stay=may_stay)
@@ -64,7 +69,6 @@ class Engine:
         self.ahead = ahead_on(self.tier, lambda unit: self.updates.is_pending(unit))
         self.tier.attach(distance, self.reclaimer.make_way)
         self.backward = Backward(self, self._gradients_came)
-        self.forward = Forward(self, self.backward, self.activations, self._begin_forward)
         moves = Moves(self.finish_update, self.expect_steps, self.phase.abandon)
         self.layouts = UnitLayouts(store, self.units, shares, moves)
         owner = Access(self)
@@ -77,7 +81,9 @@ class Engine:
         guard_functorch()
 
     def __repr__(self) -> str:
-        return f"Engine({len(self.units)} units, {self.phase!r}, {self.open_units!r}, depth {len(self.calls)})"
+        return (
+            f"Engine({len(self.units)} units, {self.phase!r}, {self.open_units!r}, depth {len(self.calls.under_way)})"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
@@ -101,11 +107,15 @@ class Engine:
     def before_open(self, unit: Unit) -> str:
         """A unit is about to be leased: finish its update. Return the use of the lease."""
         if is_in_transform():
-            check_no_transform(f"unit {unit.name!r}: swap in")
-        self.finish_update(unit)
+            raise UsageError(
+                f"unit {unit.name!r}: swap in inside torch.func (grad, vjp, jvp, functionalize, ...); expected over a"
+                " model in memory: one built afresh with model.state_dict() loaded"
+            )
+        if self.updates.is_busy or self.updates.failure is not None:
+            self.updates.wait_for(unit)
         in_backward = graph_task() != -1
         self.open_gradients.rooms.opening = unit.gradients.room if in_backward else ""
-        return "backward" if in_backward else "forward" if self.calls else "open"
+        return "backward" if in_backward else "forward" if self.calls.under_way else "open"
 
     def finish_update(self, unit: Unit) -> None:
         """Wait for the update of ``unit``, if one is pending; raise the error of an update that failed."""
@@ -116,24 +126,15 @@ class Engine:
         """A unit has leased its bytes: park the idle units, and ask for the keys that come next."""
         self.open_gradients.rooms.opening = ""
         self.open_units.opened(unit)
-        if not self.forward.keeps_open():
+        if not self.calls.keeps_open():
             self.open_units.park_idle(self.calls.units() | {unit})
         self.ahead.opened(unit)
         room = [unit.gradients.room] if unit.is_in_backward and unit.gradients.nbytes else []
         self.schedule.use(*unit.keys, *room)
 
-    def parked(self, unit: Unit) -> None:
-        """A unit is about to give its bytes back."""
-        self.open_units.parked(unit)
-
     def give_up(self, reason: str) -> str:
         """Mark the step as left half done, and return the caller's next move in words."""
         return self.phase.give_up(reason)
-
-    def check_readable(self, unit: Unit) -> None:
-        """Raise unless saved references to ``unit`` may be read now; a backward does."""
-        self.phase.check(Event.BACKWARD, f"backward through unit {unit.name!r}:")
-        self.backward.seen()
 
     def check_unused(self, what: str) -> None:
         """Raise UsageError where the optimizer uses gradients as they come, before ``what`` could see them."""
@@ -141,7 +142,8 @@ class Engine:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def _begin_forward(self, is_first: bool) -> None:
+    def begin_forward(self, is_first: bool) -> None:
+        """An outermost forward begins; ``is_first`` of its step."""
         self.tier.refuse_capture("forward")
         if self.layouts.is_stale:
             self.layouts.renew(self.open_units.shielded)
@@ -151,13 +153,13 @@ class Engine:
             self.schedule.rewind()
 
     def _gradients_came(self) -> None:
-        self.forward.leave_methods()
+        self.calls.leave_methods()
         self.activations.decide()
 
     def _settle_calls(self) -> None:
         """An event between steps comes: end the calls, the backward and the load that have ended without a report."""
-        self.forward.leave_abandoned()
-        self.forward.leave_methods()
+        self.calls.leave_abandoned()
+        self.calls.leave_methods()
         self.backward.settle()
         end_interrupted(self)
 

@@ -24,7 +24,7 @@ from tiered.units import format_bytes
 from tiered.zero.accelerator_state import accelerator_type, generator_states, set_generator_states
 from tiered.zero.engine import Engine
 from tiered.zero.export import room_for_copies
-from tiered.zero.parameters.calls import num_on_stack
+from tiered.zero.parameters.module_calls import num_on_stack
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Segment, Unit
 
@@ -311,7 +311,7 @@ class ModelValues:
         parameters = [p for p in model.parameters() if isinstance(p, TieredParameter)]
         segments: list[Segment] = [p.segment for p in parameters if isinstance(p.segment.unit, Unit)]
         self._segments = {segment.layout().untyped_storage()._cdata: segment for segment in segments}
-        self.engines: list[Engine] = list(dict.fromkeys(segment.unit.engine for segment in segments))  # type: ignore[misc]
+        self.engines: list[Engine] = list(dict.fromkeys(segment.unit.engine for segment in segments))
         units = list(dict.fromkeys(segment.unit for segment in segments))
         self._next = dict(itertools.pairwise(units))
         for engine in self.engines:

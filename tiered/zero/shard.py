@@ -8,6 +8,7 @@ compiles the code around it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
@@ -41,7 +42,6 @@ from tiered.zero.layout import Shares
 from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, refuse_missing
 from tiered.zero.one_rank import DistributedLater, refuse_ranks
 from tiered.zero.optimizer.masters import Masters, masters_nbytes, offsets_of, write_masters
-from tiered.zero.parameters.methods import copied, running
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.placeholder import placeholder
 from tiered.zero.parameters.unit import Segment, Unit
@@ -57,8 +57,8 @@ _REASON = "the modules of a sharded model move their parameters in and out, and 
 
 _OWN = (
     *("bytes", "store", "tiers", "zero.activations", "zero.engine", "zero.formats", "zero.gradients"),
-    *("zero.step", "zero.optimizer", "zero.shard", "zero.unsharded", "zero.parameters.access"),
-    *("zero.parameters.calls", "zero.parameters.methods", "zero.parameters.parameter"),
+    *("zero.step", "zero.optimizer", "zero.shard", "zero.unsharded", "zero.parameters.fault_in"),
+    *("zero.parameters.module_calls", "zero.parameters.saved_references", "zero.parameters.parameter"),
     *("zero.parameters.open_units", "zero.parameters.placeholder", "zero.parameters.unit"),
 )
 """The modules that are not traced; those in ``parameters`` singly, for the guard of torch.func is there."""
@@ -486,13 +486,13 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
     vars(model)["_is_accelerate_prepared"] = True  # accelerate's word: its prepare() leaves the model as it is
     for module in model.modules():
         vars(module)["_ddp_params_and_buffers_to_ignore"] = DistributedLater()  # DistributedDataParallel's word
-        vars(module)["__deepcopy__"] = functools.partial(copied, module)
+        vars(module)["__deepcopy__"] = functools.partial(_copied, module)
         if module is not model and not any(True for _ in module.parameters()):
             continue
         unit = unit_of.get(module)
-        begin_call = functools.partial(engine.forward.begin_call, unit)
+        begin_call = functools.partial(engine.calls.begin_call, unit)
         module.register_forward_pre_hook(begin_call, prepend=True, with_kwargs=True)
-        module.register_forward_hook(engine.forward.end_call, with_kwargs=True, always_call=True)
+        module.register_forward_hook(engine.calls.end_call, with_kwargs=True, always_call=True)
         stay_eager(module)
         _wrap_methods(module, engine, unit)
         if unit is not None and module is not model and engine.activations.may_recompute(unit):
@@ -517,7 +517,27 @@ def _wrap_methods(module: nn.Module, engine: Engine, unit: Unit | None) -> None:
 def _wrap(method: Callable[..., Any], module: nn.Module, engine: Engine, unit: Unit | None) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with running(engine, module, unit) as hand_out:
+        with engine.calls.running(module, unit) as hand_out:
             return hand_out(outside(method, *args, **kwargs))
 
     return eager(call)
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return ``copy.deepcopy`` of ``module`` as it was before ``shard``; its parameters may refuse the copy."""
+    made: Any = type(module).__new__(type(module))
+    memo[id(module)], state = made, {}
+    for name, value in vars(module).items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            value = type(value)((key, hook) for key, hook in value.items() if not _is_own(hook))
+        if name != "_compiled_call_impl" and not _is_own(value):
+            state[name] = copy.deepcopy(value, memo)
+    made.__setstate__(state)
+    return made  # type: ignore[no-any-return]
+
+
+def _is_own(value: Any) -> bool:
+    """Return whether ``value`` is a hook, a method or a mark of tiered's, as it stands or wrapped by torch."""
+    for name in ("_torchdynamo_orig_callable", "hook", "func", "__func__"):
+        value = getattr(value, name, value)
+    return str(getattr(value, "__globals__", {}).get("__name__") or type(value).__module__).startswith("tiered.")

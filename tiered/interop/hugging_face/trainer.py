@@ -337,4 +337,4 @@ def place(model: Any, tiered: Arguments, store: Store, training: Any) -> torch.d
 def _engines(model: Any) -> list[Engine]:
     parameters = [] if model is None else model.parameters()
     units = [p.segment.unit for p in parameters if isinstance(p, TieredParameter)]
-    return list(dict.fromkeys(unit.engine for unit in units if isinstance(unit, Unit)))  # type: ignore[misc]
+    return list(dict.fromkeys(unit.engine for unit in units if isinstance(unit, Unit)))

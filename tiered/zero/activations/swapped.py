@@ -11,7 +11,7 @@ import queue
 import threading
 import weakref
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import xxhash
@@ -22,10 +22,8 @@ from tiered.errors import CapacityError, UsageError
 from tiered.store.residency.lease import is_read_only
 from tiered.tiers.compute_tier import bytes_of
 from tiered.units import KiB, format_bytes
-from tiered.zero.activations.saved import check_unmodified
-
-if TYPE_CHECKING:
-    from tiered.zero.parameters.conductor import Conductor
+from tiered.zero.parameters.module_calls import EngineParts
+from tiered.zero.parameters.saved_references import check_unmodified
 
 __all__ = ["SMALLEST_NBYTES", "FreedObjects", "SwappedActivations", "SwappedTensor"]
 
@@ -125,7 +123,7 @@ class SwappedActivations:
     again, in the order of a step, so that the trace knows them. Thread-safe.
     """
 
-    def __init__(self, engine: Conductor) -> None:
+    def __init__(self, engine: EngineParts) -> None:
         self.share_bytes = 0
         self.num_swapped = 0  # storages so far
         self.num_left = 0  # that found no room in the budget and stayed in ordinary memory

@@ -26,8 +26,7 @@ from tiered.store.waiting.calling_thread import be_thread
 from tiered.store.waiting.recorder import Begun, Recorder
 from tiered.units import format_bytes
 from tiered.zero.gradients.open_gradients import check_used, show_used
-from tiered.zero.parameters.calls import num_on_stack
-from tiered.zero.parameters.conductor import Conductor
+from tiered.zero.parameters.module_calls import EngineParts, num_on_stack
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Event, in_graph_task, is_autograds_own
@@ -79,14 +78,14 @@ _log = logging.getLogger("tiered")
 class Backward:
     """The facts about the backward that runs now. ``submit(unit)`` hands over the update of a unit that is due."""
 
-    def __init__(self, conductor: Conductor, gradients_came: Callable[[], None]) -> None:
+    def __init__(self, engine: EngineParts, gradients_came: Callable[[], None]) -> None:
         """``gradients_came()``: the last gradient of a backward has come, and due updates follow."""
         self.submit: Callable[[Unit], None] = _submit_nothing
-        self._units = conductor.units
-        self._phase = conductor.phase
-        self._calls = conductor.calls
-        self._tier = conductor.tier
-        self._open_units = conductor.open_units
+        self._units = engine.units
+        self._phase = engine.phase
+        self._calls = engine.calls
+        self._tier = engine.tier
+        self._open_units = engine.open_units
         self._gradients_came = gradients_came
         self._tasks: set[int] = set()
         self._is_running = False
@@ -96,7 +95,7 @@ class Backward:
         self._watched: set[Segment] = set()
         self._has_graphs = False  # of gradients; a gradient that lies in a buffer can keep none
         self._why = ""  # this backward failed, where it is known
-        self.micro_steps = _MicroSteps(conductor.working_set.recorder)
+        self.micro_steps = _MicroSteps(engine.working_set.recorder)
         if self._tier.device.type != "cpu":
             report_failures_to(self)
 

@@ -17,10 +17,9 @@ import torch._functorch.eager_transforms
 import torch._functorch.vmap
 
 from tiered.errors import UsageError
-from tiered.store.residency.lease import is_in_transform
 from tiered.zero.parameters.parameter import TieredParameter
 
-__all__ = ["check_no_transform", "guard_functorch"]
+__all__ = ["guard_functorch"]
 
 _DOORS: tuple[tuple[Any, str], ...] = (
     (torch._functorch.vmap, "_add_batch_dim"),  # vmap, and the transforms built on it
@@ -39,15 +38,6 @@ def guard_functorch() -> None:
             _is_guarded = True
             for module, name in _DOORS:
                 setattr(module, name, _guarded(getattr(module, name)))
-
-
-def check_no_transform(what: str) -> None:
-    """Raise UsageError inside a transform that wraps every tensor made in it, buffers of ours too: all but vmap."""
-    if is_in_transform():
-        raise UsageError(
-            f"{what} inside torch.func (grad, vjp, jvp, functionalize, ...); expected over a model in memory: one built"
-            " afresh with model.state_dict() loaded"
-        )
 
 
 def _guarded(wrap: Callable[..., Any]) -> Callable[..., Any]:

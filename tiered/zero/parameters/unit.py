@@ -24,7 +24,7 @@ from tiered.tiers.device_tier import BufferState, ParameterPlace, UnitBuffer
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
 from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder, unrecorded, without_dispatch
 
-__all__ = ["ParameterOwner", "Segment", "Unit", "UnitOwner", "dense_strides", "digest"]
+__all__ = ["ParameterOwner", "Segment", "Unit", "dense_strides", "digest"]
 
 _ALONE = NullComm()
 
@@ -116,28 +116,6 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return strides
 
 
-class UnitOwner(Protocol):
-    """A unit reports to its owner and asks it: the engine of its model."""
-
-    def before_open(self, unit: Unit) -> str:
-        """Wait until ``unit`` may be leased; return the use of the lease: "forward", ..."""
-
-    def opened(self, unit: Unit) -> None:
-        """``unit`` has leased its bytes."""
-
-    def parked(self, unit: Unit) -> None:
-        """``unit`` is about to give its bytes back."""
-
-    def give_up(self, reason: str) -> str:
-        """Leave the step half done, for ``reason``; return the caller's next move in words."""
-
-    def check_readable(self, unit: Unit) -> None:
-        """Raise unless saved references to ``unit`` may be read now; a backward does."""
-
-    def check_unused(self, what: str) -> None:
-        """Raise UsageError where gradients are used as they come, before ``what`` could see them."""
-
-
 class ParameterOwner(Protocol):
     """The parameters of a unit ask their owner at each operation."""
 
@@ -183,9 +161,9 @@ class Unit:
     )  # fmt: skip
 
     buffer: UnitBuffer
-    engine: UnitOwner
+    engine: Any  # the Engine, of a room that stands above this one
     owner: ParameterOwner
-    gradients: Any  # UnitGradients, of a room that stands above this one
+    gradients: Any  # UnitGradients, too
     layout: UnitLayout
 
     def __init__(self, name: str, segments: Sequence[Segment], working_set: WorkingSet, tier: ComputeTier) -> None:
@@ -296,13 +274,13 @@ class Unit:
             written = ""
             if buffer.state is BufferState.SHOWN:
                 written = self._hide(check=buffer.mode == "r")
-            self.engine.parked(self)
+            self.engine.open_units.parked(self)
             digests, self._digests = self._digests, ()
             buffer.release([n for n, before in enumerate(digests) if self._seen[n] == before])
             if digests:
                 self._known = self._versions_of_keys()  # what they wrote was looked at
             if written:
-                go_on = self.engine.give_up(f"parameter {written} was written in place outside tiered.unsharded")
+                go_on = self.engine.phase.give_up(f"parameter {written} was written in place outside tiered.unsharded")
                 raise UsageError(
                     f"parameter {written} was written in place during a forward or backward, as nn.Embedding(max_norm=)"
                     " and layers that set themselves up by their first batch do; expected reads only: write between"

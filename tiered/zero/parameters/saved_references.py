@@ -1,13 +1,13 @@
 """Saved tensors that lie in units: autograd holds references into the units instead of their bytes.
 
 A saved tensor that lies in a unit's buffer becomes (unit, offset, shape, strides) and swaps the unit in when it is
-asked for. Other tensors go to the pair of hooks that was in force before, or to activations.py.
+asked for. Other tensors go to the pair of hooks that was in force before, or to the activations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
@@ -15,17 +15,15 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from tiered.errors import UsageError
+from tiered.zero.parameters.open_units import OpenUnits
 from tiered.zero.parameters.parameter import without_dispatch
-from tiered.zero.step import in_graph_task
-
-if TYPE_CHECKING:
-    from tiered.zero.parameters.conductor import Conductor
-    from tiered.zero.parameters.unit import ReferenceToken, Unit
+from tiered.zero.parameters.unit import ReferenceToken, Unit
+from tiered.zero.step import Event, in_graph_task
 
 __all__ = [
     "Kept",
+    "Packed",
     "SavedPair",
-    "SavedPairs",
     "SavedReference",
     "check_unmodified",
     "is_recomputing",
@@ -78,6 +76,13 @@ def with_repeated_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     return tuple(map(first, args)), {name: first(value) for name, value in kwargs.items()}
 
 
+class Packed(Protocol):
+    """The object that autograd holds for a saved tensor."""
+
+    def restore(self) -> torch.Tensor:
+        """Return the tensor."""
+
+
 class SavedReference:
     """The place of a saved tensor that lies in a unit. Keeps the unit's token alive as long as it lives."""
 
@@ -98,7 +103,8 @@ class SavedReference:
     def restore(self) -> torch.Tensor:
         """Return the tensor: a view of the unit's buffer, swapped in if need be."""
         unit = self.unit
-        unit.engine.check_readable(unit)
+        unit.engine.phase.check(Event.BACKWARD, f"backward through unit {unit.name!r}:")
+        unit.engine.backward.seen()
         buffers = unit.open()
         unit.look()
         if self.version != unit.version:
@@ -145,6 +151,13 @@ def check_unmodified(tensor: torch.Tensor, version: int) -> None:
         )
 
 
+class Calling(Protocol):
+    """The module calls of a model."""
+
+    def innermost_unit(self) -> Unit | None:
+        """Return the unit that is being called, if one is."""
+
+
 class SavedPair:
     """One pair of saved-tensor hooks of ours, in force around the outermost call and inside it above every other pair.
 
@@ -155,10 +168,12 @@ class SavedPair:
     a unit that it hands back becomes a reference.
     """
 
-    def __init__(self, engine: Conductor, pack: Callable[[torch.Tensor], _Packed], *, is_outermost: bool) -> None:
+    def __init__(
+        self, calls: Calling, open_units: OpenUnits, pack: Callable[[torch.Tensor], Packed], *, is_outermost: bool
+    ) -> None:
         """``pack`` takes the tensors that lie in no unit, where no other pair takes them."""
-        self.calls = engine.calls
-        self._engine = engine
+        self.calls = calls
+        self._open_units = open_units
         self._pack_other = pack
         self._outer: _Pair | None = None
         self._is_outermost = is_outermost
@@ -191,14 +206,14 @@ class SavedPair:
         if hooks is not None:
             hooks.__exit__()
 
-    def _pack(self, tensor: torch.Tensor) -> _Packed:
-        place = self._engine.open_units.place_of(tensor)
+    def _pack(self, tensor: torch.Tensor) -> Packed:
+        place = self._open_units.place_of(tensor)
         outer = self._outer
         if place is None:
             if outer is None:
                 return self._pack_other(tensor)
             handed_on = _HandedOn(outer[1], outer[0](tensor))
-            if self._is_in_checkpoint and (called := self._engine.calls.innermost_unit()) is not None:
+            if self._is_in_checkpoint and (called := self.calls.innermost_unit()) is not None:
                 handed_on.token = called.token()
             return handed_on
         if outer is None or self._is_outermost or self._is_in_checkpoint:
@@ -206,20 +221,8 @@ class SavedPair:
         return _HandedOnWeight(outer[1], tree_map_only(torch.Tensor, self._as_reference, outer[0](tensor)))
 
     def _as_reference(self, tensor: torch.Tensor) -> torch.Tensor | SavedReference:
-        place = self._engine.open_units.place_of(tensor)
+        place = self._open_units.place_of(tensor)
         return tensor if place is None else SavedReference(*place, tensor)
-
-
-class SavedPairs:
-    """The pairs of hooks of one model. ``pack`` takes the tensors in no unit, where no other pair takes them."""
-
-    def __init__(self, engine: Conductor, pack: Callable[[torch.Tensor], _Packed]) -> None:
-        self._engine = engine
-        self._pack = pack
-
-    def make(self, *, is_outermost: bool) -> SavedPair:
-        """Return a new pair, not in force yet."""
-        return SavedPair(self._engine, self._pack, is_outermost=is_outermost)
 
 
 class _HandedOn:
@@ -252,9 +255,5 @@ class _HandedOnWeight(_HandedOn):
         return tensor
 
 
-class _Packed(Protocol):
-    def restore(self) -> torch.Tensor: ...
-
-
-def _unpack(packed: _Packed) -> torch.Tensor:
+def _unpack(packed: Packed) -> torch.Tensor:
     return packed.restore()

@@ -14,14 +14,13 @@ from torch import nn
 
 from tiered.errors import UsageError
 from tiered.tiers.device_tier import BufferState
-from tiered.zero.parameters.calls import Calls, HookPair, num_on_stack, stack
-from tiered.zero.parameters.conductor import Conductor
-from tiered.zero.parameters.methods import touched_by_method
+from tiered.zero.parameters.module_calls import EngineParts, ModuleCalls, num_on_stack, stack
 from tiered.zero.parameters.parameter import is_write, name_of
+from tiered.zero.parameters.saved_references import SavedPair
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Event, graph_task
 
-__all__ = ["Access", "check_forward", "end_interrupted"]
+__all__ = ["Access", "end_interrupted"]
 
 _MAKERS = {"update", "update_layer"}
 _MERGES = {"merge", "unmerge", "_unload_and_optionally_merge", *_MAKERS}
@@ -38,8 +37,8 @@ _NEW_SHAPE = "expected before tiered.shard: tiered.hf.from_pretrained(num_tokens
 class Access:
     """The parameters of a sharded model ask this object for the right to each operation, and for their values."""
 
-    def __init__(self, conductor: Conductor) -> None:
-        self.conductor = conductor
+    def __init__(self, engine: EngineParts) -> None:
+        self.engine = engine
 
     def access(
         self, segments: Sequence[Segment], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -49,7 +48,7 @@ class Access:
 
     def is_unsharded(self, segment: Segment) -> bool:
         """Return whether a ``tiered.unsharded`` block keeps the values of ``segment`` where they are."""
-        return segment.unit in self.conductor.open_units.shielded
+        return segment.unit in self.engine.open_units.shielded
 
     def assign(self, segment: Segment, value: torch.Tensor) -> None:
         """``parameter.data = value`` while it is shown for writing: the values are copied. Raises UsageError."""
@@ -63,7 +62,7 @@ class Access:
 
     def detached(self, segment: Segment, result: torch.Tensor) -> torch.Tensor:
         """``parameter.detach()``: inside state_dict() the caller's own."""
-        export = self.conductor.phase.export
+        export = self.engine.phase.export
         return export.copy(segment, result) if export.num_calls else result
 
     def set(self, segment: Segment, source: torch.Tensor) -> None:
@@ -82,14 +81,14 @@ class Access:
 
     def require_gradient(self, parameter: nn.Parameter) -> None:
         """A parameter's ``requires_grad`` was set: follow its gradient."""
-        self.conductor.watch(parameter)
+        self.engine.watch(parameter)
 
     def check(self, segment: Segment, name: str, *, is_write: bool, in_task: bool) -> bool:
         """Raise UsageError unless the operation ``name`` may read, or write, ``segment``'s parameter now.
 
         Return whether it is part of a merge of adapters, which writes to what ``.data`` has given.
         """
-        conductor, phase, calls = self.conductor, self.conductor.phase, self.conductor.calls
+        engine, phase, calls = self.engine, self.engine.phase, self.engine.calls
         what = f"parameter {segment.name}: {name}"
         if os.getpid() != phase.pid:
             raise UsageError(
@@ -100,12 +99,12 @@ class Access:
             return True  # resume() gives the adapter its values, and the base those of the commit
         phase.check(_event(calls, in_task=in_task), what)
         if phase.export.num_calls or phase.num_loading:
-            end_interrupted(conductor)
+            end_interrupted(engine)
         is_in_model = bool(calls.under_way) or in_task
         if (name == ".data" or not is_in_model) and _is_in_merge():
-            conductor.check_idle(what)
+            engine.check_idle(what)
             return True
-        is_unsharded = segment.unit in conductor.open_units.shielded
+        is_unsharded = segment.unit in engine.open_units.shielded
         if is_write:
             if is_unsharded or phase.num_loading:
                 return False
@@ -117,11 +116,11 @@ class Access:
         if is_unsharded or phase.export.num_calls or phase.num_loading:
             return False
         if in_task:
-            conductor.backward.seen()
+            engine.backward.seen()
         if segment.unit in phase.done:
             raise UsageError(f'{what} after its unit was updated in this backward; expected before: use update="step"')
         if calls.methods and not in_task:
-            touched_by_method(conductor)
+            calls.touched_by_method()
         if not (is_in_model or calls.under_way or phase.is_between):
             _refuse_strangers(what)
             raise UsageError(f"{what} outside a forward or backward; {_hint(name)}{_NOT_NOW}")
@@ -144,15 +143,15 @@ class _Operation:
         self._func, self._args, self._kwargs = func, args, kwargs
         self._units: list[Unit] = []
         self._written: list[Segment] = []  # by a copy, or who knows what the values are
-        self._pair: HookPair | None = None
+        self._pair: SavedPair | None = None
 
     def __enter__(self) -> None:
-        conductor = self._access.conductor
-        if conductor.phase.export.only_looks:
+        engine = self._access.engine
+        if engine.phase.export.only_looks:
             return
         try:
             self._show_units(is_write(self._func, self._args, self._kwargs), name_of(self._func))
-            self._pair = conductor.calls.pair_if_needed()
+            self._pair = engine.calls.pair_if_needed()
             if self._pair is not None:
                 self._pair.enter()
         except BaseException:
@@ -160,15 +159,15 @@ class _Operation:
             raise
 
     def _show_units(self, write: bool, name: str) -> None:
-        access, conductor = self._access, self._access.conductor
+        access, engine = self._access, self._access.engine
         in_task = graph_task() != -1
         for segment in self._segments:
             unit = segment.unit
             is_new = unit not in self._units  # the check of one parameter is that of all of its unit
             is_merge = (is_new or write) and access.check(segment, name, is_write=write, in_task=in_task)
             if not in_task:
-                conductor.calls.touched(segment)
-            if write and (conductor.phase.num_loading or is_merge):
+                engine.calls.touched(segment)
+            if write and (engine.phase.num_loading or is_merge):
                 self._written.append(segment)
             if is_new:
                 mode = "rw" if write or (is_merge and name == ".data") else "r"
@@ -176,7 +175,7 @@ class _Operation:
                 if buffer.state is not BufferState.SHOWN or (mode == "rw" and buffer.mode == "r"):
                     unit.show(mode)
                 unit.buffer.use()
-                conductor.ahead.go_on()
+                engine.ahead.go_on()
                 unit.num_ops += 1
                 self._units.append(unit)
 
@@ -193,21 +192,10 @@ class _Operation:
         if error is None:
             for segment in self._written:
                 source = self._args[1] if self._func is torch.Tensor.copy_ and len(self._args) > 1 else None
-                self._access.conductor.written(segment, source)
+                self._access.engine.written(segment, source)
 
 
-def check_forward(conductor: Conductor, name: str) -> None:
-    """Raise UsageError where no forward of the module ``name`` can run."""
-    if os.getpid() != conductor.phase.pid:
-        raise UsageError(f"forward of {name} in a forked process; expected in the one that opened the store")
-    if torch._C._get_tracing_state() is not None:
-        raise UsageError(
-            f"torch.jit.trace of {name}, which is sharded: the trace would keep its parameters; expected a model"
-            " built afresh with model.state_dict() loaded"
-        )
-
-
-def _event(calls: Calls, *, in_task: bool) -> Event:
+def _event(calls: ModuleCalls, *, in_task: bool) -> Event:
     """Return the event that an operation on a parameter is a part of."""
     if in_task:
         return Event.BACKWARD
@@ -216,14 +204,14 @@ def _event(calls: Calls, *, in_task: bool) -> Event:
     return Event.FORWARD if torch.is_grad_enabled() else Event.EVALUATION
 
 
-def end_interrupted(conductor: Conductor) -> None:
+def end_interrupted(engine: EngineParts) -> None:
     """End a state_dict() or load_state_dict() that an exception left in the middle: torch calls no hook for it."""
-    phase = conductor.phase
+    phase = engine.phase
     if phase.export.num_calls and not num_on_stack(nn.Module.state_dict.__code__):
         phase.export.end()
     if phase.num_loading and not num_on_stack(nn.Module.load_state_dict.__code__):
         phase.num_loading = 0
-        conductor.open_units.park_all()  # it had leased one for writing
+        engine.open_units.park_all()  # it had leased one for writing
 
 
 def _is_in_merge(names: Collection[str] = frozenset(_MERGES)) -> bool:
